@@ -1,0 +1,198 @@
+"""Sizes, ages and settings: read from arguments and the environment, checked once, told in words when they make no sense."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.errors import ConfigError
+
+log = logging.getLogger("forebay.config")
+
+DEFAULT_MAX_AGE = 300.0
+"""Seconds for which an entry is served unasked after it was validated."""
+
+_SIZE = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%|[a-z]*)", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_UNITS = {
+    f"{letter}{end}": base**power for letter, power in _POWERS.items() for end, base in (("", 1000), ("b", 1000), ("ib", 1024), ("i", 1024))
+}
+
+_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
+
+_TRUE = frozenset({"1", "on", "yes", "true"})
+_FALSE = frozenset({"", "0", "off", "no", "false"})
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def parse_size(value: int | str, *, total: int | None = None, name: str = "size") -> int:
+    """Bytes: an int, or text such as ``"500GB"`` (10^9), ``"500GiB"`` (2^30), ``"100G"`` (10^9), ``"80%"`` (of ``total``).
+
+    ``name`` is what an error calls the value. Raises `ConfigError` for anything else, and for ``%`` where ``total`` is None.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise _wrong(name, value, "a size is not negative")
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    unit = match[2].lower() if match else ""
+    if match is None or (unit != "%" and unit not in _UNITS):
+        raise _wrong(name, value, 'a size is bytes as an int, or text such as "500GB" (10^9), "500GiB" (2^30) or "80%"')
+    number = float(match[1])
+    if unit == "%":
+        return _share(number, total, name, value)
+    if "." not in match[1]:
+        return int(match[1]) * _UNITS[unit]  # exact where a float is not
+    return int(number * _UNITS[unit])
+
+
+def _share(percent: float, total: int | None, name: str, value: object) -> int:
+    if total is None:
+        raise _wrong(name, value, "a share of the disk makes no sense here: give bytes")
+    if percent > 100:
+        raise _wrong(name, value, "more than the whole disk")
+    return int(total * percent / 100)
+
+
+def format_size(size: float) -> str:
+    """``1_500_000`` as ``"1.5 MB"``: three digits, powers of 1000."""
+    sign, size = ("-", -size) if size < 0 else ("", size)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5:
+            return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.3g} {unit}"
+        size /= 1000
+    return f"{sign}{size:,.3g} PB" if size < 999.5 else f"{sign}{size:,.0f} PB"
+
+
+def parse_age(value: float | str, *, name: str = "age") -> float:
+    """Seconds: a number, or text such as ``"90s"``, ``"15m"``, ``"12h"``, ``"30d"``, ``"2w"``, ``"forever"`` (infinity).
+
+    Raises `ConfigError` for anything else.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if math.isnan(value) or value < 0:
+            raise _wrong(name, value, "an age is not negative")
+        return float(value)
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if text in ("forever", "inf"):
+        return math.inf
+    match = _AGE.fullmatch(text)
+    if match is None or match[2] not in _SECONDS:
+        raise _wrong(name, value, 'an age is seconds, or text such as "90s", "15m", "12h", "30d" or "forever"')
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def format_age(seconds: float) -> str:
+    """``90`` as ``"1m"``: the largest unit that fits, rounded down."""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)}{unit}"
+    return f"{max(int(seconds), 0)}s"
+
+
+def parse_flag(value: str, *, name: str) -> bool:
+    """``1 on yes true`` and ``0 off no false`` (or nothing), in any case. Raises `ConfigError` for anything else."""
+    word = value.strip().lower()
+    if word not in _TRUE | _FALSE:
+        raise _wrong(name, value, "use 1 or 0")
+    return word in _TRUE
+
+
+def _wrong(name: str, value: object, why: str) -> ConfigError:
+    return ConfigError(f"{name}={value!r} makes no sense: {why}", name=name, value=str(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment asks for. None: not said.
+
+    ``budget`` and ``min_free`` stay text, since a share of the disk needs the disk; `parse_size` took them once.
+    ``progress``: False silences bars, True draws them without a terminal. ``verbosity``: a level of `logging`.
+    """
+
+    home: Path | None = None
+    budget: str | None = None
+    min_free: str | None = None
+    max_age: float = DEFAULT_MAX_AGE
+    offline: bool = False
+    progress: bool | None = None
+    verbosity: str | None = None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read and check the ``FOREBAY_*`` variables now. Empty counts as unset. Raises `ConfigError` naming variable and value."""
+        said = {
+            name: text
+            for name, text in (os.environ if environ is None else environ).items()
+            if name.startswith("FOREBAY_") and text.strip()
+        }
+        home, progress = said.get("FOREBAY_HOME"), said.get("FOREBAY_PROGRESS")
+        return cls(
+            home=Path(home).expanduser() if home else None,
+            budget=_size_text(said, "FOREBAY_BUDGET"),
+            min_free=_size_text(said, "FOREBAY_MIN_FREE"),
+            max_age=parse_age(said.get("FOREBAY_MAX_AGE", DEFAULT_MAX_AGE), name="FOREBAY_MAX_AGE"),
+            offline=parse_flag(said.get("FOREBAY_OFFLINE", "0"), name="FOREBAY_OFFLINE"),
+            progress=None if progress is None else parse_flag(progress, name="FOREBAY_PROGRESS"),
+            verbosity=_level(said, "FOREBAY_VERBOSITY"),
+        )
+
+
+def _size_text(said: Mapping[str, str], name: str) -> str | None:
+    text = said.get(name)
+    if text is not None:
+        parse_size(text, total=1, name=name)
+    return text
+
+
+def _level(said: Mapping[str, str], name: str) -> str | None:
+    text = said.get(name)
+    if text is not None and text.strip().lower() not in _LEVELS:
+        raise _wrong(name, text, "use one of " + ", ".join(_LEVELS))
+    return None if text is None else text.strip().upper()
+
+
+def default_root(*, is_network: Callable[[Path], bool], environ: Mapping[str, str] | None = None) -> Path:
+    """Where a cache lies if nobody said: ``$XDG_CACHE_HOME/forebay``, else ``~/.cache/forebay``.
+
+    Where that is on a network file system (``is_network`` is asked of the nearest directory that exists):
+    ``forebay-<uid>`` in ``$SLURM_TMPDIR``, else ``$TMPDIR``, else the system's temporary directory, with one warning a process.
+    """
+    environ = os.environ if environ is None else environ
+    usual = _user_cache(environ) / "forebay"
+    if not is_network(_nearest(usual)):
+        return usual
+    places = [Path(text) for name in ("SLURM_TMPDIR", "TMPDIR") if (text := environ.get(name))] + [Path(tempfile.gettempdir())]
+    local = [place for place in places if place.is_dir() and not is_network(place)] or places[-1:]
+    root = local[0] / f"forebay-{os.getuid()}"
+    if root not in _said:
+        _said.add(root)
+        log.warning("%s is on a network file system, the cache is in %s: set FOREBAY_HOME to choose a local place", usual, root)
+    return root
+
+
+_said: set[Path] = set()  # places that were warned of in this process
+
+
+def _user_cache(environ: Mapping[str, str]) -> Path:
+    given = environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(given):  # the XDG standard: relative paths are to be ignored
+        return Path(given)
+    try:
+        return Path(environ.get("HOME") or Path.home()) / ".cache"
+    except RuntimeError as error:
+        raise ConfigError(
+            "this user has no home directory: set FOREBAY_HOME to a local directory", name="FOREBAY_HOME", value=""
+        ) from error
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself, or the closest of its parents that exists."""
+    return next((place for place in (path, *path.parents) if place.exists()), Path("/"))
