@@ -1,0 +1,65 @@
+# A fresh machine needs Python >= 3.11 and make; everything else goes into VENV.
+VENV   ?= .venv
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+PY  := $(VENV)/bin/python
+BIN := $(VENV)/bin
+export PYTHONDONTWRITEBYTECODE = 1
+
+.PHONY: help demo test quality style stress mutants bench-engine bench-remote deps docs clean
+.DEFAULT_GOAL := help
+
+help:            ## this list
+	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p;s/^\([a-z-]*\):  *## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The package alone: enough for the demo.
+$(VENV)/.core: pyproject.toml | $(VENV)/bin/python
+	$(PY) -m pip install --quiet -e .
+	@touch $@
+
+# Tests, linters, docs and the peers of the benchmarks: one pip command, so that the torch that is pinned is the torch that is taken.
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	$(PY) -m pip install --quiet -e '.[dev]'
+	@touch $@ $(VENV)/.core
+
+demo: $(VENV)/.core ## offline, about a minute: 4 workers, 2 epochs, one worker killed
+	$(BIN)/forebay demo
+
+deps: ## the servers and tools that some tests use (apt, as root; else says what is missing)
+	@.ci/deps
+
+test: $(VENV)/.dev deps ## the whole suite
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+quality: $(VENV)/.dev ## linters, types and layers: judges, changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+	$(PY) -m pytest -q tests/test_layering.py tests/test_style.py
+
+style: $(VENV)/.dev ## puts right what can be put right by machine
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+stress: $(VENV)/.dev deps ## minutes of random load, kills and a sampler beside the budget
+	$(PY) -m pytest -m stress --timeout 1800 $(PYTEST_ARGS)
+
+mutants: $(VENV)/.dev deps ## each deliberate breach of the code must turn its test red
+	$(PY) -m pytest -m mutant --timeout 1800 $(PYTEST_ARGS)
+
+bench-engine: $(VENV)/.dev ## hits, puts, evictions, leases beside floors and peers of the same run
+	$(PY) benchmarks/engine.py
+
+bench-remote: $(VENV)/.dev deps ## fetches from nginx beside curl and bare clients
+	$(PY) benchmarks/remote.py
+
+docs: $(VENV)/.dev ## the site, strictly, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean: ## what the targets above made, the environment too
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
