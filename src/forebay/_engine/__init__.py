@@ -1,0 +1,1 @@
+"""How bytes live on the node. Knows no URL, sample, task or torch."""
