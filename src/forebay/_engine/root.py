@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -22,9 +23,8 @@ WORDS_SIZE = 4096
 _FORMAT = re.compile(rb"forebay ([0-9]{1,9}) ([0-9a-f]{16})\n")
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This directory is a cache of Forebay: backups need not keep it.\n"
 _SCRAP = re.compile(r"new-[0-9a-f]{16}")
-_SUFFIX = r"[A-Za-z0-9.]{0,16}"
-_BLOB = re.compile(rf"([0-9a-f]{{16}})({_SUFFIX})")
-_TMP = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{16}})(|\.map|\.tree)")
+_BLOB = re.compile(r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})")
+_TMP = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.tree)")
 _FANS = tuple(f"{n:02x}" for n in range(256))
 
 
@@ -251,7 +251,7 @@ def _check_owner(place: Path, shared: bool) -> None:
         _refuse(place, "a directory", "something else", "choose another place")
     if found.st_mode & stat.S_IWOTH and os.path.lexists(place / "FORMAT"):
         _refuse(place, "a root that only its owner or group may write to", "one open to everybody", f"chmod o-w {place}")
-    if found.st_uid == os.geteuid() or _fits_group(found) and (shared or os.path.lexists(place / "FORMAT")):
+    if found.st_uid == os.geteuid() or (_fits_group(found) and (shared or os.path.lexists(place / "FORMAT"))):
         return
     owner = f"one of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}"
     _refuse(place, f"a directory of user {os.geteuid()}", owner, "choose another place, or have its owner make it with shared=True")
@@ -288,8 +288,8 @@ def _create(place: Path, shared: bool) -> int:
     """Lay the root out, FORMAT last; whoever links FORMAT first gives the root its id."""
     foreign = list(_foreign(place))
     if foreign and _read_format(place) is None:
-        names = ", ".join(foreign[:3])
-        _refuse(place, "an empty or new directory", f"{len(foreign)} other things ({names})", f"give a directory of its own, such as {place}/forebay")
+        found = f"{len(foreign)} things that are not Forebay's ({', '.join(foreign[:3])})"
+        _refuse(place, "an empty or new directory", found, f"give a directory of its own, such as {place}/forebay")
     new = Root(place, secrets.randbits(62), shared=shared)
     _lay_out(new)
     new.install(place / "FORMAT", lambda fd: host.pwrite(fd, f"forebay {VERSION} {new.id:016x}\n".encode(), 0))
@@ -323,10 +323,8 @@ def _settle(path: Path, mode: int) -> None:
 
 def _touch(path: Path, mode: int) -> None:
     if not os.path.lexists(path):
-        try:
+        with contextlib.suppress(FileExistsError):  # another process makes this root too
             os.close(host.create(path, mode))
-        except FileExistsError:  # another process makes this root too
-            return _settle(path, mode)
     _settle(path, mode)
 
 
