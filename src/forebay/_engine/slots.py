@@ -17,10 +17,8 @@ from forebay.errors import CacheFault
 
 RECORDS = 65_536
 ID, USED, VALIDATED = 0, 1, 2
-EVICTIONS = 2
-"""Where in the words of chunk 0 the eviction word stands."""
-
 _MAGIC = int.from_bytes(b"FBSLOTS1", "little")
+_EVICTIONS = 2  # in chunk 0, after the magic and the root's id
 _HEADER = 4096 // 8
 _WORDS = 4
 _SIZE = 4096 + RECORDS * _WORDS * 8
@@ -51,14 +49,14 @@ class Slots:
         chunk, index = divmod(slot, RECORDS)
         return self._words(chunk), _HEADER + index * _WORDS
 
-    def evictions(self) -> tuple[memoryview, int]:
-        """``(words, index)`` of the word that changes with every eviction."""
-        return self._words(0), EVICTIONS
+    def evictions(self) -> int:
+        """A word that changes with every eviction in the root."""
+        return int(self._words(0)[_EVICTIONS])
 
     def bump_evictions(self) -> None:
-        """Tell all processes that an entry is gone. Caller: holds the writer lock, else two bumps may count as one (which is enough)."""
-        words = self._words(0)
-        host.set_word(words, EVICTIONS, (words[EVICTIONS] + 1) & (2**64 - 1))
+        """Tell all processes that an entry is gone. Needs no lock: the clock gives each eviction a value of its own, where a count
+        that two processes raise at once would come back to what a third one has seen."""
+        host.set_word(self._words(0), _EVICTIONS, host.now_ns())
 
     def id_of(self, slot: int) -> int:
         """The id of the entry that lives in ``slot``; 0: none."""
