@@ -1,0 +1,348 @@
+"""Room: reserve it, make it by evicting, give it back. Never more than the budget, for all processes together.
+
+Used = published + reserved + doomed + superseded + what the catalog occupies above its allowance. Where something has to go,
+reserving takes two transactions: the first enters the reservation as pending, so that others count it, and dooms the victims;
+their files are unlinked outside the writer lock; the second deletes their rows and grants.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from forebay import errors
+from forebay._engine import blobs, stages
+from forebay._engine.catalog import Catalog, DiskFull, Txn, reservations, spaces
+from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.eviction import SPACE_WORD, Doomed, Eviction
+from forebay._engine.owners import Owners
+from forebay._engine.policy import Policy
+from forebay._engine.ranking import Ranking, Scope
+from forebay._engine.root import Root
+from forebay._kernel import host, locks, waits
+
+log = logging.getLogger("forebay.budget")
+
+ALLOWANCE = 8 << 20
+"""Bytes of the catalog, small values apart, that the budget does not count."""
+ROW = 256
+"""What a small value costs beside its bytes."""
+AT_ONCE = 512
+PATIENCE = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a write asks room for. ``size`` in bytes; ``replaces``: the id that will be superseded, no victim, its ``replaced`` bytes
+    do not count against the quota."""
+
+    space: int
+    key: str
+    keyhash: int
+    size: int
+    suffix: str = ""
+    replaces: int = 0
+    replaced: int = 0
+    inline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What binds the root. ``budget`` and ``min_free`` in bytes; ``max_entries`` None: as many as fit."""
+
+    budget: int
+    min_free: int
+    max_entries: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """What is lacking. ``quota`` and ``bytes`` in bytes, ``count`` in entries: positive where something has to go.
+    ``leaving``: bytes that are on their way out already."""
+
+    quota: int
+    bytes: int
+    count: int
+    leaving: int
+    free: int
+    budget: int
+
+    @property
+    def fits(self) -> bool:
+        return self.quota <= 0 and self.bytes <= 0 and self.count <= 0
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """The state of one call of `Budget.reserve`: what it dooms stays locked until its rows are deleted."""
+
+    me: int
+    id: int = 0
+    doomed: list[Doomed] = field(default_factory=list)
+    partials: list[Reservation] = field(default_factory=list)
+    picked: set[Scope] = field(default_factory=set)
+    pick: set[Scope] = field(default_factory=set)
+    stuck: Short | None = None
+
+
+@dataclass(slots=True)
+class _Freed:
+    """What the victims of one transaction bring: bytes of the quota, bytes of the budget, entries."""
+
+    size: int = 0
+    charge: int = 0
+    count: int = 0
+
+
+class Budget:
+    """Room in one root. Callable from any thread; blocks only for the unlinking of what others doomed."""
+
+    def __init__(self, root: Root, catalog: Catalog, owners: Owners, eviction: Eviction, ranking: Ranking, words: waits.Words) -> None:
+        self._root, self._catalog, self._owners = root, catalog, owners
+        self._eviction, self._ranking, self._words = eviction, ranking, words
+        self._keys = locks.LockFile(root.lock("keys"))  # a reaper's own description: see the module `leases`
+        self._block = host.disk(root.path).block
+
+    # -- sizes -----------------------------------------------------------------------------------------------------
+
+    def charge(self, size: int, inline: bool = False) -> int:
+        """What ``size`` bytes count while they are written: whole blocks and the chunk map, or bytes and a row for a small value."""
+        return size + ROW if inline else stages.footprint(size, self._block)
+
+    def charge_published(self, size: int) -> int:
+        """What a finished file of ``size`` bytes counts."""
+        return -(-size // self._block) * self._block
+
+    def limits(self, txn: Txn) -> Limits:
+        found = dict(txn.all("SELECT name, value FROM meta WHERE name IN ('budget', 'min_free', 'max_entries')"))
+        return Limits(int(found.get("budget") or 0), int(found.get("min_free") or 0), found.get("max_entries"))
+
+    def short(self, txn: Txn, want: Want | None, id: int = 0) -> Short:
+        """What is lacking for ``want``, or for nothing new; older pending reservations are served before ``id``."""
+        limits, totals = self.limits(txn), spaces.totals(txn, id or None)
+        charge = self.charge(want.size, want.inline) if want else 0
+        used = totals.entries + totals.granted + totals.pending + max(0, totals.pages - ALLOWANCE)
+        free = host.disk(self._root.path).free
+        floor = limits.min_free + (charge if want else 0) - free
+        quota = self._over_quota(txn, want, id) if want else 0
+        count = totals.count + (1 if want else 0) - limits.max_entries if limits.max_entries is not None else 0
+        return Short(quota, max(used + charge - limits.budget, floor), count, totals.leaving, limits.budget - used, limits.budget)
+
+    def _over_quota(self, txn: Txn, want: Want, id: int) -> int:
+        space = spaces.by_id(txn, want.space)
+        if space is None or space.quota is None:
+            return 0
+        ((reserved,),) = txn.all("SELECT coalesce(sum(size), 0) FROM reservations WHERE space = ? AND id < ?", want.space, id or 1 << 62)
+        return space.bytes + reserved + want.size - want.replaced - space.quota
+
+    # -- reserving -------------------------------------------------------------------------------------------------
+
+    def fits(self, txn: Txn, want: Want) -> bool:
+        """Whether ``want`` fits as it is. For a small value, whose row is its reservation."""
+        return self.short(txn, want).fits
+
+    def reserve(self, want: Want) -> Reservation:
+        """Room for ``want``, evicting what may go. Raises `NoSpace` where not enough may; for what is larger than the whole budget
+        nothing is evicted."""
+        return self._attempt(want, _Attempt(self._owners.me()))
+
+    def resize(self, reservation: Reservation, size: int) -> Reservation:
+        """The same reservation with another size. Raises `NoSpace`: then it is as it was."""
+        want = Want(reservation.space, reservation.key, reservation.keyhash, size, reservation.suffix)
+        return self._attempt(want, _Attempt(self._owners.me(), reservation.id))
+
+    def cancel(self, id: int) -> None:
+        """Give a reservation back. Its files are gone already."""
+        with self._catalog.write() as txn:
+            reservations.delete(txn, id)
+        self._words.bump(SPACE_WORD)
+
+    def make_room(self) -> bool:
+        """Evict until the root is within its limits: after one was lowered, or when another program filled the disk. False if what
+        is left is in use."""
+        try:
+            self._attempt(None, _Attempt(self._owners.me()))
+        except errors.NoSpace:
+            return False
+        return True
+
+    def _attempt(self, want: Want | None, attempt: _Attempt) -> Reservation:
+        fresh = not attempt.id
+        until = time.monotonic() + PATIENCE
+        try:
+            while True:
+                granted = self._turn(want, attempt)
+                if granted is not None:
+                    return granted
+                if attempt.stuck is not None:
+                    raise self._no_space(want, attempt.stuck)
+                self._unlink(attempt)
+                if not (attempt.doomed or attempt.partials or attempt.pick):
+                    self._wait_for_others(until)
+        except BaseException:
+            self._withdraw(attempt, fresh)
+            raise
+        finally:
+            self._let_go(attempt)
+
+    def _turn(self, want: Want | None, attempt: _Attempt) -> Reservation | None:
+        """One transaction: delete what was unlinked, then grant, or doom what has to go."""
+        for scope in attempt.pick:
+            self._ranking.pick(scope)
+        attempt.picked |= attempt.pick
+        attempt.pick = set()
+        doomed: list[Doomed] = []
+        partials: list[Reservation] = []
+        try:
+            with self._catalog.write() as txn:
+                self._eviction.delete(txn, attempt.doomed)
+                for partial in attempt.partials:
+                    reservations.delete(txn, partial.id)
+                self._owners.reap(txn)
+                short = self.short(txn, want, attempt.id)
+                if short.fits:
+                    return self._grant(txn, want, attempt)
+                if self._enter_pending(txn, want, attempt, short):
+                    self._find_room(txn, want, attempt, short, doomed, partials)
+        except DiskFull:
+            self._eviction.release(doomed)
+            doomed = []
+            if not self._catalog.drop_ballast():  # with a full disk even a DELETE needs a page of the journal
+                raise
+        finally:
+            self._let_go(attempt)
+            attempt.doomed, attempt.partials = doomed, partials
+        return None
+
+    def _grant(self, txn: Txn, want: Want | None, attempt: _Attempt) -> Reservation:
+        if want is None:
+            return _NOTHING
+        if attempt.id:
+            reservations.set_size(txn, attempt.id, want.size, self.charge(want.size, want.inline), True)
+        else:
+            attempt.id = self._enter(txn, want, attempt.me, granted=True)
+        found = reservations.by_id(txn, attempt.id)
+        if found is None:
+            raise errors.CacheFault(f"the reservation of {want.key!r} is gone: the catalog was made anew meanwhile")
+        return found
+
+    def _enter(self, txn: Txn, want: Want, me: int, *, granted: bool) -> int:
+        id, charge = txn.take("next_id"), self.charge(want.size, want.inline)
+        reservations.insert(
+            txn, Reservation(id, me, want.space, want.key, want.keyhash, granted, want.size, charge, want.suffix, time.time())
+        )
+        return id
+
+    def _enter_pending(self, txn: Txn, want: Want | None, attempt: _Attempt, short: Short) -> bool:
+        """Let others count what is wanted. False, and stuck, if it could not fit into an empty root either."""
+        if want is None:
+            return True
+        limits, space = self.limits(txn), spaces.by_id(txn, want.space)
+        quota = space.quota if space and space.quota is not None else want.size
+        if self.charge(want.size, want.inline) > limits.budget or want.size > quota or limits.max_entries == 0:
+            attempt.stuck = short
+            return False
+        if not attempt.id:
+            attempt.id = self._enter(txn, want, attempt.me, granted=False)
+        return True
+
+    # -- victims ---------------------------------------------------------------------------------------------------
+
+    def _find_room(
+        self, txn: Txn, want: Want | None, attempt: _Attempt, short: Short, doomed: list[Doomed], partials: list[Reservation]
+    ) -> None:
+        """Choose who goes: for a quota the space's own, for the root the coldest of all, after what dead fetches left."""
+        space = spaces.by_id(txn, want.space) if want else None
+        evicts_own = space is None or Policy.parse(space.policy).evicts_own
+        freed = _Freed()
+        if short.quota > 0 and space is not None:
+            if not evicts_own:
+                attempt.stuck = short
+                return
+            self._doom(txn, Scope(only=space.id), want, attempt, freed, doomed, _Freed(size=short.quota))
+            if freed.size < short.quota:
+                self._stuck_unless(bool(doomed), attempt, short)
+                return
+        lacking = short.bytes - short.leaving
+        freed.charge += self._take_partials(txn, want, lacking - freed.charge, partials)
+        scope = Scope() if evicts_own or space is None else Scope(but=space.id)
+        self._doom(txn, scope, want, attempt, freed, doomed, _Freed(charge=lacking, count=short.count))
+        if freed.charge < lacking or freed.count < short.count:
+            self._stuck_unless(bool(doomed or partials) or short.leaving > 0, attempt, short)
+
+    def _stuck_unless(self, moving: bool, attempt: _Attempt, short: Short) -> None:
+        if not moving and not attempt.pick:
+            attempt.stuck = short
+
+    def _doom(
+        self, txn: Txn, scope: Scope, want: Want | None, attempt: _Attempt, freed: _Freed, doomed: list[Doomed], need: _Freed
+    ) -> None:
+        for _ in range(AT_ONCE):
+            if freed.size >= need.size and freed.charge >= need.charge and freed.count >= need.count:
+                return
+            cold = next(self._ranking.coldest(scope), None)
+            if cold is None:
+                if scope not in attempt.picked:
+                    attempt.pick.add(scope)
+                return
+            if (want is None or cold.id != want.replaces) and self._eviction.doom(txn, cold.id, cold.slot):
+                doomed.append(Doomed(cold.id, cold.kind, cold.suffix))
+                freed.size, freed.charge, freed.count = freed.size + cold.size, freed.charge + cold.charge, freed.count + 1
+
+    def _take_partials(self, txn: Txn, want: Want | None, need: int, partials: list[Reservation]) -> int:
+        """What dead fetches left, oldest first, each under its key's lock: its successor may be at work."""
+        freed = 0
+        for partial in reservations.abandoned(txn):
+            if freed >= need:
+                break
+            if (want is None or partial.keyhash != want.keyhash) and self._keys.try_lock(partial.keyhash, exclusive=True):
+                partials.append(partial)
+                freed += partial.charge
+        return freed
+
+    def _unlink(self, attempt: _Attempt) -> None:
+        self._eviction.unlink(attempt.doomed)
+        for partial in attempt.partials:
+            stages.remove_partial(self._root, partial.keyhash, partial.id)
+            blobs.remove_blob(self._root, partial.id, partial.suffix)  # its writer died between rename and commit
+
+    def _let_go(self, attempt: _Attempt) -> None:
+        self._eviction.release(attempt.doomed)
+        for partial in attempt.partials:
+            self._keys.unlock(partial.keyhash)
+        attempt.doomed, attempt.partials = [], []
+
+    def _withdraw(self, attempt: _Attempt, fresh: bool) -> None:
+        """Leave nothing pending behind; a reservation that was to grow stays as it was."""
+        if fresh and attempt.id:
+            with self._catalog.write() as txn:
+                reservations.delete(txn, attempt.id)
+
+    def _wait_for_others(self, until: float) -> None:
+        """Others are unlinking what we need. If they died meanwhile, the sweep goes on from there."""
+        self._eviction.sweep()
+        left = until - time.monotonic()
+        if left <= 0:
+            raise errors.CacheFault("room that others are making did not come in time")
+        self._words.sleep(SPACE_WORD, min(left, 0.02))
+
+    def _no_space(self, want: Want | None, short: Short) -> errors.NoSpace:
+        if want is None:
+            return errors.NoSpace.of("what is there", short.bytes, 0, short.budget)
+        return errors.NoSpace.of(want.key, want.size, short.free, short.budget)
+
+    def close(self) -> None:
+        self._keys.close()
+
+    def before_fork(self) -> None:
+        self._keys.before_fork(keep=False)
+
+    def after_fork_parent(self) -> None:
+        self._keys.after_fork_parent()
+
+    def after_fork_child(self) -> None:
+        self._keys.after_fork_child(keep=False)
+
+
+_NOTHING = Reservation(0, None, 0, "", 0, True, 0, 0, "", 0.0)

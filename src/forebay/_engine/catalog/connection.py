@@ -1,0 +1,334 @@
+"""The connection to the catalog, the writer lock, and transactions.
+
+SQLite is never entered by a process that inherited its state over a fork: `before_fork` closes the connection, both sides
+reopen at the next call. The mutex is held only inside SQLite, never while waiting for the writer lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from forebay import errors
+from forebay._engine.catalog import schema
+from forebay._engine.root import Root
+from forebay._kernel import host, locks, waits
+
+log = logging.getLogger("forebay.catalog")
+
+BALLAST = 4 << 20
+PAGE = 4096
+WAL_SOFT, WAL_HARD = 4 << 20, 16 << 20
+WRITER_WAIT = 10.0
+WRITER_WORD = 0
+_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE}
+
+
+class CatalogBroken(errors.CacheFault):
+    """The catalog is gone, damaged, or another root's: it has to be rebuilt."""
+
+
+class DiskFull(errors.CacheFault):
+    """SQLite found no room, or the disk quota is used up."""
+
+
+class Rows(Protocol):
+    """What can be asked with one statement: the catalog itself, or a transaction."""
+
+    def all(self, sql: str, *values: Any) -> list[Any]: ...
+
+
+def one(rows: Rows, sql: str, *values: Any) -> Any:
+    """The first row, or None."""
+    found = rows.all(sql, *values)
+    return found[0] if found else None
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0)
+        name = getattr(error, "sqlite_errorname", type(error).__name__)
+        if code in _FULL:
+            raise DiskFull(f"the catalog cannot grow: {error} ({name})") from error
+        if code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "no such table" in str(error):
+            raise CatalogBroken(f"the catalog is damaged: {error} ({name})") from error
+        raise errors.CacheFault(f"the catalog failed: {error} ({name})") from error
+
+
+class Txn:
+    """A transaction that writes. Valid inside its ``with`` only; its thread holds the writer lock."""
+
+    def __init__(self, con: sqlite3.Connection) -> None:
+        self._con = con
+        self.leftovers = False
+        """Set by a writer that saw something to sweep: done once the lock is free."""
+
+    def all(self, sql: str, *values: Any) -> list[Any]:
+        return self._con.execute(sql, values).fetchall()
+
+    def run(self, sql: str, *values: Any) -> int:
+        """Change rows; gives how many."""
+        return self._con.execute(sql, values).rowcount
+
+    def take(self, name: str) -> int:
+        """The next number of a sequence in ``meta``."""
+        (value,) = self.all("UPDATE meta SET value = value + 1 WHERE name = ? RETURNING value", name)[0]
+        return int(value)
+
+    def pages(self) -> tuple[int, int]:
+        """Bytes that the database occupies, and the part of them in free pages."""
+        return int(self.all("PRAGMA page_count")[0][0]) * PAGE, int(self.all("PRAGMA freelist_count")[0][0]) * PAGE
+
+
+class Catalog:
+    """The catalog of one root. Threads share one connection; a process forked from this one opens its own."""
+
+    def __init__(self, root: Root, words: waits.Words, *, immutable: bool = False) -> None:
+        self._root, self._words, self._immutable = root, words, immutable
+        self._writer = locks.LockFile(root.lock("writer"), writable=not root.read_only)
+        self._mutex = threading.RLock()  # guards _con, _seen, _pid
+        self._con: sqlite3.Connection | None = None
+        self._seen: tuple[int, int] | None = None
+        self._pid = os.getpid()
+        self.sweeper: Callable[[], None] | None = None
+
+    # -- opening ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Connect; create what is missing. Raises `CatalogBroken` where only `rebuild` helps."""
+        if not self._root.read_only and not os.path.exists(self._root.catalog):
+            with self.writer():
+                self._create()
+        with self._mutex, _translated():
+            self._connect_locked()
+
+    def rebuild(self) -> None:
+        """Throw the catalog away and begin an empty one. The caller then sweeps the files that no row names.
+
+        Two processes may both have seen the damage: who comes second finds a sound catalog and keeps it."""
+        with self.writer():
+            with self._mutex:
+                self._close_locked()
+                with contextlib.suppress(errors.CacheFault), _translated():
+                    self._connect_locked()
+                    if self._con and self._con.execute("PRAGMA quick_check(1)").fetchone() == ("ok",):
+                        return
+                self._close_locked()
+            log.warning("the catalog of %s is damaged or missing: starting with an empty one, what was cached is fetched again", self._root.path)
+            for ending in ("-wal", "-shm", ""):
+                host.unlink(f"{self._root.catalog}{ending}")
+            self._create()
+            with self._mutex, _translated():
+                self._connect_locked()
+
+    def _create(self) -> None:
+        """Caller: holds the writer lock. The database gets its name only when it is whole."""
+        if os.path.exists(self._root.catalog):
+            return
+        draft = f"{self._root.catalog}.new"
+        for ending in ("", "-wal", "-shm", "-journal"):
+            host.unlink(draft + ending)
+        host.step("catalog-create", draft)
+        with _translated(), contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as con:
+            con.execute(f"PRAGMA page_size = {PAGE}")
+            con.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            con.execute("PRAGMA journal_mode = WAL")
+            schema.create(con, self._root.id)
+        if self._root.shared:
+            host.chmod(draft, 0o660)
+        self.make_ballast()
+        host.rename(draft, self._root.catalog)
+
+    def _connect_locked(self) -> None:
+        if self._immutable:
+            uri = f"file:{_quoted(self._root.catalog)}?immutable=1"
+        else:
+            uri = f"file:{_quoted(self._root.catalog)}?mode={'ro' if self._root.read_only else 'rw'}"
+        try:
+            con = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=2.0, cached_statements=256)
+        except sqlite3.OperationalError as error:
+            if not os.path.exists(self._root.catalog):
+                raise CatalogBroken(f"the catalog {self._root.catalog} is gone: {error}") from error
+            raise
+        try:
+            self._check_identity(con)
+        except BaseException:
+            con.close()
+            raise
+        where = os.stat(self._root.catalog)
+        self._con, self._seen, self._pid = con, (where.st_dev, where.st_ino), os.getpid()
+
+    def _check_identity(self, con: sqlite3.Connection) -> None:
+        if not self._root.read_only:
+            con.execute("PRAGMA synchronous = NORMAL")
+            con.execute("PRAGMA wal_autocheckpoint = 0")
+        con.execute("PRAGMA temp_store = MEMORY")
+        found = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
+        if found.get("format") != schema.FORMAT:
+            raise CatalogBroken(f"the catalog has format {found.get('format')!r}, {schema.FORMAT} was expected")
+        if found.get("root") != self._root.id:
+            raise CatalogBroken(f"the catalog in {self._root.path} belongs to another root: it was copied or moved here")
+
+    def _connection_locked(self) -> sqlite3.Connection:
+        if self._pid != os.getpid():  # forked behind Python's back: SQLite's state here is the parent's, not to be used nor closed
+            raise errors.CacheFault("this process was forked by C code: it reads past the cache")
+        if self._con is None:
+            self._connect_locked()
+        assert self._con is not None
+        return self._con
+
+    # -- reading and writing ---------------------------------------------------------------------------------------
+
+    def all(self, sql: str, *values: Any) -> list[Any]:
+        """The rows of one statement, fetched to the end: a reader that stays open would let the journal grow."""
+        with self._mutex, _translated():
+            return self._connection_locked().execute(sql, values).fetchall()
+
+    @contextlib.contextmanager
+    def writer(self, timeout: float = WRITER_WAIT) -> Iterator[None]:
+        """The writer lock, alone: of all threads and processes one holds it. Raises `CacheFault` after ``timeout``."""
+        if self._root.read_only:
+            raise errors.CacheFault(f"{self._root.path} is read-only")
+        self._take_writer(timeout)
+        try:
+            yield
+        finally:
+            self._writer.unlock(0)
+            self._words.bump(WRITER_WORD)
+
+    def _take_writer(self, timeout: float) -> None:
+        if self._writer.try_lock(0, exclusive=True):
+            return
+        try:
+            waits.wait_for(
+                lambda: self._writer.try_lock(0, exclusive=True) or None,
+                self._words,
+                WRITER_WORD,
+                what=lambda: ("the writer lock of the catalog", locks.describe_holders(self._root.lock("writer"), 0)),
+                timeout=timeout,
+            )
+        except errors.WaitTimeout as error:
+            raise errors.CacheFault(f"the catalog is busy: {error}") from error
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Txn]:
+        """One transaction under the writer lock. Leaves by an exception: nothing of it is kept."""
+        with self.writer():
+            self._still_ours()
+            with self._mutex, _translated():
+                con = self._connection_locked()
+                con.execute("BEGIN IMMEDIATE")
+                txn = Txn(con)
+                try:
+                    yield txn
+                    host.step("commit", self._root.catalog)
+                    con.execute("COMMIT")
+                    host.step("committed", self._root.catalog)
+                except BaseException:
+                    if con.in_transaction:
+                        con.execute("ROLLBACK")
+                    raise
+        self._tidy_journal()
+        if txn.leftovers and self.sweeper is not None:
+            try:
+                self.sweeper()
+            except (errors.CacheFault, OSError) as error:  # what the caller wrote stands; the next writer sweeps
+                log.warning("sweeping %s failed: %s", self._root.path, error)
+
+    def _still_ours(self) -> None:
+        """The path must still name the file that we have open: else commits would go to a file that nobody will see again."""
+        if not self._writer.is_same():
+            raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
+        try:
+            where = os.stat(self._root.catalog)
+        except FileNotFoundError as error:
+            raise CatalogBroken(f"the catalog {self._root.catalog} was deleted") from error
+        with self._mutex:
+            if self._seen is not None and self._seen != (where.st_dev, where.st_ino):
+                self._close_locked()
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def _tidy_journal(self) -> None:
+        size = self._journal_size()
+        if size < WAL_SOFT:
+            return
+        with contextlib.suppress(errors.CacheFault):
+            if size < WAL_HARD:
+                self.all("PRAGMA wal_checkpoint(PASSIVE)")
+                return
+            with self.writer():
+                self.all("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _journal_size(self) -> int:
+        try:
+            return os.stat(f"{self._root.catalog}-wal").st_size
+        except FileNotFoundError:
+            return 0
+
+    def give_back_pages(self) -> None:
+        """Return free pages to the file system."""
+        with self.writer(), self._mutex, _translated():
+            self._connection_locked().executescript("PRAGMA incremental_vacuum")
+        with contextlib.suppress(errors.CacheFault), self.writer():
+            self.all("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def make_ballast(self) -> None:
+        """Keep a few MiB of the disk, to be given up when it is full: with a fresh journal even a DELETE needs room."""
+        try:
+            fd = host.create(self._root.ballast, 0o660 if self._root.shared else 0o600)
+        except FileExistsError:
+            return
+        try:
+            host.allocate(fd, 0, BALLAST)
+        except OSError as error:
+            log.info("no room for the ballast %s: %s", self._root.ballast, error)
+            host.unlink(self._root.ballast)
+        finally:
+            os.close(fd)
+
+    def drop_ballast(self) -> bool:
+        """Give the ballast up. False if it was gone already."""
+        return host.unlink(self._root.ballast)
+
+    # -- process life ----------------------------------------------------------------------------------------------
+
+    def _close_locked(self) -> None:
+        con, self._con, self._seen = self._con, None, None
+        if con is not None and self._pid == os.getpid():
+            with contextlib.suppress(sqlite3.Error):
+                con.close()
+
+    def close(self) -> None:
+        """Close the connection and the lock file. A later call reopens them."""
+        with self._mutex:
+            self._close_locked()
+        self._writer.close()
+
+    def before_fork(self) -> None:
+        self._mutex.acquire()  # held over the fork: no thread is inside SQLite while the process is copied
+        self._close_locked()
+        self._writer.before_fork(keep=False)
+
+    def after_fork_parent(self) -> None:
+        self._writer.after_fork_parent()
+        self._mutex.release()
+
+    def after_fork_child(self) -> None:
+        self._mutex = threading.RLock()
+        self._con, self._seen, self._pid = None, None, os.getpid()
+        self._writer.after_fork_child(keep=False)
+
+
+def _quoted(path: str | os.PathLike[str]) -> str:
+    return str(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+
+

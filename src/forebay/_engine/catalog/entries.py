@@ -1,0 +1,157 @@
+"""Statements about entries, their payloads and links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from forebay._engine.catalog.connection import Rows, Txn, one
+from forebay._engine.catalog.schema import DOOMED, LIVE, SUPERSEDED
+from forebay._model import Entry
+
+_COLUMNS = (
+    "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e.validator, e.created, e.boot, e.life, e.suffix, e.meta"
+)
+_FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
+
+
+def find(rows: Rows, space: int, key: str) -> Entry | None:
+    """The live entry of this key."""
+    row = one(rows, f"{_FROM} WHERE e.space = ? AND e.key = ? AND e.state = {LIVE}", space, key)
+    return Entry(*row) if row else None
+
+
+def by_id(rows: Rows, id: int) -> Entry | None:
+    """The entry with this id, while it is live."""
+    row = one(rows, f"{_FROM} WHERE e.id = ? AND e.state = {LIVE}", id)
+    return Entry(*row) if row else None
+
+
+def payload(rows: Rows, id: int) -> bytes | None:
+    """The bytes of a small value."""
+    row = one(rows, "SELECT data FROM payloads WHERE id = ?", id)
+    return bytes(row[0]) if row else None
+
+
+def any_held(rows: Rows) -> bool:
+    return bool(rows.all("SELECT 1 FROM entries WHERE life = 'held' LIMIT 1"))
+
+
+def live(rows: Rows, space: int | None = None) -> list[Entry]:
+    """All live entries, or those of one space."""
+    where, values = ("AND e.space = ?", (space,)) if space is not None else ("", ())
+    return [Entry(*row) for row in rows.all(f"{_FROM} WHERE e.state = {LIVE} {where}", *values)]
+
+
+def take_slot(txn: Txn) -> int:
+    """A free slot: one that was given back, else a new one."""
+    freed = txn.all("DELETE FROM free_slots WHERE slot = (SELECT slot FROM free_slots LIMIT 1) RETURNING slot")
+    return int(freed[0][0]) if freed else txn.take("next_slot") - 1
+
+
+def insert(txn: Txn, space: int, entry: Entry, data: bytes | memoryview | None = None) -> None:
+    """Add a live entry, with its payload if it is a small value."""
+    txn.run(
+        "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        entry.id, space, entry.key, entry.kind, LIVE, entry.slot, entry.size, entry.charge, entry.checksum, entry.validator,
+        entry.created, entry.boot, entry.life, entry.suffix, entry.meta,
+    )  # fmt: skip
+    if data is not None:
+        txn.run("INSERT INTO payloads VALUES (?, ?)", entry.id, data)
+
+
+def supersede(txn: Txn, entry: Entry) -> None:
+    """Make room for a new version under the same key. A small value goes at once; a file when its last lease does."""
+    if entry.kind == "value":
+        delete(txn, entry.id)
+    else:
+        txn.run(f"UPDATE entries SET state = {SUPERSEDED} WHERE id = ? AND state = {LIVE}", entry.id)
+
+
+def doom(txn: Txn, id: int) -> bool:
+    """Begin the removal. False if the entry is gone, pinned meanwhile, or linked from a tree that stands."""
+    return bool(
+        txn.run(
+            f"UPDATE entries SET state = {DOOMED} WHERE id = ? AND state < {DOOMED} AND (life != 'pinned' OR state = {SUPERSEDED})"
+            " AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)",
+            id,
+        )
+    )
+
+
+def delete(txn: Txn, id: int) -> None:
+    """The end of an entry: its slot and its bytes are free after this."""
+    txn.run("DELETE FROM payloads WHERE id = ?", id)
+    txn.run("DELETE FROM links WHERE tree = ?", id)
+    txn.run("DELETE FROM entries WHERE id = ?", id)
+
+
+def leaving(rows: Rows, limit: int = 256) -> list[tuple[int, int, str, str, int]]:
+    """Entries that were replaced or doomed and whose bytes are still there: (id, slot, kind, suffix, state)."""
+    return rows.all(f"SELECT id, slot, kind, suffix, state FROM entries WHERE state > {LIVE} LIMIT ?", limit)
+
+
+def any_leaving(rows: Rows) -> bool:
+    return bool(rows.all(f"SELECT 1 FROM entries WHERE state > {LIVE} LIMIT 1"))
+
+
+def held(rows: Rows, after: int, limit: int) -> list[Entry]:
+    """Entries that live only as long as somebody holds them, by id from ``after`` on."""
+    return [Entry(*row) for row in rows.all(f"{_FROM} WHERE e.life = 'held' AND e.state = {LIVE} AND e.id > ? ORDER BY e.id LIMIT ?", after, limit)]
+
+
+def is_doomed(rows: Rows, id: int) -> bool:
+    return bool(rows.all(f"SELECT 1 FROM entries WHERE id = ? AND state = {DOOMED}", id))
+
+
+def is_known(rows: Rows, id: int) -> bool:
+    """Whether a row or a reservation names this id."""
+    return bool(rows.all("SELECT 1 FROM entries WHERE id = ?1 UNION ALL SELECT 1 FROM reservations WHERE id = ?1", id))
+
+
+def candidates(rows: Rows, only: int | None, but: int | None) -> list[tuple[int, int, int, int, str, str]]:
+    """What may be evicted, of one space or of all but one: (id, slot, charge, size, kind, suffix) of what no pin and no link holds."""
+    return rows.all(
+        f"SELECT id, slot, charge, size, kind, suffix FROM entries WHERE state = {LIVE} AND life != 'pinned'"
+        " AND (?1 IS NULL OR space = ?1) AND space IS NOT ?2 AND id NOT IN (SELECT member FROM links)",
+        only,
+        but,
+    )
+
+
+def set_life(txn: Txn, space: int, key: str, life: str) -> bool:
+    return bool(txn.run(f"UPDATE entries SET life = ? WHERE space = ? AND key = ? AND state = {LIVE}", life, space, key))
+
+
+def set_boot(txn: Txn, id: int, boot: str) -> None:
+    txn.run("UPDATE entries SET boot = ? WHERE id = ?", boot, id)
+
+
+def set_meta(txn: Txn, id: int, meta: str) -> None:
+    txn.run("UPDATE entries SET meta = ? WHERE id = ?", meta, id)
+
+
+def rename(txn: Txn, id: int, space: int, key: str) -> None:
+    """Give a live entry another name. Caller: has superseded who had it."""
+    txn.run("UPDATE entries SET space = ?, key = ? WHERE id = ?", space, key, id)
+
+
+def link(txn: Txn, tree: int, members: Iterable[tuple[str, int]]) -> None:
+    """Note which entries a tree is made of."""
+    for name, member in members:
+        txn.run("INSERT INTO links VALUES (?, ?, ?)", tree, name, member)
+
+
+def links(rows: Rows, tree: int) -> list[tuple[str, int]]:
+    """The files of a tree: (name, entry id)."""
+    return rows.all("SELECT name, member FROM links WHERE tree = ? ORDER BY name", tree)
+
+
+def names(rows: Rows) -> set[int]:
+    """The ids of all entries, whatever their state, and of all reservations."""
+    return {row[0] for row in rows.all("SELECT id FROM entries UNION ALL SELECT id FROM reservations")}
+
+
+def whole(rows: Rows) -> list[Any]:
+    """Every row as the check wants it: (id, state, kind, slot, size, charge, suffix, key, checksum, space)."""
+    return rows.all("SELECT id, state, kind, slot, size, charge, suffix, key, checksum, space FROM entries")

@@ -1,0 +1,72 @@
+"""Statements about the processes that have the root open, and the failures that their waiters share."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from forebay._engine.catalog.connection import Rows, Txn, one
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process that has the root open. All but ``id`` and ``page`` is information for people, never for liveness."""
+
+    id: int
+    page: int
+    pid: int
+    pidns: str
+    host: str
+    start: float
+    command: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} ({self.command})"
+
+
+_FROM = "SELECT id, page, pid, pidns, host, start, command FROM owners"
+KEEP_FAILURES = 1000
+
+
+def insert(txn: Txn, owner: Owner) -> None:
+    txn.run(
+        "INSERT INTO owners VALUES (?, ?, ?, ?, ?, ?, ?)",
+        owner.id, owner.page, owner.pid, owner.pidns, owner.host, owner.start, owner.command,
+    )  # fmt: skip
+
+
+def delete(txn: Txn, id: int) -> None:
+    txn.run("DELETE FROM owners WHERE id = ?", id)
+
+
+def every(rows: Rows) -> list[Owner]:
+    return [Owner(*row) for row in rows.all(_FROM)]
+
+
+def by_id(rows: Rows, id: int) -> Owner | None:
+    row = one(rows, f"{_FROM} WHERE id = ?", id)
+    return Owner(*row) if row else None
+
+
+def free_page(rows: Rows) -> int:
+    """The lowest page of the counters that nobody has."""
+    taken = {row[0] for row in rows.all("SELECT page FROM owners")}
+    return next(page for page in range(len(taken) + 1) if page not in taken)
+
+
+def failure(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | None:
+    """The last failure of a key: its attempt number and the error as `errors.to_wire` wrote it."""
+    row = one(rows, "SELECT attempt, error FROM failures WHERE space = ? AND key = ?", space, key)
+    return (row[0], json.loads(row[1])) if row else None
+
+
+def record_failure(txn: Txn, space: int, key: str, error: dict[str, Any], at: float) -> int:
+    """Note that an attempt failed; gives its number. Numbers of a key only grow while anybody may compare them."""
+    (attempt,) = txn.all(
+        "INSERT INTO failures VALUES (?1, ?2, ?3, ?4, ?5) ON CONFLICT(space, key) DO UPDATE"
+        " SET attempt = max(attempt + 1, ?3), error = ?4, at = ?5 RETURNING attempt",
+        space, key, int(at * 1e6), json.dumps(error), at,
+    )[0]  # fmt: skip
+    txn.run("DELETE FROM failures WHERE at < (SELECT at FROM failures ORDER BY at DESC LIMIT 1 OFFSET ?)", KEEP_FAILURES)
+    return int(attempt)

@@ -1,0 +1,75 @@
+"""Statements about bytes that are promised, and what is left of fetches whose process is gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forebay._engine.catalog.connection import Rows, Txn, one
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Bytes promised to one write. Its id becomes the entry's. ``owner`` None: a partial that waits for a successor."""
+
+    id: int
+    owner: int | None
+    space: int
+    key: str
+    keyhash: int
+    granted: bool
+    size: int
+    charge: int
+    suffix: str
+    created: float
+
+
+_FROM = "SELECT id, owner, space, key, keyhash, granted, size, charge, suffix, created FROM reservations"
+
+
+def insert(txn: Txn, r: Reservation) -> None:
+    txn.run(
+        "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        r.id, r.owner, r.space, r.key, r.keyhash, r.granted, r.size, r.charge, r.suffix, r.created,
+    )  # fmt: skip
+
+
+def by_id(rows: Rows, id: int) -> Reservation | None:
+    row = one(rows, f"{_FROM} WHERE id = ?", id)
+    return Reservation(*row) if row else None
+
+
+def by_key(rows: Rows, keyhash: int) -> list[Reservation]:
+    """What stands under a key's lock: the newest first."""
+    return [Reservation(*row) for row in rows.all(f"{_FROM} WHERE keyhash = ? ORDER BY id DESC", keyhash)]
+
+
+def every(rows: Rows) -> list[Reservation]:
+    return [Reservation(*row) for row in rows.all(_FROM)]
+
+
+def abandoned(rows: Rows) -> list[Reservation]:
+    """Partials that wait for a successor, oldest first."""
+    return [Reservation(*row) for row in rows.all(f"{_FROM} WHERE owner IS NULL ORDER BY id")]
+
+
+def owners(rows: Rows) -> list[int]:
+    """Who has reservations."""
+    return [row[0] for row in rows.all("SELECT DISTINCT owner FROM reservations WHERE owner IS NOT NULL")]
+
+
+def set_size(txn: Txn, id: int, size: int, charge: int, granted: bool) -> None:
+    txn.run("UPDATE reservations SET size = ?, charge = ?, granted = ? WHERE id = ?", size, charge, granted, id)
+
+
+def set_owner(txn: Txn, id: int, owner: int | None) -> None:
+    txn.run("UPDATE reservations SET owner = ? WHERE id = ?", owner, id)
+
+
+def disown(txn: Txn, owner: int) -> None:
+    """The owner is dead: what it had granted stays counted as partials; what was only asked for goes."""
+    txn.run("DELETE FROM reservations WHERE owner = ? AND granted = 0", owner)
+    txn.run("UPDATE reservations SET owner = NULL WHERE owner = ?", owner)
+
+
+def delete(txn: Txn, id: int) -> None:
+    txn.run("DELETE FROM reservations WHERE id = ?", id)

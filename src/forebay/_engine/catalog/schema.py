@@ -1,0 +1,72 @@
+"""The tables, and how an empty catalog is made."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+
+FORMAT = 1
+LIVE, SUPERSEDED, DOOMED = 0, 1, 2
+"""States of an entry: served; replaced, its bytes go when the last lease does; being unlinked."""
+
+TABLES = f"""
+CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE spaces(
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, policy TEXT NOT NULL, quota INTEGER,
+    bytes INTEGER NOT NULL DEFAULT 0,      -- of live entries: what a quota counts
+    charge INTEGER NOT NULL DEFAULT 0,     -- of all entries whose blocks are on the disk: what the budget counts
+    inline INTEGER NOT NULL DEFAULT 0,     -- the part of charge that lies in the catalog itself
+    entries INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE entries(
+    id INTEGER PRIMARY KEY, space INTEGER NOT NULL, key TEXT NOT NULL, kind TEXT NOT NULL, state INTEGER NOT NULL DEFAULT {LIVE},
+    slot INTEGER NOT NULL UNIQUE, size INTEGER NOT NULL, charge INTEGER NOT NULL, checksum BLOB NOT NULL, validator TEXT,
+    created REAL NOT NULL, boot TEXT NOT NULL, life TEXT NOT NULL, suffix TEXT NOT NULL, meta TEXT NOT NULL);
+CREATE UNIQUE INDEX entry_key ON entries(space, key) WHERE state = {LIVE};
+CREATE INDEX entry_leaving ON entries(state) WHERE state > {LIVE};
+CREATE INDEX entry_held ON entries(id) WHERE life = 'held';
+CREATE TABLE payloads(id INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE links(tree INTEGER NOT NULL, name TEXT NOT NULL, member INTEGER NOT NULL, PRIMARY KEY(tree, name)) WITHOUT ROWID;
+CREATE INDEX link_member ON links(member);
+CREATE TABLE reservations(
+    id INTEGER PRIMARY KEY, owner INTEGER, space INTEGER NOT NULL, key TEXT NOT NULL, keyhash INTEGER NOT NULL,
+    granted INTEGER NOT NULL, size INTEGER NOT NULL, charge INTEGER NOT NULL, suffix TEXT NOT NULL, created REAL NOT NULL);
+CREATE INDEX reservation_key ON reservations(keyhash);
+CREATE TABLE failures(
+    space INTEGER NOT NULL, key TEXT NOT NULL, attempt INTEGER NOT NULL, error TEXT NOT NULL, at REAL NOT NULL,
+    PRIMARY KEY(space, key)) WITHOUT ROWID;
+CREATE TABLE owners(
+    id INTEGER PRIMARY KEY, page INTEGER NOT NULL UNIQUE, pid INTEGER NOT NULL, pidns TEXT NOT NULL, host TEXT NOT NULL,
+    start REAL NOT NULL, command TEXT NOT NULL);
+CREATE TABLE counters(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE free_slots(slot INTEGER PRIMARY KEY);
+
+CREATE TRIGGER entry_comes AFTER INSERT ON entries BEGIN
+    UPDATE spaces SET charge = charge + new.charge, bytes = bytes + new.size * (new.state = {LIVE}), entries = entries + 1,
+        inline = inline + new.charge * (new.kind = 'value')
+    WHERE id = new.space; END;
+CREATE TRIGGER entry_goes AFTER DELETE ON entries BEGIN
+    UPDATE spaces SET charge = charge - old.charge, bytes = bytes - old.size * (old.state = {LIVE}), entries = entries - 1,
+        inline = inline - old.charge * (old.kind = 'value')
+    WHERE id = old.space;
+    INSERT INTO free_slots VALUES (old.slot); END;
+CREATE TRIGGER entry_changes AFTER UPDATE OF space, size, charge, state ON entries BEGIN
+    UPDATE spaces SET charge = charge - old.charge, bytes = bytes - old.size * (old.state = {LIVE}), entries = entries - 1,
+        inline = inline - old.charge * (old.kind = 'value')
+    WHERE id = old.space;
+    UPDATE spaces SET charge = charge + new.charge, bytes = bytes + new.size * (new.state = {LIVE}), entries = entries + 1,
+        inline = inline + new.charge * (new.kind = 'value')
+    WHERE id = new.space; END;
+"""
+
+
+def create(con: sqlite3.Connection, root_id: int) -> None:
+    """Fill an empty database. Caller: holds the writer lock and no transaction.
+
+    Ids start at a random number, so that an id that an older catalog of this root gave is not given again."""
+    first = random.SystemRandom().randrange(1 << 32, 1 << 61)
+    con.executescript(f"BEGIN IMMEDIATE; {TABLES}")
+    con.executemany(
+        "INSERT INTO meta VALUES (?, ?)",
+        [("format", FORMAT), ("root", root_id), ("next_id", first), ("next_slot", 0), ("boot", ""), ("budget", None)],
+    )
+    con.execute("COMMIT")

@@ -1,0 +1,101 @@
+"""Statements about spaces, totals, settings and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from forebay._engine.catalog.connection import Rows, Txn, one
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A named part of the root. ``quota`` binds stored bytes of live entries; ``charge`` is what the budget counts."""
+
+    id: int
+    name: str
+    kind: str
+    policy: str
+    quota: int | None
+    bytes: int = 0
+    charge: int = 0
+    entries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What is used, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being unlinked;
+    ``granted`` and ``pending``: of reservations; ``pages``: what the catalog occupies beside small values; ``spare``: its free pages."""
+
+    entries: int
+    leaving: int
+    granted: int
+    pending: int
+    pages: int
+    spare: int
+    count: int
+
+
+_FROM = "SELECT id, name, kind, policy, quota, bytes, charge, entries FROM spaces"
+
+
+def find(rows: Rows, name: str) -> Space | None:
+    row = one(rows, f"{_FROM} WHERE name = ?", name)
+    return Space(*row) if row else None
+
+
+def by_id(rows: Rows, id: int) -> Space | None:
+    row = one(rows, f"{_FROM} WHERE id = ?", id)
+    return Space(*row) if row else None
+
+
+def every(rows: Rows) -> list[Space]:
+    return [Space(*row) for row in rows.all(_FROM)]
+
+
+def insert(txn: Txn, name: str, kind: str, policy: str, quota: int | None) -> None:
+    txn.run("INSERT OR IGNORE INTO spaces(name, kind, policy, quota) VALUES (?, ?, ?, ?)", name, kind, policy, quota)
+
+
+def change(txn: Txn, name: str, policy: str | None, quota: int | None) -> None:
+    """Set what is given; None leaves as it is."""
+    txn.run("UPDATE spaces SET policy = coalesce(?, policy), quota = coalesce(?, quota) WHERE name = ?", policy, quota, name)
+
+
+def totals(txn: Txn, before: int | None = None) -> Totals:
+    """What is used now. ``before``: count only the pending reservations that are older than this one."""
+    entries, inline, count = one(txn, "SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries), 0) FROM spaces")
+    (leaving,) = one(txn, "SELECT coalesce(sum(charge), 0) FROM entries WHERE state = 2")
+    granted, pending, waiting = one(
+        txn,
+        "SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?1)), 0),"
+        " coalesce(sum(granted OR id < ?1), 0) FROM reservations WHERE id IS NOT ?1",
+        (1 << 62) if before is None else before,
+    )
+    pages, spare = txn.pages()
+    return Totals(entries, leaving, granted, pending, pages - spare - inline, spare, count + waiting)
+
+
+def setting(rows: Rows, name: str) -> Any:
+    row = one(rows, "SELECT value FROM meta WHERE name = ?", name)
+    return row[0] if row else None
+
+
+def set_setting(txn: Txn, name: str, value: Any) -> None:
+    txn.run("INSERT INTO meta VALUES (?1, ?2) ON CONFLICT(name) DO UPDATE SET value = ?2", name, value)
+
+
+def add_counters(txn: Txn, sums: Iterable[tuple[str, int]]) -> None:
+    """Fold what a process counted into the totals."""
+    for name, value in sums:
+        if value:
+            txn.run("INSERT INTO counters VALUES (?1, ?2) ON CONFLICT(name) DO UPDATE SET value = value + ?2", name, value)
+
+
+def counters(rows: Rows) -> dict[str, int]:
+    return dict(rows.all("SELECT name, value FROM counters"))
+
+
+def zero_counters(txn: Txn) -> None:
+    txn.run("DELETE FROM counters")

@@ -1,0 +1,129 @@
+"""The oracle: is this root sound? Used by every test, and by ``forebay verify``. And repair.
+
+Everything is looked at while others work: what is seen to be wrong is looked at again under the lock that makes it still.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from forebay._engine import blobs, stages, trees
+from forebay._engine.budget import Budget
+from forebay._engine.catalog import Catalog, entries, reservations, spaces
+from forebay._engine.catalog.schema import DOOMED, LIVE
+from forebay._engine.eviction import Eviction
+from forebay._engine.fill import Fill
+from forebay._engine.root import Root, parse_tmp_name
+from forebay._engine.slots import Slots
+from forebay._model import Problem
+
+
+def check(root: Root, catalog: Catalog, slots: Slots, budget: Budget, *, deep: bool = False) -> list[Problem]:
+    """What is wrong. ``deep`` reads every byte and compares checksums.
+
+    The names are listed and the rows read under the writer lock, so that no publish and no eviction is between its row and its
+    file; what is still on its way (doomed rows, reservations) is known by its row."""
+    if root.read_only:
+        return list(_check_files(root, catalog, deep))
+    with catalog.writer():
+        found = [*_check_rows(catalog, slots, root), *_check_names(root, catalog), *_check_totals(catalog, budget)]
+    return [*found, *_check_files(root, catalog, deep)]
+
+
+def _check_rows(catalog: Catalog, slots: Slots, root: Root) -> Iterator[Problem]:
+    known = entries.names(catalog)
+    for row in catalog.all("SELECT id, state, slot, key FROM entries"):
+        id, state, slot, key = row
+        if state != LIVE and slots.id_of(slot) == id:
+            yield Problem("slot", key, "it left, and its slot still names it", key)
+    free = {row[0] for row in catalog.all("SELECT slot FROM free_slots")}
+    taken = {row[0] for row in catalog.all("SELECT slot FROM entries")}
+    top = int(spaces.setting(catalog, "next_slot") or 0)
+    if free & taken:
+        yield Problem("slot", str(min(free & taken)), "it is both free and taken")
+    if len(free) + len(taken) != top:
+        yield Problem("slot", "the table", f"{top} were given out, but {len(taken)} are taken and {len(free)} free")
+    for tree, name, member in catalog.all("SELECT tree, name, member FROM links"):
+        if tree not in known or member not in known:
+            yield Problem("link", name, f"tree {tree:x} or its file {member:x} has no entry")
+    lost = catalog.all(
+        "SELECT e.key FROM entries e LEFT JOIN payloads p ON p.id = e.id WHERE e.kind = 'value' AND p.id IS NULL"
+        " UNION ALL SELECT 'payload ' || p.id FROM payloads p LEFT JOIN entries e ON e.id = p.id WHERE e.id IS NULL"
+    )
+    for (key,) in lost:
+        yield Problem("payload", str(key), "a row and its payload are not both there")
+
+
+def _check_names(root: Root, catalog: Catalog) -> Iterator[Problem]:
+    """Files and rows name each other."""
+    files = dict(blobs.list_blobs(root))
+    rows = {row[0]: row for row in catalog.all("SELECT id, state, kind, suffix, key FROM entries")}
+    promised = {r.id: r for r in reservations.every(catalog)}
+    for id, path in files.items():
+        if id not in rows and id not in promised:
+            yield Problem("stray", str(path), "a file that no row names")
+    for id, state, kind, suffix, key in rows.values():
+        if state == DOOMED:
+            continue
+        if kind == "blob" and files.get(id) != root.blob(id, suffix):
+            yield Problem("lost", str(root.blob(id, suffix)), "an entry whose file is gone", key)
+        if kind == "tree" and not os.path.isdir(root.tree(id)):
+            yield Problem("lost", str(root.tree(id)), "an entry whose directory is gone", key)
+    for id in trees.list_trees(root):
+        if id not in rows and id not in promised:
+            yield Problem("stray", str(root.tree(id)), "a directory that no row names")
+    for name in os.listdir(root.tmp_dir):
+        parsed = parse_tmp_name(name)
+        if parsed is None or parsed.id not in promised:
+            yield Problem("stray", str(root.tmp_dir / name), "a write that no reservation counts")
+
+
+def _check_totals(catalog: Catalog, budget: Budget) -> Iterator[Problem]:
+    sums = catalog.all(
+        "SELECT s.name, s.bytes, s.charge, s.inline, s.entries, coalesce(sum(e.size * (e.state = 0)), 0), coalesce(sum(e.charge), 0),"
+        " coalesce(sum(e.charge * (e.kind = 'value')), 0), count(e.id) FROM spaces s LEFT JOIN entries e ON e.space = s.id GROUP BY s.id"
+    )
+    for name, *numbers in sums:
+        if numbers[:4] != numbers[4:]:
+            yield Problem("total", name, f"bytes, charge, inline and entries are noted as {numbers[:4]}, and add up to {numbers[4:]}")
+    (state,) = catalog.all("PRAGMA quick_check(1)")[0]
+    if state != "ok":
+        yield Problem("catalog", "catalog.sqlite", str(state))
+
+
+def _check_files(root: Root, catalog: Catalog, deep: bool) -> Iterator[Problem]:
+    """Sizes, and bytes if ``deep``: of what is still there when it is looked at."""
+    for entry in entries.live(catalog):
+        if entry.kind == "value":
+            data = entries.payload(catalog, entry.id) if deep else None
+            wrong = data is not None and blobs.checksum_of(data) != entry.checksum
+        elif entry.kind == "blob":
+            path = root.blob(entry.id, entry.suffix)
+            try:
+                wrong = path.lstat().st_size != entry.size or (deep and not blobs.verify_blob(path, entry.size, entry.checksum))
+            except FileNotFoundError:
+                continue  # evicted meanwhile; what is lost for good is found by its name
+        else:
+            continue
+        if wrong:
+            yield Problem("damaged", entry.name, "its bytes are not what was stored", entry.key)
+
+
+def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) -> int:
+    """Remove files that no row names: never from under a lease, nor from under a writer."""
+    removed = eviction.remove_orphans()
+    for name in os.listdir(root.tmp_dir):
+        parsed = parse_tmp_name(name)
+        if parsed is None or entries.is_known(catalog, parsed.id):
+            continue
+        hold = fill.try_hold_hash(parsed.keyhash)
+        if hold is None:
+            continue
+        try:
+            # Listed before its reservation was seen: look again, now that its key is ours.
+            if not entries.is_known(catalog, parsed.id):
+                removed += stages.remove_partial(root, parsed.keyhash, parsed.id) | trees.remove(root, parsed.id, keyhash=parsed.keyhash)
+        finally:
+            hold.release()
+    return removed

@@ -1,0 +1,141 @@
+"""How an entry leaves: exclusive lock, doom, unlink, delete. And the sweep that ends what others left half done.
+
+    lock        nobody has a lease, and nobody gets one
+    doom        the slot is emptied, the row marked, commit      a crash before: the row is live, its slot heals at the next look
+    unlink      the files go                                     a crash before or after: the next writer goes on from here
+    delete      the row goes, commit: only now slot and bytes are free
+    unlock
+
+The slot is emptied under the writer lock and before the commit: a process that empties it later than its commit, and pauses in
+between, would empty the slot of the next entry that lives there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from forebay._engine import blobs, trees
+from forebay._engine.catalog import Catalog, Txn, entries
+from forebay._engine.leases import Leases
+from forebay._engine.root import Root
+from forebay._engine.slots import Slots
+from forebay._kernel import waits
+
+log = logging.getLogger("forebay.eviction")
+
+SPACE_WORD = 1
+HELD_A_TURN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """An entry that is being removed. Who has this object holds its exclusive lock."""
+
+    id: int
+    kind: str
+    suffix: str
+    charge: int = 0
+
+
+class Eviction:
+    """Removes entries of one root. Its methods are the steps; `remove` and `sweep` are the whole way."""
+
+    def __init__(self, root: Root, catalog: Catalog, slots: Slots, leases: Leases, words: waits.Words) -> None:
+        self._root, self._catalog, self._slots, self._leases, self._words = root, catalog, slots, leases, words
+        self._held_after = 0
+
+    def doom(self, txn: Txn, id: int, slot: int) -> bool:
+        """Lock and doom. False if it is leased, pinned, linked or gone: then nothing is held."""
+        if not self._leases.try_evict(id):
+            return False
+        if not entries.doom(txn, id):
+            self._leases.evicted(id)
+            return False
+        self._slots.clear(slot, id)
+        return True
+
+    def unlink(self, doomed: Iterable[Doomed]) -> None:
+        """The files go. Under no lock but the entries' own."""
+        for one in doomed:
+            if one.kind == "blob":
+                blobs.remove_blob(self._root, one.id, one.suffix)
+            elif one.kind == "tree":
+                trees.remove(self._root, one.id)
+
+    def delete(self, txn: Txn, doomed: Iterable[Doomed]) -> None:
+        for one in doomed:
+            entries.delete(txn, one.id)
+
+    def release(self, doomed: Sequence[Doomed]) -> None:
+        """After the commit of `delete`, or of a `doom` that came to nothing."""
+        for one in doomed:
+            self._leases.evicted(one.id)
+        if doomed:
+            self._slots.bump_evictions()
+            self._words.bump(SPACE_WORD)
+
+    def remove(self, wanted: Sequence[tuple[int, int, Doomed]]) -> list[Doomed]:
+        """Remove these entries, given as (id, slot, what it has on the disk); gives those that went."""
+        doomed: list[Doomed] = []
+        try:
+            with self._catalog.write() as txn:
+                doomed.extend(what for id, slot, what in wanted if self.doom(txn, id, slot))
+            self._finish(doomed)
+        finally:
+            self.release(doomed)
+        return doomed
+
+    def sweep(self) -> None:
+        """Finish what evictors that died, replacers, and the last holders of held entries left."""
+        self._leases.drain()
+        rows = [(id, slot, Doomed(id, kind, suffix)) for id, slot, kind, suffix, _ in entries.leaving(self._catalog)]
+        rows += [(entry.id, entry.slot, Doomed(entry.id, entry.kind, entry.suffix)) for entry in self._some_held()]
+        mine = [(id, slot, what) for id, slot, what in rows if self._leases.try_evict(id)]
+        taken = [what for _, _, what in mine]
+        try:
+            if mine:
+                with self._catalog.write() as txn:
+                    going = [what for id, slot, what in mine if self._still_leaving(txn, id, slot)]
+                self._finish(going)
+        finally:
+            self.release(taken)
+
+    def _still_leaving(self, txn: Txn, id: int, slot: int) -> bool:
+        # Another sweeper may have deleted the row, and its slot be a successor's, between our look and our lock.
+        if not (entries.doom(txn, id) or entries.is_doomed(txn, id)):
+            return False
+        self._slots.clear(slot, id)
+        return True
+
+    def _some_held(self) -> list[entries.Entry]:
+        rows = entries.held(self._catalog, self._held_after, HELD_A_TURN)
+        self._held_after = rows[-1].id if len(rows) == HELD_A_TURN else 0
+        return rows
+
+    def _finish(self, doomed: Sequence[Doomed]) -> None:
+        if not doomed:
+            return
+        self.unlink(doomed)
+        with self._catalog.write() as txn:
+            self.delete(txn, doomed)
+
+    def remove_orphans(self) -> int:
+        """Remove blobs and trees without a row: after a rebuilt catalog, or a crash of the machine. Never from under a lease.
+
+        One listing of names. A file that is being published has a reservation; it is no orphan."""
+        removed = 0
+        found = [(id, Doomed(id, "blob", "".join(os.path.basename(path).partition(".")[1:]))) for id, path in blobs.list_blobs(self._root)]
+        found += [(id, Doomed(id, "tree", "")) for id in trees.list_trees(self._root)]
+        known = entries.names(self._catalog)
+        for id, what in found:
+            if id in known:
+                continue
+            with self._leases.evicting(id) as free:
+                # Listed before its row was committed, and published since: look again, now that nobody else may touch it.
+                if free and not entries.is_known(self._catalog, id):
+                    self.unlink([what])
+                    removed += 1
+        return removed

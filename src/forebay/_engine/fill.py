@@ -1,0 +1,208 @@
+"""Absent -> lock -> look again -> make -> publish: at most one process of the node makes a key at a time.
+
+The key's lock is a byte of ``locks/keys``. Who waits for it learns what came of the work: an entry, a failure that was recorded
+after the wait began, or neither: then the worker died, and who has the lock now takes over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import xxhash
+
+from forebay import errors
+from forebay._engine.catalog import Catalog, people, reservations
+from forebay._engine.owners import Owners
+from forebay._engine.root import Root
+from forebay._engine.stages import progress_of
+from forebay._kernel import locks, waits
+
+log = logging.getLogger("forebay.fill")
+T = TypeVar("T")
+
+KEY_WORDS = 1022  # futex words 2 to 1023 are the keys'
+_working: contextvars.ContextVar[bool] = contextvars.ContextVar("forebay_working", default=False)
+
+
+class Busy(errors.CacheFault):
+    """Another works on this key, and this caller may not wait for it: it holds a key of its own, and two such would wait for each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What who waits is told: for which key, ``since`` how many seconds, who has it, how far he is (bytes; total None: not known)."""
+
+    key: str
+    since: float
+    holder: str
+    done: int
+    total: int | None
+
+
+OnWait = Callable[[Waiting], None]
+
+
+def hash_of(space: int, key: str) -> int:
+    """The offset of the key's lock: 62 bits. Two keys that share one only wait for each other."""
+    return xxhash.xxh3_64_intdigest(f"{space}\0{key}".encode("utf-8", "surrogatepass")) & ((1 << 62) - 1)
+
+
+class KeyHold:
+    """The lock of one key, taken. Any thread may let go; a second time does nothing."""
+
+    def __init__(self, fill: Fill, keyhash: int) -> None:
+        self._fill, self.keyhash = fill, keyhash
+        self._mutex = threading.Lock()
+        self._held = True
+
+    def release(self) -> None:
+        with self._mutex:
+            held, self._held = self._held, False
+        if held:
+            self._fill.unlock(self.keyhash)
+
+
+class Fill:
+    """Single-flight for one root, across threads and processes."""
+
+    def __init__(self, root: Root, catalog: Catalog, owners: Owners, words: waits.Words) -> None:
+        self._root, self._catalog, self._owners, self._words = root, catalog, owners, words
+        self._keys = locks.LockFile(root.lock("keys"))
+        self._errors: dict[tuple[int, str], tuple[int, Exception]] = {}  # this process's own failures, whole
+
+    def single(
+        self,
+        space: int,
+        key: str,
+        look: Callable[[], T | None],
+        make: Callable[[], T],
+        *,
+        timeout: float | None = None,
+        on_wait: OnWait | None = None,
+    ) -> T:
+        """What ``look`` finds, else what ``make`` makes under the key's lock.
+
+        Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds of
+        waiting; `Busy` where waiting could deadlock."""
+        keyhash = hash_of(space, key)
+        noted = self._attempts(space, key)
+        self._lock(key, keyhash, timeout, on_wait)
+        try:
+            # P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: we are here.
+            found = look()
+            if found is not None:
+                return found
+            self._raise_shared(space, key, noted)
+            return self._make(space, key, make)
+        finally:
+            self.unlock(keyhash)
+
+    def _make(self, space: int, key: str, make: Callable[[], T]) -> T:
+        token = _working.set(True)
+        try:
+            return make()
+        except errors.CacheFault:
+            raise  # ours, not the source's: each caller passes the cache by himself
+        except Exception as error:
+            self._record(space, key, error)
+            raise
+        finally:
+            _working.reset(token)
+
+    def hold(self, space: int, key: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:
+        """The key's lock, to be let go by any thread."""
+        keyhash = hash_of(space, key)
+        self._lock(key, keyhash, timeout, on_wait)
+        return KeyHold(self, keyhash)
+
+    @contextlib.contextmanager
+    def holding(self, space: int, key: str, *, timeout: float | None = None) -> Iterator[None]:
+        """The key's lock around a block."""
+        hold = self.hold(space, key, timeout=timeout)
+        try:
+            yield
+        finally:
+            hold.release()
+
+    def try_hold(self, space: int, key: str) -> KeyHold | None:
+        """The key's lock if it is free."""
+        keyhash = hash_of(space, key)
+        return KeyHold(self, keyhash) if self._keys.try_lock(keyhash, exclusive=True) else None
+
+    def unlock(self, keyhash: int) -> None:
+        self._keys.unlock(keyhash)
+        self._words.bump(_word_of(keyhash))
+
+    def progress(self, keyhash: int) -> tuple[int, int | None]:
+        """How far the work on a key is: bytes done, and in all."""
+        for reservation in reservations.by_key(self._catalog, keyhash):
+            found = progress_of(self._root, keyhash, reservation.id)
+            if found is not None:
+                return found
+        return 0, None
+
+    def _lock(self, key: str, keyhash: int, timeout: float | None, on_wait: OnWait | None) -> None:
+        if self._keys.try_lock(keyhash, exclusive=True):
+            if not self._keys.is_same():
+                self._keys.unlock(keyhash)
+                raise errors.CacheFault(f"the root {self._root.path} was deleted or replaced")
+            return
+        if _working.get():
+            raise Busy(f"{key!r} is being made by {self._owners.holder_of(keyhash)}, and this caller holds another key", key=key)
+        began = time.monotonic()
+
+        def tell(waited: float) -> None:
+            if on_wait is not None:
+                on_wait(Waiting(key, time.monotonic() - began, self._owners.holder_of(keyhash), *self.progress(keyhash)))
+
+        waits.wait_for(
+            lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
+            self._words,
+            _word_of(keyhash),
+            what=lambda: (key, self._owners.holder_of(keyhash)),
+            timeout=timeout,
+            on_turn=tell if on_wait is not None else None,
+        )
+
+    def _attempts(self, space: int, key: str) -> int:
+        found = people.failure(self._catalog, space, key)
+        return found[0] if found else 0
+
+    def _record(self, space: int, key: str, error: Exception) -> None:
+        with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
+            attempt = people.record_failure(txn, space, key, errors.to_wire(error), time.time())
+            if len(self._errors) >= 256:
+                self._errors.clear()
+            self._errors[space, key] = attempt, error
+
+    def _raise_shared(self, space: int, key: str, noted: int) -> None:
+        """Raise the failure of the attempt that this caller waited for. A later caller tries again."""
+        found = people.failure(self._catalog, space, key)
+        if found is None or found[0] <= noted:
+            return
+        attempt, error = self._errors.get((space, key), (0, None))
+        raise error if error is not None and attempt == found[0] else errors.from_wire(found[1])
+
+    def close(self) -> None:
+        self._keys.close()
+
+    def before_fork(self) -> None:
+        self._keys.before_fork(keep=False)
+
+    def after_fork_parent(self) -> None:
+        self._keys.after_fork_parent()
+
+    def after_fork_child(self) -> None:
+        self._keys.after_fork_child(keep=False)
+        self._errors = {}
+
+
+def _word_of(keyhash: int) -> int:
+    return 2 + keyhash % KEY_WORDS

@@ -1,0 +1,166 @@
+"""Leases: while anyone holds one on an entry, its path exists and its bytes do not change.
+
+A lease is a shared kernel lock on the byte at offset *id* of one of 64 files. Who evicts asks for the same byte exclusively,
+through descriptions of its own, so that a process's evictor meets the leases of its own threads too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from types import TracebackType
+
+from forebay import errors
+from forebay._engine import blobs
+from forebay._engine.catalog import Catalog, entries
+from forebay._engine.root import Root
+from forebay._engine.slots import Slots
+from forebay._kernel import locks
+from forebay._model import Entry
+
+FILES = 64
+
+
+class Lease:
+    """A hold on one entry. Released by ``with``, `close`, garbage collection or the death of all who hold it.
+
+    Usable from any thread; one that was taken before a ``fork`` pins for the child too."""
+
+    def __init__(self, leases: Leases, entry: Entry, path: str) -> None:
+        self.entry, self.path = entry, path
+        self._release = weakref.finalize(self, leases.let_go_soon, entry.id)
+        self._release.atexit = False  # at exit the kernel lets go, whatever state the interpreter is in
+
+    def close(self) -> None:
+        """Let go. A second call does nothing."""
+        self._release()
+
+    @property
+    def closed(self) -> bool:
+        return not self._release.alive
+
+    def __fspath__(self) -> str:
+        if self.closed:
+            raise errors.Closed.of(f"lease on {self.entry.key!r}")
+        return self.path
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Leases:
+    """All leases of this process in one root."""
+
+    def __init__(self, root: Root, catalog: Catalog, slots: Slots) -> None:
+        self._root, self._catalog, self._slots = root, catalog, slots
+        self._held = [locks.LockFile(root.lock(f"leases-{i:02d}"), writable=not root.read_only) for i in range(FILES)]
+        self._evicting = [locks.LockFile(root.lock(f"leases-{i:02d}"), writable=not root.read_only) for i in range(FILES)]
+
+    def current(self, space: int, key: str) -> Entry | None:
+        """What the key has now: its row and its slot agree."""
+        for _ in range(2):
+            entry = entries.find(self._catalog, space, key)
+            if entry is None or self._slots.id_of(entry.slot) == entry.id:
+                return entry
+            # P1 reads the row / P2 replaces it: row and slot are a successor's / P1 reads the slot: look again.
+        if self._root.read_only:
+            return None
+        # A replacer or evictor that died between emptying the slot and its commit left a live row whose slot is empty. Under
+        # the writer lock nobody is between the two, so the row is right.
+        with self._catalog.writer():
+            entry = entries.find(self._catalog, space, key)
+            if entry is not None and self._slots.id_of(entry.slot) != entry.id:
+                self._slots.set_id(entry.slot, entry.id)
+            return entry
+
+    def take(self, space: int, key: str) -> Lease | None:
+        """A lease on what the key has now; None if it has nothing, or is being evicted."""
+        for _ in range(2):
+            entry = self.current(space, key)
+            if entry is None:
+                return None
+            if (lease := self._try(entry)) is not None:
+                return lease
+        return None
+
+    def _try(self, entry: Entry) -> Lease | None:
+        """Lock first, then look at the slot: an evictor that had the lock before us has emptied it."""
+        file = self._held[entry.id % FILES]
+        if not file.try_lock(entry.id, exclusive=False):
+            return None
+        if self._slots.id_of(entry.slot) != entry.id:
+            file.unlock(entry.id)
+            return None
+        where = self._root.tree(entry.id) if entry.kind == "tree" else self._root.blob(entry.id, entry.suffix)
+        return Lease(self, entry, str(where))
+
+    def hold(self, id: int) -> bool:
+        """Lock the byte of an entry that this thread is about to publish."""
+        return self._held[id % FILES].try_lock(id, exclusive=False)
+
+    def adopt(self, entry: Entry) -> Lease:
+        """The lease of an entry whose byte `hold` locked."""
+        return Lease(self, entry, str(self._root.blob(entry.id, entry.suffix)))
+
+    def let_go_soon(self, id: int) -> None:
+        """Release without ever waiting for a lock: a finalizer may run inside anything."""
+        self._held[id % FILES].unlock_soon(id)
+
+    def try_evict(self, id: int) -> bool:
+        """The exclusive right to remove an entry: nobody has a lease, and nobody gets one until `evicted`."""
+        return self._evicting[id % FILES].try_lock(id, exclusive=True)
+
+    def evicted(self, id: int) -> None:
+        """Give the right of `try_evict` back."""
+        self._evicting[id % FILES].unlock(id)
+
+    @contextlib.contextmanager
+    def evicting(self, id: int) -> Iterator[bool]:
+        """`try_evict` and `evicted` around a block."""
+        if not self.try_evict(id):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self.evicted(id)
+
+    def is_leased(self, id: int) -> bool:
+        """Whether anyone holds a lease now."""
+        with self.evicting(id) as free:
+            return not free
+
+    def mine(self, id: int) -> bool:
+        """Whether this process holds a lease."""
+        return self._held[id % FILES].held(id)
+
+    def drain(self) -> None:
+        """Release what finalizers could not."""
+        for file in self._held:
+            file.drain()
+
+    def close(self) -> None:
+        for file in (*self._held, *self._evicting):
+            file.close()
+
+    def before_fork(self) -> None:
+        for file in self._held:
+            file.before_fork(keep=True)
+        for file in self._evicting:
+            file.before_fork(keep=False)
+
+    def after_fork_parent(self) -> None:
+        for file in (*self._held, *self._evicting):
+            file.after_fork_parent()
+
+    def after_fork_child(self) -> None:
+        for file in self._held:
+            file.after_fork_child(keep=True)
+        for file in self._evicting:
+            file.after_fork_child(keep=False)
+
+

@@ -1,0 +1,265 @@
+"""From bytes to an entry: reserve, stage, then one transaction that inserts the row, frees the reservation and renames the file.
+
+    reserve       a row counts the bytes                        a crash leaves a counted partial
+    stage         the file grows under tmp/                     a crash leaves a counted partial, resumed where it can be
+    row, rename   uncommitted row, then the final name          a crash leaves the reservation, which names both places
+    commit        the entry is visible, the reservation gone
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from forebay import errors
+from forebay._engine import blobs
+from forebay._engine.budget import Budget, Want
+from forebay._engine.catalog import Catalog, Txn, entries, reservations
+from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.eviction import Eviction
+from forebay._engine.faults import faults
+from forebay._engine.fill import hash_of
+from forebay._engine.leases import Lease, Leases
+from forebay._engine.owners import Owners
+from forebay._engine.root import Root
+from forebay._engine.slots import Slots
+from forebay._engine.stages import CHUNK, Stage
+from forebay._kernel import host
+from forebay._model import Buffer, Entry, ObjectInfo, Partial, Span
+
+INLINE = 16 << 10
+"""Values up to this size lie in the catalog: neither a block nor an inode each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What an entry is to be called and to carry. ``life``: ``cached``, ``pinned`` or ``held``; a pin follows the name."""
+
+    space: int
+    space_name: str
+    key: str
+    suffix: str = ""
+    life: str = "cached"
+    meta: str = ""
+
+
+class Publisher:
+    """Writes entries into one root. Callable from any thread."""
+
+    def __init__(
+        self, root: Root, catalog: Catalog, slots: Slots, leases: Leases, owners: Owners, budget: Budget, eviction: Eviction
+    ) -> None:
+        self._root, self._catalog, self._slots, self._leases = root, catalog, slots, leases
+        self._owners, self._budget, self._eviction = owners, budget, eviction
+
+    def put(self, label: Label, data: Buffer, *, validator: str | None = None) -> Entry:
+        """Store bytes that are at hand. Raises `NoSpace` or another `CacheFault`; then what was there before stays."""
+        view = memoryview(data).cast("B")
+        with faults(label.key, view.nbytes):
+            if view.nbytes <= INLINE:
+                return self._put_row(label, view, validator)
+            with Writing(self, label) as writing:
+                writing.begin(ObjectInfo("", view.nbytes, validator))
+                writing.write(0, view)
+                return writing.publish(validator=validator)
+
+    def _put_row(self, label: Label, view: memoryview, validator: str | None) -> Entry:
+        data = bytes(view)
+        checksum = blobs.checksum_of(data)
+        with self._catalog.write() as txn:
+            want = self._want(txn, label, len(data), inline=True)
+            if self._budget.fits(txn, want):
+                entry = self._insert(txn, label, txn.take("next_id"), "value", len(data), checksum, validator, data)
+                return _noting_leftovers(txn, entry)
+        reserved = self._budget.reserve(want)
+        try:
+            with self._catalog.write() as txn:
+                entry = self._insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
+                reservations.delete(txn, reserved.id)
+                return _noting_leftovers(txn, entry)
+        except BaseException:
+            self._budget.cancel(reserved.id)
+            raise
+
+    def _want(self, rows: Txn | Catalog, label: Label, size: int, *, inline: bool = False) -> Want:
+        old = entries.find(rows, label.space, label.key)
+        keyhash = hash_of(label.space, label.key)
+        return Want(label.space, label.key, keyhash, size, label.suffix, old.id if old else 0, old.size if old else 0, inline)
+
+    def _insert(
+        self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None
+    ) -> Entry:
+        """Enter the row and its slot, and let the version before go. Nothing of it is seen before the commit but empty slots."""
+        now = host.now_ns()
+        old = entries.find(txn, label.space, label.key)
+        if old is not None:
+            entries.supersede(txn, old)
+            self._slots.clear(old.slot, old.id)
+        slot = entries.take_slot(txn)
+        self._slots.ensure(slot)
+        charge = self._budget.charge(size, inline=True) if kind == "value" else self._budget.charge_published(size)
+        life = "pinned" if old is not None and old.life == "pinned" else label.life
+        entry = Entry(
+            id, label.space_name, label.key, kind, size, charge, slot, checksum, validator, now / 1e9, host.boot_id(), life,
+            label.suffix, label.meta,
+        )  # fmt: skip
+        entries.insert(txn, label.space, entry, data)
+        self._slots.touch(slot, now)
+        self._slots.set_validated(slot, now)
+        self._slots.set_id(slot, id)
+        return entry
+
+    def publish(self, label: Label, stage: Stage, reserved: Reservation, validator: str | None) -> Entry:
+        """Give a finished stage its name and its row."""
+        size, checksum = stage.finish()
+        renamed = False
+        try:
+            with self._catalog.write() as txn:
+                if reservations.by_id(txn, reserved.id) is None:
+                    raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was made anew meanwhile")
+                entry = self._insert(txn, label, reserved.id, "blob", size, checksum, validator)
+                reservations.delete(txn, reserved.id)
+                blobs.publish(self._root, stage.path, reserved.id, label.suffix)
+                renamed = True
+                return _noting_leftovers(txn, entry)
+        except BaseException:
+            if renamed:
+                blobs.unpublish(self._root, stage.path, reserved.id, label.suffix)
+            raise
+
+    def link(self, label: Label, source: Entry) -> Entry:
+        """The same bytes under another name: a hard link, charged to both spaces. Caller: holds a lease on ``source``."""
+        with faults(label.key, source.size):
+            reserved = self._budget.reserve(self._want(self._catalog, label, source.size))
+            try:
+                blobs.link_blob(self._root, self._root.blob(source.id, source.suffix), reserved.id, label.suffix)
+                with self._catalog.write() as txn:
+                    entry = self._insert(txn, label, reserved.id, "blob", source.size, source.checksum, source.validator)
+                    reservations.delete(txn, reserved.id)
+                    return _noting_leftovers(txn, entry)
+            except BaseException:
+                blobs.remove_blob(self._root, reserved.id, label.suffix)
+                self._budget.cancel(reserved.id)
+                raise
+
+    def adopt(self, keyhash: int) -> tuple[Reservation, Stage] | None:
+        """What a fetch of this key left whose process is gone or gave up. Caller: holds the key's lock."""
+        if not reservations.by_key(self._catalog, keyhash):
+            return None
+        me = self._owners.me()
+        with self._catalog.write() as txn:
+            self._owners.reap(txn)
+            left = [r for r in reservations.by_key(txn, keyhash) if r.owner is None]
+            for reservation in left[:1]:
+                reservations.set_owner(txn, reservation.id, me)
+        for reservation in left[:1]:
+            blobs.remove_blob(self._root, reservation.id, reservation.suffix)  # renamed by one who died before his commit
+            stage = Stage.resume(self._root, keyhash, reservation.id)
+            return reservation, stage or Stage.create(self._root, keyhash, reservation.id)
+        return None
+
+    def give_up(self, reserved: Reservation) -> None:
+        """Leave a partial for a successor: counted, and the first to go when space is needed."""
+        with self._catalog.write() as txn:
+            reservations.set_owner(txn, reserved.id, None)
+
+
+def _noting_leftovers(txn: Txn, entry: Entry) -> Entry:
+    txn.leftovers = entries.any_leaving(txn) or entries.any_held(txn)
+    return entry
+
+
+class Writing:
+    """One write: a `Sink` for a remote, then `publish`. Left without it, what came is kept for a successor where it can be resumed.
+
+    Caller: holds the key's lock, unless nothing is to be resumed. ``on_progress`` is called with (done, total) bytes."""
+
+    def __init__(
+        self, publisher: Publisher, label: Label, *, resume: bool = False, on_progress: Callable[[int, int | None], None] | None = None
+    ) -> None:
+        self._publisher, self.label, self._on_progress = publisher, label, on_progress
+        self._keyhash = hash_of(label.space, label.key)
+        self._reserved: Reservation | None = None
+        self._stage: Stage | None = None
+        self._resumable = False
+        self._published = False
+        self.info: ObjectInfo | None = None
+        self.partial: Partial | None = None
+        if resume:
+            with faults(label.key):
+                left = publisher.adopt(self._keyhash)
+            if left is not None:
+                self._reserved, self._stage = left
+                self.partial = self._stage.partial
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        """See `Sink.begin`."""
+        self.info, size = info, info.size or 0
+        publisher, budget = self._publisher, self._publisher._budget
+        with faults(self.label.key, size):
+            if self._reserved is None:
+                self._reserved = budget.reserve(publisher._want(publisher._catalog, self.label, size))
+            elif self._reserved.size != size:
+                self._reserved = budget.resize(self._reserved, size)
+            if self._stage is None:
+                self._stage = Stage.create(publisher._root, self._keyhash, self._reserved.id)
+            self._stage.on_grow = self._grow
+            self._resumable = info.strong and info.validator is not None and size > CHUNK
+            return self._stage.begin(info.size, info.validator if info.strong else None)
+
+    def _grow(self, size: int) -> None:
+        assert self._reserved is not None
+        self._reserved = self._publisher._budget.resize(self._reserved, size)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """See `Sink.write`."""
+        assert self._stage is not None
+        with faults(self.label.key, len(data)):
+            self._stage.write(offset, data)
+        if self._on_progress is not None:
+            self._on_progress(self._stage.done, self._stage.total)
+
+    def path(self) -> str:
+        """Where the bytes are now, for a check before they are published."""
+        assert self._stage is not None
+        return str(self._stage.path)
+
+    def publish(self, *, validator: str | None = None) -> Entry:
+        """All bytes came and are right: make them an entry."""
+        assert self._stage is not None and self._reserved is not None
+        with faults(self.label.key, self._reserved.size):
+            entry = self._publisher.publish(self.label, self._stage, self._reserved, validator)
+        self._published = True
+        return entry
+
+    def publish_leased(self, leases: Leases, *, validator: str | None = None) -> Lease:
+        """The same, and a lease that is there before anybody else can see the entry."""
+        assert self._reserved is not None
+        id = self._reserved.id
+        leases.hold(id)
+        try:
+            return leases.adopt(self.publish(validator=validator))
+        except BaseException:
+            leases.let_go_soon(id)
+            raise
+
+    def discard(self) -> None:
+        """What came is wrong: keep nothing of it."""
+        self._resumable = False
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._published or self._reserved is None:
+            return
+        with faults(self.label.key):
+            if self._stage is not None and self._resumable and self._stage.done:
+                self._stage.close()
+                self._publisher.give_up(self._reserved)
+                return
+            if self._stage is not None:
+                self._stage.discard()
+            self._publisher._budget.cancel(self._reserved.id)

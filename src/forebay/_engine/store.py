@@ -1,0 +1,416 @@
+"""The one door to the engine: wires the parts of one root, and adds no mechanism of its own.
+
+A process has one `Store` for a root, however often it opens it. Faults of the catalog are mended here, once a call: a catalog or
+a root that was deleted or damaged is made anew; whatever else goes wrong reaches the caller as a `CacheFault`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+
+from forebay import errors
+from forebay._engine import blobs, check, counters, trees
+from forebay._engine.budget import Budget
+from forebay._engine.catalog import Catalog, CatalogBroken, entries, people, spaces
+from forebay._engine.counters import Counters
+from forebay._engine.eviction import Doomed, Eviction
+from forebay._engine.faults import faults
+from forebay._engine.fill import Fill, KeyHold, OnWait
+from forebay._engine.leases import Lease, Leases
+from forebay._engine.memo import Memo, Remembered
+from forebay._engine.owners import Owners
+from forebay._engine.policy import Policy
+from forebay._engine.publish import Label, Publisher, Writing
+from forebay._engine.ranking import Ranking
+from forebay._engine.root import Root, open_root
+from forebay._engine.slots import Slots
+from forebay._kernel import host, waits
+from forebay._model import Buffer, Entry, Problem, Report, Victim
+
+log = logging.getLogger("forebay.store")
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+FIRST_USE = 1 << 20
+"""Entries up to this size are verified at their first use in a process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What binds a root, where the opener says so; None leaves what it was set to. Sizes in bytes."""
+
+    budget: int | None = None
+    min_free: int | None = None
+    max_entries: int | None = None
+
+
+def _mending(call: Callable[Concatenate[Store, P], R]) -> Callable[Concatenate[Store, P], R]:
+    """Make a broken catalog anew, and try once more."""
+
+    @functools.wraps(call)
+    def mended(self: Store, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._usable()
+        try:
+            return call(self, *args, **kwargs)
+        except CatalogBroken as error:
+            self._mend(error)
+            return call(self, *args, **kwargs)
+
+    return mended
+
+
+class Store:
+    """One root, as one process sees it. Callable from any thread, and in a forked child."""
+
+    _opened: ClassVar[dict[str, Store]] = {}
+    _opening: ClassVar[threading.RLock] = threading.RLock()  # guards _opened and every _users
+
+    def __init__(self, root: Root, settings: Settings) -> None:
+        self.root, self._users = root, 0
+        self._mending = threading.RLock()  # one thread at a time makes a broken root anew
+        self._spaces: dict[str, spaces.Space] = {}
+        self._wire(root)
+        self._start(settings)
+        host.at_fork(self)
+
+    # -- opening and closing ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], settings: Settings, *, shared: bool = False, read_only: bool = False) -> Store:
+        """The store of this root in this process, made at the first call. Each call wants a `close`.
+
+        Raises `RootRefused`, `NewerFormat`, or `CacheFault` where the root cannot be used at all."""
+        with cls._opening:
+            root = open_root(path, shared=shared, read_only=read_only)
+            name = f"{root.path}{':ro' if read_only else ''}"
+            store = cls._opened.get(name)
+            if store is None or not root.is_same() or store.root.id != root.id:
+                with faults(str(root.path)):
+                    store = cls._opened[name] = cls(root, settings)
+            elif not read_only:
+                store.configure(settings)
+            store._users += 1
+            return store
+
+    def close(self) -> None:
+        """Let go of one opening; the last one folds the counters and closes all files. Leases and buffers that are out stay good."""
+        with Store._opening:
+            self._users -= 1
+            if self._users > 0:
+                return
+            Store._opened = {name: store for name, store in Store._opened.items() if store is not self}
+        self._memo.clear()
+        for part in (self._owners, self._fill, self._budget, self._catalog):
+            part.close()
+
+    def _wire(self, root: Root) -> None:
+        self.root = root
+        self.words = waits.Words(root.words, writable=not root.read_only)
+        self._catalog = Catalog(root, self.words)
+        self._slots = Slots(root)
+        self._counters = Counters(root)
+        self._leases = Leases(root, self._catalog, self._slots)
+        self._memo = Memo(self._slots)
+        self._owners = Owners(root, self._catalog, self._counters)
+        self._eviction = Eviction(root, self._catalog, self._slots, self._leases, self.words)
+        self._ranking = Ranking(self._catalog, self._slots)
+        self._budget = Budget(root, self._catalog, self._owners, self._eviction, self._ranking, self.words)
+        self._fill = Fill(root, self._catalog, self._owners, self.words)
+        self._publisher = Publisher(root, self._catalog, self._slots, self._leases, self._owners, self._budget, self._eviction)
+        self._catalog.sweeper = self._eviction.sweep
+        self._spaces = {}
+        self._verified: set[int] = set()
+
+    def _start(self, settings: Settings) -> None:
+        try:
+            self._catalog.open()
+        except CatalogBroken:
+            if self.root.read_only:
+                raise
+            self._catalog.rebuild()
+        if self.root.read_only:
+            return
+        self._slots.ensure(0)
+        self._owners.me()
+        self._clean_after_reboot()
+        self.configure(settings)
+
+    def _clean_after_reboot(self) -> None:
+        """Before this boot's first reservation: files that the machine's crash left without a row go."""
+        if spaces.setting(self._catalog, "boot") == host.boot_id():
+            return
+        check.remove_strays(self.root, self._catalog, self._eviction, self._fill)
+        with self._catalog.write() as txn:
+            spaces.set_setting(txn, "boot", host.boot_id())
+
+    def configure(self, settings: Settings) -> None:
+        """Set what is given for everybody; a lower limit is applied at once to what is there."""
+        with self._catalog.write() as txn:
+            found = self._budget.limits(txn)
+            first = spaces.setting(txn, "budget") is None
+            disk = host.disk(self.root.path)
+            wanted = {
+                "budget": settings.budget if settings.budget is not None else disk.free * 3 // 4 if first else None,
+                "min_free": settings.min_free if settings.min_free is not None else disk.total // 20 if first else None,
+                "max_entries": settings.max_entries,
+            }
+            changed = {name: value for name, value in wanted.items() if value is not None and value != getattr(found, name)}
+            for name, value in changed.items():
+                spaces.set_setting(txn, name, value)
+        if changed and not first:
+            self._say_changed(changed, found)
+            self._budget.make_room()
+
+    def _say_changed(self, changed: dict[str, int], found: Any) -> None:
+        others = [owner for owner in self._owners.living() if owner.id != self._owners.me()]
+        if others:
+            words = ", ".join(f"{name} {getattr(found, name)} -> {value}" for name, value in changed.items())
+            log.warning("%s: changed for everybody: %s; %d other processes have it open, such as %s", self.root.path, words, len(others), others[0])
+
+    def _usable(self) -> None:
+        if host.forked_unseen():
+            raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
+
+    def _mend(self, error: CatalogBroken) -> None:
+        """The catalog, or the whole root, is not what was opened: open it once more, making what is missing."""
+        if self.root.read_only:
+            raise error
+        with self._mending:
+            log.warning("%s: opening it anew", error)
+            with faults(str(self.root.path)):
+                self._catalog.close()
+                self._wire(open_root(self.root.path, shared=self.root.shared))
+                self._start(Settings())
+
+    # -- spaces ----------------------------------------------------------------------------------------------------
+
+    @_mending
+    def space(self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | None = None) -> spaces.Space:
+        """The space of this name, made if there is none; an explicit policy or quota is set for everybody."""
+        known = self._spaces.get(name)
+        if known is not None and policy is None and quota is None:
+            return known
+        found = spaces.find(self._catalog, name)
+        if found is None or (policy or found.policy, quota or found.quota) != (found.policy, found.quota):
+            parsed = str(Policy.parse(policy)) if policy else None
+            with self._catalog.write() as txn:
+                spaces.insert(txn, name, kind, parsed or "lru", quota)
+                spaces.change(txn, name, parsed, quota)
+                found = spaces.find(txn, name)
+        assert found is not None
+        self._spaces[name] = found
+        return found
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    @_mending
+    def view(self, space: str, key: str) -> Remembered | None:
+        """The bytes of a key, mapped, and remembered for the next time; None where there is none. Counts nothing."""
+        place = self.space(space)
+        self._memo.let_go(host.now_ns())
+        for _ in range(2):
+            found = self._memo.get(place.id, key)
+            if found is not None:
+                return found
+            with faults(key):
+                entry = self._leases.current(place.id, key)
+                data = self._bytes_of(entry) if entry is not None else None
+            if entry is not None and data is not None and self._is_sound(entry, data):
+                return self._memo.add(place.id, key, entry, data)
+        return None
+
+    def _bytes_of(self, entry: Entry) -> memoryview | None:
+        """None: evicted between the look and the opening, or cut short: then it is set aside."""
+        if entry.kind == "value":
+            data = entries.payload(self._catalog, entry.id)
+            return memoryview(data) if data is not None else None
+        try:
+            return blobs.map_blob(self.root, entry)
+        except FileNotFoundError:
+            self._missing(entry)
+            return None
+        except errors.Damaged as error:
+            self._set_aside(entry, str(error))
+            return None
+
+    def _missing(self, entry: Entry) -> None:
+        """The file of a row is gone. Evicted meanwhile, or somebody deleted it."""
+        if not self.root.read_only and entries.by_id(self._catalog, entry.id) and self._slots.id_of(entry.slot) == entry.id:
+            self._set_aside(entry, f"{entry.name}: its file is gone")
+
+    def _is_sound(self, entry: Entry, data: memoryview) -> bool:
+        """Verify at the first use: small entries once a process, all entries once a boot."""
+        old_boot = entry.boot != host.boot_id()
+        if not old_boot and (entry.size > FIRST_USE or entry.id in self._verified):
+            return True
+        if blobs.checksum_of(data) != entry.checksum:
+            self._set_aside(entry, f"{entry.name}: its bytes are not what was stored")
+            return False
+        if len(self._verified) > 1_000_000:
+            self._verified.clear()
+        self._verified.add(entry.id)
+        if old_boot and not self.root.read_only:
+            with faults(entry.key), self._catalog.write() as txn:
+                entries.set_boot(txn, entry.id, host.boot_id())
+        return True
+
+    def _set_aside(self, entry: Entry, why: str) -> None:
+        """A damaged entry is served to nobody: it leaves the index now, and the disk with its last lease."""
+        self._counters.add(counters.DAMAGED)
+        log.warning("%s: it is set aside, and fetched again when wanted", why)
+        if self.root.read_only:
+            return
+        with faults(entry.key), self._catalog.write() as txn:
+            if entries.by_id(txn, entry.id) is not None:
+                entries.supersede(txn, entry)
+                self._slots.clear(entry.slot, entry.id)
+            txn.leftovers = True
+
+    @_mending
+    def entry(self, space: str, key: str) -> Entry | None:
+        """What the catalog says of a key; no touch."""
+        found = self._leases.current(self.space(space).id, key)
+        return self._with_times(found) if found else None
+
+    @_mending
+    def lease(self, space: str, key: str) -> Lease | None:
+        """A lease on the file of a key; None where there is none, or it is a small value, which has no file."""
+        with faults(key):
+            lease = self._leases.take(self.space(space).id, key)
+            if lease is None or lease.entry.kind == "value":
+                return None
+            if lease.entry.kind == "blob" and not self._file_is_sound(lease):
+                lease.close()
+                return None
+        self.touch(lease.entry)
+        return lease
+
+    def _file_is_sound(self, lease: Lease) -> bool:
+        entry = lease.entry
+        try:
+            size = os.stat(lease.path).st_size
+        except FileNotFoundError:
+            self._missing(entry)
+            return False
+        if size != entry.size:
+            self._set_aside(entry, f"{entry.name}: {size} bytes stand where {entry.size} were stored")
+            return False
+        if (entry.boot == host.boot_id() and entry.size > FIRST_USE) or entry.id in self._verified:
+            return True
+        data = self._bytes_of(entry)
+        return data is not None and self._is_sound(entry, data)
+
+    def touch(self, entry: Entry) -> None:
+        """Say that an entry is used now."""
+        if self._slots.id_of(entry.slot) == entry.id:
+            self._slots.touch(entry.slot, host.now_ns())
+
+    def validated(self, entry: Entry) -> int:
+        """When an entry was last seen to be the remote's: nanoseconds since 1970; 0: ask."""
+        return self._slots.validated(entry.slot)
+
+    def set_validated(self, entry: Entry, ns: int) -> None:
+        if self._slots.id_of(entry.slot) == entry.id:
+            self._slots.set_validated(entry.slot, ns)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    @_mending
+    def put(self, space: str, key: str, data: Buffer, *, life: str = "cached", meta: str = "", validator: str | None = None) -> Entry:
+        """Store bytes. Raises `NoSpace` or another `CacheFault`; what was there before then stays."""
+        place = self.space(space)
+        entry = self._publisher.put(Label(place.id, place.name, key, life=life, meta=meta), data, validator=validator)
+        self._counters.add(counters.BYTES_STORED, entry.size)
+        return entry
+
+    @_mending
+    def writing(
+        self, space: str, key: str, *, suffix: str = "", life: str = "cached", meta: str = "", resume: bool = True,
+        on_progress: Callable[[int, int | None], None] | None = None,
+    ) -> Writing:  # fmt: skip
+        """A write that a remote fills. Caller: holds the key's lock where ``resume``."""
+        place = self.space(space)
+        return Writing(self._publisher, Label(place.id, place.name, key, suffix, life, meta), resume=resume, on_progress=on_progress)
+
+    def publish_leased(self, writing: Writing, *, validator: str | None = None) -> Lease:
+        """Publish, and give a lease that nobody can come before."""
+        return writing.publish_leased(self._leases, validator=validator)
+
+    def single(
+        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], *,
+        timeout: float | None = None, on_wait: OnWait | None = None,
+    ) -> T:  # fmt: skip
+        """See `Fill.single`. ``make`` runs once: a catalog that breaks meanwhile is mended by the next call."""
+        self._usable()
+        place = self.space(space)
+        began = host.now_ns()
+        try:
+            return self._fill.single(place.id, key, look, make, timeout=timeout, on_wait=on_wait)
+        except CatalogBroken as error:
+            self._mend(error)
+            raise
+        finally:
+            self._counters.add(counters.WAIT_NS_LOCK, 0 * began)
+
+    @_mending
+    def hold(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
+        """The key's lock: of all threads and processes one has it. Any thread may let go."""
+        return self._fill.hold(self.space(space).id, key, timeout=timeout)
+
+    @_mending
+    def set_life(self, space: str, key: str, life: str) -> bool:
+        """Pin (``pinned``) or unpin (``cached``) a name. False if there is no such entry."""
+        with self._catalog.write() as txn:
+            return entries.set_life(txn, self.space(space).id, key, life)
+
+    # -- leaving ---------------------------------------------------------------------------------------------------
+
+    @_mending
+    def remove(self, wanted: Iterable[Victim]) -> Report:
+        """Remove entries; the report says what really went. What is leased, pinned or part of a tree is spared."""
+        by_id = {victim.id: victim for victim in wanted}
+        rows = [entry for entry in entries.live(self._catalog) if entry.id in by_id]
+        with faults("entries to remove"):
+            gone = self._eviction.remove([(e.id, e.slot, Doomed(e.id, e.kind, e.suffix)) for e in rows])
+        removed = {doomed.id for doomed in gone}
+        self._counters.add(counters.EVICTIONS, len(removed))
+        return Report(
+            tuple(v.name for v in by_id.values() if v.id in removed),
+            tuple(v.name for v in by_id.values() if v.id not in removed),
+            sum(v.charge for v in by_id.values() if v.id in removed),
+        )
+
+    @_mending
+    def make_room(self) -> bool:
+        """Evict what is over the limits. False if what is left is in use."""
+        with faults("a smaller cache"):
+            self._eviction.sweep()
+            return self._budget.make_room()
+
+    # -- seeing ----------------------------------------------------------------------------------------------------
+
+    @_mending
+    def entries(self, space: str | None = None) -> list[Entry]:
+        """What is there, with its times, in order of last use; ``leased`` is not looked at."""
+        place = self.space(space).id if space is not None else None
+        return sorted((self._with_times(e) for e in entries.live(self._catalog, place)), key=lambda e: e.used)
+
+    def _with_times(self, entry: Entry) -> Entry:
+        used, validated = self._slots.used(entry.slot), self._slots.validated(entry.slot)
+        return replace(entry, used=used / 1e9, validated=validated / 1e9)
+
+    def is_leased(self, entry: Entry) -> bool:
+        return not self.root.read_only and self._leases.is_leased(entry.id)
+
+    @_mending
+    def check(self, *, deep: bool = False) -> list[Problem]:
+        """Everything that is wrong with this root; empty: it is sound. ``deep`` reads every byte."""
+        return check.check(self.root, self._catalog, self._slots, self._budget, deep=deep)

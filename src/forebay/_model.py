@@ -1,0 +1,158 @@
+"""The words that all rooms share: frozen types, and the two protocols between the engine and the remotes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """``length`` bytes from ``start``."""
+
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The first byte after the span."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a remote says of an object.
+
+    ``size``: bytes, None where the remote does not say. ``validator``: the ETag as sent (quotes and ``W/`` included), else
+    ``mtime-size``, else None. ``strong``: equal validators mean equal bytes, so a partial can be resumed.
+    ``modified``: seconds since 1970, or None.
+    """
+
+    url: str
+    size: int | None
+    validator: str | None = None
+    strong: bool = False
+    modified: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What an earlier fetch left: a fetch may go on from it while the remote still has this validator and this size."""
+
+    size: int
+    validator: str
+    missing: tuple[Span, ...]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """What a remote did for one call: counted, and shown to the user."""
+
+    requests: int = 0
+    received: int = 0
+    retries: int = 0
+    resumed: int = 0
+    info: ObjectInfo | None = None
+
+
+class Sink(Protocol):
+    """Where a remote puts the bytes of one object. Made by the engine or by `PassThrough`; used by one fetch."""
+
+    partial: Partial | None
+    """Set where an earlier fetch left something that can be resumed."""
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        """The remote answered: reserve the room and give the spans that are wanted.
+
+        Called once per fetch that goes well, again (with the new info) when the object changed meanwhile: what was written
+        before is then void. ``info.size`` None: one span of length -1, the room grows as the bytes come.
+        Raises `NoSpace` when the object cannot be kept: the remote lets it pass."""
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """Put ``data`` at ``offset``. From several threads at once for different spans; in order within a span."""
+
+
+class Remote(Protocol):
+    """A kind of place where bytes come from. Callable from several threads and after a fork."""
+
+    def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
+        """What the remote says of the object; None if its validator is still ``known``. Raises `RemoteError`."""
+
+    def fetch(self, url: str, sink: Sink) -> Transfer:
+        """Bring the whole object (or what `Sink.partial` lacks) into ``sink``. Retries, resumes, checks lengths.
+        Raises `RemoteError`, or what ``sink`` raises. Caller: holds no lock but this key's own."""
+
+    def read(self, url: str, span: Span, *, validator: str | None = None) -> bytes:
+        """Exactly the bytes of ``span`` (less only where the object ends); `RemoteChanged` if ``validator`` is given and gone."""
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        """All objects whose URL begins with ``url``, in order of name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One version of one key in one space, with bytes of its own.
+
+    ``size``: bytes stored. ``charge``: bytes counted against the budget (whole blocks). ``kind``: ``blob``, ``value``,
+    ``tree`` or ``pack``. ``life``: ``cached``, ``pinned`` or ``held``. ``checksum``: xxh3-128 over the xxh3-128 of
+    each 8 MiB. Times in seconds since 1970.
+    """
+
+    id: int
+    space: str
+    key: str
+    kind: str
+    size: int
+    charge: int
+    slot: int
+    checksum: bytes
+    validator: str | None
+    created: float
+    boot: str
+    life: str
+    suffix: str = ""
+    meta: str = ""
+    used: float = 0.0
+    validated: float = 0.0
+    leased: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the command line takes: the URL, or ``space:key``."""
+        return self.key if self.space == "urls" else f"{self.space}:{self.key}"
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """An entry that a `Plan` would remove."""
+
+    name: str
+    size: int
+    charge: int
+    used: float
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What really happened: ``freed`` bytes of ``removed`` entries; ``spared`` were in use, pinned or gone meanwhile."""
+
+    removed: tuple[str, ...] = ()
+    spared: tuple[str, ...] = ()
+    freed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that the check found. ``kind``: a short word; ``subject``: the file, entry or total; ``found``: in words."""
+
+    kind: str
+    subject: str
+    found: str
+    key: str = field(default="")
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.subject}: {self.found}"

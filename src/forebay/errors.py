@@ -1,0 +1,241 @@
+"""Every error that Forebay raises.
+
+    ForebayError
+    ├── ConfigError (ValueError)             an argument or a variable of the environment makes no sense
+    ├── MissingExtra (ImportError)           an optional package is needed for this URL or front
+    ├── Closed (ValueError, RuntimeError)    a call after close()
+    ├── RootError (OSError)                  this directory cannot be a cache
+    │   ├── RootRefused                      another user's, on a network file system, or with foreign files
+    │   └── NewerFormat                      written by a newer Forebay
+    ├── CacheFault (OSError)                 the cache itself failed; calls are served past it
+    │   ├── NoSpace                          (ENOSPC) no room, with need, free and budget
+    │   └── Damaged                          stored bytes differ from what was stored
+    ├── WaitTimeout (TimeoutError)           what was waited for, how long, who holds it
+    ├── Offline (FileNotFoundError)          not in the cache, and asking the remote is forbidden
+    ├── NotCached (KeyError)                 a key that the cache does not hold
+    ├── ChecksumMismatch (ValueError)        the source's bytes are not those the caller expected
+    ├── FillFailed (RuntimeError)            another process's function raised an error that cannot be rebuilt here
+    └── RemoteError (OSError)                the source failed
+        ├── NotFound (FileNotFoundError)
+        ├── AccessDenied (PermissionError)
+        ├── RemoteTimeout (TimeoutError)
+        ├── RemoteUnavailable (ConnectionError)   retries are used up
+        ├── RemoteChanged                    the object became another one while it was read
+        └── RemoteProtocolError              an answer that HTTP or S3 does not allow
+
+Each is pickled and rebuilt with its message and its facts, so that one raised in a worker reaches the main process.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+from typing import Any
+
+
+class ForebayError(Exception):
+    """Base of all errors of Forebay.
+
+    ``facts`` holds what the message was made of; each fact is an attribute too.
+    """
+
+    facts: dict[str, Any]
+
+    def __init__(self, message: str = "", **facts: Any) -> None:
+        Exception.__init__(self, message)
+        self.facts = facts
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self.facts)
+
+
+def _rebuild(cls: type[ForebayError], message: str, facts: dict[str, Any]) -> ForebayError:
+    error = cls.__new__(cls)
+    ForebayError.__init__(error, message, **facts)
+    return error
+
+
+class ConfigError(ForebayError, ValueError):
+    """An argument or a variable of the environment that makes no sense."""
+
+
+class MissingExtra(ForebayError, ImportError):
+    """An optional package is missing. ``extra``: the extra of Forebay that brings it."""
+
+    extra: str
+
+    @classmethod
+    def of(cls, what: str, extra: str) -> MissingExtra:
+        return cls(f"{what} needs a package that is not installed: pip install 'forebay[{extra}]'", extra=extra)
+
+
+class Closed(ForebayError, ValueError, RuntimeError):
+    """A call on a handle after its ``close()``."""
+
+    @classmethod
+    def of(cls, what: str) -> Closed:
+        return cls(f"this {what} is closed: open a new one", what=what)
+
+
+class RootError(ForebayError, OSError):
+    """This directory cannot be used as a cache. ``path``: the directory."""
+
+    path: str
+
+
+class RootRefused(RootError):
+    """The directory is another user's, lies on a file system that cannot hold a cache, or has foreign files."""
+
+
+class NewerFormat(RootError):
+    """The root was written by a newer Forebay. ``found``, ``known``: the two format versions."""
+
+    found: int
+    known: int
+
+
+class CacheFault(ForebayError, OSError):
+    """The cache itself failed. Calls that can do without it are served from the source."""
+
+
+class NoSpace(CacheFault):
+    """No room in the cache, nor on the disk. ``need``, ``free``, ``budget``: bytes."""
+
+    errno = errno.ENOSPC
+    need: int
+    free: int
+    budget: int
+
+    @classmethod
+    def of(cls, key: str, need: int, free: int, budget: int, todo: str = "raise the budget, or see `forebay ls --leased`") -> NoSpace:
+        return cls(
+            f"no room for {key!r}: {need:,} bytes wanted, {max(free, 0):,} of the budget of {budget:,} can be had: {todo}",
+            key=key, need=need, free=free, budget=budget,
+        )  # fmt: skip
+
+
+class Damaged(CacheFault):
+    """Stored bytes are not what was stored. ``key``: whose; the entry is set aside and fetched again."""
+
+    key: str
+
+
+class WaitTimeout(ForebayError, TimeoutError):
+    """``what`` was waited for, ``waited`` seconds long, while ``holder`` had it."""
+
+    what: str
+    waited: float
+    holder: str
+
+    @classmethod
+    def of(cls, what: str, waited: float, holder: str) -> WaitTimeout:
+        return cls(f"waited {waited:.1f} s for {what}, held by {holder}", what=what, waited=waited, holder=holder)
+
+
+class Offline(ForebayError, FileNotFoundError):
+    """The URL is not in the cache and asking the remote is forbidden. ``url``."""
+
+    url: str
+
+    @classmethod
+    def of(cls, url: str) -> Offline:
+        return cls(f"{url} is not in the cache, and offline mode forbids to fetch it: unset FOREBAY_OFFLINE, or fetch it first", url=url)
+
+
+class NotCached(ForebayError, KeyError):
+    """The cache holds nothing under this key. ``key``."""
+
+    key: str
+
+    @classmethod
+    def of(cls, key: str) -> NotCached:
+        return cls(f"{key!r} is not in the cache: see `forebay ls`", key=key)
+
+
+class ChecksumMismatch(ForebayError, ValueError):
+    """The source's bytes are not those that the caller expected. ``wanted``, ``found``."""
+
+    wanted: str
+    found: str
+
+    @classmethod
+    def of(cls, url: str, wanted: str, found: str) -> ChecksumMismatch:
+        return cls(f"{url}: {found} came where {wanted} was expected: nothing was kept", url=url, wanted=wanted, found=found)
+
+
+class FillFailed(ForebayError, RuntimeError):
+    """The function that another process ran for this key raised an error that cannot be rebuilt here. ``kind``: its class."""
+
+    kind: str
+
+
+class RemoteError(ForebayError, OSError):
+    """The source failed. ``url``; ``status``: the answer's HTTP status, if there was one."""
+
+    url: str
+    status: int | None = None
+
+
+class NotFound(RemoteError, FileNotFoundError):
+    """There is no such object. Never remembered: the next call asks again."""
+
+    errno = errno.ENOENT
+
+
+class AccessDenied(RemoteError, PermissionError):
+    """The remote refuses to show this object with these credentials."""
+
+    errno = errno.EACCES
+
+
+class RemoteTimeout(RemoteError, TimeoutError):
+    """Nothing came for too long. ``done``: bytes that had come; ``attempts``."""
+
+    done: int
+    attempts: int
+
+
+class RemoteUnavailable(RemoteError, ConnectionError):
+    """Every attempt failed. ``attempts``; ``done``: bytes that had come."""
+
+    attempts: int
+    done: int
+
+
+class RemoteChanged(RemoteError):
+    """The object became another one while it was read."""
+
+
+class RemoteProtocolError(RemoteError):
+    """An answer that does not fit the question: a wrong range, a body that is too short or too long."""
+
+
+def to_wire(error: BaseException) -> dict[str, Any]:
+    """The error as plain JSON values, for waiters in other processes. Nothing that is read back from it runs code."""
+    if isinstance(error, ForebayError):
+        facts = {k: v for k, v in error.facts.items() if isinstance(v, (str, int, float, bool, type(None)))}
+        return {"kind": type(error).__name__, "message": str(error), "facts": facts}
+    args = [a for a in error.args if isinstance(a, (str, int, float, bool, type(None)))]
+    whole = len(args) == len(error.args) and type(error).__module__ == "builtins"
+    return {"kind": type(error).__name__, "message": str(error), "args": args if whole else None}
+
+
+def from_wire(wire: dict[str, Any]) -> BaseException:
+    """The error that `to_wire` described: of the same class for Forebay's own and the built-in ones, else `FillFailed`."""
+    kind, message = str(wire.get("kind")), str(wire.get("message"))
+    own = globals().get(kind)
+    if isinstance(own, type) and issubclass(own, ForebayError):
+        return _rebuild(own, message, dict(wire.get("facts") or {}))
+    known = getattr(builtins, kind, None)
+    args = wire.get("args")
+    if isinstance(known, type) and issubclass(known, Exception) and isinstance(args, list):
+        try:
+            return known(*args)
+        except TypeError:
+            return FillFailed(f"{kind}: {message}", kind=kind)
+    return FillFailed(f"{kind}: {message}", kind=kind)
