@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from forebay._engine import blobs
+from forebay._engine.root import Root
+from forebay._model import Entry
+from forebay.errors import Damaged
+
+ID = 0xABC1
+MIB = 1 << 20
+
+
+def stored(root: Root, content: bytes, id: int = ID, suffix: str = ".bin") -> Entry:
+    staged = root.tmp(1, id)
+    staged.write_bytes(content)
+    blobs.publish(root, staged, id, suffix)
+    return Entry(id, "urls", "http://h/x", "blob", len(content), 0, 0, blobs.checksum_of(content), None, 0.0, "", "cached", suffix)
+
+
+def test_a_published_blob_is_mapped(root: Root) -> None:
+    entry = stored(root, b"some bytes")
+    view = blobs.map_blob(root, entry)
+    assert bytes(view) == b"some bytes"
+    assert view.readonly
+    assert os.listdir(root.tmp_dir) == []
+
+
+def test_a_mapping_outlives_its_file(root: Root) -> None:
+    view = blobs.map_blob(root, stored(root, b"some bytes"))
+    assert blobs.remove_blob(root, ID, ".bin")
+    assert not blobs.remove_blob(root, ID, ".bin")
+    assert bytes(view) == b"some bytes"
+
+
+def test_a_mapping_holds_no_descriptor(root: Root) -> None:
+    entry = stored(root, b"some bytes")
+    before = os.listdir("/proc/self/fd")
+    views = [blobs.map_blob(root, entry) for _ in range(10)]
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(views) == 10
+
+
+def test_an_empty_blob_is_an_empty_view(root: Root) -> None:
+    assert bytes(blobs.map_blob(root, stored(root, b""))) == b""
+
+
+def test_a_blob_of_another_size_is_damaged(root: Root) -> None:
+    entry = stored(root, b"some bytes")
+    with pytest.raises(Damaged, match="10 bytes stand where 11") as caught:
+        blobs.map_blob(root, replace(entry, size=11))
+    assert caught.value.key == entry.key
+
+
+def test_a_blob_that_is_gone_is_not_found(root: Root) -> None:
+    entry = stored(root, b"some bytes")
+    blobs.remove_blob(root, ID, ".bin")
+    with pytest.raises(FileNotFoundError):
+        blobs.map_blob(root, entry)
+
+
+def test_a_link_in_a_blobs_place_is_not_followed(root: Root, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"some bytes")
+    entry = stored(root, b"some bytes")
+    path = root.blob(ID, ".bin")
+    path.unlink()
+    path.symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic"):
+        blobs.map_blob(root, entry)
+    assert blobs.remove_blob(root, ID, ".bin")
+    assert (tmp_path / "precious").exists()
+
+
+def test_a_directory_in_a_blobs_place_is_damage(root: Root) -> None:
+    root.blob(ID).mkdir()
+    with pytest.raises(Damaged):
+        blobs.open_blob(root, ID)
+
+
+def test_a_publication_can_be_taken_back(root: Root) -> None:
+    stored(root, b"some bytes")
+    blobs.unpublish(root, root.tmp(1, ID), ID, ".bin")
+    assert root.tmp(1, ID).read_bytes() == b"some bytes"
+    assert list(blobs.list_blobs(root)) == []
+
+
+def test_a_blob_can_have_a_second_name(root: Root) -> None:
+    stored(root, b"some bytes")
+    second = blobs.link_blob(root, root.blob(ID, ".bin"), 5)
+    assert second.samefile(root.blob(ID, ".bin"))
+    with pytest.raises(FileNotFoundError):
+        blobs.link_blob(root, root.blob(77), 6)
+
+
+def test_only_our_names_are_listed(root: Root) -> None:
+    stored(root, b"a", 0x1FF)
+    stored(root, b"b", 0x2FE, "")
+    (root.blobs_dir / "00" / "notes.txt").write_text("not ours")
+    (root.blobs_dir / "00" / f"{0x1FF:016x}").write_text("in the wrong place")
+    assert sorted(blobs.list_blobs(root)) == [(0x1FF, root.blob(0x1FF, ".bin")), (0x2FE, root.blob(0x2FE))]
+
+
+@pytest.mark.parametrize("size", [0, 1, 8 * MIB - 1, 8 * MIB, 8 * MIB + 1, 17 * MIB])
+def test_the_checksum_is_that_of_the_blocks_checksums(tmp_path: Path, size: int) -> None:
+    data = bytes(range(251)) * (size // 251 + 1)
+    data = data[:size]
+    digests = b"".join(xxhash.xxh3_128_digest(data[at : at + 8 * MIB]) for at in range(0, size, 8 * MIB))
+    assert blobs.checksum_of(data) == blobs.checksum_of(memoryview(data)) == xxhash.xxh3_128_digest(digests)
+    (tmp_path / "file").write_bytes(data)
+    with (tmp_path / "file").open("rb") as file:
+        assert blobs.checksum_of(file.fileno()) == blobs.checksum_of(data)
+        assert file.tell() == 0
+
+
+def test_a_flipped_bit_and_a_lost_byte_are_found(root: Root) -> None:
+    content = bytes(9 * MIB)
+    entry = stored(root, content)
+    path = root.blob(ID, ".bin")
+    assert blobs.verify_blob(path, entry.size, entry.checksum)
+    with path.open("r+b") as file:
+        file.seek(8 * MIB + 5)
+        file.write(b"\1")
+    assert not blobs.verify_blob(path, entry.size, entry.checksum)
+    path.write_bytes(content[:-1])
+    assert not blobs.verify_blob(path, entry.size, entry.checksum)

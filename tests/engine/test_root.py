@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forebay._engine import root as roots
+from forebay._engine.root import LOCKS, Root, open_root, parse_blob_name, parse_tmp_name
+from forebay._kernel import host
+from forebay.errors import NewerFormat, RootRefused
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
+
+
+def whole(root: Root) -> bool:
+    """Whether everything that a root is made of is there, and nothing else."""
+    top = {"FORMAT", "CACHEDIR.TAG", "blobs", "trees", "packs", "tmp", "slots", "locks"}
+    return (
+        set(os.listdir(root.path)) == top
+        and len(os.listdir(root.blobs_dir)) == 256
+        and set(os.listdir(root.path / "locks")) == {*LOCKS, "words"}
+        and root.words.stat().st_size == root.words.stat().st_blocks * 512 == 4096
+    )
+
+
+def test_a_new_root_is_whole_and_is_found_again(tmp_path: Path) -> None:
+    made = open_root(tmp_path / "a" / "b")
+    assert whole(made)
+    assert open_root(tmp_path / "a" / "b") == made
+    assert made.is_same()
+    assert stat.S_IMODE(made.path.stat().st_mode) == 0o700
+    assert made.path.joinpath("FORMAT").read_text() == f"forebay 1 {made.id:016x}\n"
+    assert made.path.joinpath("CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
+
+
+def test_two_roots_have_two_ids(tmp_path: Path) -> None:
+    assert open_root(tmp_path / "a").id != open_root(tmp_path / "b").id
+
+
+def test_64_processes_make_one_root(tmp_path: Path, children: Callable[..., object]) -> None:
+    gate, said = os.pipe(), os.pipe()
+
+    def make() -> None:
+        os.close(gate[1])
+        os.read(gate[0], 1)  # ends for all of them when the parent closes its side
+        os.write(said[1], b"%016x" % open_root(tmp_path / "root").id)
+
+    born = [children(make) for _ in range(64)]
+    os.close(gate[0])
+    os.close(gate[1])
+    assert [child.wait() for child in born] == [0] * 64
+    os.close(said[1])
+    with open(said[0], "rb") as file:
+        ids = file.read()
+    root = open_root(tmp_path / "root")
+    assert ids == b"%016x" % root.id * 64
+    assert whole(root)
+
+
+def test_a_creation_killed_at_any_step_is_completed_by_the_next_open(tmp_path: Path, kill_at: Callable[..., bool]) -> None:
+    steps: list[str] = []
+    host.on_step(lambda name, subject: steps.append(name))
+    open_root(tmp_path / "uninterrupted")
+    host.on_step(None)
+    # Directories 00 to ff and the lease files are made alike: every seventh will do.
+    for step in [n for n in range(len(steps)) if n < 20 or n % 7 == 0 or n > len(steps) - 40]:
+        place = tmp_path / str(step)
+        assert kill_at(step, lambda place=place: open_root(place))
+        root = open_root(place)
+        assert whole(root), (step, steps[step])
+        assert root.is_same()
+    assert {"mkdir", "create", "allocate", "link", "unlink"} <= set(steps)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_a_root_for_a_group_has_the_groups_modes_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        root = open_root(tmp_path / "root", shared=True)
+    finally:
+        os.umask(before)
+    for directory, names, files in os.walk(root.path):
+        assert stat.S_IMODE(os.stat(directory).st_mode) == 0o2770
+        assert {stat.S_IMODE(os.stat(os.path.join(directory, file)).st_mode) for file in files} <= {0o660}
+        assert names is not None
+    assert open_root(root.path).shared, "a root stays a group's, whoever opens it"
+
+
+def test_a_private_root_does_not_become_a_groups(root: Root) -> None:
+    with pytest.raises(RootRefused, match="group"):
+        open_root(root.path, shared=True)
+
+
+@as_root
+def test_s_two_users_of_a_group_share_a_root(tmp_path: Path, children: Callable[..., object]) -> None:
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.stat().st_mode & 0o005 != 0o005 and parent.owner() == "root":
+            parent.chmod(parent.stat().st_mode | 0o055)
+    place = tmp_path / "shared"
+    place.mkdir()
+    os.chown(place, 0, 4242)
+    place.chmod(0o2770)
+    made = open_root(place, shared=True)
+
+    def other() -> None:
+        os.setgroups([])
+        os.setgid(4242)
+        os.setuid(4243)
+        assert open_root(place) == made
+        (place / "tmp" / "x").write_text("theirs")
+        (place / "blobs" / "00" / "y").write_text("theirs")
+
+    assert children(other).wait() == 0
+    assert (place / "tmp" / "x").stat().st_gid == 4242
+
+
+@as_root
+def test_a_root_of_another_user_is_refused(tmp_path: Path) -> None:
+    root = open_root(tmp_path / "root")
+    os.chown(root.path, 4242, 4242)
+    with pytest.raises(RootRefused, match="user 4242"):
+        open_root(root.path)
+    assert open_root(root.path, read_only=True).id == root.id
+
+
+@as_root
+def test_a_directory_of_another_users_gets_a_root_inside(tmp_path: Path) -> None:
+    place = tmp_path / "local_scratch"
+    place.mkdir()
+    os.chown(place, 4242, 4242)
+    root = open_root(place)
+    assert root.path == place / f"forebay-{os.geteuid()}"
+    assert os.listdir(place) == [root.path.name]
+    assert open_root(place) == root
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o1700])
+def test_a_directory_open_to_all_gets_a_root_inside(tmp_path: Path, mode: int) -> None:
+    tmp_path.joinpath("scratch").mkdir()
+    tmp_path.joinpath("scratch").chmod(mode)
+    tmp_path.joinpath("scratch", "theirs").write_text("not ours")
+    root = open_root(tmp_path / "scratch")
+    assert root.path == tmp_path / "scratch" / f"forebay-{os.geteuid()}"
+    assert whole(root)
+
+
+def test_a_root_that_was_opened_to_all_is_refused(root: Root) -> None:
+    root.path.chmod(0o777)
+    with pytest.raises(RootRefused, match="chmod o-w"):
+        open_root(root.path)
+
+
+@as_root
+def test_a_link_that_another_user_planted_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch").chmod(0o1777)
+    (tmp_path / "scratch" / f"forebay-{os.geteuid()}").symlink_to(tmp_path / "mine")
+    with pytest.raises(RootRefused):
+        open_root(tmp_path / "scratch")
+    assert os.listdir(tmp_path / "mine") == []
+
+
+@pytest.mark.parametrize("name", ["precious.txt", "tmp/precious.txt", "locks/mine", "blobs/zz", "slots/table", "trees/linux"])
+def test_s15_foreign_files_are_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "place" / name).parent.mkdir(parents=True)
+    (tmp_path / "place" / name).write_text("precious")
+    with pytest.raises(RootRefused, match=r"precious|mine|zz|table|linux") as caught:
+        open_root(tmp_path / "place")
+    assert str(tmp_path / "place") in str(caught.value)
+    assert [p for p in (tmp_path / "place").rglob("*") if p.is_file()] == [tmp_path / "place" / name]
+
+
+def test_at_most_three_foreign_names_are_listed(tmp_path: Path) -> None:
+    for name in "abcdef":
+        (tmp_path / name).touch()
+    with pytest.raises(RootRefused, match=r"6 things .*\(a, b, c\)"):
+        open_root(tmp_path)
+
+
+def test_a_file_is_no_root(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RootRefused, match="directory"):
+        open_root(tmp_path / "file")
+    with pytest.raises(RootRefused, match="directory"):
+        open_root(tmp_path / "file", read_only=True)
+
+
+@pytest.mark.parametrize("kind", ["nfs", "lustre", "cifs", "fuse", "9p", "virtiofs"])
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    there = open_root(tmp_path / "there")
+    monkeypatch.setattr(host, "fs_kind", lambda path: kind)
+    with pytest.raises(RootRefused, match=kind):
+        open_root(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(RootRefused, match=kind):
+        open_root(there.path)
+    assert open_root(there.path, read_only=True) == Root(there.path, there.id, read_only=True)
+
+
+def test_a_newer_format_is_refused_naming_both(root: Root) -> None:
+    (root.path / "FORMAT").write_text(f"forebay 7 {root.id:016x}\n")
+    with pytest.raises(NewerFormat, match=r"format 7.*format 1") as caught:
+        open_root(root.path)
+    assert (caught.value.found, caught.value.known) == (7, 1)
+
+
+@pytest.mark.parametrize("text", ["", "forebay", "forebay 0 0123456789abcdef\n", "forebay 1 123\n", "\0" * 27])
+def test_a_scribbled_format_is_refused(root: Root, text: str) -> None:
+    (root.path / "FORMAT").write_text(text)
+    with pytest.raises(RootRefused, match="FORMAT"):
+        open_root(root.path)
+
+
+def test_a_root_without_format_gets_a_new_id(root: Root) -> None:
+    root.blob(5, ".tar").write_text("bytes")
+    (root.path / "FORMAT").unlink()
+    assert not root.is_same()
+    assert open_root(root.path).id != root.id
+    assert root.blob(5, ".tar").exists()
+
+
+def test_a_removed_directory_is_made_again(root: Root) -> None:
+    root.tmp_dir.rmdir()
+    assert open_root(root.path) == root
+    assert whole(root)
+
+
+@pytest.mark.parametrize("name", ["blobs", "tmp", "locks"])
+def test_a_directory_that_became_a_link_is_refused(root: Root, tmp_path: Path, name: str) -> None:
+    (root.path / name).rename(tmp_path / "elsewhere")
+    (root.path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RootRefused, match="symbolic links"):
+        open_root(root.path)
+
+
+def test_nothing_is_made_for_a_read_only_root(tmp_path: Path) -> None:
+    with pytest.raises(RootRefused, match="never made"):
+        open_root(tmp_path / "root", read_only=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_installer_left_is_swept(root: Root) -> None:
+    (root.path / "new-0123456789abcdef").write_text("half")
+    open_root(root.path)
+    assert whole(root)
+
+
+def test_an_installer_whose_scrap_is_swept_does_it_again(root: Root) -> None:
+    fills = []
+
+    def fill(fd: int) -> None:
+        fills.append(fd)
+        host.pwrite(fd, b"whole", 0)
+        if len(fills) == 1:
+            open_root(root.path)  # another process comes by
+
+    root.install(root.path / "slots" / "000", fill)
+    assert (len(fills), (root.path / "slots" / "000").read_bytes()) == (2, b"whole")
+
+
+def test_an_installer_that_fails_leaves_nothing(root: Root) -> None:
+    def fill(fd: int) -> None:
+        raise OSError(28, "full")
+
+    with pytest.raises(OSError, match="full"):
+        root.install(root.path / "slots" / "000", fill)
+    assert whole(root)
+    assert os.listdir(root.slots_dir) == []
+
+
+def test_a_root_goes_by_pickle(root: Root) -> None:
+    assert pickle.loads(pickle.dumps(root)) == root
+
+
+def test_names_are_parsed_as_they_are_made(root: Root) -> None:
+    id, keyhash = 0x123456789ABCDEF, 2**64 - 1
+    assert parse_blob_name(root.blob(id, ".tar.gz").name) == (id, ".tar.gz")
+    assert root.blob(id).parent.name == "ef"
+    assert parse_tmp_name(root.tmp(keyhash, id).name) == (keyhash, id, "")
+    assert parse_tmp_name(root.tmp(keyhash, id, ".map").name) == (keyhash, id, ".map")
+    assert root.leases(id) == root.lock(f"leases-{id % 64:02d}")
+    assert root.leases(id).exists()
+
+
+@pytest.mark.parametrize("name", ["", "x", "0123456789abcdef-", "0123456789ABCDEF", "0123456789abcdef/..", "0123456789abcdef\n"])
+def test_other_names_are_not_ours(name: str) -> None:
+    assert parse_blob_name(name) is None
+    assert parse_tmp_name(name) is None
+    assert roots.VERSION == 1

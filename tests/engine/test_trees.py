@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forebay._engine import trees
+from forebay._engine.root import Root, open_root, parse_tmp_name
+
+ID = 0xABC
+
+
+def blob(root: Root, id: int, content: str = "bytes") -> Path:
+    path = root.blob(id)
+    path.write_text(content)
+    path.chmod(root.blob_mode)
+    return path
+
+
+@pytest.fixture
+def members(root: Root) -> list[tuple[str, Path]]:
+    names = ["config.json", "weights/a.bin", "weights/deep/er/b.bin", "Ünï code\n.txt"]
+    return [(name, blob(root, n + 1, name)) for n, name in enumerate(names)]
+
+
+def test_a_tree_holds_its_members_as_links(root: Root, members: list[tuple[str, Path]]) -> None:
+    path = trees.build(root, ID, members)
+    assert path == root.tree(ID)
+    assert {str(p.relative_to(path)): p.read_text() for p in path.rglob("*") if p.is_file()} == {name: name for name, _ in members}
+    assert all((path / name).samefile(blob) for name, blob in members)
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (path, *path.rglob("*")) if p.is_dir()} == {0o555}
+    assert list(trees.list_trees(root)) == [ID]
+    assert os.listdir(root.tmp_dir) == []
+
+
+def test_a_groups_tree_can_be_removed_by_the_group(tmp_path: Path) -> None:
+    root = open_root(tmp_path / "root", shared=True)
+    path = trees.build(root, ID, [("a/b", blob(root, 1))])
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (path, path / "a")} == {0o2770}
+    assert stat.S_IMODE((path / "a" / "b").stat().st_mode) == 0o660
+
+
+def test_a_removed_tree_leaves_its_blobs(root: Root, members: list[tuple[str, Path]]) -> None:
+    trees.build(root, ID, members)
+    assert trees.remove(root, ID)
+    assert not root.tree(ID).exists()
+    assert all(blob.read_text() == name for name, blob in members)
+    assert not trees.remove(root, ID)
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "./a", ".", "..", "a\0b"])
+def test_a_name_that_leaves_the_tree_is_refused(root: Root, name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be the name"):
+        trees.build(root, ID, [("good", blob(root, 1)), (name, blob(root, 2))])
+    assert (os.listdir(root.trees_dir), os.listdir(root.tmp_dir)) == ([], [])
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "a/b"), ("a/b", "a"), ("a/b", "a/b/c")])
+def test_a_name_that_is_two_things_is_refused(root: Root, names: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match="two things"):
+        trees.build(root, ID, [(name, blob(root, n + 1)) for n, name in enumerate(names)])
+    assert (os.listdir(root.trees_dir), os.listdir(root.tmp_dir)) == ([], [])
+
+
+def test_a_member_that_was_evicted_leaves_nothing(root: Root) -> None:
+    with pytest.raises(FileNotFoundError):
+        trees.build(root, ID, [("a/b", blob(root, 1)), ("c", root.blob(2))])
+    assert (os.listdir(root.trees_dir), os.listdir(root.tmp_dir)) == ([], [])
+
+
+def test_links_in_a_tree_are_removed_and_not_followed(root: Root, tmp_path: Path, members: list[tuple[str, Path]]) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("precious")
+    path = trees.build(root, ID, members)
+    path.chmod(0o755)
+    (path / "link").symlink_to(outside)
+    (path / "file").symlink_to(outside / "precious")
+    assert trees.remove(root, ID)
+    assert (outside / "precious").read_text() == "precious"
+    assert stat.S_IMODE(outside.stat().st_mode) == 0o755
+
+
+def test_a_tree_replaced_by_a_link_is_not_followed(root: Root, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir(0o700)
+    (outside / "precious").write_text("precious")
+    root.tree(ID).symlink_to(outside)
+    assert trees.remove(root, ID)
+    assert (outside / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("work", ["build", "remove"])
+def test_a_kill_at_any_step_leaves_what_remove_ends(
+    root: Root, members: list[tuple[str, Path]], kill_at: Callable[..., bool], work: str
+) -> None:
+    step, killed = 0, True
+    while killed:
+        if work == "build":
+            killed = kill_at(step, lambda: trees.build(root, ID, members))
+        else:
+            trees.build(root, ID, members)
+            killed = kill_at(step, lambda: trees.remove(root, ID))
+        assert all(parse_tmp_name(name) for name in os.listdir(root.tmp_dir)), "what is left can be told from other things"
+        if root.tree(ID).exists() and work == "build":
+            assert all((root.tree(ID) / name).exists() for name, _ in members), "a tree that has its name is whole"
+        trees.remove(root, ID)
+        assert (os.listdir(root.trees_dir), os.listdir(root.tmp_dir)) == ([], [])
+        step += 1
+    assert step > len(members)
+
+
+def test_a_tree_is_charged_its_directories(root: Root, members: list[tuple[str, Path]]) -> None:
+    path = trees.build(root, ID, members)
+    assert trees.charge(root, ID) == sum(p.stat().st_blocks * 512 for p in (path, *path.rglob("*")) if p.is_dir())
+
+
+def test_the_footprint_of_a_tree_is_enough(root: Root) -> None:
+    names = [f"{n % 7}/{n % 3}/file-{n:0100d}" for n in range(500)]
+    assert trees.footprint(names, 4096) >= trees.charge(root, trees_id(root, names))
+
+
+def trees_id(root: Root, names: list[str]) -> int:
+    one = blob(root, 1)
+    trees.build(root, ID, [(name, one) for name in names])
+    return ID
+
+
+def test_other_names_under_trees_are_none_of_ours(root: Root) -> None:
+    (root.trees_dir / "notes").mkdir()
+    assert list(trees.list_trees(root)) == []
