@@ -49,9 +49,9 @@ class Slots:
         chunk, index = divmod(slot, RECORDS)
         return self._words(chunk), _HEADER + index * _WORDS
 
-    def evictions(self) -> int:
-        """A word that changes with every eviction in the root."""
-        return int(self._words(0)[_EVICTIONS])
+    def evictions(self) -> tuple[memoryview, int]:
+        """``(words, index)``: ``words[index]`` changes with every eviction in the root."""
+        return self._words(0), _EVICTIONS
 
     def bump_evictions(self) -> None:
         """Tell all processes that an entry is gone. Needs no lock: the clock gives each eviction a value of its own, where a count
