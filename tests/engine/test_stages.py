@@ -12,8 +12,9 @@ import pytest
 
 from forebay._engine import stages
 from forebay._engine.blobs import checksum_of
+from forebay._engine.chunkmaps import CHUNK
 from forebay._engine.root import Root, parse_tmp_name
-from forebay._engine.stages import CHUNK, Stage
+from forebay._engine.stages import Stage
 from forebay._kernel import host
 from forebay._model import Partial, Span
 from forebay.errors import CacheFault, NoSpace

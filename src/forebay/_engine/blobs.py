@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from forebay._engine.root import Root, parse_blob_name
+from forebay._engine.layout import Root, parse_blob_name
 from forebay._kernel import host, mappings
 from forebay._model import Buffer, Entry
 from forebay.errors import Damaged

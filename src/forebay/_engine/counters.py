@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 
-from forebay._engine.root import Root
+from forebay._engine.layout import Root
 from forebay._kernel import host, mappings
 
 NAMES = (
@@ -60,7 +60,7 @@ class Counters:
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self._detach()
+        self.detach()
         host.at_fork(self)
 
     def add(self, index: int, n: int = 1) -> None:
@@ -97,7 +97,8 @@ class Counters:
 
     def detach(self) -> None:
         """Count in memory of this process alone from now on, from zero. The page that it had is not touched any more."""
-        self._detach()
+        self._sharing = threading.Lock()  # guards the block that threads share
+        self._page = _Page(memoryview(bytearray(PAGE)).cast("Q"))
 
     def sums(self) -> list[int]:
         """What this process has counted since its last `renew` or `detach`."""
@@ -124,11 +125,7 @@ class Counters:
         """Nothing is to be done."""
 
     def after_fork_child(self) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
-        self._sharing = threading.Lock()  # guards the block that threads share
-        self._page = _Page(memoryview(bytearray(PAGE)).cast("Q"))
+        self.detach()
 
     def _open_grown(self, page: int) -> int:
         self._root.install(self._root.counters, lambda fd: host.allocate(fd, 0, _STEP))

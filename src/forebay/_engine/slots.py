@@ -11,7 +11,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from forebay._engine.root import Root
+from forebay._engine.layout import Root
 from forebay._kernel import host, mappings
 from forebay.errors import CacheFault
 

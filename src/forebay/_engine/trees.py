@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from forebay._engine.root import Root, parse_blob_name
+from forebay._engine.layout import Root, parse_blob_name
 from forebay._kernel import host
 
 

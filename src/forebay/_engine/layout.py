@@ -1,0 +1,175 @@
+"""What lies where in a root, under which names and modes."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from forebay._kernel import host
+
+VERSION = 1
+LEASE_FILES = 64
+LOCKS = ("keys", "writer", "owners", "names", *(f"leases-{n:02d}" for n in range(LEASE_FILES)))
+FANS = tuple(f"{n:02x}" for n in range(256))
+
+_BLOB = re.compile(r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})")
+_TMP = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.tree)")
+_SCRAP = re.compile(r"new-[0-9a-f]{16}")
+
+
+class BlobName(NamedTuple):
+    """What the name of a file under ``blobs/`` says."""
+
+    id: int
+    suffix: str
+
+
+class TmpName(NamedTuple):
+    """What the name of something under ``tmp/`` says. ``suffix``: ``""`` (the bytes), ``.map`` or ``.tree``."""
+
+    keyhash: int
+    id: int
+    suffix: str
+
+
+def parse_blob_name(name: str) -> BlobName | None:
+    """The parts of a blob's file name; None if it is not one of ours."""
+    found = _BLOB.fullmatch(name)
+    return BlobName(int(found[1], 16), found[2]) if found else None
+
+
+def parse_tmp_name(name: str) -> TmpName | None:
+    """The parts of the name of a write in progress; None if it is not one of ours."""
+    found = _TMP.fullmatch(name)
+    return TmpName(int(found[1], 16), int(found[2], 16), found[3]) if found else None
+
+
+def is_scrap(name: str) -> bool:
+    """Whether `Root.install` makes such names in the root."""
+    return _SCRAP.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Root:
+    """A root that was opened: its place and its rules. Holds no descriptor: may be pickled, forked and used by any thread.
+
+    ``id``: the random number that FORMAT, catalog and slots share. ``shared``: belongs to a group, all modes include it.
+    """
+
+    path: Path
+    id: int
+    shared: bool = False
+    read_only: bool = False
+
+    @property
+    def format_line(self) -> bytes:
+        """What FORMAT says."""
+        return f"forebay {VERSION} {self.id:016x}\n".encode()
+
+    @property
+    def dir_mode(self) -> int:
+        return 0o2770 if self.shared else 0o700
+
+    @property
+    def file_mode(self) -> int:
+        """Of files that are written to."""
+        return 0o660 if self.shared else 0o600
+
+    @property
+    def blob_mode(self) -> int:
+        """Of files that are finished."""
+        # Under fs.protected_hardlinks a user can only link a file of another's that he may read *and write*: a group's
+        # trees and spaces link each other's blobs.
+        return 0o660 if self.shared else 0o444
+
+    @property
+    def tree_mode(self) -> int:
+        """Of the directories of a finished tree."""
+        return 0o2770 if self.shared else 0o555
+
+    @property
+    def catalog(self) -> Path:
+        return self.path / "catalog.sqlite"
+
+    @property
+    def ballast(self) -> Path:
+        return self.path / "catalog.ballast"
+
+    @property
+    def counters(self) -> Path:
+        return self.path / "counters"
+
+    @property
+    def slots_dir(self) -> Path:
+        return self.path / "slots"
+
+    @property
+    def tmp_dir(self) -> Path:
+        return self.path / "tmp"
+
+    @property
+    def blobs_dir(self) -> Path:
+        return self.path / "blobs"
+
+    @property
+    def trees_dir(self) -> Path:
+        return self.path / "trees"
+
+    @property
+    def words(self) -> Path:
+        """The futex words."""
+        return self.path / "locks" / "words"
+
+    def lock(self, name: str) -> Path:
+        """The lock file ``name``, one of `LOCKS`."""
+        return self.path / "locks" / name
+
+    def leases(self, id: int) -> Path:
+        """The lock file in which byte ``id`` is the lease of that entry."""
+        return self.lock(f"leases-{id % LEASE_FILES:02d}")
+
+    def blob(self, id: int, suffix: str = "") -> Path:
+        return self.path / "blobs" / f"{id & 0xFF:02x}" / f"{id:016x}{suffix}"
+
+    def tree(self, id: int) -> Path:
+        return self.path / "trees" / f"{id:016x}"
+
+    def tmp(self, keyhash: int, id: int, suffix: str = "") -> Path:
+        return self.path / "tmp" / f"{keyhash:016x}-{id:016x}{suffix}"
+
+    def is_same(self) -> bool:
+        """Whether the root that was opened still lies at its path: False once it was deleted or replaced."""
+        try:
+            return (self.path / "FORMAT").read_bytes() == self.format_line
+        except OSError:
+            return False
+
+    def install(self, path: Path, fill: Callable[[int], object]) -> None:
+        """Make the file ``path`` whole or not at all: ``fill`` is given the descriptor of a new file. One that is there stays.
+
+        Any number of processes may install the same file at once. Raises what the disk raises; then nothing is left.
+        """
+        while not os.path.lexists(path):
+            scrap = self.path / f"new-{secrets.randbits(64):016x}"
+            fd = host.create(scrap, self.file_mode)
+            try:
+                host.chmod(fd, self.file_mode)
+                fill(fd)
+                host.link(scrap, path)
+            except FileExistsError:
+                return  # another process was first: its file is as good
+            except FileNotFoundError:
+                continue  # another process swept our scrap: look whether the file is there now
+            finally:
+                os.close(fd)
+                host.unlink(scrap)
+
+    def sweep(self) -> None:
+        """Remove what killed installers left. One that lives finds its scrap gone, and makes another."""
+        for name in filter(is_scrap, os.listdir(self.path)):
+            host.unlink(self.path / name)
