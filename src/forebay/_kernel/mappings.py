@@ -1,0 +1,66 @@
+"""Mappings that hold no descriptor, and live exactly as long as a view of them does.
+
+CPython's ``mmap`` keeps a descriptor for each mapping (until 3.13): a job with many would run into its limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import weakref
+from typing import Any, cast
+
+from forebay._kernel.host import libc
+
+_map = libc.mmap
+_map.restype = ctypes.c_void_p
+_map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_unmap = libc.munmap
+_unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@functools.cache
+def _array_type(size: int) -> Any:
+    return ctypes.c_ubyte * size
+
+
+def map_file(fd: int, length: int, *, offset: int = 0, writable: bool = False, private: bool = False) -> memoryview:
+    """``length`` bytes of a file from ``offset`` (a multiple of the page size) as a view; read-only unless ``writable``.
+
+    ``private``: stores stay in this process. The descriptor may be closed at once. Unmapped with the last view; a forked child
+    has the mapping too. Raises OSError. The file must not shrink under it: whoever reads the lost part is killed."""
+    if length == 0:
+        return memoryview(b"")
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _map(None, length, protection, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, fd, offset)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    # ctypes makes a type per length and keeps it: with lengths rounded up to a power of two there are few.
+    anchor = _array_type(1 << (length - 1).bit_length()).from_address(address)
+    weakref.finalize(anchor, _unmap, address, length).atexit = False
+    view = memoryview(anchor).cast("B")[:length]
+    return view if writable else view.toreadonly()
+
+
+def anchor(view: memoryview) -> object:
+    """What lives as long as the mapping of this view; it can be referred to weakly."""
+    return cast(object, view.obj)
+
+
+def words(view: memoryview) -> memoryview:
+    """The mapping as aligned 8-byte words, which are loaded and stored whole."""
+    return view.cast("Q")
+
+
+@functools.cache
+def max_maps() -> int:
+    """How many mappings the kernel allows a process."""
+    try:
+        with open("/proc/sys/vm/max_map_count") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 65_530
