@@ -133,7 +133,10 @@ class Fill:
 
     def try_hold(self, space: int, key: str) -> KeyHold | None:
         """The key's lock if it is free."""
-        keyhash = hash_of(space, key)
+        return self.try_hold_hash(hash_of(space, key))
+
+    def try_hold_hash(self, keyhash: int) -> KeyHold | None:
+        """The lock at this offset if it is free."""
         return KeyHold(self, keyhash) if self._keys.try_lock(keyhash, exclusive=True) else None
 
     def unlock(self, keyhash: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from forebay import errors
@@ -244,6 +244,10 @@ class Writing:
         except BaseException:
             leases.let_go_soon(id)
             raise
+
+    def set_meta(self, meta: str) -> None:
+        """Let the entry carry this."""
+        self.label = replace(self.label, meta=meta)
 
     def discard(self) -> None:
         """What came is wrong: keep nothing of it."""

@@ -308,6 +308,10 @@ class Store:
         data = self._bytes_of(entry)
         return data is not None and self._is_sound(entry, data)
 
+    def alias(self, space: str, name: str, found: Remembered) -> None:
+        """Let another name of an entry, such as a URL as the caller writes it, lead to it."""
+        self._memo.alias(self.space(space).id, name, found)
+
     def touch(self, entry: Entry) -> None:
         """Say that an entry is used now."""
         if self._slots.id_of(entry.slot) == entry.id:
@@ -351,14 +355,11 @@ class Store:
         """See `Fill.single`. ``make`` runs once: a catalog that breaks meanwhile is mended by the next call."""
         self._usable()
         place = self.space(space)
-        began = host.now_ns()
         try:
             return self._fill.single(place.id, key, look, make, timeout=timeout, on_wait=on_wait)
         except CatalogBroken as error:
             self._mend(error)
             raise
-        finally:
-            self._counters.add(counters.WAIT_NS_LOCK, 0 * began)
 
     @_mending
     def hold(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
@@ -410,7 +411,38 @@ class Store:
     def is_leased(self, entry: Entry) -> bool:
         return not self.root.read_only and self._leases.is_leased(entry.id)
 
+    def count(self, name: str, n: int = 1) -> None:
+        """Count ``n`` more of what `counters.NAMES` calls ``name``."""
+        self._counters.add(counters.NAMES.index(name), n)
+
+    @_mending
+    def counts(self) -> dict[str, int]:
+        """What all processes together have counted since the last `zero_counts`."""
+        sums = dict.fromkeys(counters.NAMES, 0) | spaces.counters(self._catalog)
+        for owner in people.every(self._catalog):
+            found, page = self._counters.read_page(owner.page)
+            if found == owner.id:
+                for name, value in zip(counters.NAMES, page, strict=True):
+                    sums[name] += value
+        return sums
+
     @_mending
     def check(self, *, deep: bool = False) -> list[Problem]:
         """Everything that is wrong with this root; empty: it is sound. ``deep`` reads every byte."""
         return check.check(self.root, self._catalog, self._slots, self._budget, deep=deep)
+
+    # -- forks -----------------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        for part in (self._leases, self._owners, self._fill, self._budget, self._catalog):
+            part.before_fork()
+
+    def after_fork_parent(self) -> None:
+        for part in (self._catalog, self._budget, self._fill, self._owners, self._leases):
+            part.after_fork_parent()
+
+    def after_fork_child(self) -> None:
+        Store._opening = threading.RLock()
+        self._mending = threading.RLock()
+        for part in (self._catalog, self._budget, self._fill, self._owners, self._leases, self._memo, self._ranking):
+            part.after_fork_child()

@@ -1,0 +1,106 @@
+"""The same door with nothing behind it: nothing is found and nothing is kept, so that "no cache" needs no branch anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
+
+from forebay import errors
+from forebay._engine.counters import NAMES
+from forebay._engine.fill import OnWait
+from forebay._model import Buffer, Entry, ObjectInfo, Partial, Problem, Report, Span, Victim
+
+T = TypeVar("T")
+
+
+class MemorySink:
+    """Takes the bytes of one object into memory: what a fetch fills where the cache cannot keep them."""
+
+    def __init__(self) -> None:
+        self.partial: Partial | None = None
+        self.info: ObjectInfo | None = None
+        self.data = bytearray()
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        """See `Sink.begin`."""
+        self.info = info
+        self.data = bytearray(info.size or 0)
+        return (Span(0, -1 if info.size is None else info.size),)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """See `Sink.write`. Spans of a known size do not overlap, and an unknown size comes from one thread: no lock."""
+        self.data[offset : offset + len(data)] = data
+
+
+class PassThrough:
+    """A store that keeps nothing: for ``--no-cache``, for a root that cannot be used, and as the baseline of benchmarks."""
+
+    def __init__(self, why: str = "the cache is switched off") -> None:
+        self.why = why
+        self._counts = dict.fromkeys(NAMES, 0)
+
+    def _refuse(self, key: str, size: int = 0) -> NoReturn:
+        raise errors.NoSpace(f"{key!r} cannot be kept: {self.why}", key=key, need=size, free=0, budget=0)
+
+    def view(self, space: str, key: str) -> None:
+        return None
+
+    def lease(self, space: str, key: str) -> None:
+        return None
+
+    def entry(self, space: str, key: str) -> None:
+        return None
+
+    def alias(self, space: str, name: str, found: Any) -> None:
+        """Nothing is remembered."""
+
+    def touch(self, entry: Entry) -> None:
+        """Nothing is kept."""
+
+    def validated(self, entry: Entry) -> int:
+        return 0
+
+    def set_validated(self, entry: Entry, ns: int) -> None:
+        """Nothing is kept."""
+
+    def set_life(self, space: str, key: str, life: str) -> bool:
+        return False
+
+    def single(
+        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], *,
+        timeout: float | None = None, on_wait: OnWait | None = None,
+    ) -> T:  # fmt: skip
+        self._refuse(key)
+
+    def writing(self, space: str, key: str, **label: Any) -> NoReturn:
+        self._refuse(key)
+
+    def put(self, space: str, key: str, data: Buffer, **label: Any) -> NoReturn:
+        self._refuse(key, memoryview(data).nbytes)
+
+    def publish_leased(self, writing: Any, *, validator: str | None = None) -> NoReturn:
+        self._refuse(str(writing))
+
+    def remove(self, wanted: Iterable[Victim]) -> Report:
+        return Report(spared=tuple(victim.name for victim in wanted))
+
+    def entries(self, space: str | None = None) -> list[Entry]:
+        return []
+
+    def is_leased(self, entry: Entry) -> bool:
+        return False
+
+    def check(self, *, deep: bool = False) -> list[Problem]:
+        return []
+
+    def count(self, name: str, n: int = 1) -> None:
+        self._counts[name] += n
+
+    def counts(self) -> dict[str, int]:
+        return dict(self._counts)
+
+    def make_room(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """There is nothing to close."""

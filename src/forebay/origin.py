@@ -1,0 +1,345 @@
+"""An object of a remote as an entry of the store: its key, its freshness, its fetch, and the way past the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, TypeVar, cast
+
+from forebay import _model, errors, remote
+from forebay._engine.fill import OnWait
+from forebay._engine.leases import Lease
+from forebay._engine.passthrough import MemorySink, PassThrough
+from forebay._engine.publish import Writing
+from forebay._engine.store import Store
+from forebay._model import Entry, ObjectInfo, Partial, Remote, Span, Transfer
+
+log = logging.getLogger("forebay.origin")
+T = TypeVar("T")
+
+URLS = "urls"
+RANGE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A URL: where it is fetched from, and the key under which it is kept. Secrets stand in ``url`` only."""
+
+    url: str
+    key: str
+    suffix: str
+    remote: Remote
+    in_place: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How one call wants an object. ``since``: serve what was validated at or after this (nanoseconds since 1970; 1: ever; -1: even if
+    it was invalidated). ``timeout``: seconds of waiting for another process.
+
+    ``bypass``: neither look into the cache nor write to it. ``force``: keep a local file in the cache too."""
+
+    since: int = 1
+    offline: bool = False
+    sha256: str | None = None
+    etag: str | None = None
+    timeout: float | None = None
+    bypass: bool = False
+    force: bool = False
+    pin: bool = False
+    on_wait: OnWait | None = None
+    on_progress: Callable[[int, int | None], None] | None = None
+
+
+class _Expecting:
+    """A sink that refuses another version than the caller expects, before a byte of it is kept."""
+
+    def __init__(self, sink: _model.Sink, url: str, etag: str) -> None:
+        self._sink, self._url, self._etag = sink, url, etag
+        self.partial: Partial | None = sink.partial
+        self.write = sink.write
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        found = info.validator or "no ETag"
+        if found.removeprefix("W/").strip('"') != self._etag.removeprefix("W/").strip('"'):
+            raise errors.ChecksumMismatch.of(self._url, self._etag, found)
+        return self._sink.begin(info)
+
+
+@dataclass(slots=True)
+class Origin:
+    """Objects of remotes, through one store. Callable from any thread and after a fork."""
+
+    store: Store | PassThrough
+    options: remote.RemoteOptions
+    upstream: Store | None = None
+    filesystem: Any = None
+    _warned: set[str] = field(default_factory=set)
+    _targets: dict[str, Target] = field(default_factory=dict)
+
+    # -- what a URL is ---------------------------------------------------------------------------------------------
+
+    def target(self, url: str | os.PathLike[str]) -> Target:
+        """What this URL or path means. Raises `ConfigError`, or `MissingExtra` for a scheme whose package is not there."""
+        text = os.fspath(url)
+        known = self._targets.get(text)
+        if known is not None:
+            return known
+        key = remote.canonical(text)
+        found = Target(text, key, remote.suffix(text), remote.resolve(text, self.options), remote.local_path(text))
+        if len(self._targets) >= 10_000:
+            self._targets.clear()
+        self._targets[text] = found
+        return found
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def read(self, target: Target, ask: Ask) -> memoryview:
+        """The bytes, read-only: over the mapping where they are kept, else in memory."""
+        if ask.bypass or (target.in_place and not ask.force):
+            return self._direct(target, ask)
+        found = self._served(target, ask)
+        if found is not None:
+            return found
+        try:
+            with self.lease(target, ask) as lease:
+                found = self.store.view(URLS, target.key)
+                if found is not None and found.id == lease.entry.id:
+                    self.store.alias(URLS, target.url, found)
+                    return memoryview(found.view)
+                with open(lease, "rb") as file:  # replaced meanwhile, or too large to be remembered
+                    return memoryview(file.read()).toreadonly()
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            return self._past(target, ask, error, self._direct)
+
+    def _served(self, target: Target, ask: Ask) -> memoryview | None:
+        """A hit by the memo or the catalog, without a lease."""
+        if ask.sha256 or ask.etag or ask.pin:
+            return None
+        try:
+            found = self.store.view(URLS, target.key)
+        except errors.CacheFault:
+            return None  # told by the lease, which comes next
+        if found is None or not self._is_fresh(found.entry, ask):
+            return None
+        self.store.touch(found.entry)
+        self.store.count("hits")
+        self.store.count("bytes_hit", found.size)
+        self.store.alias(URLS, target.url, found)
+        return memoryview(found.view)
+
+    def open(self, target: Target, ask: Ask) -> BinaryIO:
+        """A file object on the kept copy; by ranges from the remote where it is not kept."""
+        if target.in_place and not ask.force and not ask.bypass:
+            return open(target.in_place, "rb")
+        if ask.bypass:
+            return self._stream(target, ask)
+        try:
+            return cast(BinaryIO, io.BufferedReader(_LeasedFile(self.lease(target, ask))))
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            return self._past(target, ask, error, self._stream)
+
+    def lease(self, target: Target, ask: Ask) -> Lease:
+        """A lease on the kept copy, fetched if it is not there or not fresh. Raises `CacheFault` where it cannot be kept."""
+        made: list[bool] = []
+
+        def look() -> Lease | None:
+            return self._kept(target, ask)
+
+        def make() -> Lease:
+            made.append(True)
+            return self._obtain(target, ask)
+
+        lease = look() or self.store.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait)
+        if not made:
+            self.store.count("hits")
+            self.store.count("bytes_hit", lease.entry.size)
+        if ask.pin and lease.entry.life != "pinned":
+            self.store.set_life(URLS, target.key, "pinned")
+        return lease
+
+    def _kept(self, target: Target, ask: Ask) -> Lease | None:
+        lease = self.store.lease(URLS, target.key)
+        if lease is not None and self._is_fresh(lease.entry, ask) and self._is_expected(lease, ask):
+            return lease
+        if lease is not None:
+            lease.close()
+        return None
+
+    def _is_fresh(self, entry: Entry, ask: Ask) -> bool:
+        return self.store.validated(entry) >= ask.since
+
+    def _is_expected(self, lease: Lease, ask: Ask) -> bool:
+        if ask.etag and (lease.entry.validator or "").removeprefix("W/").strip('"') != ask.etag.removeprefix("W/").strip('"'):
+            return False
+        if ask.sha256 is None:
+            return True
+        noted = json.loads(lease.entry.meta or "{}").get("sha256")
+        return bool((noted or _sha256_of(lease.path)) == ask.sha256.lower())
+
+    # -- fetching, under the key's lock ----------------------------------------------------------------------------
+
+    def _obtain(self, target: Target, ask: Ask) -> Lease:
+        """Validate what is kept, else fetch. The look before this one was under the key's lock: nobody else is at it."""
+        old = self.store.lease(URLS, target.key)
+        if old is None or not self._is_expected(old, ask):
+            if ask.offline:
+                raise errors.Offline.of(target.key)
+            return self._fetch(target, ask)
+        current = self._validate(target, old)
+        if current is not None:
+            return current
+        old.close()
+        return self._fetch(target, ask)
+
+    def _validate(self, target: Target, old: Lease) -> Lease | None:
+        """``old`` if it is still the remote's, or the remote cannot be reached; None if the remote has something else."""
+        began = time.time_ns()
+        try:
+            info = target.remote.stat(target.url, known=old.entry.validator)
+            self._count(Transfer(requests=1))
+        except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
+            self._warn(f"stale {target.key}", "%s cannot be reached (%s): its copy from the cache is served", target.key, error)
+            return old
+        except errors.NotFound:
+            self.store.set_validated(old.entry, 0)
+            raise
+        same = info is None or (info.validator is not None and info.validator == old.entry.validator)
+        if same:
+            self.store.set_validated(old.entry, began)
+        return old if same else None
+
+    def _fetch(self, target: Target, ask: Ask) -> Lease:
+        self.store.count("misses")
+        life = "pinned" if ask.pin else "cached"
+        with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, on_progress=ask.on_progress) as writing:
+            sink = _Expecting(writing, target.key, ask.etag) if ask.etag else writing
+            began = time.time_ns()
+            try:
+                transfer = target.remote.fetch(target.url, sink)
+            except errors.RemoteError as error:
+                self._count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
+                raise
+            finally:
+                self.store.count("wait_ns_remote", time.time_ns() - began)
+            self._count(transfer)
+            self._check_sha256(target, ask, writing)
+            lease = self.store.publish_leased(writing, validator=writing.info.validator if writing.info else None)
+        self.store.count("fills")
+        self.store.count("bytes_stored", lease.entry.size)
+        return lease
+
+    def _check_sha256(self, target: Target, ask: Ask, writing: Writing) -> None:
+        if ask.sha256 is None:
+            return
+        found = _sha256_of(writing.path())
+        if found != ask.sha256.lower():
+            writing.discard()
+            raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
+        writing.set_meta(json.dumps({"sha256": found}))
+
+    def _count(self, transfer: Transfer) -> None:
+        self.store.count("requests", transfer.requests)
+        self.store.count("bytes_remote", transfer.received)
+        self.store.count("retries", transfer.retries)
+
+    # -- past the cache --------------------------------------------------------------------------------------------
+
+    def _past(self, target: Target, ask: Ask, error: Exception, way: Callable[[Target, Ask], T]) -> T:
+        """The cache cannot help: say so once, count it, and serve from the source."""
+        if ask.offline:
+            raise errors.Offline.of(target.key) from error
+        self.store.count("fallbacks")
+        self._warn(type(error).__name__, "reading %s past the cache: %s", target.key, error)
+        return way(target, ask)
+
+    def _warn(self, what: str, message: str, *values: object) -> None:
+        """Each kind of trouble is told once a process; the counters tell how often it came."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning(message, *values)
+
+    def _direct(self, target: Target, ask: Ask) -> memoryview:
+        """The whole object in memory."""
+        sink = MemorySink()
+        transfer = target.remote.fetch(target.url, _Expecting(sink, target.key, ask.etag) if ask.etag else sink)
+        if target.in_place is None:
+            self._count(transfer)
+        data = memoryview(sink.data).toreadonly()
+        if ask.sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != ask.sha256.lower():
+            raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
+        return data
+
+    def _stream(self, target: Target, ask: Ask) -> BinaryIO:
+        """A file object that reads ranges of the remote as they are wanted."""
+        if ask.sha256 is not None:
+            return io.BytesIO(self._direct(target, ask))
+        info = target.remote.stat(target.url)
+        self._count(Transfer(requests=1))
+        if info is None or info.size is None:
+            return io.BytesIO(self._direct(target, ask))
+        return cast(BinaryIO, io.BufferedReader(_RangeFile(self, target, info), RANGE))
+
+    def invalidate(self, target: Target) -> None:
+        """Let the next call ask the remote."""
+        entry = self.store.entry(URLS, target.key)
+        if entry is not None:
+            self.store.set_validated(entry, 0)
+
+
+class _LeasedFile(io.FileIO):
+    """The kept copy, open; its lease ends when the file is closed."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        super().__init__(os.fspath(lease), "rb")
+
+    def close(self) -> None:
+        super().close()
+        self._lease.close()
+
+
+class _RangeFile(io.RawIOBase):
+    """An object that is not kept: each read asks the remote for a range, of the version that was opened."""
+
+    def __init__(self, origin: Origin, target: Target, info: ObjectInfo) -> None:
+        assert info.size is not None
+        self._origin, self._target, self._size, self._at = origin, target, info.size, 0
+        self._validator = info.validator if info.strong else None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"cannot seek to {base + offset}, before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), self._size - self._at)
+        if wanted <= 0:
+            return 0
+        data = self._target.remote.read(self._target.url, Span(self._at, wanted), validator=self._validator)
+        self._origin._count(Transfer(requests=1, received=len(data)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _sha256_of(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
