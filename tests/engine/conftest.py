@@ -94,4 +94,3 @@ def root(tmp_path: Path) -> Root:
 def no_hook_left() -> Iterator[None]:
     yield
     host.on_step(None)
-    host.inject(None)

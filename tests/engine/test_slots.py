@@ -150,10 +150,10 @@ def test_a_full_disk_leaves_no_chunk(root: Root, slots: Slots) -> None:
         if name == "allocate":
             raise OSError(28, "No space left on device")
 
-    host.inject(full)
+    host.on_step(full)
     with pytest.raises(OSError, match="No space"):
         slots.ensure(RECORDS)
-    host.inject(None)
+    host.on_step(None)
     assert os.listdir(root.slots_dir) == ["000"]
     slots.ensure(RECORDS)
     assert slots.id_of(RECORDS) == 0

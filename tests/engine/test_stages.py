@@ -359,7 +359,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_after_discard(root: Root, at: st
         if name == at:
             raise OSError(28, "No space left on device")
 
-    host.inject(full)
+    host.on_step(full)
     with pytest.raises(OSError, match="No space"):
         stage = Stage.create(root, KEY, ID)
         try:

@@ -58,6 +58,9 @@ class Counters:
     Counts go to memory of the process alone until `renew` gives it a page, in a forked child too; `renew` takes them along.
     """
 
+    _page: _Page
+    _sharing: threading.Lock  # guards the block that threads share
+
     def __init__(self, root: Root) -> None:
         self._root = root
         self.detach()
@@ -97,7 +100,7 @@ class Counters:
 
     def detach(self) -> None:
         """Count in memory of this process alone from now on, from zero. The page that it had is not touched any more."""
-        self._sharing = threading.Lock()  # guards the block that threads share
+        self._sharing = threading.Lock()
         self._page = _Page(memoryview(bytearray(PAGE)).cast("Q"))
 
     def sums(self) -> list[int]:
