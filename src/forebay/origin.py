@@ -14,11 +14,11 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from forebay import _model, errors, remote
 from forebay._engine.fill import OnWait
-from forebay._engine.leases import Lease
+from forebay._engine.leases import Lease, in_place
 from forebay._engine.passthrough import MemorySink, PassThrough
 from forebay._engine.publish import Writing
 from forebay._engine.store import Store
-from forebay._model import Entry, ObjectInfo, Partial, Remote, Span, Transfer
+from forebay._model import Entry, ObjectInfo, Partial, Remote, Span, Transfer, Victim
 
 log = logging.getLogger("forebay.origin")
 T = TypeVar("T")
@@ -205,7 +205,7 @@ class Origin:
             info = target.remote.stat(target.url, known=old.entry.validator)
             self._count(Transfer(requests=1))
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
-            self._warn(f"stale {target.key}", "%s cannot be reached (%s): its copy from the cache is served", target.key, error)
+            self.warn(f"stale {target.key}", "%s cannot be reached (%s): its copy from the cache is served", target.key, error)
             return old
         except errors.NotFound:
             self.store.set_validated(old.entry, 0)
@@ -255,11 +255,15 @@ class Origin:
         """The cache cannot help: say so once, count it, and serve from the source."""
         if ask.offline:
             raise errors.Offline.of(target.key) from error
-        self.store.count("fallbacks")
-        self._warn(type(error).__name__, "reading %s past the cache: %s", target.key, error)
+        self.fall_back(error, target.key)
         return way(target, ask)
 
-    def _warn(self, what: str, message: str, *values: object) -> None:
+    def fall_back(self, error: Exception, name: str) -> None:
+        """Count and tell that a call is served past the cache."""
+        self.store.count("fallbacks")
+        self.warn(type(error).__name__, "%s is served past the cache: %s", name, error)
+
+    def warn(self, what: str, message: str, *values: object) -> None:
         """Each kind of trouble is told once a process; the counters tell how often it came."""
         if what not in self._warned:
             self._warned.add(what)
@@ -285,6 +289,16 @@ class Origin:
         if info is None or info.size is None:
             return io.BytesIO(self._direct(target, ask))
         return cast(BinaryIO, io.BufferedReader(_RangeFile(self, target, info), RANGE))
+
+    def local(self, target: Target, ask: Ask) -> Lease:
+        """A lease on the kept copy; a local file is its own path."""
+        if target.in_place and not ask.force:
+            return in_place(target.in_place)
+        return self.lease(target, ask)
+
+    @staticmethod
+    def victim(entry: Entry) -> Victim:
+        return Victim(entry.name, entry.size, entry.charge, entry.used, entry.id)
 
     def invalidate(self, target: Target) -> None:
         """Let the next call ask the remote."""

@@ -134,13 +134,13 @@ class Root:
         return self.lock(f"leases-{id % LEASE_FILES:02d}")
 
     def blob(self, id: int, suffix: str = "") -> Path:
-        return self.path / "blobs" / f"{id & 0xFF:02x}" / f"{id:016x}{suffix}"
+        return self.path / f"blobs/{id & 0xFF:02x}/{id:016x}{suffix}"
 
     def tree(self, id: int) -> Path:
-        return self.path / "trees" / f"{id:016x}"
+        return self.path / f"trees/{id:016x}"
 
     def tmp(self, keyhash: int, id: int, suffix: str = "") -> Path:
-        return self.path / "tmp" / f"{keyhash:016x}-{id:016x}{suffix}"
+        return self.path / f"tmp/{keyhash:016x}-{id:016x}{suffix}"
 
     def is_same(self) -> bool:
         """Whether the root that was opened still lies at its path: False once it was deleted or replaced."""

@@ -7,6 +7,7 @@ through descriptions of its own, so that a process's evictor meets the leases of
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
@@ -50,6 +51,22 @@ class Lease:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def in_place(path: str) -> Lease:
+    """The hold on a file that is not the cache's: nothing is locked, and it is never removed. Raises NotFound."""
+    if not os.path.exists(path):
+        raise errors.NotFound(f"{path}: there is no such file", url=path)
+    return _InPlace(path)
+
+
+class _InPlace(Lease):
+    def __init__(self, path: str) -> None:
+        self.path = path
+        info = os.stat(path)
+        self.entry = Entry(0, "", path, "file", info.st_size, 0, 0, b"", None, info.st_mtime, "", "cached")
+        self._release = weakref.finalize(self, lambda: None)
+        self._release.atexit = False
 
 
 class Leases:

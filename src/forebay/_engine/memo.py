@@ -25,7 +25,7 @@ class Remembered:
     def __init__(self, entry: Entry, view: memoryview, words: memoryview, base: int) -> None:
         self.entry, self.view, self.words, self.base = entry, view, words, base
         self.id, self.size = entry.id, entry.size
-        self.names: list[tuple[int, str]] = []
+        self.names: list[tuple[str, str]] = []
 
     def is_current(self) -> bool:
         return bool(self.words[self.base] == self.id)
@@ -38,18 +38,18 @@ class Memo:
         self._slots, self._max_bytes = slots, max_bytes
         self._max_count = max_count or max(mappings.max_maps() // 4, 64)
         self._mutex = threading.Lock()  # guards what follows; the hit path reads `known` without it
-        self.known: dict[tuple[int, str], Remembered] = {}
+        self.known: dict[tuple[str, str], Remembered] = {}
         self._bytes = 0
         self._count = 0
         self._evictions = -1
         self._looked = 0
 
-    def get(self, space: int, name: str) -> Remembered | None:
+    def get(self, space: str, name: str) -> Remembered | None:
         """What is remembered under this name, while it is current."""
         found = self.known.get((space, name))
         return found if found is not None and found.words[found.base] == found.id else None
 
-    def add(self, space: int, name: str, entry: Entry, view: memoryview) -> Remembered:
+    def add(self, space: str, name: str, entry: Entry, view: memoryview) -> Remembered:
         """Remember an entry; one too large for the memo is given back without being kept."""
         words, base = self._slots.record(entry.slot)
         found = Remembered(entry, view, words, base)
@@ -65,14 +65,14 @@ class Memo:
             self._count += 1
         return found
 
-    def alias(self, space: int, name: str, found: Remembered) -> None:
+    def alias(self, space: str, name: str, found: Remembered) -> None:
         """Let another name lead to what is remembered."""
         with self._mutex:
             if found.names and (space, name) not in self.known:
                 self.known[space, name] = found
                 found.names.append((space, name))
 
-    def forget(self, space: int, name: str) -> None:
+    def forget(self, space: str, name: str) -> None:
         """Let go of what this name leads to."""
         with self._mutex:
             self._forget_locked(self.known.get((space, name)))
@@ -91,10 +91,13 @@ class Memo:
             for found in [f for f in self._all_locked() if not f.is_current()]:
                 self._forget_locked(found)
 
-    def clear(self) -> None:
+    def restart(self, slots: Slots) -> None:
+        """Forget everything; go on with another table of slots. `known` stays the same object: the hit path holds it."""
         with self._mutex:
+            for found in self.known.values():
+                found.names = []
             self.known.clear()
-            self._bytes = self._count = 0
+            self._slots, self._bytes, self._count, self._evictions = slots, 0, 0, -1
 
     def after_fork_child(self) -> None:
         self._mutex = threading.Lock()

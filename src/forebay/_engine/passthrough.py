@@ -99,6 +99,15 @@ class PassThrough:
     def counts(self) -> dict[str, int]:
         return dict(self._counts)
 
+    def block(self) -> tuple[list[int], int]:
+        return [0] * len(NAMES), 0
+
+    def zero_counts(self) -> None:
+        self._counts = dict.fromkeys(NAMES, 0)
+
+    def usage(self) -> tuple[int, int, int, list[Any]]:
+        return 0, 0, 0, []
+
     def make_room(self) -> bool:
         return True
 

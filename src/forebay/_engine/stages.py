@@ -9,7 +9,6 @@ import os
 import stat
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Self
 
 import xxhash
@@ -36,7 +35,7 @@ def progress_of(root: Root, keyhash: int, id: int) -> tuple[int, int | None] | N
     path = root.tmp(keyhash, id)
     try:
         size = path.lstat().st_size
-        seen = chunkmaps.read(_map_of(path), root)
+        seen = chunkmaps.read(root.tmp(keyhash, id, ".map"), root)
     except OSError:
         return None
     return (seen.coverage.done, seen.total) if seen else (size, None)
@@ -44,8 +43,7 @@ def progress_of(root: Root, keyhash: int, id: int) -> tuple[int, int | None] | N
 
 def remove_partial(root: Root, keyhash: int, id: int) -> bool:
     """Remove what a write left; False if nothing was there. Caller: holds the key's lock, so that no one writes or resumes it."""
-    path = root.tmp(keyhash, id)
-    return host.unlink(path) | host.unlink(_map_of(path))
+    return host.unlink(root.tmp(keyhash, id)) | host.unlink(root.tmp(keyhash, id, ".map"))
 
 
 class Stage:
@@ -75,17 +73,12 @@ class Stage:
         self._idle, self._fd, self._writers = threading.Condition(), fd, 0
         self._coverage, self._blocks, self._map = Coverage(), {}, None
         self._growing, self._granted = threading.Lock(), 0
+        self._map_path, self._has_map = root.tmp(keyhash, id, ".map"), False  # whether a file may lie there
 
     @classmethod
     def create(cls, root: Root, keyhash: int, id: int) -> Self:
         """A new write. Caller: holds the key's lock and a reservation that names this ``id``. Raises OSError."""
-        fd = host.create(root.tmp(keyhash, id), root.file_mode)
-        try:
-            host.chmod(fd, root.file_mode)
-        except BaseException:
-            os.close(fd)
-            raise
-        return cls(root, keyhash, id, fd)
+        return cls(root, keyhash, id, host.create(root.tmp(keyhash, id), root.file_mode))
 
     @classmethod
     def resume(cls, root: Root, keyhash: int, id: int) -> Self | None:
@@ -96,12 +89,13 @@ class Stage:
             found = path.lstat()
             if not stat.S_ISREG(found.st_mode):
                 return None
-            if stat.S_IMODE(found.st_mode) == root.blob_mode != root.file_mode:
+            if not found.st_mode & stat.S_IWUSR:
                 host.chmod(path, root.file_mode)  # its writer died between the last steps of `finish`
             stage = cls(root, keyhash, id, host.open_write(path))
+            stage._has_map = True
         except FileNotFoundError:
             return None
-        seen = chunkmaps.read(_map_of(path), root)
+        seen = chunkmaps.read(stage._map_path, root)
         if seen and seen.validator and seen.boot == host.boot_id() and found.st_size == seen.total:
             stage._coverage = seen.coverage
             stage.partial = Partial(seen.total, seen.validator, seen.coverage.missing(seen.total))
@@ -122,14 +116,15 @@ class Stage:
         kept, self.partial = self.partial, None
         self.total = total
         if kept and (kept.size, kept.validator) == (total, validator):
-            self._map = ChunkMap(_map_of(self.path), kept.size)
+            self._map = ChunkMap(self._map_path, kept.size)
             return self.missing()
         self._empty()
         if total is None:
             return (Span(0, -1),)
         if total > CHUNK:  # a smaller one is written at once, and needs no promise
             host.allocate(self._descriptor(), 0, total)
-            self._map = ChunkMap.create(_map_of(self.path), self.root, total, validator or "")
+            self._has_map = True
+            self._map = ChunkMap.create(self._map_path, self.root, total, validator or "")
         return self.missing()
 
     def missing(self) -> tuple[Span, ...]:
@@ -189,7 +184,7 @@ class Stage:
         host.chmod(fd, self.root.blob_mode)
         self.close()
         # Last: up to here a successor of a process that was killed finds all bytes marked, and fetches none.
-        host.unlink(_map_of(self.path))
+        self._remove_map()
         return size, checksum
 
     def close(self) -> None:
@@ -216,10 +211,14 @@ class Stage:
         with self._idle:
             self._coverage, self._blocks, self._map = Coverage(), {}, None
         self._granted = 0
-        # The map first: while it is there, its marks must be true.
-        host.unlink(_map_of(self.path))
+        self._remove_map()  # first: while it is there, its marks must be true
         if os.fstat(self._descriptor()).st_size:
             host.truncate(self._descriptor(), 0)
+
+    def _remove_map(self) -> None:
+        if self._has_map:
+            host.unlink(self._map_path)
+            self._has_map = False
 
     def _take_in_locked(self, written: Span, view: memoryview) -> None:
         whole = self._coverage.add(written.start, written.end)
@@ -264,7 +263,3 @@ class _Block:
         if self._hash is None or self._length != length:
             return None
         return self._hash if isinstance(self._hash, bytes) else self._hash.digest()
-
-
-def _map_of(path: Path) -> Path:
-    return path.with_name(path.name + ".map")

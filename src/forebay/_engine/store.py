@@ -77,6 +77,7 @@ class Store:
         self.root, self._users = root, 0
         self._mending = threading.RLock()  # one thread at a time makes a broken root anew
         self._spaces: dict[str, spaces.Space] = {}
+        self.memo = Memo(Slots(root))
         self._wire(root)
         self._start(settings)
         host.at_fork(self)
@@ -107,18 +108,18 @@ class Store:
             if self._users > 0:
                 return
             Store._opened = {name: store for name, store in Store._opened.items() if store is not self}
-        self._memo.clear()
+        self.memo.restart(self._slots)
         for part in (self._owners, self._fill, self._budget, self._catalog):
             part.close()
 
     def _wire(self, root: Root) -> None:
         self.root = root
         self.words = waits.Words(root.words, writable=not root.read_only)
-        self._catalog = Catalog(root, self.words)
+        self._catalog = Catalog(root, self.words, immutable=root.read_only and not host.is_local(host.fs_kind(root.path)))
         self._slots = Slots(root)
         self._counters = Counters(root)
         self._leases = Leases(root, self._catalog, self._slots)
-        self._memo = Memo(self._slots)
+        self.memo.restart(self._slots)
         self._owners = Owners(root, self._catalog, self._counters)
         self._eviction = Eviction(root, self._catalog, self._slots, self._leases, self.words)
         self._ranking = Ranking(self._catalog, self._slots)
@@ -179,6 +180,10 @@ class Store:
         if host.forked_unseen():
             raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
 
+    def _writable(self) -> None:
+        if self.root.read_only:
+            raise errors.CacheFault(f"{self.root.path} is read-only")
+
     def _mend(self, error: CatalogBroken) -> None:
         """The catalog, or the whole root, is not what was opened: open it once more, making what is missing."""
         if self.root.read_only:
@@ -215,16 +220,16 @@ class Store:
     def view(self, space: str, key: str) -> Remembered | None:
         """The bytes of a key, mapped, and remembered for the next time; None where there is none. Counts nothing."""
         place = self.space(space)
-        self._memo.let_go(host.now_ns())
+        self.memo.let_go(host.now_ns())
         for _ in range(2):
-            found = self._memo.get(place.id, key)
+            found = self.memo.get(space, key)
             if found is not None:
                 return found
             with faults(key):
                 entry = self._leases.current(place.id, key)
                 data = self._bytes_of(entry) if entry is not None else None
             if entry is not None and data is not None and self._is_sound(entry, data):
-                return self._memo.add(place.id, key, entry, data)
+                return self.memo.add(space, key, entry, data)
         return None
 
     def _bytes_of(self, entry: Entry) -> memoryview | None:
@@ -310,7 +315,7 @@ class Store:
 
     def alias(self, space: str, name: str, found: Remembered) -> None:
         """Let another name of an entry, such as a URL as the caller writes it, lead to it."""
-        self._memo.alias(self.space(space).id, name, found)
+        self.memo.alias(space, name, found)
 
     def touch(self, entry: Entry) -> None:
         """Say that an entry is used now."""
@@ -330,6 +335,7 @@ class Store:
     @_mending
     def put(self, space: str, key: str, data: Buffer, *, life: str = "cached", meta: str = "", validator: str | None = None) -> Entry:
         """Store bytes. Raises `NoSpace` or another `CacheFault`; what was there before then stays."""
+        self._writable()
         place = self.space(space)
         entry = self._publisher.put(Label(place.id, place.name, key, life=life, meta=meta), data, validator=validator)
         self._counters.add(counters.BYTES_STORED, entry.size)
@@ -341,6 +347,7 @@ class Store:
         on_progress: Callable[[int, int | None], None] | None = None,
     ) -> Writing:  # fmt: skip
         """A write that a remote fills. Caller: holds the key's lock where ``resume``."""
+        self._writable()
         place = self.space(space)
         return Writing(self._publisher, Label(place.id, place.name, key, suffix, life, meta), resume=resume, on_progress=on_progress)
 
@@ -354,6 +361,7 @@ class Store:
     ) -> T:  # fmt: skip
         """See `Fill.single`. ``make`` runs once: a catalog that breaks meanwhile is mended by the next call."""
         self._usable()
+        self._writable()
         place = self.space(space)
         try:
             return self._fill.single(place.id, key, look, make, timeout=timeout, on_wait=on_wait)
@@ -411,6 +419,24 @@ class Store:
     def is_leased(self, entry: Entry) -> bool:
         return not self.root.read_only and self._leases.is_leased(entry.id)
 
+    def block(self) -> tuple[memoryview, int]:
+        """See `Counters.block`."""
+        return self._counters.block()
+
+    @_mending
+    def zero_counts(self) -> None:
+        """Begin to count anew, for all processes: what was counted so far is subtracted from now on."""
+        now = self.counts()
+        with self._catalog.write() as txn:
+            spaces.add_counters(txn, [(name, -value) for name, value in now.items()])
+
+    @_mending
+    def usage(self) -> tuple[int, int, int, list[spaces.Space]]:
+        """(bytes used, bytes promised, budget, spaces) now."""
+        with self._catalog.write() as txn:
+            totals, limits = spaces.totals(txn), self._budget.limits(txn)
+            return totals.entries, totals.granted + totals.pending, limits.budget, spaces.every(txn)
+
     def count(self, name: str, n: int = 1) -> None:
         """Count ``n`` more of what `counters.NAMES` calls ``name``."""
         self._counters.add(counters.NAMES.index(name), n)
@@ -444,5 +470,5 @@ class Store:
     def after_fork_child(self) -> None:
         Store._opening = threading.RLock()
         self._mending = threading.RLock()
-        for part in (self._catalog, self._budget, self._fill, self._owners, self._leases, self._memo, self._ranking):
+        for part in (self._catalog, self._budget, self._fill, self._owners, self._leases, self.memo, self._ranking):
             part.after_fork_child()

@@ -1,0 +1,32 @@
+"""Forebay, the local cache of a training node: one directory, one byte budget, any number of processes, each object fetched once.
+
+A module imports only from those to its left:
+
+    errors _model | _kernel/ _engine/ (private) _config remote/ | origin | spaces | cache | adapters/ cli/
+
+Importing this package loads the standard library only; the engine comes with the first `Cache`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from forebay import errors as errors
+
+if TYPE_CHECKING:
+    from forebay.cache import Cache as Cache
+    from forebay.errors import ForebayError as ForebayError
+    from forebay.remote import RemoteOptions as RemoteOptions
+
+__version__ = "0.1.0"
+__all__ = ["Cache", "ForebayError", "RemoteOptions", "__version__", "errors"]
+
+_PLACES = {"Cache": "forebay.cache", "ForebayError": "forebay.errors", "RemoteOptions": "forebay.remote"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'forebay' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_PLACES[name]), name)

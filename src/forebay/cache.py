@@ -1,0 +1,400 @@
+"""The cache of a node, as a program sees it: opens a root and hands out what is in it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, ClassVar
+
+from forebay import _config, errors, remote
+from forebay._engine.counters import BYTES_HIT, HITS
+from forebay._engine.fill import Waiting
+from forebay._engine.leases import Lease
+from forebay._engine.passthrough import PassThrough
+from forebay._engine.store import Settings, Store
+from forebay._kernel import host
+from forebay._model import Buffer, Entry, Problem, Report, Victim
+from forebay.origin import URLS, Ask, Origin, Target
+from forebay.reports import OnProgress, Plan, Progress, Stats, WarmReport
+from forebay.spaces import Space
+
+log = logging.getLogger("forebay.cache")
+
+VALUES = "values"
+_SECOND = 1_000_000_000
+
+
+class Cache:
+    """The local cache of this node: one directory, one byte budget, any number of processes.
+
+    ``root``: the directory (default: ``$FOREBAY_HOME``, else ``~/.cache/forebay``). ``budget``, ``min_free``: bytes as int or
+    ``"500GB"``, ``"500GiB"``, ``"80%"`` of the disk; an explicit value sets it for every process that shares the root.
+    ``max_entries``: at most so many entries. ``shared``: a root for the group. ``read_only``: only look. ``upstream``: a root that
+    is looked into second, and never written to. ``offline``: never ask a remote. ``max_age``: seconds for which an entry is served
+    unasked, or ``"forever"``. ``timeout``: seconds to wait for another process that fetches the same object (default: as long as it
+    lives). ``enabled=False``: the same calls with no cache behind them.
+
+    Callable from any thread; usable in both processes after a fork; pickles as its place. Raises `RootRefused`, `NewerFormat` and
+    `ConfigError` when made; afterwards faults of the cache never reach the caller: calls are served from the source.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str] | None = None, *, budget: int | str | None = None, shared: bool = False,
+        read_only: bool = False, min_free: int | str | None = None, max_entries: int | None = None,
+        upstream: str | os.PathLike[str] | None = None, offline: bool | None = None, max_age: float | str | None = None,
+        timeout: float | None = None, remote_options: remote.RemoteOptions | None = None, enabled: bool = True,
+    ) -> None:  # fmt: skip
+        said = _config.Settings.from_environment()
+        place = Path(root) if root is not None else said.home or _config.default_root(is_network=_is_network)
+        self._how: dict[str, Any] = {
+            "shared": shared, "read_only": read_only, "upstream": upstream, "offline": offline, "max_age": max_age, "timeout": timeout,
+            "remote_options": remote_options, "enabled": enabled,
+        }  # fmt: skip
+        self.offline = said.offline if offline is None else offline
+        age = said.max_age if max_age is None else _config.parse_age(max_age, name="max_age")
+        self._max_age = 1 << 62 if math.isinf(age) else int(age * _SECOND)
+        self._timeout = timeout
+        budget, min_free = said.budget if budget is None else budget, said.min_free if min_free is None else min_free
+        store = _open_store(place, budget, min_free, max_entries, shared, read_only) if enabled else PassThrough()
+        self._store: Store | PassThrough = store
+        self.path = store.root.path if isinstance(store, Store) else place.absolute()
+        above = Store.open(upstream, Settings(), read_only=True) if upstream is not None else None
+        self._origin = Origin(store, remote_options or remote.RemoteOptions.from_environment(), above)
+        self._known = store.memo.known if isinstance(store, Store) and not read_only else {}
+        self._look_at = 0
+        self._closed = False
+        self._values = Space(self._origin, VALUES)
+
+    # -- objects of remotes ----------------------------------------------------------------------------------------
+
+    def read(
+        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, sha256: str | None = None,
+        etag: str | None = None, timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False,
+    ) -> memoryview:  # fmt: skip
+        """The bytes of an object, read-only: over the mapping where it is kept, without a copy; they stay good after an eviction.
+
+        ``refresh``: ask the remote now. ``sha256``, ``etag``: what is expected; else `ChecksumMismatch`. ``bypass``: neither look
+        into the cache nor write to it. ``force``: keep a local file too. ``pin``: never evict it. Raises `RemoteError`.
+        A hit takes no lock and no system call."""
+        if max_age is None and not (refresh or sha256 or etag or bypass or pin):
+            found = self._known.get((URLS, url))  # type: ignore[arg-type]
+            if found is not None:
+                now = time.time_ns()
+                words, base = found.words, found.base
+                if words[base] == found.id and now - words[base + 2] < self._max_age and now < self._look_at:
+                    words[base + 1] = now
+                    counts, at = self._store.block()
+                    counts[at + HITS] += 1
+                    counts[at + BYTES_HIT] += found.size
+                    return memoryview(found.view)
+        ask = self._ask(max_age, refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin)
+        return self._origin.read(self._target(url), ask)
+
+    def open(self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, **how: Any) -> BinaryIO:
+        """A binary file object on the kept copy; where there is no room, one that reads ranges of the remote. See `read`."""
+        return self._origin.open(self._target(url), self._ask(max_age, refresh, **how))
+
+    def local(self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, **how: Any) -> Lease:
+        """A path of the kept copy, for a ``with`` or ``os.fspath``: it exists, unchanged, until it is closed or dropped.
+
+        A local file is its own path, unless ``force``. Raises `NoSpace` where it cannot be kept, `WaitTimeout`, `RemoteError`."""
+        target, ask = self._target(url), self._ask(max_age, refresh, **how)
+        return self._origin.local(target, ask)
+
+    def pull(
+        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False,
+        on_progress: OnProgress | None = None, **how: Any,
+    ) -> Entry | None:  # fmt: skip
+        """Have an object in the cache; gives its entry, None where there is no room for it. See `read`."""
+        target = self._target(url)
+        told = _Teller(target.key, on_progress)
+        ask = self._ask(max_age, refresh, force=True, on_wait=told.waiting, on_progress=told.fetching, **how)
+        try:
+            with self._origin.lease(target, ask) as lease:
+                told.say("done", lease.entry.size, lease.entry.size)
+                return self._store.entry(URLS, target.key) or lease.entry
+        except errors.NoSpace as error:
+            log.warning("%s is not kept: %s", target.key, error)
+            told.say("direct", 0, None)
+            return None
+
+    def warm(
+        self, urls: Iterable[str | os.PathLike[str]], *, jobs: int = 16, on_progress: OnProgress | None = None, **how: Any
+    ) -> WarmReport:  # fmt: skip
+        """Have many objects in the cache, ``jobs`` at a time. What is there already costs nothing: an interrupted call is taken up again
+        by the same call."""
+        done: list[str] = []
+        failed: list[tuple[str, errors.ForebayError]] = []
+        with ThreadPoolExecutor(max_workers=max(jobs, 1), thread_name_prefix="forebay-warm") as pool:
+            flying: dict[Future[Entry | None], str] = {}
+
+            def land(count: int) -> None:
+                while len(flying) > count:
+                    for future in wait(flying, return_when=FIRST_COMPLETED).done:
+                        _settle(flying.pop(future), future, done, failed)
+
+            try:
+                for url in urls:
+                    flying[pool.submit(self.pull, url, on_progress=on_progress, **how)] = os.fspath(url)
+                    land(2 * jobs)
+                land(0)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return WarmReport(tuple(done), tuple(failed))
+
+    def invalidate(self, url: str | os.PathLike[str]) -> None:
+        """Let the next call for this URL, of any process, ask the remote."""
+        self._origin.invalidate(self._target(url))
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> memoryview | None:
+        """The bytes that were put under this key, read-only; None if there are none. A hit takes no lock and no system call."""
+        return self._open_space(self._values).get(key)
+
+    def put(self, key: str, data: Buffer) -> bool:
+        """Keep bytes under a key, in place of what was there. False, with one warning, where they cannot be kept."""
+        return self._open_space(self._values).put(key, data)
+
+    def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
+        """The bytes under this key; else what ``fn`` gives, kept: of all processes one runs it, the others wait for its result.
+
+        What ``fn`` raises reaches all who waited. Where it cannot be kept the caller gets it all the same."""
+        return self._open_space(self._values).get_or_put(key, fn, timeout=self._timeout if timeout is None else timeout)
+
+    def space(self, name: str, *, quota: int | str | None = None, policy: str | None = None) -> Space:
+        """A named part of the cache, with a quota of its own (bytes) and a policy: ``lru``, ``freeze`` or ``wait``."""
+        self._check_open()
+        size = _config.parse_size(quota, total=self.budget, name="quota") if quota is not None else None
+        if isinstance(self._store, Store):
+            self._store.space(name, policy=policy, quota=size)
+        return Space(self._origin, name)
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    def entries(self, space: str | None = None) -> list[Entry]:
+        """What is kept, the least recently used first; ``leased`` says whether anybody holds it now."""
+        self._check_open()
+        return [_leased(self._store, entry) for entry in self._store.entries(space)]
+
+    def entry(self, name: str) -> Entry | None:
+        """One entry by its name: a URL, or ``space:key``."""
+        found = self._store.entry(*self._split(name))
+        return _leased(self._store, found) if found is not None else None
+
+    @property
+    def budget(self) -> int:
+        """Bytes that all processes together may keep."""
+        self._check_open()
+        return self._store.usage()[2]
+
+    def stats(self) -> Stats:
+        """What all processes of the node did, and what is kept."""
+        self._check_open()
+        used, reserved, budget, found = self._store.usage()
+        return Stats(
+            **self._store.counts(), bytes_used=used, bytes_reserved=reserved, budget=budget, entries=sum(s.entries for s in found),
+            spaces={s.name: (s.entries, s.bytes) for s in found},
+        )  # fmt: skip
+
+    def reset_stats(self) -> None:
+        """Count from zero, for all processes."""
+        self._check_open()
+        self._store.zero_counts()
+
+    def check(self, *, deep: bool = False) -> list[Problem]:
+        """What is wrong with the root; empty: it is sound. ``deep`` reads every byte."""
+        self._check_open()
+        return self._store.check(deep=deep)
+
+    def repair(self, *, deep: bool = True) -> list[Problem]:
+        """Mend what `check` finds, by setting aside what is damaged and removing what no entry names; gives what was mended."""
+        self._check_open()
+        return self._store.repair(deep=deep)
+
+    # -- removing --------------------------------------------------------------------------------------------------
+
+    def pin(self, name: str) -> None:
+        """Never evict this name, nor later versions of it. Raises `NotCached`."""
+        self._set_life(name, "pinned")
+
+    def unpin(self, name: str) -> None:
+        """Let it go again when space is needed. Raises `NotCached`."""
+        self._set_life(name, "cached")
+
+    def _set_life(self, name: str, life: str) -> None:
+        self._check_open()
+        if not self._store.set_life(*self._split(name), life):
+            raise errors.NotCached.of(name)
+
+    def evict(self, name: str) -> Report:
+        """Remove a name now, if nobody uses it. Raises `NotCached`."""
+        entry = self.entry(name)
+        if entry is None:
+            raise errors.NotCached.of(name)
+        return self._store.remove([Origin.victim(entry)])
+
+    def plan(
+        self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False
+    ) -> Plan:  # fmt: skip
+        """What would go: so much of the coldest that ``need`` bytes are free for new ones; or all that ``where``, ``space`` or ``all``
+        says. Pinned entries stay. Nothing is removed before `Plan.execute`."""
+        self._check_open()
+        cold = [e for e in self._store.entries(space) if e.life != "pinned" and (where is None or where(e))]
+        if need is not None:
+            used, reserved, budget, _ = self._store.usage()
+            lacking = used + reserved + _config.parse_size(need, total=budget, name="need") - budget
+            cold = _until(cold, lacking)
+        elif where is None and space is None and not all:
+            used, reserved, budget, _ = self._store.usage()
+            cold = _until(cold, used + reserved - budget)
+        return Plan(tuple(Origin.victim(entry) for entry in cold), self._store.remove)
+
+    def prune(self) -> Plan:
+        """What is over the limits, after what dead processes left was removed."""
+        self._check_open()
+        self._store.make_room()
+        return self.plan()
+
+    def clear(self, space: str | None = None) -> Plan:
+        """Everything in one space, or in all: a plan to be executed."""
+        return self.plan(space=space, all=True)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the root. Buffers, files and leases that were handed out stay good; any other call is `Closed`."""
+        if not self._closed:
+            self._closed, self._known = True, {}
+            self._store.close()
+
+    def __enter__(self) -> Cache:
+        self._check_open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (str(self.path), self._how)
+
+    def __repr__(self) -> str:
+        return f"<forebay.Cache {str(self.path)!r}{' closed' if self._closed else ''}>"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.Closed.of("cache")
+
+    def _open_space(self, space: Space) -> Space:
+        self._check_open()
+        return space
+
+    def _target(self, url: str | os.PathLike[str]) -> Target:
+        self._check_open()
+        self._look_at = time.time_ns() + _SECOND
+        return self._origin.target(url)
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """The space and the key that a name means: ``space:key`` where there is such a space, else a URL."""
+        self._check_open()
+        space, colon, key = name.partition(":")
+        if colon and not key.startswith("//") and any(s.name == space for s in self._store.usage()[3]):
+            return space, key
+        return URLS, remote.canonical(name)
+
+    def _ask(
+        self, max_age: float | str | None, refresh: bool, *, sha256: str | None = None, etag: str | None = None,
+        timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False, offline: bool | None = None,
+        on_wait: Callable[[Waiting], None] | None = None, on_progress: Callable[[int, int | None], None] | None = None,
+    ) -> Ask:  # fmt: skip
+        offline = self.offline if offline is None else offline
+        age = self._max_age if max_age is None else _config.parse_age(max_age, name="max_age") * _SECOND
+        since = -1 if offline else time.time_ns() if refresh else 1 if age >= 1 << 62 else max(1, time.time_ns() - int(age))
+        return Ask(
+            since, offline, sha256, etag, self._timeout if timeout is None else timeout, bypass, force, pin, on_wait, on_progress
+        )  # fmt: skip
+
+
+class _Teller:
+    """Turns what the engine tells of one fetch into `Progress`."""
+
+    def __init__(self, url: str, tell: OnProgress | None) -> None:
+        self._url, self._tell = url, tell
+        self.waiting = self._waiting if tell is not None else None
+        self.fetching = self._fetching if tell is not None else None
+
+    def say(self, state: str, done: int, total: int | None) -> None:
+        if self._tell is not None:
+            self._tell(Progress(self._url, done, total, state))
+
+    def _waiting(self, w: Waiting) -> None:
+        if self._tell is not None:
+            self._tell(Progress(self._url, w.done, w.total, "waiting", w.holder, w.since))
+
+    def _fetching(self, done: int, total: int | None) -> None:
+        self.say("fetching", done, total)
+
+
+def _arrive(path: str, how: dict[str, Any]) -> Cache:
+    return Cache(path, **how)
+
+
+def _is_network(path: Path) -> bool:
+    return not host.is_local(host.fs_kind(path))
+
+
+def _open_store(
+    place: Path, budget: int | str | None, min_free: int | str | None, max_entries: int | None, shared: bool, read_only: bool
+) -> Store | PassThrough:  # fmt: skip
+    """The store, or `PassThrough` where the root cannot be used for now; a place that is wrong is an error."""
+    total = None
+    if isinstance(budget, str) or isinstance(min_free, str):
+        there = next(p for p in (place, *place.absolute().parents) if p.exists())
+        total = host.disk(there).total
+    settings = Settings(
+        _config.parse_size(budget, total=total, name="budget") if budget is not None else None,
+        _config.parse_size(min_free, total=total, name="min_free") if min_free is not None else None,
+        max_entries,
+    )
+    try:
+        return Store.open(place, settings, shared=shared, read_only=read_only)
+    except errors.CacheFault as error:
+        log.warning("the cache in %s cannot be used, reading past it: %s", place, error)
+        return PassThrough(str(error))
+
+
+def _leased(store: Store | PassThrough, entry: Entry) -> Entry:
+    from dataclasses import replace
+
+    return replace(entry, leased=store.is_leased(entry))
+
+
+def _until(entries: list[Entry], need: int) -> list[Entry]:
+    """As many of the first entries as make up ``need`` bytes."""
+    taken: list[Entry] = []
+    for entry in entries:
+        if need <= 0:
+            break
+        taken.append(entry)
+        need -= entry.charge
+    return taken
+
+
+def _settle(url: str, future: Future[Entry | None], done: list[str], failed: list[tuple[str, errors.ForebayError]]) -> None:
+    try:
+        entry = future.result()
+    except errors.ForebayError as error:
+        failed.append((url, error))
+        return
+    if entry is None:
+        failed.append((url, errors.NoSpace(f"{url}: no room", key=url, need=0, free=0, budget=0)))
+    else:
+        done.append(url)

@@ -1,0 +1,102 @@
+"""A named part of the cache that keeps values under string keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from forebay import errors
+from forebay._engine.memo import Remembered
+from forebay._model import Buffer
+from forebay.origin import Origin
+
+
+class Space:
+    """Values of one space. Made by `Cache.space`; callable from any thread, usable in both processes after a fork, picklable with
+    its cache."""
+
+    def __init__(self, origin: Origin, name: str) -> None:
+        self._origin, self.name = origin, name
+
+    def get(self, key: str) -> memoryview | None:
+        """The bytes under this key, read-only; None if there are none. They stay good after an eviction."""
+        store = self._origin.store
+        try:
+            found = store.view(self.name, _checked(key))
+        except errors.CacheFault as error:
+            self._origin.fall_back(error, f"{self.name}:{key}")
+            return None
+        if found is None:
+            store.count("misses")
+            return None
+        return self._hit(found)
+
+    def put(self, key: str, data: Buffer) -> bool:
+        """Keep bytes under a key, in place of what was there. False, with one warning, where they cannot be kept: then what was there
+        stays."""
+        _checked(key)
+        view = _as_bytes(data)
+        try:
+            self._origin.store.put(self.name, key, view)
+        except errors.CacheFault as error:
+            self._origin.store.count("store_failures")
+            self._origin.warn(f"put {type(error).__name__}", "%s is not kept: %s", f"{self.name}:{key}", error)
+            return False
+        return True
+
+    def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
+        """The bytes under this key; else what ``fn`` gives, kept. Of all processes one runs it; see `Cache.get_or_put`."""
+        store = self._origin.store
+        ran: list[memoryview] = []
+
+        def look() -> memoryview | None:
+            found = store.view(self.name, key)
+            return self._hit(found) if found is not None else None
+
+        def make() -> memoryview:
+            store.count("misses")
+            ran.append(memoryview(bytes(_as_bytes(fn()))))
+            self.put(key, ran[0])
+            return ran[0]
+
+        try:
+            return look() or store.single(self.name, _checked(key), look, make, timeout=timeout)
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            # What fn itself raised of these kinds would be run a second time: it used this cache, and was told why it cannot help.
+            self._origin.fall_back(error, f"{self.name}:{key}")
+            return ran[0] if ran else memoryview(bytes(_as_bytes(fn())))
+
+    def evict(self, key: str) -> bool:
+        """Remove a key. False if there is none, or it is in use."""
+        entry = self._origin.store.entry(self.name, key)
+        return entry is not None and bool(self._origin.store.remove([self._origin.victim(entry)]).removed)
+
+    def keys(self) -> list[str]:
+        """All keys, from the least to the most recently used."""
+        return [entry.key for entry in self._origin.store.entries(self.name)]
+
+    def __contains__(self, key: str) -> bool:
+        return self._origin.store.entry(self.name, key) is not None
+
+    def _hit(self, found: Remembered) -> memoryview:
+        store = self._origin.store
+        store.touch(found.entry)
+        store.count("hits")
+        store.count("bytes_hit", found.size)
+        return memoryview(found.view)
+
+
+def _checked(key: str) -> str:
+    try:
+        key.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise errors.ConfigError(f"the key {key!r} cannot be used: a key is a str of valid unicode", name="key", value=repr(key)) from error
+    return key
+
+
+def _as_bytes(data: Buffer) -> memoryview:
+    try:
+        return memoryview(data).cast("B")
+    except TypeError as error:
+        raise errors.ConfigError(
+            f"{type(data).__name__} is not bytes-like: give bytes, bytearray, memoryview or a contiguous array", name="data", value=""
+        ) from error
