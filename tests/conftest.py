@@ -1,0 +1,90 @@
+"""What holds for every test: profiles, skips with a reason, and nothing of the test's own left open behind it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+SRC = str(Path(__file__).parents[1] / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join([SRC, *filter(None, [os.environ.get("PYTHONPATH")])])  # for interpreters that tests start
+
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+passed = pytest.StashKey[bool]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.geteuid() != 0:
+        for item in items:
+            if item.get_closest_marker("root"):
+                item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.when == "call":
+        item.stash[passed] = report.passed
+    return report
+
+
+def descriptors(below: Path) -> set[str]:
+    """The files under a directory that this process has open."""
+    links = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            links.add(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return {link for link in links if link.startswith(f"{below}/")}
+
+
+def mapped(below: Path) -> set[str]:
+    """The files under a directory that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count(" ") > 4 and "/" in line}
+    return {path for path in paths if path.startswith(f"{below}/")}
+
+
+def threads_of_forebay(before: set[threading.Thread]) -> set[str]:
+    """New threads that a library may not leave behind: those that would hold up the interpreter's exit, and its own."""
+    new = set(threading.enumerate()) - before
+    return {t.name for t in new if not t.daemon or t.name.startswith("forebay")}
+
+
+@pytest.fixture(autouse=True)
+def no_hook_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's own settings do not reach a test."""
+    for name in [name for name in os.environ if name.startswith("FOREBAY_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a test that passed, none of the files under its `tmp_path` is open or mapped, and no thread goes on.
+
+    A test that keeps something on purpose is marked ``@pytest.mark.keeps("why")``."""
+    before = set(threading.enumerate())
+    yield
+    if not request.node.stash.get(passed, False) or request.node.get_closest_marker("keeps"):
+        return
+    place = request.node.funcargs.get("tmp_path")
+    deadline = time.monotonic() + 2
+    while True:
+        gc.collect()
+        left = {"threads": threads_of_forebay(before)}
+        if place is not None:
+            left |= {"descriptors": descriptors(place), "mappings": mapped(place)}
+        if not any(left.values()) or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    assert {what: names for what, names in left.items() if names} == {}

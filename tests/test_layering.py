@@ -1,0 +1,305 @@
+"""Who may import whom, who may change a file, who may speak SQL: the order of the rooms is a test, not a wish."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+PACKAGE = SRC / "forebay"
+
+# A room may import what stands to its left, in its own line or through another one. Rooms between two "<" do not import each other.
+ORDER = """
+    errors < _model < _config
+    _model < _kernel.host < _kernel.locks _kernel.mappings < _kernel.waits
+    _kernel.waits < _engine.layout < _engine.root _engine.slots _engine.counters _engine.policy _engine.blobs _engine.trees _engine.faults
+    _engine.layout < _engine.chunkmaps < _engine.stages
+    _engine.blobs < _engine.stages
+    _engine.root _engine.slots _engine.counters _engine.policy _engine.stages _engine.trees _engine.faults < _engine.memo _engine.catalog
+    _engine.memo _engine.catalog < _engine.owners < _engine.leases < _engine.eviction _engine.ranking < _engine.budget _engine.fill
+    _engine.budget _engine.fill < _engine.publish < _engine.check < _engine.store _engine.passthrough
+    _config _kernel.waits < remote < testing
+    _engine.store _engine.passthrough remote < origin < cache < cli
+"""
+
+# Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
+THIRD_PARTY = {
+    "urllib3": ("remote",),
+    "xxhash": ("_engine", "remote", "origin", "cache"),
+    "typer": ("cli",),
+    "click": ("cli",),
+    "rich": ("cli",),
+    "botocore": ("remote.s3",),
+    "fsspec": ("remote.filesystems", "remote.helper", "adapters.fsspec"),
+    "pyarrow": ("remote.filesystems", "remote.helper"),
+    "cloudpickle": ("remote.filesystems", "remote.helper", "tasks"),
+}
+LOADED_WITH = {"xxhash": ("_engine", "remote", "origin", "cache"), "typer": ("cli",), "click": ("cli",), "rich": ("cli",)}
+
+CHANGING = frozenset(
+    {"chmod", "chown", "copy_file_range", "fchmod", "fchown", "ftruncate", "lchown", "link", "makedirs", "mkdir", "mkfifo", "mknod"}
+    | {"posix_fallocate", "pwrite", "pwritev", "remove", "removedirs", "removexattr", "rename", "renames", "replace", "rmdir"}
+    | {"sendfile", "setxattr", "splice", "symlink", "truncate", "unlink", "utime", "write", "writev"}
+)
+CREATING_FLAGS = frozenset({"O_APPEND", "O_CREAT", "O_TMPFILE", "O_TRUNC", "O_WRONLY"})
+BARE_METHODS = frozenset({"mkdir", "rmdir", "touch", "unlink"})  # of a path: called without an operand
+PATH_METHODS = frozenset({"chmod", "hardlink_to", "lchmod", "rename", "symlink_to", "write_bytes", "write_text"})
+CHANGING_MODULES = frozenset({"fcntl", "mmap", "shutil", "tempfile"})
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a module, without the package's own."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def below() -> dict[str, set[str]]:
+    """For each room all rooms that it may import."""
+    under: dict[str, set[str]] = {}
+    for line in ORDER.strip().splitlines():
+        groups = [group.split() for group in line.split("<")]
+        for room in groups[0]:
+            under.setdefault(room, set())
+        for left, right in itertools.pairwise(groups):
+            for room in right:
+                under.setdefault(room, set()).update(left)
+    while True:
+        wider = {room: low.union(*(under[r] for r in low)) for room, low in under.items()}
+        if wider == under:
+            return under
+        under = wider
+
+
+BELOW = below()
+
+
+def room_of(module: str) -> str:
+    """The room that a module belongs to: the longest of the names in ORDER that begins its own."""
+    rooms = [room for room in BELOW if module == room or module.startswith(room + ".")]
+    return max(rooms, key=len, default="")
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything imported, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def own_module(dotted: str) -> str | None:
+    """The module of ours that an imported name lies in (``""``: the package's own root); None if it is not ours."""
+    if dotted.partition(".")[0] != "forebay":
+        return None
+    parts = dotted.split(".")[1:]
+    while parts and ".".join(parts) not in MODULES.keys() | BELOW.keys():
+        parts.pop()
+    return ".".join(parts)
+
+
+def lies_in(module: str, rooms: tuple[str, ...]) -> bool:
+    return any(module == room or module.startswith(room + ".") for room in rooms)
+
+
+def breaches_of_order(module: str, source: str) -> list[str]:
+    room, found = room_of(module), []
+    for line, dotted in imports(ast.parse(source)):
+        target = own_module(dotted)
+        if target is None or room_of(target) == room:
+            continue
+        if target in ("", "_kernel", "_engine"):
+            if dotted != "forebay.__version__":
+                found.append(f"{module}:{line} imports {dotted}: name the room")
+        elif room_of(target) not in BELOW[room]:
+            found.append(f"{module}:{line} imports {target}, which does not stand to the left of {room}")
+    return found
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m not in ("", "_kernel", "_engine")])
+def test_a_room_imports_only_what_stands_to_its_left(module: str) -> None:
+    assert room_of(module), f"{module} has no place in ORDER"
+    assert breaches_of_order(module, MODULES[module].read_text()) == []
+
+
+@pytest.mark.parametrize("package", ["_kernel", "_engine"])
+def test_a_package_of_rooms_is_not_a_door(package: str) -> None:
+    assert list(imports(ast.parse(MODULES[package].read_text()))) in ([], [(3, "__future__.annotations")])
+
+
+def third_party_breaches(module: str, source: str) -> list[str]:
+    tree, found = ast.parse(source), []
+    at_head = {line for node in tree.body for line, _ in imports(ast.Module([node], [])) if not isinstance(node, (ast.FunctionDef, ast.If))}
+    for line, dotted in imports(tree):
+        top = dotted.partition(".")[0]
+        if top in sys.stdlib_module_names or top == "forebay":
+            continue
+        if not lies_in(module, THIRD_PARTY.get(top, ())):
+            found.append(f"{module}:{line} uses {top}")
+        elif line in at_head and not lies_in(module, LOADED_WITH.get(top, ())):
+            found.append(f"{module}:{line} loads {top} when it is imported")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_foreign_package_has_its_one_place(module: str) -> None:
+    assert third_party_breaches(module, MODULES[module].read_text()) == []
+
+
+def mode_of(call: ast.Call, position: int) -> str | None:
+    """The mode that `open` is given; None where it cannot be read off the source."""
+    given = [k.value for k in call.keywords if k.arg == "mode"] or call.args[position : position + 1]
+    if not given:
+        return "r"
+    return given[0].value if isinstance(given[0], ast.Constant) and isinstance(given[0].value, str) else None
+
+
+def writes(mode: str | None) -> bool:
+    return mode is None or bool(set(mode) & set("wax+"))
+
+
+def changes_a_file(call: ast.Call) -> str | None:
+    """What a call would change, if it can change a file."""
+    names = {
+        n.attr if isinstance(n, ast.Attribute) else n.id for a in call.args for n in ast.walk(a) if isinstance(n, (ast.Attribute, ast.Name))
+    }
+    match call.func:
+        case ast.Name("open") if writes(mode_of(call, 1)):
+            return "open to write"
+        case ast.Attribute(ast.Name("os"), name) if name in CHANGING:
+            return f"os.{name}"
+        case ast.Attribute(ast.Name("os"), "open") if names & CREATING_FLAGS:
+            return f"os.open with {', '.join(sorted(names & CREATING_FLAGS))}"
+        case ast.Attribute(ast.Name("os" | "io" | "codecs"), "open" | "fdopen") if call.func.attr == "fdopen" and writes(mode_of(call, 1)):
+            return "fdopen to write"
+        case ast.Attribute(ast.Name("io" | "codecs"), "open") if writes(mode_of(call, 1)):
+            return "open to write"
+        case ast.Attribute(ast.Name("host" | "kernel_host"), _):
+            return None
+        case ast.Attribute(_, name) if name in PATH_METHODS or (name in BARE_METHODS and not call.args):
+            return f".{name}()"
+        case ast.Attribute(ast.Name("Path") | ast.Call(), "open") if writes(mode_of(call, 0)):
+            return ".open() to write"
+    return None
+
+
+def file_breaches(module: str, source: str) -> list[str]:
+    """Calls that change a file without passing by `_kernel/host.py`, and SQL outside the catalog."""
+    tree = ast.parse(source)
+    found = [f"{module}:{n.lineno} {what}" for n in ast.walk(tree) if isinstance(n, ast.Call) and (what := changes_a_file(n))]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [f"{module}:{node.lineno} os by another name" for alias in node.names if alias.name == "os" and alias.asname]
+    for line, dotted in imports(tree):
+        top, _, rest = dotted.partition(".")
+        if (
+            top in CHANGING_MODULES
+            and not (top == "fcntl" and module == "_kernel.locks")
+            and not (top == "mmap" and module == "_kernel.mappings")
+        ):
+            found.append(f"{module}:{line} imports {top}")
+        if top == "os" and (rest in CHANGING or rest == "open"):
+            found.append(f"{module}:{line} imports os.{rest} by name")
+        if top == "sqlite3" and not lies_in(module, ("_engine.catalog",)):
+            found.append(f"{module}:{line} speaks SQL")
+        if top == "ctypes" and not lies_in(module, ("_kernel",)):
+            found.append(f"{module}:{line} calls into C")
+    return found
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if lies_in(m, ("_kernel", "_engine")) and m != "_kernel.host"])
+def test_every_change_of_a_file_is_a_crash_point(module: str) -> None:
+    assert file_breaches(module, MODULES[module].read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "os.rename(a, b)",
+        "os.open(p, os.O_RDWR | os.O_CREAT, 0o600)",
+        "os.open(p, os.O_WRONLY)",
+        "open(p, 'w')",
+        "open(p, mode='r+b')",
+        "open(p, mode)",
+        "os.fdopen(fd, 'wb')",
+        "io.open(p, 'a')",
+        "Path(p).write_text('x')",
+        "root.path.unlink()",
+        "(a / b).mkdir()",
+        "Path(p).open('w')",
+        "import shutil",
+        "import tempfile",
+        "import os as system",
+        "from os import unlink",
+        "import mmap",
+        "import sqlite3",
+        "import ctypes",
+    ],
+)
+def test_the_lint_sees(line: str) -> None:
+    assert file_breaches("_engine.budget", line) != []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "host.unlink(p)",
+        "host.rename(a, b)",
+        "open(p, 'rb')",
+        "os.open(p, os.O_RDWR | os.O_CLOEXEC)",
+        "a.replace('x', 'y')",
+        "slots.touch(1)",
+    ],
+)
+def test_the_lint_lets_pass(line: str) -> None:
+    assert file_breaches("_engine.budget", line) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("errors", "from forebay import _model"),
+        ("_kernel.host", "from forebay._kernel.locks import LockFile"),
+        ("_kernel.mappings", "import forebay._kernel.locks"),
+        ("_engine.slots", "from forebay._engine import counters"),
+        ("_engine.owners", "def f():\n    from forebay._engine.leases import Leases"),
+        ("_engine.fill", "from forebay import remote"),
+        ("remote.http", "from forebay._engine.store import Store"),
+        ("remote", "from forebay import Cache"),
+    ],
+)
+def test_the_order_is_felt(module: str, line: str) -> None:
+    assert breaches_of_order(module, line) != []
+
+
+def test_foreign_packages_are_felt() -> None:
+    assert third_party_breaches("_engine.fill", "import torch") != []
+    assert third_party_breaches("remote.s3", "import botocore.session") != []
+    assert third_party_breaches("remote.s3", "def f():\n    import botocore.session") == []
+
+
+def child(code: str) -> str:
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(SRC)!r})\n{code}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_forebay_loads_the_standard_library_only() -> None:
+    loaded = child("before = set(sys.modules)\nimport forebay\nprint(*{m.partition('.')[0] for m in set(sys.modules) - before})").split()
+    assert [m for m in loaded if m not in sys.stdlib_module_names and m != "forebay"] == []
+
+
+def test_importing_forebay_takes_60_ms() -> None:
+    clock = "import time; t = time.perf_counter(); import forebay; print(time.perf_counter() - t)"
+    assert min(float(child(clock)) for _ in range(7)) <= 0.060

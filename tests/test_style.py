@@ -1,0 +1,102 @@
+"""The measures of the house: short files, short functions, no work in an assert, no silence."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+FILES = sorted(SRC.rglob("*.py"))
+LONGEST_FILE = 400
+LONGEST_FUNCTION = 60
+MEDIAN_FUNCTION = 8
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+
+
+def functions(tree: ast.AST) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def length(function: Function) -> int:
+    """Lines of the body, the docstring not counted."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+@every_file
+def test_no_file_is_long(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines <= LONGEST_FILE
+
+
+@every_file
+def test_no_function_is_long(path: Path) -> None:
+    assert [f"{f.name}: {n}" for f in functions(ast.parse(path.read_text())) if (n := length(f)) > LONGEST_FUNCTION] == []
+
+
+def test_most_functions_are_short() -> None:
+    lengths = [length(f) for path in FILES for f in functions(ast.parse(path.read_text()))]
+    assert statistics.median(lengths) <= MEDIAN_FUNCTION
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    return handler.type is None or ast.unparse(handler.type) in ("Exception", "BaseException")
+
+
+def silences(source: str) -> list[int]:
+    """Lines of handlers that catch everything and say nothing."""
+    handlers = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler) and is_broad(node)]
+    return [h.lineno for h in handlers if all(isinstance(s, (ast.Pass, ast.Continue)) for s in h.body)]
+
+
+def prints(source: str) -> list[int]:
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+
+
+PURE = frozenset({"all", "any", "callable", "isinstance", "issubclass", "len", "sorted", "type"})
+
+
+def busy_asserts(source: str) -> list[int]:
+    """Lines of asserts that call something: under `python -O` the call would not happen."""
+    tests = [node.test for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+    calls = [c for test in tests for c in ast.walk(test) if isinstance(c, (ast.Call, ast.NamedExpr, ast.Await))]
+    return [c.lineno for c in calls if not (isinstance(c, ast.Call) and isinstance(c.func, ast.Name) and c.func.id in PURE)]
+
+
+def bare_acquires(source: str) -> list[int]:
+    """Lines where a lock is taken by hand without a bound on the wait; around a fork there is no other way."""
+    found = []
+    for function in functions(ast.parse(source)):
+        if "fork" not in function.name:
+            calls = [n for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+            found += [c.lineno for c in calls if c.func.attr == "acquire" and not c.args and not c.keywords]  # type: ignore[attr-defined]
+    return found
+
+
+@every_file
+def test_nothing_is_swallowed_or_printed(path: Path) -> None:
+    source = path.read_text()
+    assert silences(source) == []
+    assert busy_asserts(source) == []
+    assert bare_acquires(source) == []
+    if "cli" not in path.parts:
+        assert prints(source) == []
+
+
+def test_the_lint_sees() -> None:
+    assert silences("try:\n    f()\nexcept Exception:\n    pass") == [3]
+    assert silences("try:\n    f()\nexcept OSError:\n    pass") == []
+    assert prints("print(1)") == [1]
+    assert busy_asserts("assert os.pwrite(fd, b'', 0)") == [1]
+    assert busy_asserts("assert isinstance(a, int) and len(b) == 2") == []
+    assert bare_acquires("def f():\n    lock.acquire()") == [2]
+    assert bare_acquires("def before_fork():\n    lock.acquire()") == []
+    assert length(next(functions(ast.parse("def f():\n    'doc'\n    a = 1\n    b = 2")))) == 2
