@@ -78,6 +78,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.node.stash.get(passed, False) or request.node.get_closest_marker("keeps"):
         return
     place = request.node.funcargs.get("tmp_path")
+    request.node.funcargs.clear()  # else the fixtures' values live longer than the fixtures
     deadline = time.monotonic() + 2
     while True:
         gc.collect()
