@@ -4,16 +4,18 @@ import itertools
 import os
 import random
 import stat
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from forebay._engine import stages
 from forebay._engine.blobs import checksum_of
 from forebay._engine.chunkmaps import CHUNK
-from forebay._engine.root import Root, parse_tmp_name
+from forebay._engine.root import Root, open_root, parse_tmp_name
 from forebay._engine.stages import Stage
 from forebay._kernel import host
 from forebay._model import Partial, Span
@@ -47,8 +49,10 @@ def check_marks(root: Root) -> None:
 
 
 @pytest.fixture
-def stage(root: Root) -> Stage:
-    return Stage.create(root, KEY, ID)
+def stage(root: Root) -> Iterator[Stage]:
+    stage = Stage.create(root, KEY, ID)
+    yield stage
+    stage.close()
 
 
 def test_what_was_written_is_what_lies_there(root: Root, stage: Stage) -> None:
@@ -217,6 +221,7 @@ def test_nothing_is_gone_on_from_when_the_object_is_another(root: Root, stage: S
     assert successor.partial
     assert successor.begin(total, validator) == (Span(0, -1 if total is None else total),)
     assert successor.done == 0
+    successor.close()
 
 
 HARMS = ("no validator", "long validator", "reboot", "no map", "short map", "other root", "scribbled", "short file", "bad mark")
@@ -393,3 +398,54 @@ def test_nothing_is_left_open(root: Root, stage: Stage) -> None:
             stage.write(0, b"x")
     assert len(os.listdir("/proc/self/fd")) == before
     assert files(root) == set()
+
+
+def test_a_close_waits_for_the_writes_that_are_under_way(root: Root, stage: Stage) -> None:
+    stage.begin(len(DATA), '"etag"')
+    writing, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(name: str, subject: str) -> None:
+        if name == "pwrite":
+            writing.set()
+            go_on.wait()
+
+    host.on_step(slow)
+    writer = threading.Thread(target=stage.write, args=(0, DATA[:CHUNK]))
+    writer.start()
+    writing.wait()
+    closer = threading.Thread(target=lambda: (stage.close(), closed.set()))
+    closer.start()
+    while stage._fd is not None:  # the closer is at its wait now, or about to be
+        threading.Event().wait(0.001)
+    with pytest.raises(CacheFault, match="closed"):
+        stage.write(CHUNK, b"x")
+    assert not closed.is_set()
+    go_on.set()
+    writer.join()
+    closer.join()
+    assert marked(root) == [0]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system")
+def test_a_disk_that_is_really_full_is_told(tmp_path: Path) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        root = open_root(place)
+        free = host.disk(place).free
+        stage = Stage.create(root, KEY, ID)
+        with pytest.raises(OSError, match="No space"):
+            stage.begin(len(DATA), '"etag"')
+        stage.discard()
+        stage = Stage.create(root, KEY, ID)
+        stage.begin(None)
+        with pytest.raises(OSError, match="No space"):
+            stage.write(0, DATA)
+        stage.discard()
+        assert host.disk(place).free == free
+        assert os.listdir(root.tmp_dir) == []
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)

@@ -15,7 +15,8 @@ import xxhash
 
 from forebay._engine import chunkmaps
 from forebay._engine.blobs import BLOCK, digest_of_block
-from forebay._engine.chunkmaps import CHUNK, ChunkMap, Coverage
+from forebay._engine.chunkmaps import CHUNK as CHUNK
+from forebay._engine.chunkmaps import ChunkMap, Coverage
 from forebay._engine.layout import Root
 from forebay._kernel import host
 from forebay._model import Buffer, Partial, Span
