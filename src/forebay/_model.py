@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -152,7 +152,8 @@ class Problem:
     kind: str
     subject: str
     found: str
-    key: str = field(default="")
+    key: str = ""
+    id: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.subject}: {self.found}"

@@ -104,9 +104,9 @@ class Origin:
         """The bytes, read-only: over the mapping where they are kept, else in memory."""
         if ask.bypass or (target.in_place and not ask.force):
             return self._direct(target, ask)
-        found = self._served(target, ask)
-        if found is not None:
-            return found
+        served = self._served(target, ask)
+        if served is not None:
+            return served
         try:
             with self.lease(target, ask) as lease:
                 found = self.store.view(URLS, target.key)

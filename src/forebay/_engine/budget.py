@@ -134,7 +134,7 @@ class Budget:
         if space is None or space.quota is None:
             return 0
         ((reserved,),) = txn.all("SELECT coalesce(sum(size), 0) FROM reservations WHERE space = ? AND id < ?", want.space, id or 1 << 62)
-        return space.bytes + reserved + want.size - want.replaced - space.quota
+        return int(space.bytes + reserved + want.size - want.replaced - space.quota)
 
     # -- reserving -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from forebay._engine.catalog import Catalog, entries, reservations, spaces
 from forebay._engine.catalog.schema import DOOMED, LIVE
 from forebay._engine.eviction import Eviction
 from forebay._engine.fill import Fill
+from forebay._engine.reading import Reading
 from forebay._engine.root import Root, parse_tmp_name
 from forebay._engine.slots import Slots
 from forebay._model import Problem
@@ -67,9 +68,9 @@ def _check_names(root: Root, catalog: Catalog) -> Iterator[Problem]:
         if state == DOOMED:
             continue
         if kind == "blob" and files.get(id) != root.blob(id, suffix):
-            yield Problem("lost", str(root.blob(id, suffix)), "an entry whose file is gone", key)
+            yield Problem("lost", str(root.blob(id, suffix)), "an entry whose file is gone", key, id)
         if kind == "tree" and not os.path.isdir(root.tree(id)):
-            yield Problem("lost", str(root.tree(id)), "an entry whose directory is gone", key)
+            yield Problem("lost", str(root.tree(id)), "an entry whose directory is gone", key, id)
     for id in trees.list_trees(root):
         if id not in rows and id not in promised:
             yield Problem("stray", str(root.tree(id)), "a directory that no row names")
@@ -107,7 +108,21 @@ def _check_files(root: Root, catalog: Catalog, deep: bool) -> Iterator[Problem]:
         else:
             continue
         if wrong:
-            yield Problem("damaged", entry.name, "its bytes are not what was stored", entry.key)
+            yield Problem("damaged", entry.name, "its bytes are not what was stored", entry.key, entry.id)
+
+
+def mend(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill, reading: Reading, found: list[Problem]) -> None:
+    """Set aside what is damaged or lost, remove what no row names, note the totals anew."""
+    for problem in found:
+        entry = entries.by_id(catalog, problem.id) if problem.kind in ("lost", "damaged") else None
+        if entry is not None:
+            reading.set_aside(entry, str(problem))
+    if any(problem.kind == "stray" for problem in found):
+        remove_strays(root, catalog, eviction, fill)
+    if any(problem.kind in ("slot", "total", "link", "payload") for problem in found):
+        with catalog.write() as txn:
+            spaces.recount(txn)
+    eviction.sweep()
 
 
 def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) -> int:

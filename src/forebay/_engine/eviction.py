@@ -23,6 +23,7 @@ from forebay._engine.leases import Leases
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
 from forebay._kernel import waits
+from forebay._model import Entry
 
 log = logging.getLogger("forebay.eviction")
 
@@ -110,7 +111,7 @@ class Eviction:
         self._slots.clear(slot, id)
         return True
 
-    def _some_held(self) -> list[entries.Entry]:
+    def _some_held(self) -> list[Entry]:
         rows = entries.held(self._catalog, self._held_after, HELD_A_TURN)
         self._held_after = rows[-1].id if len(rows) == HELD_A_TURN else 0
         return rows

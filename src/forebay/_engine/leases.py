@@ -65,8 +65,11 @@ class _InPlace(Lease):
         self.path = path
         info = os.stat(path)
         self.entry = Entry(0, "", path, "file", info.st_size, 0, 0, b"", None, info.st_mtime, "", "cached")
-        self._release = weakref.finalize(self, lambda: None)
-        self._release.atexit = False
+        self._release = weakref.finalize(self, _nothing, 0)
+
+
+def _nothing(id: int) -> None:
+    """There is nothing to let go."""
 
 
 class Leases:

@@ -108,6 +108,9 @@ class PassThrough:
     def usage(self) -> tuple[int, int, int, list[Any]]:
         return 0, 0, 0, []
 
+    def repair(self, *, deep: bool = True) -> list[Problem]:
+        return []
+
     def make_room(self) -> bool:
         return True
 

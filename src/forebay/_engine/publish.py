@@ -25,7 +25,8 @@ from forebay._engine.leases import Lease, Leases
 from forebay._engine.owners import Owners
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
-from forebay._engine.stages import CHUNK, Stage
+from forebay._engine.chunkmaps import CHUNK
+from forebay._engine.stages import Stage
 from forebay._kernel import host
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Span
 

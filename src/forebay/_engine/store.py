@@ -12,11 +12,10 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 from forebay import errors
-from forebay._engine import blobs, check, counters, trees
+from forebay._engine import check, counters
 from forebay._engine.budget import Budget
 from forebay._engine.catalog import Catalog, CatalogBroken, entries, people, spaces
 from forebay._engine.counters import Counters
@@ -29,6 +28,7 @@ from forebay._engine.owners import Owners
 from forebay._engine.policy import Policy
 from forebay._engine.publish import Label, Publisher, Writing
 from forebay._engine.ranking import Ranking
+from forebay._engine.reading import Reading
 from forebay._engine.root import Root, open_root
 from forebay._engine.slots import Slots
 from forebay._kernel import host, waits
@@ -38,9 +38,6 @@ log = logging.getLogger("forebay.store")
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-
-FIRST_USE = 1 << 20
-"""Entries up to this size are verified at their first use in a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ def _mending(call: Callable[Concatenate[Store, P], R]) -> Callable[Concatenate[S
             self._mend(error)
             return call(self, *args, **kwargs)
 
-    return mended
+    return cast(Callable[Concatenate[Store, P], R], mended)
 
 
 class Store:
@@ -127,8 +124,8 @@ class Store:
         self._fill = Fill(root, self._catalog, self._owners, self.words)
         self._publisher = Publisher(root, self._catalog, self._slots, self._leases, self._owners, self._budget, self._eviction)
         self._catalog.sweeper = self._eviction.sweep
+        self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self._counters)
         self._spaces = {}
-        self._verified: set[int] = set()
 
     def _start(self, settings: Settings) -> None:
         try:
@@ -218,66 +215,8 @@ class Store:
 
     @_mending
     def view(self, space: str, key: str) -> Remembered | None:
-        """The bytes of a key, mapped, and remembered for the next time; None where there is none. Counts nothing."""
-        place = self.space(space)
-        self.memo.let_go(host.now_ns())
-        for _ in range(2):
-            found = self.memo.get(space, key)
-            if found is not None:
-                return found
-            with faults(key):
-                entry = self._leases.current(place.id, key)
-                data = self._bytes_of(entry) if entry is not None else None
-            if entry is not None and data is not None and self._is_sound(entry, data):
-                return self.memo.add(space, key, entry, data)
-        return None
-
-    def _bytes_of(self, entry: Entry) -> memoryview | None:
-        """None: evicted between the look and the opening, or cut short: then it is set aside."""
-        if entry.kind == "value":
-            data = entries.payload(self._catalog, entry.id)
-            return memoryview(data) if data is not None else None
-        try:
-            return blobs.map_blob(self.root, entry)
-        except FileNotFoundError:
-            self._missing(entry)
-            return None
-        except errors.Damaged as error:
-            self._set_aside(entry, str(error))
-            return None
-
-    def _missing(self, entry: Entry) -> None:
-        """The file of a row is gone. Evicted meanwhile, or somebody deleted it."""
-        if not self.root.read_only and entries.by_id(self._catalog, entry.id) and self._slots.id_of(entry.slot) == entry.id:
-            self._set_aside(entry, f"{entry.name}: its file is gone")
-
-    def _is_sound(self, entry: Entry, data: memoryview) -> bool:
-        """Verify at the first use: small entries once a process, all entries once a boot."""
-        old_boot = entry.boot != host.boot_id()
-        if not old_boot and (entry.size > FIRST_USE or entry.id in self._verified):
-            return True
-        if blobs.checksum_of(data) != entry.checksum:
-            self._set_aside(entry, f"{entry.name}: its bytes are not what was stored")
-            return False
-        if len(self._verified) > 1_000_000:
-            self._verified.clear()
-        self._verified.add(entry.id)
-        if old_boot and not self.root.read_only:
-            with faults(entry.key), self._catalog.write() as txn:
-                entries.set_boot(txn, entry.id, host.boot_id())
-        return True
-
-    def _set_aside(self, entry: Entry, why: str) -> None:
-        """A damaged entry is served to nobody: it leaves the index now, and the disk with its last lease."""
-        self._counters.add(counters.DAMAGED)
-        log.warning("%s: it is set aside, and fetched again when wanted", why)
-        if self.root.read_only:
-            return
-        with faults(entry.key), self._catalog.write() as txn:
-            if entries.by_id(txn, entry.id) is not None:
-                entries.supersede(txn, entry)
-                self._slots.clear(entry.slot, entry.id)
-            txn.leftovers = True
+        """The bytes of a key, mapped, and remembered for the next time; None where there is none. Counts and touches nothing."""
+        return self._reading.view(space, self.space(space).id, key)
 
     @_mending
     def entry(self, space: str, key: str) -> Entry | None:
@@ -287,31 +226,11 @@ class Store:
 
     @_mending
     def lease(self, space: str, key: str) -> Lease | None:
-        """A lease on the file of a key; None where there is none, or it is a small value, which has no file."""
-        with faults(key):
-            lease = self._leases.take(self.space(space).id, key)
-            if lease is None or lease.entry.kind == "value":
-                return None
-            if lease.entry.kind == "blob" and not self._file_is_sound(lease):
-                lease.close()
-                return None
-        self.touch(lease.entry)
+        """A lease on the file of a key, touched; None where there is none, or it is a small value, which has no file."""
+        lease = self._reading.lease(self.space(space).id, key)
+        if lease is not None:
+            self.touch(lease.entry)
         return lease
-
-    def _file_is_sound(self, lease: Lease) -> bool:
-        entry = lease.entry
-        try:
-            size = os.stat(lease.path).st_size
-        except FileNotFoundError:
-            self._missing(entry)
-            return False
-        if size != entry.size:
-            self._set_aside(entry, f"{entry.name}: {size} bytes stand where {entry.size} were stored")
-            return False
-        if (entry.boot == host.boot_id() and entry.size > FIRST_USE) or entry.id in self._verified:
-            return True
-        data = self._bytes_of(entry)
-        return data is not None and self._is_sound(entry, data)
 
     def alias(self, space: str, name: str, found: Remembered) -> None:
         """Let another name of an entry, such as a URL as the caller writes it, lead to it."""
@@ -456,6 +375,14 @@ class Store:
     def check(self, *, deep: bool = False) -> list[Problem]:
         """Everything that is wrong with this root; empty: it is sound. ``deep`` reads every byte."""
         return check.check(self.root, self._catalog, self._slots, self._budget, deep=deep)
+
+    @_mending
+    def repair(self, *, deep: bool = True) -> list[Problem]:
+        """Mend what `check` finds; gives what was mended."""
+        self._writable()
+        found = self.check(deep=deep)
+        check.mend(self.root, self._catalog, self._eviction, self._fill, self._reading, found)
+        return found
 
     # -- forks -----------------------------------------------------------------------------------------------------
 

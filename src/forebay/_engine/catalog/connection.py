@@ -170,6 +170,7 @@ class Catalog:
         if not self._root.read_only:
             con.execute("PRAGMA synchronous = NORMAL")
             con.execute("PRAGMA wal_autocheckpoint = 0")
+            con.execute("PRAGMA journal_size_limit = 0")  # cut when it begins anew: its size then says how much is in it
         con.execute("PRAGMA temp_store = MEMORY")
         found = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
         if found.get("format") != schema.FORMAT:

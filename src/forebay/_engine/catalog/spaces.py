@@ -66,7 +66,7 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None) -> None:
 def totals(txn: Txn, before: int | None = None) -> Totals:
     """What is used now. ``before``: count only the pending reservations that are older than this one."""
     entries, inline, count = one(txn, "SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries), 0) FROM spaces")
-    (leaving,) = one(txn, "SELECT coalesce(sum(charge), 0) FROM entries WHERE state = 2")
+    (leaving,) = one(txn, "SELECT coalesce(sum(charge), 0) FROM entries WHERE state > 0 AND state = 2")
     granted, pending, waiting = one(
         txn,
         "SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?1)), 0),"
@@ -99,3 +99,20 @@ def counters(rows: Rows) -> dict[str, int]:
 
 def zero_counters(txn: Txn) -> None:
     txn.run("DELETE FROM counters")
+
+
+def recount(txn: Txn) -> None:
+    """Note totals and free slots as the rows have them, and drop payloads and links that belong to no row."""
+    txn.run("DELETE FROM payloads WHERE id NOT IN (SELECT id FROM entries)")
+    txn.run("DELETE FROM entries WHERE kind = 'value' AND id NOT IN (SELECT id FROM payloads)")
+    txn.run("DELETE FROM links WHERE tree NOT IN (SELECT id FROM entries) OR member NOT IN (SELECT id FROM entries)")
+    txn.run(
+        "UPDATE spaces SET (bytes, charge, inline, entries) = (SELECT coalesce(sum(size * (state = 0)), 0), coalesce(sum(charge), 0),"
+        " coalesce(sum(charge * (kind = 'value')), 0), count(id) FROM entries WHERE space = spaces.id)"
+    )
+    txn.run("DELETE FROM free_slots WHERE slot IN (SELECT slot FROM entries)")
+    top = int(setting(txn, "next_slot") or 0)
+    free = {row[0] for row in txn.all("SELECT slot FROM free_slots UNION ALL SELECT slot FROM entries")}
+    for slot in range(top):
+        if slot not in free:
+            txn.run("INSERT INTO free_slots VALUES (?)", slot)
