@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -88,6 +89,26 @@ def kill_at() -> Callable[[int, Callable[[], object]], bool]:
 @pytest.fixture
 def root(tmp_path: Path) -> Root:
     return open_root(tmp_path / "root")
+
+
+def become(uid: int, gid: int) -> None:
+    """Be another user from now on, in a child."""
+    os.setgroups([])
+    os.setgid(gid)
+    os.setuid(uid)
+
+
+@pytest.fixture
+def as_user() -> Callable[[int, int], None]:
+    return become
+
+
+@pytest.fixture
+def public_path() -> Iterator[Path]:
+    """A directory that other users can get into, unlike `tmp_path`."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        yield Path(place)
 
 
 @pytest.fixture(autouse=True)

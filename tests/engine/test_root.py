@@ -13,7 +13,7 @@ from forebay._engine.root import LOCKS, Root, open_root, parse_blob_name, parse_
 from forebay._kernel import host
 from forebay.errors import NewerFormat, RootRefused
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
+as_root = pytest.mark.root
 
 
 def whole(root: Root) -> bool:
@@ -96,20 +96,15 @@ def test_a_private_root_does_not_become_a_groups(root: Root) -> None:
 
 
 @as_root
-def test_s_two_users_of_a_group_share_a_root(tmp_path: Path, children: Callable[..., object]) -> None:
-    for parent in (tmp_path, *tmp_path.parents):
-        if parent.stat().st_mode & 0o005 != 0o005 and parent.owner() == "root":
-            parent.chmod(parent.stat().st_mode | 0o055)
-    place = tmp_path / "shared"
+def test_two_users_of_a_group_share_a_root(public_path: Path, children: Callable[..., object], as_user: Callable[[int, int], None]) -> None:
+    place = public_path / "shared"
     place.mkdir()
     os.chown(place, 0, 4242)
     place.chmod(0o2770)
     made = open_root(place, shared=True)
 
     def other() -> None:
-        os.setgroups([])
-        os.setgid(4242)
-        os.setuid(4243)
+        as_user(4243, 4242)
         assert open_root(place) == made
         (place / "tmp" / "x").write_text("theirs")
         (place / "blobs" / "00" / "y").write_text("theirs")

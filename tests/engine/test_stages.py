@@ -319,18 +319,15 @@ def test_a_kill_at_any_step_can_be_gone_on_from(root: Root, kill_at: Callable[..
     assert step > 14
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user, whom modes bind")
-def test_a_finished_but_unpublished_write_is_gone_on_from_by_a_user_whom_modes_bind(root: Root, children: Callable[..., object]) -> None:
-    for path in (root.path, *root.path.parents):
-        if path.owner() == "root" and path.stat().st_mode & 0o005 != 0o005:
-            path.chmod(path.stat().st_mode | 0o055)
-    for path in (root.path, *root.path.rglob("*")):
-        os.chown(path, 4242, 4242)
+@pytest.mark.root
+def test_a_finished_but_unpublished_write_is_gone_on_from_by_a_user_whom_modes_bind(
+    public_path: Path, children: Callable[..., object], as_user: Callable[[int, int], None]
+) -> None:
+    public_path.chmod(0o777)
 
     def other() -> None:
-        os.setgroups([])
-        os.setgid(4242)
-        os.setuid(4242)
+        as_user(4242, 4242)
+        root = open_root(public_path / "root" / "of" / "theirs")
         mine = Stage.create(root, KEY, ID)
         mine.begin(2 * MIB, '"etag"')
         mine.write(0, DATA[: 2 * MIB])
@@ -427,7 +424,6 @@ def test_a_close_waits_for_the_writes_that_are_under_way(root: Root, stage: Stag
 
 
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system")
 def test_a_disk_that_is_really_full_is_told(tmp_path: Path) -> None:
     place = tmp_path / "small"
     place.mkdir()

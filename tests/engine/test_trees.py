@@ -43,6 +43,27 @@ def test_a_groups_tree_can_be_removed_by_the_group(tmp_path: Path) -> None:
     assert stat.S_IMODE((path / "a" / "b").stat().st_mode) == 0o660
 
 
+@pytest.mark.root
+def test_a_member_of_the_group_links_and_removes_what_another_stored(
+    public_path: Path, children: Callable[..., object], as_user: Callable[[int, int], None]
+) -> None:
+    place = public_path / "root"
+    place.mkdir()
+    os.chown(place, 0, 4242)
+    root = open_root(place, shared=True)
+    one = blob(root, 1)
+    trees.build(root, 7, [("a/b", one)])
+
+    def other() -> None:
+        as_user(4243, 4242)
+        trees.build(root, ID, [("a/b", one)])  # where hard links are protected, only who may write to a file may link it
+        assert trees.remove(root, 7)
+
+    assert children(other).wait() == 0
+    assert sorted(trees.list_trees(root)) == [ID]
+    assert trees.remove(root, ID)
+
+
 def test_a_removed_tree_leaves_its_blobs(root: Root, members: list[tuple[str, Path]]) -> None:
     trees.build(root, ID, members)
     assert trees.remove(root, ID)
