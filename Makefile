@@ -58,8 +58,8 @@ bench-engine: $(VENV)/.dev ## hits, puts, evictions, leases beside floors and pe
 bench-remote: $(VENV)/.dev deps ## fetches from nginx beside curl and bare clients
 	$(PY) benchmarks/remote.py
 
-docs: $(VENV)/.dev ## the site, strictly, into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+docs: $(VENV)/.dev ## the site, strictly, into site/ (--quiet would hide the warnings that it counts)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## what the targets above made, the environment too
 	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
