@@ -1,0 +1,188 @@
+"""One HTTP answer: what its headers say of the object, and its body, of which every byte is counted."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from forebay._model import ObjectInfo, Span
+from forebay.errors import RemoteProtocolError
+from forebay.remote.base import Call, Trouble, network_errors
+from forebay.remote.connections import Connections, Place
+
+DRAIN = 64 << 10  # a body that nobody wants is read up to this, so that its connection can be kept
+_RANGE = re.compile(r"bytes\s+(?:(\d+)-(\d+)|\*)/(\d+|\*)\s*\Z", re.IGNORECASE)
+
+
+class Headers(Mapping[str, str]):
+    """Names in any case; values of a name that came several times are joined by commas."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
+        self._found: dict[str, str] = {}
+        for name, value in pairs:
+            key = name.lower()
+            self._found[key] = f"{self._found[key]}, {value}" if key in self._found else value
+
+    def __getitem__(self, name: str) -> str:
+        return self._found[name.lower()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+class Answer:
+    """``status``, ``headers``, and a body that is still to come: ``length`` bytes as sent, None where the server does not say.
+
+    A context manager: left, its connection is kept if the body was read to its end, else closed."""
+
+    def __init__(self, response: http.client.HTTPResponse, connection: http.client.HTTPConnection, sock: socket.socket, call: Call) -> None:
+        self.status, self.reason, self.length = response.status, response.reason, response.length
+        self.headers = Headers(response.headers.items())
+        encoding = self.headers.get("Content-Encoding", "").strip().lower()
+        self.encoding = "" if encoding == "identity" else encoding
+        self._response, self._connection, self._sock, self._call = response, connection, sock, call
+        self._place: tuple[Connections, Place] | None = None
+
+    def keep_in(self, pool: Connections, place: Place) -> Self:
+        """Where its connection belongs, once it is free."""
+        self._place = pool, place
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        place, self._place = self._place, None
+        if place is None:
+            return
+        left = self._response.length
+        ended = self._response.isclosed() if left is None else left == 0
+        self._response.close()
+        self._call.let_go(self._sock)
+        if ended and not self._response.will_close:
+            place[0].give(place[1], self._connection)
+        else:
+            self._connection.close()
+
+    def blocks(self, limit: int | None = None) -> Iterator[bytes]:
+        """The body as sent, as it comes; at most ``limit`` bytes. Raises `Trouble` where it ends too early."""
+        options, left = self._call.options, limit
+        while left is None or left > 0:
+            self._call.check()
+            if options.total_timeout is not None:
+                self._sock.settimeout(self._call.timeout(options.read_timeout))
+            with network_errors():
+                block = self._response.read1(options.buffer if left is None else min(left, options.buffer))
+            if not block:
+                break
+            self._call.count(received=len(block))
+            left = None if left is None else left - len(block)
+            yield block
+        if self._response.length and left != 0:
+            raise Trouble(f"the connection was cut {self._response.length:,} bytes before the end")
+
+    def skip(self, count: int) -> None:
+        """Read ``count`` bytes that are not wanted."""
+        if sum(len(block) for block in self.blocks(count)) < count:
+            raise Trouble("the connection was cut")
+
+    def content(self) -> Iterator[bytes]:
+        """The body as it was before the server compressed it."""
+        if not self.encoding:
+            yield from self.blocks()
+        elif self.encoding in ("gzip", "x-gzip", "deflate"):
+            yield from _inflated(self.blocks())
+        else:
+            raise Trouble(f"it is sent as {self.encoding!r}, though only identity was asked for", RemoteProtocolError, again=False)
+
+    def drain(self) -> bytes:
+        """The beginning of a refusal's body; what of it is short enough is read to its end."""
+        return b"".join(self.blocks(DRAIN))
+
+
+def _inflated(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    inflate = zlib.decompressobj(wbits=47)  # gzip or zlib, as its header says
+    for block in blocks:
+        while block:
+            if inflate.eof:  # a gzip file may have several members
+                inflate = zlib.decompressobj(wbits=47)
+            try:
+                piece = inflate.decompress(block, 1 << 20)
+            except zlib.error as error:
+                raise Trouble(f"its compressed body is damaged: {error}", RemoteProtocolError) from error
+            block = inflate.unconsumed_tail or inflate.unused_data
+            if piece:
+                yield piece
+    if not inflate.eof:
+        raise Trouble("its compressed body was cut")
+
+
+class ContentRange(NamedTuple):
+    """``span`` of an object of ``total`` bytes; either may be unknown."""
+
+    span: Span | None
+    total: int | None
+
+
+def content_range(headers: Mapping[str, str]) -> ContentRange | None:
+    """What ``Content-Range`` says; None where it is missing or makes no sense."""
+    found = _RANGE.match(headers.get("Content-Range", "").strip())
+    if found is None:
+        return None
+    total = None if found[3] == "*" else int(found[3])
+    if found[1] is None:
+        return ContentRange(None, total)
+    start, last = int(found[1]), int(found[2])
+    if last < start or (total is not None and last >= total):
+        return None
+    return ContentRange(Span(start, last + 1 - start), total)
+
+
+def info_of(url: str, headers: Mapping[str, str], size: int | None) -> ObjectInfo:
+    """What an answer says of the object. ``size``: bytes of the whole, as they will be stored."""
+    modified = _seconds(headers.get("Last-Modified"))
+    etag = headers.get("ETag", "").strip() or None
+    if etag is None and modified is not None and size is not None:
+        etag = f"{modified:.0f}-{size}"
+    return ObjectInfo(url, size, etag, strong=bool(etag and etag.startswith('"') and size is not None), modified=modified)
+
+
+def is_same(one: str | None, other: str | None) -> bool:
+    """Weak comparison, as HTTP has it for If-None-Match."""
+    return one is not None and other is not None and one.removeprefix("W/") == other.removeprefix("W/")
+
+
+def is_etag(validator: str) -> bool:
+    return validator.startswith(('"', 'W/"'))
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds from now; the header gives seconds or a date."""
+    text = headers.get("Retry-After", "").strip()
+    if text.isdigit():
+        return float(text)
+    moment = _seconds(text)
+    return None if moment is None else max(0.0, moment - time.time())
+
+
+def _seconds(date: str | None) -> float | None:
+    if not date:
+        return None
+    try:
+        return parsedate_to_datetime(date).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,265 @@
+"""What all remotes share: options, the life of one call, retries, and the one edge where foreign errors become ours."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self, TypeVar
+
+from forebay import errors
+from forebay._model import Transfer
+from forebay.remote.urls import canonical
+
+log = logging.getLogger("forebay.remote")
+T = TypeVar("T")
+
+MAX_PAUSE = 10.0
+MAX_RETRY_AFTER = 120.0
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """How remotes are asked. Hashable; pickles; its repr shows no secret.
+
+    ``headers``, ``token`` (sent as ``Authorization: Bearer``): for every URL that is asked with these options, but not for
+    another host to which it redirects. Credentials of one host belong into ``~/.netrc`` (or ``$NETRC``).
+    ``connect_timeout``, ``read_timeout``: seconds; the latter counts from the last byte that came. ``total_timeout``: seconds for
+    one call with all its retries, None: no limit. ``attempts``: tries of one request or range. ``backoff``: seconds before
+    the second try, doubled from try to try up to 10 s, jittered; a Retry-After is waited for instead.
+    ``connections``: per process; more are opened only where more threads ask at once. ``streams``: ranges of one object that
+    are asked for at once. ``part``: bytes of a range. ``buffer``: bytes taken from a socket at once. ``proxies``: use
+    ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY``, ``NO_PROXY``. ``netrc``: use the netrc file. ``anonymous``,
+    ``requester_pays``: of ``s3://``.
+    """
+
+    headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+    token: str | None = field(default=None, repr=False)
+    connect_timeout: float = 10.0
+    read_timeout: float = 30.0
+    total_timeout: float | None = None
+    attempts: int = 5
+    backoff: float = 0.25
+    connections: int = 16
+    streams: int = 4
+    part: int = 8 << 20
+    buffer: int = 256 << 10
+    proxies: bool = True
+    netrc: bool = True
+    anonymous: bool | None = None
+    requester_pays: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("connect_timeout", "read_timeout", "total_timeout", "attempts", "connections", "streams", "part", "buffer"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise errors.ConfigError(f"{name} is {value!r}: it must be above 0", name=name, value=value)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """Options from FOREBAY_CONNECT_TIMEOUT, FOREBAY_READ_TIMEOUT, FOREBAY_TOTAL_TIMEOUT, FOREBAY_ATTEMPTS, FOREBAY_CONNECTIONS
+        and FOREBAY_STREAMS. Raises `ConfigError`, naming the variable."""
+        kinds: dict[str, Callable[[str], float]] = {
+            "connect_timeout": float, "read_timeout": float, "total_timeout": float, "attempts": int, "connections": int, "streams": int,
+        }  # fmt: skip
+        found = {name: _number(environ, f"FOREBAY_{name.upper()}", kind) for name, kind in kinds.items()}
+        return cls(**{name: value for name, value in found.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], float]) -> float | None:
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not value > 0:
+        raise errors.ConfigError(f"{name} is {text!r}: a number above 0 is wanted", name=name, value=text)
+    return value
+
+
+class Trouble(Exception):
+    """One attempt failed; if ``again``, another may go well. ``error``: the class to raise when no attempt is left; ``why``: in words,
+    without secrets; ``retry_after``: seconds that the remote wants to be left alone."""
+
+    def __init__(
+        self,
+        why: str,
+        error: type[errors.RemoteError] = errors.RemoteUnavailable,
+        *,
+        again: bool = True,
+        retry_after: float | None = None,
+        status: int | None = None,
+    ) -> None:
+        super().__init__(why)
+        self.why, self.error, self.again, self.retry_after, self.status = why, error, again, retry_after, status
+
+
+class Stopped(Exception):
+    """This call is being given up: another of its threads failed, or its caller was interrupted."""
+
+
+@contextmanager
+def network_errors() -> Iterator[None]:
+    """The edge: what sockets, TLS and `http.client` raise becomes `Trouble`. No sink is called in here: its errors are its own."""
+    try:
+        yield
+    except errors.ForebayError:
+        raise
+    except ssl.SSLCertVerificationError as error:
+        raise Trouble(f"its certificate is not trusted: {error.verify_message}", again=False) from error
+    except TimeoutError as error:
+        raise Trouble("nothing came for too long", errors.RemoteTimeout) from error
+    except socket.gaierror as error:
+        raise Trouble(f"its host name cannot be resolved: {error.strerror}") from error
+    except http.client.IncompleteRead as error:
+        raise Trouble("the connection was cut") from error
+    except OSError as error:  # RemoteDisconnected is one, too
+        raise Trouble(f"the connection failed: {error.strerror or error}") from error
+    except http.client.HTTPException as error:  # its text may hold what the server sent, or a URL
+        raise Trouble(f"an answer that is not HTTP ({type(error).__name__})", errors.RemoteProtocolError) from None
+
+
+class Call:
+    """One call of a remote: its deadline, what it counts, and its end. Shared by the threads that work for it.
+
+    ``url``: without secrets. Left (or aborted), it wakes all of its threads that wait for a socket or between two attempts."""
+
+    def __init__(self, url: str, options: RemoteOptions) -> None:
+        self.url, self.options = canonical(url), options
+        self.transfer = Transfer()
+        self._began = time.monotonic()
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # guards what follows, and the counts
+        self._sockets: set[socket.socket] = set()
+        self._connecting: set[int] = set()
+
+    def again(self) -> Call:
+        """This call from its beginning: with its counts and its deadline, but none of its threads."""
+        self.abort()
+        successor = Call(self.url, self.options)
+        successor.transfer, successor._began = self.transfer, self._began
+        return successor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """End the work of all threads of this call."""
+        with self._lock:
+            self._stop.set()
+            sockets, self._sockets = self._sockets, set()
+        for found in sockets:
+            _wake(found)
+
+    def check(self) -> None:
+        """Raise `Stopped` if this call is given up, `RemoteTimeout` if its time is over."""
+        if self._stop.is_set():
+            raise Stopped
+        self.remaining()
+
+    def remaining(self) -> float | None:
+        """Seconds left, None without limit. Raises `RemoteTimeout` if there are none."""
+        limit = self.options.total_timeout
+        if limit is None:
+            return None
+        left = self._began + limit - time.monotonic()
+        if left <= 0:
+            raise self.failure(Trouble(f"not done in {limit:g} s", errors.RemoteTimeout), 1)
+        return left
+
+    def timeout(self, seconds: float) -> float:
+        """``seconds``, or what is left of the call if that is less."""
+        left = self.remaining()
+        return seconds if left is None else min(seconds, left)
+
+    def count(self, *, requests: int = 0, received: int = 0, retries: int = 0) -> None:
+        with self._lock:
+            self.transfer.requests += requests
+            self.transfer.received += received
+            self.transfer.retries += retries
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Around what nobody can wake: connecting, resolving a name. Who ends the call does not wait for a thread in here."""
+        me = threading.get_ident()
+        with self._lock:
+            self._connecting.add(me)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connecting.discard(me)
+
+    def is_connecting(self, thread: threading.Thread) -> bool:
+        with self._lock:
+            return thread.ident in self._connecting
+
+    def hold(self, sock: socket.socket) -> None:
+        """``sock`` works for this call. Raises `Stopped` if that is given up."""
+        with self._lock:
+            if self._stop.is_set():
+                raise Stopped
+            self._sockets.add(sock)
+
+    def let_go(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(sock)
+
+    def retrying(self, work: Callable[[], T]) -> T:
+        """``work()``, again after each `Trouble`, until it goes well, the attempts are used up or the time is over."""
+        for attempt in range(1, self.options.attempts + 1):
+            try:
+                self.check()
+                return work()
+            except Trouble as trouble:
+                if self._stop.is_set():
+                    raise Stopped from trouble
+                pause = self._pause(trouble, attempt)
+                if pause is None:
+                    raise self.failure(trouble, attempt) from trouble.__cause__
+                log.debug("%s: %s; attempt %d in %.2f s", self.url, trouble.why, attempt + 1, pause)
+            self.count(retries=1)
+            self._stop.wait(pause)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _pause(self, trouble: Trouble, attempt: int) -> float | None:
+        """Seconds until the next attempt; None if there is none."""
+        if attempt == self.options.attempts or not trouble.again:
+            return None
+        pause = min(MAX_PAUSE, self.options.backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+        if trouble.retry_after is not None:
+            if trouble.retry_after > MAX_RETRY_AFTER:
+                return None
+            pause = max(pause, trouble.retry_after)
+        left = self.remaining()
+        return pause if left is None or pause < left else None
+
+    def failure(self, trouble: Trouble, attempts: int) -> errors.RemoteError:
+        """The error that tells of ``trouble``."""
+        done = self.transfer.received
+        tries = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+        asked = f"; it asks to come back in {trouble.retry_after:.0f} s" if (trouble.retry_after or 0) > MAX_RETRY_AFTER else ""
+        message = f"{self.url}: {trouble.why}, after {tries} and {done:,} bytes{asked}"
+        return trouble.error(message, url=self.url, done=done, attempts=attempts, status=trouble.status)
+
+
+def _wake(sock: socket.socket) -> None:
+    try:
+        # not SSLSocket.shutdown(): that takes TLS away under a reader, which would go on with what is still encrypted
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+    except OSError as error:
+        log.debug("a connection was closed already: %s", error)

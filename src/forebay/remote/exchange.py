@@ -1,0 +1,153 @@
+"""Question and answer: credentials, signatures, redirects, and what a status means."""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+from collections.abc import Callable, Container, Mapping
+from functools import lru_cache
+from typing import TypeAlias
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from forebay import errors
+from forebay.remote.answers import Answer, retry_after
+from forebay.remote.base import Call, RemoteOptions, Trouble, network_errors
+from forebay.remote.connections import Connections, Place, basic, proxy_headers
+
+log = logging.getLogger("forebay.remote")
+
+Sign: TypeAlias = Callable[[str, str, Mapping[str, str]], tuple[str, Mapping[str, str]]]
+"""(method, URL, headers) -> where to send it and with which headers. Called for every request, and for where a redirect leads;
+may turn a URL of another scheme into an HTTP one."""
+
+Judge: TypeAlias = Callable[[str, int, Mapping[str, str], bytes], Exception | None]
+"""(URL, status, headers, beginning of the body) of a refusal -> the error to raise (`Trouble`: try again); None: as HTTP has it."""
+
+OWN = {"User-Agent": "forebay", "Accept": "*/*", "Accept-Encoding": "identity"}
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+MAX_HOPS = 10
+TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529})
+_SAFE = "/%:=&?~#+!$,;'@()*[]"
+
+
+class Exchange:
+    """Sends requests over kept connections. Any thread; usable after a fork."""
+
+    def __init__(self, options: RemoteOptions, sign: Sign | None = None, judge: Judge | None = None) -> None:
+        self.options = options
+        self.pool = Connections(options)
+        self._sign, self._judge = sign, judge
+
+    def ask(
+        self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None
+    ) -> Answer:
+        """The answer, if its status is in ``ok``. Follows redirects; takes the user's credentials to no other host.
+        Raises `RemoteError`, or `Trouble` where another attempt may go well."""
+        target, first = url, None
+        for _ in range(MAX_HOPS):
+            sent = headers
+            if self._sign is not None:
+                where, sent = self._sign(method, target, headers)
+            else:
+                where = target
+            place = _place(call, where)
+            first = first or place
+            answer = self._send(call, method, where, place, {**OWN, **self._credentials(where, place == first), **sent}, body)
+            if answer.status in ok:
+                return answer
+            with answer:
+                if answer.status not in REDIRECTS or "Location" not in answer.headers:
+                    raise self._refusal(call, url, answer)
+                answer.drain()
+            target = urljoin(where, answer.headers["Location"])
+            if answer.status == 303 and method != "HEAD":
+                method, body = "GET", None
+        raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_HOPS} times", url=call.url)
+
+    def _send(self, call: Call, method: str, url: str, place: Place, headers: Mapping[str, str], body: bytes | None) -> Answer:
+        target = _target(url)
+        proxy = self.pool.proxy(place) if place.scheme == "http" else None
+        if proxy is not None:
+            target = f"http://{urlsplit(url).netloc.rpartition('@')[2]}{target}"
+            headers = {**headers, **proxy_headers(proxy)}
+        connection = self.pool.take(place, call)
+        sock = connection.sock
+        try:
+            sock.settimeout(call.timeout(self.options.read_timeout))
+            call.count(requests=1)
+            with network_errors():
+                connection.request(method, target, body=body, headers=headers)
+                response = connection.getresponse()
+        except BaseException:
+            call.let_go(sock)
+            connection.close()
+            raise
+        return Answer(response, connection, sock, call).keep_in(self.pool, place)
+
+    def _credentials(self, url: str, at_home: bool) -> dict[str, str]:
+        """What the user wants to be sent; to another host than the first only what netrc has for that one."""
+        found = dict(self.options.headers) if at_home else {}
+        if self._sign is not None or any(name.lower() == "authorization" for name in found):
+            return found
+        parts = urlsplit(url)
+        if at_home and self.options.token:
+            found["Authorization"] = f"Bearer {self.options.token}"
+        elif parts.username:
+            found["Authorization"] = basic(unquote(parts.username), unquote(parts.password or ""))
+        elif self.options.netrc and (known := _netrc(parts.hostname or "")):
+            found["Authorization"] = basic(*known)
+        return found
+
+    def _refusal(self, call: Call, url: str, answer: Answer) -> Exception:
+        body = answer.drain()
+        judged = self._judge(url, answer.status, answer.headers, body) if self._judge else None
+        return judged or meaning(call.url, answer.status, answer.reason, answer.headers)
+
+
+def meaning(url: str, status: int, reason: str, headers: Mapping[str, str]) -> Exception:
+    """What a refusing status means. ``url``: without secrets."""
+    said = f"the remote answers {status} {reason}".rstrip()
+    if status in TRY_AGAIN:
+        return Trouble(said, retry_after=retry_after(headers), status=status)
+    if status in (401, 403):
+        todo = "give credentials (netrc, token, headers)" if status == 401 else "check that these credentials may read it"
+        return errors.AccessDenied(f"{url}: {said}: {todo}", url=url, status=status)
+    if status in (404, 410):
+        return errors.NotFound(f"{url}: {said}", url=url, status=status)
+    if status < 400 or status in (412, 416):
+        return errors.RemoteProtocolError(f"{url}: {said}, which does not fit the question", url=url, status=status)
+    return errors.RemoteError(f"{url}: {said}", url=url, status=status)
+
+
+def _place(call: Call, url: str) -> Place:
+    try:
+        return Place.of(url)
+    except ValueError as error:
+        raise errors.ConfigError(f"{call.url}: {error}") from None
+
+
+def _target(url: str) -> str:
+    parts = urlsplit(url)
+    query = f"?{quote(parts.query, _SAFE)}" if parts.query else ""
+    return (quote(parts.path, _SAFE) or "/") + query
+
+
+def _netrc(host: str) -> tuple[str, str] | None:
+    path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
+    try:
+        changed = os.stat(path).st_mtime_ns
+    except OSError:
+        return None
+    return _netrc_of(path, changed, host)
+
+
+@lru_cache(maxsize=256)
+def _netrc_of(path: str, changed: int, host: str) -> tuple[str, str] | None:
+    """``changed``: read again when the file was written."""
+    try:
+        found = netrc.netrc(path).authenticators(host)
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError) as error:
+        log.warning("%s cannot be used: %s", path, type(error).__name__)
+        return None
+    return (found[0], found[2] or "") if found and found[0] else None

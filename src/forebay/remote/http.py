@@ -1,0 +1,130 @@
+"""``http://`` and ``https://``."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from email.utils import formatdate
+
+from forebay import errors
+from forebay._model import ObjectInfo, Sink, Span, Transfer
+from forebay.remote.answers import content_range, info_of, is_etag, is_same
+from forebay.remote.base import Call, RemoteOptions
+from forebay.remote.download import Download, changed
+from forebay.remote.exchange import Exchange, Judge, Sign
+
+CHANGES = 2  # an object that changes more often while it is fetched is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A small answer, whole. ``headers``: looked up in any case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class HttpRemote:
+    """A `Remote` over HTTP. Callable from any thread; a forked child has connections of its own.
+
+    ``sign``, ``judge``: how a protocol over HTTP, such as S3, sends its requests and reads its refusals."""
+
+    def __init__(self, options: RemoteOptions | None = None, sign: Sign | None = None, judge: Judge | None = None) -> None:
+        self.options = options or RemoteOptions()
+        self._exchange = Exchange(self.options, sign, judge)
+
+    def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
+        """See `Remote.stat`. Asks by HEAD, or for one byte where the server refuses HEAD."""
+        with Call(url, self.options) as call:
+            info = call.retrying(lambda: self._stat(call, url, _conditions(known)))
+        return None if info is None or (known is not None and is_same(info.validator, known)) else info
+
+    def _stat(self, call: Call, url: str, conditions: dict[str, str]) -> ObjectInfo | None:
+        with self._exchange.ask(call, "HEAD", url, conditions, ok=(200, 304, 400, 401, 403, 405, 501)) as answer:
+            if answer.status == 304:
+                return None
+            if answer.status == 200:
+                return info_of(url, answer.headers, _length(answer.headers) if not answer.encoding else None)
+        asked = {**conditions, "Range": "bytes=0-0"}
+        with self._exchange.ask(call, "GET", url, asked, ok=(200, 206, 304, 416)) as answer:
+            if answer.status == 304:
+                return None
+            if answer.status == 200:
+                return info_of(url, answer.headers, answer.length if not answer.encoding else None)
+            answer.drain()
+            said = content_range(answer.headers)
+            return info_of(url, answer.headers, said.total if said else None)
+
+    def fetch(self, url: str, sink: Sink) -> Transfer:
+        """See `Remote.fetch`. An object that changes meanwhile is begun anew, twice at most: then `RemoteChanged`."""
+        call, kept = Call(url, self.options), sink.partial
+        for turn in range(CHANGES + 1):
+            with call:
+                try:
+                    call.retrying(Download(self._exchange, call, url, sink, kept))
+                    break
+                except errors.RemoteChanged:
+                    if turn == CHANGES:
+                        raise
+                    kept = None
+            call = call.again()
+        return call.transfer
+
+    def read(self, url: str, span: Span, *, validator: str | None = None) -> bytes:
+        """See `Remote.read`."""
+        if span.length == 0:
+            return b""
+        with Call(url, self.options) as call:
+            return call.retrying(lambda: self._read(call, url, span, validator))
+
+    def _read(self, call: Call, url: str, span: Span, validator: str | None) -> bytes:
+        headers = {"Range": f"bytes={span.start}-{span.end - 1}"}
+        if validator is not None and validator.startswith('"'):
+            headers["If-Match"] = validator
+        with self._exchange.ask(call, "GET", url, headers, ok=(200, 206, 412, 416)) as answer:
+            if answer.status == 416:
+                answer.drain()
+                return b""
+            said = content_range(answer.headers)
+            size = answer.length if answer.status == 200 else said.total if said else None
+            if answer.status == 412 or (validator is not None and info_of(url, answer.headers, size).validator != validator):
+                raise changed(call.url)
+            if answer.status == 206 and (said is None or said.span is None or said.span.start != span.start):
+                found = answer.headers.get("Content-Range")
+                raise errors.RemoteProtocolError(f"{call.url}: {headers['Range']} asked for, {found!r} answered", url=call.url, status=206)
+            if answer.status == 200:
+                answer.skip(span.start)
+            return b"".join(answer.blocks(span.length))
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        """HTTP knows no listing: raises `RemoteError`."""
+        raise errors.RemoteError(f"{Call(url, self.options).url}: HTTP cannot list what begins with a URL", url=Call(url, self.options).url)
+
+    def request(
+        self, method: str, url: str, headers: Mapping[str, str] | None = None, body: bytes | None = None, *, ok: Container[int] = (200,)
+    ) -> Reply:
+        """Send one request and read its whole answer. Tried again as a read is: the request must be one that may be sent twice.
+        Raises `RemoteError` for a status that is not in ``ok``."""
+        with Call(url, self.options) as call:
+
+            def once() -> Reply:
+                with self._exchange.ask(call, method, url, headers or {}, ok=ok, body=body) as answer:
+                    return Reply(answer.status, answer.headers, b"".join(answer.content()))
+
+            return call.retrying(once)
+
+
+def _conditions(known: str | None) -> dict[str, str]:
+    """Headers by which the server need not answer if ``known`` (an ETag, or ``mtime-size``) is still so."""
+    if known is None:
+        return {}
+    if is_etag(known):
+        return {"If-None-Match": known}
+    seconds = known.partition("-")[0]
+    return {"If-Modified-Since": formatdate(int(seconds), usegmt=True)} if seconds.isdigit() else {}
+
+
+def _length(headers: Mapping[str, str]) -> int | None:
+    text = headers.get("Content-Length", "")
+    return int(text) if text.isdigit() else None
