@@ -22,7 +22,11 @@ from forebay._engine.store import Settings, Store
 from forebay._kernel import host
 from forebay._model import Buffer, Entry, Problem, Report, Victim
 from forebay.origin import URLS, Ask, Origin, Target
-from forebay.reports import OnProgress, Plan, Progress, Stats, WarmReport
+from forebay.reports import OnProgress as OnProgress
+from forebay.reports import Plan as Plan
+from forebay.reports import Progress as Progress
+from forebay.reports import Stats as Stats
+from forebay.reports import WarmReport as WarmReport
 from forebay.spaces import Space
 
 log = logging.getLogger("forebay.cache")

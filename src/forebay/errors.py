@@ -104,18 +104,21 @@ class CacheFault(ForebayError, OSError):
 
 
 class NoSpace(CacheFault):
-    """No room in the cache, nor on the disk. ``need``, ``free``, ``budget``: bytes."""
+    """No room in the cache, nor on the disk. ``need``, ``free``, ``budget``: bytes. ``hopeless``: it would not fit into an empty cache."""
 
     errno = errno.ENOSPC
     need: int
     free: int
     budget: int
+    hopeless: bool = False
 
     @classmethod
-    def of(cls, key: str, need: int, free: int, budget: int, todo: str = "raise the budget, or see `forebay ls --leased`") -> NoSpace:
+    def of(
+        cls, key: str, need: int, free: int, budget: int, todo: str = "raise the budget, or see `forebay ls --leased`", *, hopeless: bool = False
+    ) -> NoSpace:  # fmt: skip
         return cls(
             f"no room for {key!r}: {need:,} bytes wanted, {max(free, 0):,} of the budget of {budget:,} can be had: {todo}",
-            key=key, need=need, free=free, budget=budget,
+            key=key, need=need, free=free, budget=budget, hopeless=hopeless,
         )  # fmt: skip
 
 

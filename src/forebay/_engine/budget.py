@@ -84,6 +84,7 @@ class _Attempt:
     picked: set[Scope] = field(default_factory=set)
     pick: set[Scope] = field(default_factory=set)
     stuck: Short | None = None
+    hopeless: bool = False
 
 
 @dataclass(slots=True)
@@ -176,7 +177,7 @@ class Budget:
                 if granted is not None:
                     return granted
                 if attempt.stuck is not None:
-                    raise self._no_space(want, attempt.stuck)
+                    raise self._no_space(want, attempt.stuck, attempt.hopeless)
                 self._unlink(attempt)
                 if not (attempt.doomed or attempt.partials or attempt.pick):
                     self._wait_for_others(until)
@@ -241,7 +242,7 @@ class Budget:
         limits, space = self.limits(txn), spaces.by_id(txn, want.space)
         quota = space.quota if space and space.quota is not None else want.size
         if self.charge(want.size, want.inline) > limits.budget or want.size > quota or limits.max_entries == 0:
-            attempt.stuck = short
+            attempt.stuck, attempt.hopeless = short, True
             return False
         if not attempt.id:
             attempt.id = self._enter(txn, want, attempt.me, granted=False)
@@ -327,10 +328,31 @@ class Budget:
             raise errors.CacheFault("room that others are making did not come in time")
         self._words.sleep(SPACE_WORD, min(left, 0.02))
 
-    def _no_space(self, want: Want | None, short: Short) -> errors.NoSpace:
+    def _no_space(self, want: Want | None, short: Short, hopeless: bool) -> errors.NoSpace:
         if want is None:
             return errors.NoSpace.of("what is there", short.bytes, 0, short.budget)
+        if hopeless:
+            return errors.NoSpace.of(
+                want.key, want.size, short.free, short.budget, "it is larger than may ever be kept: raise the budget or the quota", hopeless=True
+            )
         return errors.NoSpace.of(want.key, want.size, short.free, short.budget)
+
+    def wait_for_room(self, want: Want, timeout: float | None) -> None:
+        """Until ``want`` may fit: somebody removed something, or let a lease go. Caller: holds no lock. Raises `WaitTimeout`, or `NoSpace`
+        for what can never fit."""
+
+        def attempt() -> bool | None:
+            try:
+                self.cancel(self.reserve(want).id)
+            except errors.NoSpace as error:
+                if error.hopeless:
+                    raise
+                return None
+            return True
+
+        waits.wait_for(
+            attempt, self._words, SPACE_WORD, what=lambda: (f"room for {want.key!r} ({want.size:,} bytes)", "leases and pins"), timeout=timeout
+        )
 
     def close(self) -> None:
         self._keys.close()

@@ -12,11 +12,11 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from forebay import errors
 from forebay._engine import check, counters
-from forebay._engine.budget import Budget
+from forebay._engine.budget import Budget, Want
 from forebay._engine.catalog import Catalog, CatalogBroken, entries, people, spaces
 from forebay._engine.counters import Counters
 from forebay._engine.eviction import Doomed, Eviction
@@ -61,7 +61,7 @@ def _mending(call: Callable[Concatenate[Store, P], R]) -> Callable[Concatenate[S
             self._mend(error)
             return call(self, *args, **kwargs)
 
-    return cast(Callable[Concatenate[Store, P], R], mended)
+    return mended  # type: ignore[return-value]  # a method keeps its name for self
 
 
 class Store:
@@ -252,13 +252,35 @@ class Store:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @_mending
-    def put(self, space: str, key: str, data: Buffer, *, life: str = "cached", meta: str = "", validator: str | None = None) -> Entry:
-        """Store bytes. Raises `NoSpace` or another `CacheFault`; what was there before then stays."""
+    def put(
+        self, space: str, key: str, data: Buffer, *, life: str = "cached", meta: str = "", validator: str | None = None,
+        timeout: float | None = None,
+    ) -> Entry:  # fmt: skip
+        """Store bytes. Raises `NoSpace` or another `CacheFault`; what was there before then stays.
+
+        In a space whose policy is ``wait`` it waits while all bytes are held: at most ``timeout`` seconds, then `NoSpace`."""
         self._writable()
         place = self.space(space)
-        entry = self._publisher.put(Label(place.id, place.name, key, life=life, meta=meta), data, validator=validator)
-        self._counters.add(counters.BYTES_STORED, entry.size)
-        return entry
+        label = Label(place.id, place.name, key, life=life, meta=meta)
+        while True:
+            try:
+                entry = self._publisher.put(label, data, validator=validator)
+            except errors.NoSpace as error:
+                if place.policy != Policy.WAIT or error.hopeless:
+                    raise
+                self._wait_for_room(label, memoryview(data).nbytes, timeout, error)
+                continue
+            self._counters.add(counters.BYTES_STORED, entry.size)
+            return entry
+
+    def _wait_for_room(self, label: Label, size: int, timeout: float | None, error: errors.NoSpace) -> None:
+        began = host.now_ns()
+        try:
+            self._budget.wait_for_room(Want(label.space, label.key, 0, size), timeout)
+        except errors.WaitTimeout as late:
+            raise error from late
+        finally:
+            self._counters.add(counters.WAIT_NS_SPACE, host.now_ns() - began)
 
     @_mending
     def writing(

@@ -23,7 +23,7 @@ log = logging.getLogger("forebay.catalog")
 
 BALLAST = 4 << 20
 PAGE = 4096
-WAL_SOFT, WAL_HARD = 4 << 20, 16 << 20
+WAL_SOFT, WAL_HARD, TIDY_EVERY = 4 << 20, 12 << 20, 100
 WRITER_WAIT = 10.0
 WRITER_WORD = 0
 _FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE}
@@ -93,10 +93,12 @@ class Catalog:
 
     def __init__(self, root: Root, words: waits.Words, *, immutable: bool = False) -> None:
         self._root, self._words, self._immutable = root, words, immutable
+        self._path, self._journal = str(root.catalog), f"{root.catalog}-wal"
         self._writer = locks.LockFile(root.lock("writer"), writable=not root.read_only)
         self._mutex = threading.RLock()  # guards _con, _seen, _pid
         self._con: sqlite3.Connection | None = None
         self._seen: tuple[int, int] | None = None
+        self._commits = 0
         self._pid = os.getpid()
         self.sweeper: Callable[[], None] | None = None
 
@@ -104,7 +106,7 @@ class Catalog:
 
     def open(self) -> None:
         """Connect; create what is missing. Raises `CatalogBroken` where only `rebuild` helps."""
-        if not self._root.read_only and not os.path.exists(self._root.catalog):
+        if not self._root.read_only and not os.path.exists(self._path):
             with self.writer():
                 self._create()
         with self._mutex, _translated():
@@ -124,16 +126,16 @@ class Catalog:
                 self._close_locked()
             log.warning("the catalog of %s is damaged or missing: starting with an empty one, what was cached is fetched again", self._root.path)
             for ending in ("-wal", "-shm", ""):
-                host.unlink(f"{self._root.catalog}{ending}")
+                host.unlink(f"{self._path}{ending}")
             self._create()
             with self._mutex, _translated():
                 self._connect_locked()
 
     def _create(self) -> None:
         """Caller: holds the writer lock. The database gets its name only when it is whole."""
-        if os.path.exists(self._root.catalog):
+        if os.path.exists(self._path):
             return
-        draft = f"{self._root.catalog}.new"
+        draft = f"{self._path}.new"
         for ending in ("", "-wal", "-shm", "-journal"):
             host.unlink(draft + ending)
         host.step("catalog-create", draft)
@@ -145,32 +147,31 @@ class Catalog:
         if self._root.shared:
             host.chmod(draft, 0o660)
         self.make_ballast()
-        host.rename(draft, self._root.catalog)
+        host.rename(draft, self._path)
 
     def _connect_locked(self) -> None:
         if self._immutable:
-            uri = f"file:{_quoted(self._root.catalog)}?immutable=1"
+            uri = f"file:{_quoted(self._path)}?immutable=1"
         else:
-            uri = f"file:{_quoted(self._root.catalog)}?mode={'ro' if self._root.read_only else 'rw'}"
+            uri = f"file:{_quoted(self._path)}?mode={'ro' if self._root.read_only else 'rw'}"
         try:
             con = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=2.0, cached_statements=256)
         except sqlite3.OperationalError as error:
-            if not os.path.exists(self._root.catalog):
-                raise CatalogBroken(f"the catalog {self._root.catalog} is gone: {error}") from error
+            if not os.path.exists(self._path):
+                raise CatalogBroken(f"the catalog {self._path} is gone: {error}") from error
             raise
         try:
             self._check_identity(con)
         except BaseException:
             con.close()
             raise
-        where = os.stat(self._root.catalog)
+        where = os.stat(self._path)
         self._con, self._seen, self._pid = con, (where.st_dev, where.st_ino), os.getpid()
 
     def _check_identity(self, con: sqlite3.Connection) -> None:
         if not self._root.read_only:
             con.execute("PRAGMA synchronous = NORMAL")
             con.execute("PRAGMA wal_autocheckpoint = 0")
-            con.execute("PRAGMA journal_size_limit = 0")  # cut when it begins anew: its size then says how much is in it
         con.execute("PRAGMA temp_store = MEMORY")
         found = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
         if found.get("format") != schema.FORMAT:
@@ -230,9 +231,9 @@ class Catalog:
                 txn = Txn(con)
                 try:
                     yield txn
-                    host.step("commit", self._root.catalog)
+                    host.step("commit", self._path)
                     con.execute("COMMIT")
-                    host.step("committed", self._root.catalog)
+                    host.step("committed", self._path)
                 except BaseException:
                     if con.in_transaction:
                         con.execute("ROLLBACK")
@@ -249,9 +250,9 @@ class Catalog:
         if not self._writer.is_same():
             raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
         try:
-            where = os.stat(self._root.catalog)
+            where = os.stat(self._path)
         except FileNotFoundError as error:
-            raise CatalogBroken(f"the catalog {self._root.catalog} was deleted") from error
+            raise CatalogBroken(f"the catalog {self._path} was deleted") from error
         with self._mutex:
             if self._seen is not None and self._seen != (where.st_dev, where.st_ino):
                 self._close_locked()
@@ -259,19 +260,22 @@ class Catalog:
     # -- room ------------------------------------------------------------------------------------------------------
 
     def _tidy_journal(self) -> None:
+        """Copy the journal into the database from time to time, outside the writer lock; cut it where others kept it from beginning anew.
+
+        The journal's size does not say how much of it is in use, so a process counts its own transactions."""
+        self._commits += 1
         size = self._journal_size()
-        if size < WAL_SOFT:
-            return
         with contextlib.suppress(errors.CacheFault):
-            if size < WAL_HARD:
+            if size >= WAL_HARD:
+                with self.writer():
+                    self.all("PRAGMA wal_checkpoint(TRUNCATE)")
+            elif size >= WAL_SOFT and self._commits >= TIDY_EVERY:
                 self.all("PRAGMA wal_checkpoint(PASSIVE)")
-                return
-            with self.writer():
-                self.all("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._commits = 0
 
     def _journal_size(self) -> int:
         try:
-            return os.stat(f"{self._root.catalog}-wal").st_size
+            return os.stat(self._journal).st_size
         except FileNotFoundError:
             return 0
 
@@ -329,7 +333,7 @@ class Catalog:
         self._writer.after_fork_child(keep=False)
 
 
-def _quoted(path: str | os.PathLike[str]) -> str:
-    return str(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+def _quoted(path: str) -> str:
+    return path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
 

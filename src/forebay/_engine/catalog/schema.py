@@ -19,7 +19,7 @@ CREATE TABLE spaces(
     entries INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE entries(
     id INTEGER PRIMARY KEY, space INTEGER NOT NULL, key TEXT NOT NULL, kind TEXT NOT NULL, state INTEGER NOT NULL DEFAULT {LIVE},
-    slot INTEGER NOT NULL UNIQUE, size INTEGER NOT NULL, charge INTEGER NOT NULL, checksum BLOB NOT NULL, validator TEXT,
+    slot INTEGER NOT NULL, size INTEGER NOT NULL, charge INTEGER NOT NULL, checksum BLOB NOT NULL, validator TEXT,
     created REAL NOT NULL, boot TEXT NOT NULL, life TEXT NOT NULL, suffix TEXT NOT NULL, meta TEXT NOT NULL);
 CREATE UNIQUE INDEX entry_key ON entries(space, key) WHERE state = {LIVE};
 CREATE INDEX entry_leaving ON entries(state) WHERE state > {LIVE};

@@ -37,6 +37,13 @@ class Totals:
     count: int
 
 
+# One statement: it is asked in every transaction that writes.
+_TOTALS = """
+SELECT * FROM (SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries), 0) FROM spaces),
+    (SELECT coalesce(sum(charge), 0) FROM entries WHERE state > 0 AND state = 2),
+    (SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?1)), 0),
+        coalesce(sum(granted OR id < ?1), 0) FROM reservations WHERE id IS NOT ?1)
+"""
 _FROM = "SELECT id, name, kind, policy, quota, bytes, charge, entries FROM spaces"
 
 
@@ -65,14 +72,7 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None) -> None:
 
 def totals(txn: Txn, before: int | None = None) -> Totals:
     """What is used now. ``before``: count only the pending reservations that are older than this one."""
-    entries, inline, count = one(txn, "SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries), 0) FROM spaces")
-    (leaving,) = one(txn, "SELECT coalesce(sum(charge), 0) FROM entries WHERE state > 0 AND state = 2")
-    granted, pending, waiting = one(
-        txn,
-        "SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?1)), 0),"
-        " coalesce(sum(granted OR id < ?1), 0) FROM reservations WHERE id IS NOT ?1",
-        (1 << 62) if before is None else before,
-    )
+    entries, inline, count, leaving, granted, pending, waiting = one(txn, _TOTALS, (1 << 62) if before is None else before)
     pages, spare = txn.pages()
     return Totals(entries, leaving, granted, pending, pages - spare - inline, spare, count + waiting)
 
