@@ -20,8 +20,10 @@ DEFAULT_MAX_AGE = 300.0
 
 _SIZE = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%|[a-z]*)", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_UNITS = {
-    f"{letter}{end}": base**power for letter, power in _POWERS.items() for end, base in (("", 1000), ("b", 1000), ("ib", 1024), ("i", 1024))
+_UNITS: dict[str, int] = {
+    f"{letter}{end}": int(base**power)
+    for letter, power in _POWERS.items()
+    for end, base in (("", 1000), ("b", 1000), ("i", 1024), ("ib", 1024))
 }
 
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)

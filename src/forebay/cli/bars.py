@@ -1,0 +1,115 @@
+"""Live progress of fetches: one bar per object and a total; who waits, for whom, and how far that one is."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
+
+from forebay._config import format_age, format_size
+from forebay.cli.render import LOG_LINES, console, plain, wants_bars
+
+if TYPE_CHECKING:
+    from forebay import reports
+
+SHOWN = 12
+"""Finished bars that stay on the screen; older ones live on in the total."""
+
+
+class Bars:
+    """Takes the progress of ``objects`` fetches, from any thread, and draws it. Draws nothing where nobody would see it.
+
+    A context manager. Call `finished` once for each object.
+    """
+
+    _lock: threading.Lock  # guards all below
+    _tasks: dict[str, TaskID]  # the bars on the screen, by URL
+    _ended: deque[str]  # those of them that are finished, oldest first
+    _over: set[str]  # all URLs that are finished
+    _done: dict[str, int]  # bytes by URL
+    _sizes: dict[str, int]  # sizes by URL, where known
+
+    def __init__(self, objects: int, *, quiet: bool = False) -> None:
+        self._console = console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=24), _Amount(), _Rate(), _State(),
+            console=self._console, disable=quiet or not wants_bars(),
+        )  # fmt: skip
+        self._lock, self._tasks, self._ended, self._over, self._done, self._sizes = threading.Lock(), {}, deque(), set(), {}, {}
+        self._objects, self._bytes, self._known = objects, 0, 0
+        self._total = self._progress.add_task("", label="total", total=None, visible=objects > 1, state=f"0 of {objects}")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        LOG_LINES.target = self._console
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        LOG_LINES.target = None
+        self._progress.stop()
+
+    def update(self, step: reports.Progress) -> None:
+        """What `Cache.pull` and `Cache.warm` call."""
+        with self._lock:
+            if step.url not in self._over:
+                self._count(step.url, step.done, step.total)
+                self._progress.update(self._bar(step.url), completed=step.done, total=step.total, state=_state(step))
+
+    def finished(self, url: str, outcome: str) -> None:
+        """No more of this one: ``outcome`` in a word or two."""
+        with self._lock:
+            self._over.add(url)
+            done = self._done.get(url, 0)
+            self._count(url, done, done)
+            bar = self._bar(url)
+            self._progress.update(bar, completed=done or 1, total=done or 1, state=outcome)
+            self._ended.append(url)
+            while len(self._ended) > SHOWN:
+                self._progress.remove_task(self._tasks.pop(self._ended.popleft()))
+
+    def _bar(self, url: str) -> TaskID:
+        if url not in self._tasks:
+            self._tasks[url] = self._progress.add_task("", label=_label(url), total=None, state="asking")
+        return self._tasks[url]
+
+    def _count(self, url: str, done: int, size: int | None) -> None:
+        self._bytes += done - self._done.get(url, 0)
+        self._done[url] = done
+        if size is not None:
+            self._known += size - self._sizes.get(url, 0)
+            self._sizes[url] = size
+        known = self._known if len(self._sizes) == self._objects else None
+        self._progress.update(self._total, completed=self._bytes, total=known, state=f"{len(self._over)} of {self._objects}")
+
+
+def _label(url: str, width: int = 32) -> str:
+    name = plain(url.rstrip("/").rsplit("/", 1)[-1] or url)
+    return name if len(name) <= width else name[: width - 12] + "…" + name[-11:]
+
+
+def _state(step: reports.Progress) -> str:
+    if step.state == "waiting":
+        return f"waiting {format_age(step.waited)} for {plain(step.holder or 'another process')}"
+    return {"fetching": "", "direct": "no room: not kept"}.get(step.state, step.state)
+
+
+class _Amount(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        total = f" / {format_size(task.total)}" if task.total is not None and not task.finished else ""
+        return Text(format_size(task.completed) + total)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{format_size(speed)}/s" if speed else "")
+
+
+class _State(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        state = str(task.fields.get("state", ""))
+        return Text(state, style="yellow" if state.startswith("waiting") else "")

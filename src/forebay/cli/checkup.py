@@ -1,0 +1,184 @@
+"""What `doctor` looks at: each check is a function that gives findings; none changes anything."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+from forebay import errors
+from forebay._config import format_size
+from forebay._kernel import host, mappings
+
+ENOUGH_FILES = 4096
+ENOUGH_MAPS = 65_530  # the kernel's default
+ENOUGH_INODES = 100_000
+_SECRET = re.compile("TOKEN|SECRET|PASSWORD|KEY|HEADER")
+EXTRAS = {"s3": "botocore", "fsspec": "fsspec", "arrow": "pyarrow", "tasks": "cloudpickle"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``state``: ``ok``, ``slow`` (works, but could be better) or ``wrong``. ``todo``: what would help."""
+
+    name: str
+    state: str
+    found: str
+    todo: str = ""
+
+
+def check_up(place: Path) -> Iterator[Finding]:
+    """All findings about this machine and the cache at ``place``, which need not exist."""
+    for check in (_versions, _extras, _settings, _file_system, _disk, _limits, _kernel_facts, _permissions, _catalog, _content):
+        yield from _safely(check, place)
+
+
+def _safely(check: Callable[[Path], Iterator[Finding]], place: Path) -> Iterator[Finding]:
+    try:
+        yield from check(place)
+    except (OSError, errors.ForebayError) as error:
+        yield Finding(check.__name__.strip("_").replace("_", " "), "wrong", str(error), "see the message")
+
+
+def _there(place: Path) -> Path:
+    """The place, or the nearest of its parents that exists."""
+    return next(p for p in (place, *place.absolute().parents) if p.exists())
+
+
+def _versions(place: Path) -> Iterator[Finding]:
+    parts = [f"{name} {metadata.version(name)}" for name in ("forebay", "urllib3", "xxhash", "typer", "rich") if _is_installed(name)]
+    parts += [f"Python {platform.python_version()}", f"SQLite {sqlite3.sqlite_version}", f"Linux {platform.release()}"]
+    yield Finding("versions", "ok", ", ".join(parts))
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _extras(place: Path) -> Iterator[Finding]:
+    missing = [extra for extra, module in EXTRAS.items() if util.find_spec(module) is None]
+    present = [extra for extra in EXTRAS if extra not in missing]
+    yield Finding("extras", "ok", f"installed: {', '.join(present) or 'none'}; not installed: {', '.join(missing) or 'none'}")
+
+
+def _settings(place: Path) -> Iterator[Finding]:
+    said = sorted(name for name in os.environ if name.startswith("FOREBAY_"))
+    shown = [f"{name}={'(set)' if _SECRET.search(name) else os.environ[name]}" for name in said]
+    yield Finding("environment", "ok", " ".join(shown) or "no FOREBAY_ variable is set")
+    proxies = sorted(name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"))
+    if proxies:
+        yield Finding("proxies", "ok", "in use: " + ", ".join(proxies))  # the names only: a proxy's URL may hold a password
+
+
+def _file_system(place: Path) -> Iterator[Finding]:
+    kind = host.fs_kind(_there(place))
+    if not host.is_local(kind):
+        todo = "its locks and mappings cannot be relied on: give a local place by FOREBAY_HOME"
+        yield Finding("file system", "wrong", f"{place} is on {kind}", todo)
+    elif kind in ("tmpfs", "ramfs"):
+        yield Finding("file system", "ok", f"{place} is on {kind}: what is kept takes memory, and is gone after a restart")
+    else:
+        yield Finding("file system", "ok", f"{place} is on {kind}")
+    if _is_rotating(_there(place)):
+        yield Finding("disk", "slow", "a rotating disk", "a place on an SSD, or in memory, serves many processes at once faster")
+
+
+def _is_rotating(path: Path) -> bool:
+    device = path.stat().st_dev
+    node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for flag in (node / "queue/rotational", node.resolve().parent / "queue/rotational"):
+        if flag.is_file():
+            return flag.read_text().strip() == "1"
+    return False
+
+
+def _disk(place: Path) -> Iterator[Finding]:
+    disk = host.disk(_there(place))
+    share = disk.free / disk.total if disk.total else 0.0
+    todo = "" if share > 0.05 else "the cache keeps 5 % of the disk free: make room, or choose another disk"
+    yield Finding("free space", "slow" if todo else "ok", f"{format_size(disk.free)} of {format_size(disk.total)} ({share:.0%})", todo)
+    few = 0 < disk.inodes_free < ENOUGH_INODES
+    todo = "each object takes one: few more can be kept" if few else ""
+    yield Finding("free inodes", "slow" if few else "ok", f"{disk.inodes_free:,}", todo)
+
+
+def _limits(place: Path) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES
+    todo = f"`ulimit -n {ENOUGH_FILES}` before the job" if few else ""
+    yield Finding("open files", "slow" if few else "ok", f"{soft} (at most {hard})", todo)
+    maps = mappings.max_maps()
+    few = maps < ENOUGH_MAPS
+    todo = f"`sysctl vm.max_map_count={ENOUGH_MAPS}`: what a process remembers are maps, up to a quarter of these" if few else ""
+    yield Finding("memory maps", "slow" if few else "ok", f"vm.max_map_count = {maps}", todo)
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if largest != resource.RLIM_INFINITY:
+        yield Finding("file size", "slow", f"no file may pass {format_size(largest)}", "`ulimit -f unlimited` before the job")
+
+
+def _kernel_facts(place: Path) -> Iterator[Finding]:
+    readable = os.access("/proc/self/fdinfo", os.R_OK)
+    todo = "" if readable else "mount /proc: messages cannot name the process that holds what others wait for"
+    yield Finding("/proc", "ok" if readable else "slow", "readable" if readable else "not readable", todo)
+    yield Finding("boot id", "ok", host.boot_id())
+
+
+def _permissions(place: Path) -> Iterator[Finding]:
+    if not (place / "FORMAT").exists():
+        parent = _there(place)
+        may = os.access(parent, os.W_OK | os.X_OK)
+        todo = "" if may else f"{parent} is not writable: choose another place by --root or FOREBAY_HOME"
+        yield Finding("root", "ok" if may else "wrong", f"no cache at {place} yet", todo)
+        return
+    facts = place.stat()
+    if facts.st_mode & 0o002:
+        yield Finding("root", "wrong", f"everybody may write to it (mode {facts.st_mode & 0o7777:o})", f"`chmod o-w {place}`")
+    who = "yours" if facts.st_uid == os.geteuid() else f"of user {facts.st_uid}"
+    may = os.access(place, os.W_OK)
+    yield Finding("root", "ok", f"{place}, {who}, mode {facts.st_mode & 0o7777:o}{'' if may else ', read-only for you'}")
+
+
+def _catalog(place: Path) -> Iterator[Finding]:
+    catalog = place / "catalog.sqlite"
+    if not catalog.exists():
+        return
+    wal, shm = Path(f"{catalog}-wal"), Path(f"{catalog}-shm")
+    if wal.exists() and not shm.exists() and not os.access(place, os.W_OK):
+        yield Finding(
+            "catalog", "wrong", "its -wal lies there without a -shm, and you may not make one: nothing can be looked up",
+            f"who owns it runs `forebay ls --root {place}` once",
+        )  # fmt: skip
+        return
+    kept = sum(p.stat().st_size for p in (catalog, wal) if p.exists())
+    yield Finding("catalog", "ok", format_size(kept))
+
+
+def _content(place: Path) -> Iterator[Finding]:
+    if not (place / "FORMAT").exists():
+        return
+    from forebay.cache import Cache
+
+    with Cache(place, read_only=True) as cache:
+        stats = cache.stats()
+        problems = cache.check()
+    free = host.disk(place).free
+    found = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {stats.entries:,} entries, hit rate {stats.hit_rate:.0%}"
+    short = stats.budget - stats.bytes_used > free
+    todo = "the disk is full before the budget is: lower the budget, or make room" if short else ""
+    yield Finding("content", "slow" if short else "ok", found, todo)
+    if stats.fallbacks:
+        yield Finding("fallbacks", "slow", f"{stats.fallbacks:,} calls were served past the cache", "the log of those jobs says why")
+    if stats.store_failures:
+        yield Finding("lost stores", "slow", f"{stats.store_failures:,} values could not be kept", "the log of those jobs says why")
+    if problems:
+        yield Finding("soundness", "wrong", "; ".join(str(p) for p in problems[:3]), "`forebay verify --repair`")

@@ -1,0 +1,69 @@
+"""`forebay demo`."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forebay._config import format_size, parse_size
+from forebay.cli.hints import FAILED
+from forebay.cli.options import JsonOption
+from forebay.cli.render import Output
+from forebay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forebay.cli.demo.play import Result
+
+
+def demo(
+    size: Annotated[str, typer.Option("--size", metavar="SIZE", help="How much data.")] = "64MB",
+    rate: Annotated[str, typer.Option("--rate", metavar="SIZE", help="What the server gives a second.")] = "4MB",
+    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Processes that read.")] = 4,
+    as_json: JsonOption = False,
+) -> None:
+    """See it work: offline, about half a minute. Worker processes read real data over HTTP twice; one is killed in the middle.
+
+    The data are the library files of this Python, packed into shards; cache and data lie in a temporary folder that goes at the end.
+    """
+    from forebay.cli.demo.play import Scene, play  # here, since it loads the engine
+    from forebay.cli.demo.screen import Screen
+
+    scene = Scene(size=parse_size(size, name="--size"), rate=parse_size(rate, name="--rate"), workers=workers)
+    if scene.size < 1_000_000 or scene.rate < 100_000:
+        raise ConfigError("the demo wants at least 1 MB of data and 100 kB/s", name="--size", value=size)
+    with tempfile.TemporaryDirectory(prefix="forebay-demo-") as folder, closing(Screen(quiet=as_json)) as screen:
+        result = play(Path(folder), scene, screen)
+    output = Output(as_json)
+    output.document(asdict(result) | {"speed_up": result.speed_up, "budget_held": result.budget_held})
+    _show(result, output)
+    if result.damaged or not result.budget_held:
+        raise typer.Exit(FAILED)
+
+
+def _show(result: Result, output: Output) -> None:
+    first, second = result.epochs
+    output.table(
+        ("", "EPOCH 1>", "EPOCH 2>"),
+        [
+            ("seconds", f"{first.seconds:.1f}", f"{second.seconds:.1f}"),
+            ("bytes that the workers read", format_size(first.read), format_size(second.read)),
+            ("  of these from the remote", format_size(first.remote), format_size(second.remote)),
+            ("  of these from the cache", format_size(first.read - first.remote), format_size(second.read - second.remote)),
+            ("requests to the remote", first.requests, second.requests),
+            ("hit rate", f"{first.hit_rate:.0%}", f"{second.hit_rate:.0%}"),
+            ("speed-up", "", f"{result.speed_up:.1f}x"),
+        ],
+    )
+    held = "held" if result.budget_held else "PASSED"
+    output.facts({
+        "shards behind the remote": format_size(result.data),
+        "workers killed with -9": 1 if result.killed else 0,
+        "reads with a wrong byte": result.damaged,
+        f"most on disk in {result.samples} samples": f"{format_size(result.peak)} of {format_size(result.budget)}: budget {held}",
+        "on disk after the budget was halved": f"{format_size(result.left)} of {format_size(result.halved)}",
+    })  # fmt: skip

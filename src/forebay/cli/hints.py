@@ -1,0 +1,75 @@
+"""What to do about an error, and the exit code it ends in: one table by type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forebay import errors
+
+OK = 0
+FAILED = 1
+USAGE = 2
+ABSENT = 3
+INTERRUPTED = 130
+
+
+class NoCache(errors.ForebayError, FileNotFoundError):
+    """There is no cache at this place yet, and the verb does not make one. ``path``."""
+
+    @classmethod
+    def of(cls, path: str) -> NoCache:
+        return cls(f"there is no cache at {path}", path=path)
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """The second line of an error, and the exit code."""
+
+    todo: str
+    code: int = FAILED
+
+
+# A class stands before its bases: the first that fits is taken.
+_HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
+    (errors.ConfigError, Hint("correct the option or the variable: see `forebay VERB --help`", USAGE)),
+    (errors.MissingExtra, Hint("install the extra beside forebay, then run the command again")),
+    (NoCache, Hint("`forebay pull URL` makes one; --root or FOREBAY_HOME names another place", ABSENT)),
+    (errors.NewerFormat, Hint("upgrade forebay, or give this version a place of its own by --root")),
+    (errors.RootError, Hint("choose a local directory of your own by --root or FOREBAY_HOME; `forebay doctor` looks closer")),
+    (
+        errors.NoSpace,
+        Hint("FOREBAY_BUDGET raises the budget, `forebay prune --free SIZE` makes room, `forebay ls --leased` shows what is held"),
+    ),
+    (errors.Damaged, Hint("`forebay verify --repair` sets damaged entries aside")),
+    (errors.CacheFault, Hint("`forebay doctor` looks for the cause, `forebay verify --repair` mends the cache")),
+    (errors.WaitTimeout, Hint("wait for the holder, or end it: what it has fetched is kept")),
+    (errors.Offline, Hint("unset FOREBAY_OFFLINE to fetch it", ABSENT)),
+    (errors.NotCached, Hint("`forebay ls` shows what is there, `forebay pull URL` fetches", ABSENT)),
+    (errors.ChecksumMismatch, Hint("check the expected sum; `forebay pull --refresh URL` asks the source again")),
+    (errors.NotFound, Hint("check the URL")),
+    (errors.AccessDenied, Hint("check the credentials in this shell (environment, ~/.netrc, ~/.aws) and the rights on the object")),
+    (errors.RemoteTimeout, Hint("run it again: what came is kept and resumed where the source allows")),
+    (errors.RemoteUnavailable, Hint("run it again: what came is kept and resumed where the source allows")),
+    (errors.RemoteChanged, Hint("run it again when the source is at rest")),
+    (errors.RemoteError, Hint("check the URL and the source")),
+    (PermissionError, Hint("check the owner and the mode of the file")),
+    (OSError, Hint("`forebay doctor` looks for the cause")),
+)
+
+
+def hint_for(error: BaseException) -> Hint:
+    """What to do about ``error``."""
+    found = next((hint for kind, hint in _HINTS if isinstance(error, kind)), None)
+    return found or Hint("this is a fault of Forebay: FOREBAY_VERBOSITY=debug shows where; please report it")
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether the error says something of the world, not of a fault in our code."""
+    return isinstance(error, (errors.ForebayError, OSError))
+
+
+def shared_code(failures: Sequence[BaseException]) -> int:
+    """One exit code for several errors: theirs if they agree, else `FAILED`; `OK` for none."""
+    codes = {hint_for(error).code for error in failures}
+    return (codes.pop() if len(codes) == 1 else FAILED) if codes else OK

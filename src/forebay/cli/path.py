@@ -1,0 +1,31 @@
+"""`forebay path`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from forebay.cli.options import JsonOption, RootOption, argument, existing, opened
+from forebay.cli.render import Output
+from forebay.errors import ConfigError, NotCached
+
+
+def path(
+    name: Annotated[str | None, argument("[NAME]", help="A URL; nothing: the cache's own directory.")] = None,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show where an entry's file lies, without fetching. It may be evicted once nobody holds it: `forebay pin` keeps it."""
+    output = Output(as_json)
+    if name is None:
+        found = str(existing(root))
+    else:
+        with opened(root, offline=True) as cache:
+            entry = cache.entry(name)
+            if entry is None:
+                raise NotCached.of(name)
+            if entry.space != "urls":
+                raise ConfigError(f"{name} is a value of a program, not a file", name="NAME", value=name)
+            with cache.local(name, force=True) as lease:
+                found = str(lease)
+    output.document({"name": name, "path": found})
+    output.line(found)

@@ -1,0 +1,79 @@
+"""`forebay pull`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import unquote, urlsplit
+
+from forebay.cli.fetching import conclude, fetch_all
+from forebay.cli.options import JobsOption, JsonOption, RootOption, argument, opened, option
+from forebay.cli.render import Output
+from forebay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forebay._model import Entry
+    from forebay.cache import Cache
+    from forebay.reports import OnProgress
+
+
+def pull(
+    urls: Annotated[list[str], argument("URL...")],
+    to: Annotated[str | None, option("--to", metavar="PATH", help="Copy to this file, or into this directory, too.")] = None,
+    jobs: JobsOption = 4,
+    sha256: Annotated[str | None, option("--sha256", metavar="HEX", help="What the bytes must hash to (one URL).")] = None,
+    refresh: Annotated[bool, option("--refresh", help="Ask the source now, however fresh the copy is.")] = False,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch objects into the cache: each once for the whole node. Who comes second waits for the first, and sees how far it is."""
+    urls = list(dict.fromkeys(urls))
+    if sha256 is not None and (len(urls) > 1 or not _is_sha256(sha256)):
+        raise ConfigError("--sha256 takes 64 hexadecimal digits, and one URL", name="--sha256", value=sha256)
+    targets = _targets(urls, to) if to is not None else {}
+    with opened(root, make=True) as cache:
+
+        def fetch(url: str, told: OnProgress) -> Entry | None:
+            entry = cache.pull(url, refresh=refresh, sha256=sha256, on_progress=told)
+            if url in targets:
+                _copy(cache, url, targets[url], sha256=sha256)
+            return entry
+
+        outcomes = fetch_all(urls, fetch, jobs=jobs, quiet=as_json)
+    conclude(outcomes, Output(as_json), past_is_failure=to is None)
+
+
+def _is_sha256(text: str) -> bool:
+    return len(text) == 64 and all(c in "0123456789abcdef" for c in text.lower())
+
+
+def _targets(urls: list[str], to: str) -> dict[str, Path]:
+    """Which file each URL is copied to."""
+    if len(urls) == 1 and not to.endswith("/") and not os.path.isdir(to):
+        return {urls[0]: Path(to)}
+    targets = {url: Path(to) / _file_name(url) for url in urls}
+    if len(set(targets.values())) < len(urls):
+        raise ConfigError("two of the URLs end in the same name: --to one directory cannot hold both", name="--to", value=to)
+    return targets
+
+
+def _file_name(url: str) -> str:
+    name = unquote(urlsplit(url).path.rstrip("/").rsplit("/", 1)[-1])
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ConfigError(f"{url} ends in no name that a file could have: give --to a file", name="--to", value=url)
+    return name
+
+
+def _copy(cache: Cache, url: str, target: Path, **how: Any) -> None:
+    """Whole or not at all: a reader of ``target`` never sees half a file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name[:200]}.{secrets.token_hex(4)}.part")
+    try:
+        with cache.open(url, **how) as source, open(part, "xb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
