@@ -1,0 +1,87 @@
+"""What the package shows: each name can be had, is written about, and nothing else is public by accident."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay import errors
+
+REPO = Path(__file__).parents[1]
+ERRORS = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.ForebayError)]
+
+
+@pytest.mark.parametrize("name", forebay.__all__)
+def test_each_public_name_can_be_had(name: str) -> None:
+    assert getattr(forebay, name) is not None
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        forebay.nonsense  # noqa: B018
+
+
+def test_the_version_stands_in_one_way_everywhere() -> None:
+    assert tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"] == forebay.__version__
+
+
+def public_members(cls: type) -> Iterator[tuple[str, object]]:
+    for name, member in vars(cls).items():
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, (property, classmethod, staticmethod))):
+            yield name, member
+
+
+@pytest.mark.parametrize("name", [n for n in forebay.__all__ if n not in ("__version__", "errors")])
+def test_each_public_name_is_written_about(name: str) -> None:
+    public = getattr(forebay, name)
+    assert public.__doc__
+    assert [member for member, value in public_members(public) if not value.__doc__] == []
+
+
+@pytest.mark.parametrize("cls", ERRORS)
+def test_each_error_is_ours_and_is_written_about(cls: type[errors.ForebayError]) -> None:
+    assert cls.__doc__
+    assert cls.__name__ in (errors.__doc__ or "")
+
+
+@pytest.mark.parametrize("cls", [c for c in ERRORS if c is not errors.ForebayError])
+def test_each_error_is_a_built_in_one_too(cls: type[errors.ForebayError]) -> None:
+    assert any(base.__module__ == "builtins" and base not in (Exception, BaseException, object) for base in cls.__mro__)
+
+
+@pytest.mark.parametrize("cls", ERRORS)
+def test_each_error_survives_pickling(cls: type[errors.ForebayError]) -> None:
+    error = cls("what was wanted, what was found", key="k", url="u", path="p", done=1, attempts=2)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.facts) == (cls, str(error), error.facts)
+    assert again.key == "k"
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))], ids=lambda p: p.name)
+def test_the_python_in_the_pages_is_python(page: Path) -> None:
+    for block in python_blocks(page.read_text()):
+        compile(block, str(page), "exec")
+
+
+def verbs_in_the_pages() -> list[str]:
+    pages = "\n".join(page.read_text() for page in [REPO / "README.md", *(REPO / "docs").glob("*.md")])
+    return sorted(set(re.findall(r"^(?:\$ )?forebay ([a-z]+)\b", pages, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("verb", verbs_in_the_pages())
+def test_the_verbs_in_the_pages_are_there(verb: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "forebay.cli", verb, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
