@@ -279,6 +279,8 @@ class Cache:
         if not self._closed:
             self._closed, self._known = True, {}
             self._store.close()
+            if self._origin.upstream is not None:
+                self._origin.upstream.close()
 
     def __enter__(self) -> Cache:
         self._check_open()

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from forebay import _model, errors, remote
 from forebay._engine.fill import OnWait
 from forebay._engine.leases import Lease, in_place
+from forebay._engine.memo import Remembered
 from forebay._engine.passthrough import MemorySink, PassThrough
 from forebay._engine.publish import Writing
 from forebay._engine.store import Store
@@ -189,8 +190,6 @@ class Origin:
         """Validate what is kept, else fetch. The look before this one was under the key's lock: nobody else is at it."""
         old = self.store.lease(URLS, target.key)
         if old is None or not self._is_expected(old, ask):
-            if ask.offline:
-                raise errors.Offline.of(target.key)
             return self._fetch(target, ask)
         current = self._validate(target, old)
         if current is not None:
@@ -215,7 +214,33 @@ class Origin:
             self.store.set_validated(old.entry, began)
         return old if same else None
 
+    def _above(self, target: Target, ask: Ask) -> Remembered | None:
+        """What the upstream root has of it, while that is still the remote's. A prefilled root is old: the remote is asked once."""
+        found = self.upstream.view(URLS, target.key) if self.upstream is not None else None
+        if found is None or self.upstream is None or ask.offline or self.upstream.validated(found.entry) >= ask.since:
+            return found
+        try:
+            self._count(Transfer(requests=1))
+            return found if target.remote.stat(target.url, known=found.entry.validator) is None else None
+        except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
+            self.warn(f"stale {target.key}", "%s cannot be reached (%s): the upstream's copy is served", target.key, error)
+            return found
+
+    def _copy(self, target: Target, ask: Ask, found: Remembered) -> Lease:
+        """An entry of the upstream as one of ours."""
+        life = "pinned" if ask.pin else "cached"
+        with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, resume=False) as writing:
+            writing.begin(ObjectInfo(target.key, found.size, found.entry.validator))
+            writing.write(0, found.view)
+            self._check_sha256(target, ask, writing)
+            return self.store.publish_leased(writing, validator=found.entry.validator)
+
     def _fetch(self, target: Target, ask: Ask) -> Lease:
+        above = self._above(target, ask)
+        if above is not None:
+            return self._copy(target, ask, above)
+        if ask.offline:
+            raise errors.Offline.of(target.key)
         self.store.count("misses")
         life = "pinned" if ask.pin else "cached"
         with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, on_progress=ask.on_progress) as writing:
@@ -253,8 +278,6 @@ class Origin:
 
     def _past(self, target: Target, ask: Ask, error: Exception, way: Callable[[Target, Ask], T]) -> T:
         """The cache cannot help: say so once, count it, and serve from the source."""
-        if ask.offline:
-            raise errors.Offline.of(target.key) from error
         self.fall_back(error, target.key)
         return way(target, ask)
 
@@ -270,7 +293,11 @@ class Origin:
             log.warning(message, *values)
 
     def _direct(self, target: Target, ask: Ask) -> memoryview:
-        """The whole object in memory."""
+        """The whole object in memory, or over the upstream's mapping."""
+        above = self._above(target, ask) if not ask.bypass else None
+        if above is not None and ask.sha256 is None and ask.etag is None:
+            return memoryview(above.view)
+        self._refuse_offline(target, ask)
         sink = MemorySink()
         transfer = target.remote.fetch(target.url, _Expecting(sink, target.key, ask.etag) if ask.etag else sink)
         if target.in_place is None:
@@ -280,10 +307,15 @@ class Origin:
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
         return data
 
+    def _refuse_offline(self, target: Target, ask: Ask) -> None:
+        if ask.offline and target.in_place is None:
+            raise errors.Offline.of(target.key)
+
     def _stream(self, target: Target, ask: Ask) -> BinaryIO:
         """A file object that reads ranges of the remote as they are wanted."""
-        if ask.sha256 is not None:
+        if ask.sha256 is not None or (self.upstream is not None and not ask.bypass):
             return io.BytesIO(self._direct(target, ask))
+        self._refuse_offline(target, ask)
         info = target.remote.stat(target.url)
         self._count(Transfer(requests=1))
         if info is None or info.size is None:

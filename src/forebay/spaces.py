@@ -24,7 +24,11 @@ class Space:
             found = store.view(self.name, _checked(key))
         except errors.CacheFault as error:
             self._origin.fall_back(error, f"{self.name}:{key}")
-            return None
+            found = None
+        if found is not None:
+            store.touch(found.entry)
+        elif self._origin.upstream is not None:
+            found = self._origin.upstream.view(self.name, key)
         if found is None:
             store.count("misses")
             return None
@@ -50,7 +54,10 @@ class Space:
 
         def look() -> memoryview | None:
             found = store.view(self.name, key)
-            return self._hit(found) if found is not None else None
+            if found is None:
+                return None
+            store.touch(found.entry)
+            return self._hit(found)
 
         def make() -> memoryview:
             store.count("misses")
@@ -78,10 +85,8 @@ class Space:
         return self._origin.store.entry(self.name, key) is not None
 
     def _hit(self, found: Remembered) -> memoryview:
-        store = self._origin.store
-        store.touch(found.entry)
-        store.count("hits")
-        store.count("bytes_hit", found.size)
+        self._origin.store.count("hits")
+        self._origin.store.count("bytes_hit", found.size)
         return memoryview(found.view)
 
 

@@ -190,6 +190,8 @@ class Store:
             with faults(str(self.root.path)):
                 self._catalog.close()
                 self._wire(open_root(self.root.path, shared=self.root.shared))
+                if error.damaged:
+                    self._catalog.rebuild()
                 self._start(Settings())
 
     # -- spaces ----------------------------------------------------------------------------------------------------
@@ -201,6 +203,8 @@ class Store:
         if known is not None and policy is None and quota is None:
             return known
         found = spaces.find(self._catalog, name)
+        if self.root.read_only:
+            return found or spaces.Space(0, name, kind, "lru", None)
         if found is None or (policy or found.policy, quota or found.quota) != (found.policy, found.quota):
             parsed = str(Policy.parse(policy)) if policy else None
             with self._catalog.write() as txn:
@@ -403,6 +407,8 @@ class Store:
         """Mend what `check` finds; gives what was mended."""
         self._writable()
         found = self.check(deep=deep)
+        if any(problem.kind == "catalog" for problem in found):
+            self._mend(CatalogBroken(f"the catalog of {self.root.path} is damaged", damaged=True))
         check.mend(self.root, self._catalog, self._eviction, self._fill, self._reading, found)
         return found
 

@@ -30,7 +30,9 @@ _FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_S
 
 
 class CatalogBroken(errors.CacheFault):
-    """The catalog is gone, damaged, or another root's: it has to be rebuilt."""
+    """The catalog is gone, damaged, or another root's: it has to be rebuilt. ``damaged``: SQLite says that its pages are."""
+
+    damaged: bool = False
 
 
 class DiskFull(errors.CacheFault):
@@ -59,7 +61,7 @@ def _translated() -> Iterator[None]:
         if code in _FULL:
             raise DiskFull(f"the catalog cannot grow: {error} ({name})") from error
         if code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "no such table" in str(error):
-            raise CatalogBroken(f"the catalog is damaged: {error} ({name})") from error
+            raise CatalogBroken(f"the catalog is damaged: {error} ({name})", damaged=True) from error
         raise errors.CacheFault(f"the catalog failed: {error} ({name})") from error
 
 
