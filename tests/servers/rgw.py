@@ -43,9 +43,9 @@ class RgwServer:
     tls_url: str
     ca: str
     key: str = "testkey"
-    secret: str = "testsecret"  # noqa: S105
+    secret: str = "testsecret"
     other_key: str = "otherkey"
-    other_secret: str = "othersecret"  # noqa: S105
+    other_secret: str = "othersecret"
 
     def client(self, *, other: bool = False) -> Any:
         """A botocore S3 client that takes nothing from the environment."""

@@ -45,4 +45,4 @@ def _make(kind: str, options: RemoteOptions) -> Remote:
         return S3Remote(options)
     from forebay.remote.filesystems import FilesystemRemote
 
-    return FilesystemRemote(f"{kind}://", options)
+    return FilesystemRemote(None, options)

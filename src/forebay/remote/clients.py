@@ -1,0 +1,199 @@
+"""Filesystems of fsspec and pyarrow, spoken to in one way: look, read, list. Knows neither forks nor retries."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from forebay._model import Buffer, ObjectInfo, Span
+from forebay.errors import RemoteProtocolError
+
+BLOCK = 1 << 20
+
+
+class Client(Protocol):
+    """A filesystem. Raises what the filesystem raises. Callable from several threads."""
+
+    def stat(self, url: str) -> ObjectInfo: ...
+
+    def read(self, url: str, span: Span) -> Iterator[Buffer]:
+        """The bytes of ``span`` (of length -1: to the end); fewer where the object ends, never more."""
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        """The objects whose URL begins with ``url``, in order of name."""
+
+    def parallel(self, url: str) -> bool:
+        """Whether a range costs one request, wherever it lies."""
+
+
+ETAGS = ("ETag", "etag", "blob_id", "sha")
+TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
+
+
+class FsspecClient:
+    """``fs``: the filesystem; None: each URL's own, made with ``options``."""
+
+    def __init__(self, fs: Any = None, options: Mapping[str, Any] | None = None) -> None:
+        self._fs = fs
+        self._options = dict(options or {})
+
+    def stat(self, url: str) -> ObjectInfo:
+        fs, path = self._split(url)
+        fs.invalidate_cache(path)  # a listing that the filesystem remembers is as old as it likes
+        info = fs.info(path)
+        if info.get("type") == "directory":
+            raise IsADirectoryError(path)
+        return fsspec_info(url, info)
+
+    def read(self, url: str, span: Span) -> Iterator[Buffer]:
+        fs, path = self._split(url)
+        if span.length >= 0 and fs.async_impl:
+            data = fs.cat_file(path, start=span.start, end=span.end)
+            if len(data) > span.length:  # fsspec's http gives the whole file where the server ignores Range
+                raise RemoteProtocolError(f"{len(data):,} bytes came where {span.length:,} were asked for", url=url)
+            yield data
+            return
+        with fs.open(path, "rb") as file:
+            if span.start:
+                file.seek(span.start)
+            yield from blocks(file.read, span.length)
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        if "/" not in url.partition("://")[2]:
+            url += "/"  # a bucket, whose like need not be listed
+        fs, prefix = self._split(url)
+        prefix = prefix.rstrip("/") + "/" * url.endswith("/")
+        folder = self._split(url[: url.rindex("/") + 1])[1]
+        fs.invalidate_cache()
+
+        def inside(directory: str) -> list[Any]:
+            return list(fs.find(directory, detail=True).values())
+
+        for info in matching(lambda: fs.ls(folder, detail=True), prefix, inside):
+            yield fsspec_info(url + info["name"][len(prefix) :], info)
+
+    def parallel(self, url: str) -> bool:
+        return bool(self._split(url)[0].async_impl)
+
+    def _split(self, url: str) -> tuple[Any, str]:
+        if self._fs is not None:
+            return self._fs, self._fs._strip_protocol(url)
+        import fsspec.core
+
+        fs, path = fsspec.core.url_to_fs(url, **self._options)
+        return fs, path
+
+
+def matching(look: Callable[[], Iterable[Any]], prefix: str, inside: Callable[[str], Iterable[Any]]) -> Iterator[Any]:
+    """The files among those that ``look`` finds, and in directories among them, whose name begins with ``prefix``, in order of name."""
+    try:
+        entries = look()
+    except FileNotFoundError:
+        return
+    for entry in sorted(entries, key=lambda e: e["name"] + "/" * (e["type"] == "directory")):
+        if entry["name"].startswith(prefix):
+            below = inside(entry["name"]) if entry["type"] == "directory" else [entry]
+            yield from sorted((each for each in below if each["type"] == "file"), key=lambda e: e["name"])
+
+
+def fsspec_info(url: str, info: Mapping[str, Any]) -> ObjectInfo:
+    size = info.get("size")
+    etag = next((str(info[name]) for name in ETAGS if info.get(name)), None)
+    modified = next((at for name in TIMES if (at := seconds(info.get(name))) is not None), None)
+    return described(url, None if size is None else int(size), etag, modified)
+
+
+def described(url: str, size: int | None, etag: str | None, modified: float | None) -> ObjectInfo:
+    if etag is None and modified is not None:
+        return ObjectInfo(url, size, f"{round(modified * 1_000_000)}-{size}", False, modified)
+    return ObjectInfo(url, size, etag, etag is not None and not etag.startswith("W/"), modified)
+
+
+def seconds(when: object) -> float | None:
+    """Seconds since 1970, from what the filesystems tell."""
+    match when:
+        case datetime.datetime():
+            return (when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp()
+        case bool():
+            return None
+        case int() | float():
+            return float(when)
+        case str():
+            try:
+                return seconds(datetime.datetime.fromisoformat(when))
+            except ValueError:
+                return None
+    return None
+
+
+def blocks(read: Callable[[int], bytes], length: int) -> Iterator[bytes]:
+    left = length
+    while left and (block := read(BLOCK if left < 0 else min(BLOCK, left))):
+        left -= len(block) if left > 0 else 0
+        yield block
+
+
+class ArrowClient:
+    """A pyarrow filesystem. URLs are its paths, or begin with a scheme, which is ignored."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+        self._has_etags = str(fs.type_name) in ("s3", "gcs", "abfs")
+
+    def stat(self, url: str) -> ObjectInfo:
+        from pyarrow.fs import FileType
+
+        path = arrow_path(url)
+        info = self._fs.get_file_info(path)
+        if info.type == FileType.NotFound:
+            raise FileNotFoundError(path)
+        if info.type == FileType.Directory:
+            raise IsADirectoryError(path)
+        return self._described(url, info, self._etag(path))
+
+    def _described(self, url: str, info: Any, etag: str | None) -> ObjectInfo:
+        modified = None if info.mtime_ns is None else info.mtime_ns / 1_000_000_000
+        return described(url, info.size, etag, modified)
+
+    def _etag(self, path: str) -> str | None:
+        if not self._has_etags:
+            return None
+        with self._fs.open_input_file(path) as file:
+            found = {str(k, "utf-8", "replace").lower(): v for k, v in (file.metadata() or {}).items()}
+        return str(found["etag"], "utf-8", "replace") if found.get("etag") else None
+
+    def read(self, url: str, span: Span) -> Iterator[Buffer]:
+        with self._fs.open_input_file(arrow_path(url)) as file:
+            yield file.read_at(file.size() - span.start if span.length < 0 else span.length, span.start)
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        from pyarrow.fs import FileSelector, FileType
+
+        prefix = arrow_path(url)
+        names = {FileType.File: "file", FileType.Directory: "directory"}
+
+        def entries(folder: str, recursive: bool) -> Iterable[Any]:
+            found = self._fs.get_file_info(FileSelector(folder, recursive=recursive))
+            return [{"name": each.path, "type": names.get(each.type, "other"), "info": each} for each in found]
+
+        for entry in matching(lambda: entries(prefix.rpartition("/")[0], False), prefix, lambda folder: entries(folder, True)):
+            info = self._described(url + entry["name"][len(prefix) :], entry["info"], None)
+            yield dataclasses.replace(info, validator=None) if self._has_etags else info
+
+    def parallel(self, url: str) -> bool:
+        return True
+
+
+def arrow_path(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return rest if separator and scheme.replace("+", "").isalnum() else url
+
+
+def client_of(fs: Any, options: Mapping[str, Any] | None = None) -> Client:
+    """The one way to speak to ``fs``: a filesystem of fsspec or pyarrow; None: what fsspec finds for each URL."""
+    if fs is None or hasattr(fs, "_strip_protocol"):
+        return FsspecClient(fs, options)
+    inner = getattr(getattr(fs, "handler", None), "fs", None)  # an fsspec filesystem in pyarrow's clothes
+    return FsspecClient(inner) if hasattr(inner, "_strip_protocol") else ArrowClient(fs)

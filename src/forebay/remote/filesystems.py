@@ -1,0 +1,377 @@
+"""Whatever fsspec or pyarrow can read: their URLs (``gs://``, ``az://``, ``hf://``, ``memory://``...) and filesystem objects of theirs.
+
+Their clients hang, or mix bytes in silence, once a process that used them forks. So only filesystems without connections are asked in this
+process; all others in a helper process (`forebay.remote.helper`), one for each process, started at the first call.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from forebay._kernel import host
+from forebay._model import Buffer, ObjectInfo, Sink, Span, Transfer
+from forebay.errors import RemoteChanged, RemoteError, RemoteTimeout
+from forebay.remote import helper
+from forebay.remote.base import Call, RemoteOptions, Trouble
+from forebay.remote.clients import client_of
+from forebay.remote.transfer import parts, share
+
+log = logging.getLogger("forebay.remote.filesystems")
+T = TypeVar("T")
+
+CHANGES = 2  # an object that changes more often while it is fetched is given up
+SLOWEST = 100_000
+"""Bytes a second. A helper tells nothing of a part before it has it whole, so a part may take this much longer than ``read_timeout``."""
+
+HERE = frozenset({"file", "local", "memory", "mock", "data"})  # no connections: forks do no harm, and `memory` is in this process only
+WRAPPERS = frozenset({"zip", "tar", "libarchive", "dir"})  # as good as what they wrap
+
+
+class Way(Protocol):
+    """How a filesystem is reached. Raises `Trouble`, and nothing else of the filesystem's."""
+
+    def stat(self, call: Call, url: str) -> ObjectInfo: ...
+
+    def read(self, call: Call, url: str, span: Span) -> Iterator[Buffer]:
+        """The bytes of ``span``, fewer where the object ends. Each buffer is good until the next is asked for."""
+
+    def list(self, call: Call, url: str) -> Iterator[ObjectInfo]: ...
+
+    def parallel(self, call: Call, url: str) -> bool: ...
+
+
+class FilesystemRemote:
+    """Objects of a filesystem. Callable from several threads, and after a fork.
+
+    ``filesystem``: of fsspec or pyarrow; URLs are then its paths, with or without a scheme. None: fsspec's own for each URL, made
+    with ``storage_options``. One that cannot be pickled stays in this process, and raises `RemoteError` in a fork of it.
+    """
+
+    def __init__(
+        self, filesystem: Any = None, options: RemoteOptions | None = None, *, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._options = options or RemoteOptions()
+        self._settings = dict(storage_options or {})
+        self._fixed = None if filesystem is None else _way_to(filesystem)
+        self._here = Here(None, self._settings)
+        self._there = There(pickle.dumps((None, self._settings)))
+
+    def _way(self, url: str) -> Way:
+        schemes = {link.partition("://")[0] for link in url.split("::")}
+        return self._fixed or (self._here if schemes <= HERE | WRAPPERS else self._there)
+
+    def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
+        """See `Remote.stat`. The validator is the filesystem's ETag, else made of time and size."""
+        with Call(url, self._options) as call:
+            info = self._look(call, url)
+        return None if known is not None and info.validator == known else info
+
+    def _look(self, call: Call, url: str) -> ObjectInfo:
+        def once() -> ObjectInfo:
+            call.count(requests=1)
+            return self._way(url).stat(call, url)
+
+        return call.retrying(once)
+
+    def fetch(self, url: str, sink: Sink) -> Transfer:
+        """See `Remote.fetch`. All bytes are of one version: the object is looked at before and after."""
+        call = Call(url, self._options)
+        for _ in range(1 + CHANGES):
+            try:
+                with call:
+                    return self._fetch(call, url, sink)
+            except _Changed:
+                call = call.again()
+        raise RemoteChanged(f"{call.url}: it changed again and again while it was read", url=call.url)
+
+    def _fetch(self, call: Call, url: str, sink: Sink) -> Transfer:
+        info = self._look(call, url)
+        if info.size is None:
+            self._stream(call, url, info, sink)
+        else:
+            self._ranges(call, url, info.size, sink.begin(info), sink)
+        if self._look(call, url).validator != info.validator:
+            raise _Changed
+        call.transfer.info = info
+        return call.transfer
+
+    def _stream(self, call: Call, url: str, info: ObjectInfo, sink: Sink) -> None:
+        def once() -> None:
+            sink.begin(info)
+            for at, block in self._blocks(call, url, Span(0, -1)):
+                sink.write(at, block)
+
+        call.retrying(once)
+
+    def _ranges(self, call: Call, url: str, size: int, spans: tuple[Span, ...], sink: Sink) -> None:
+        call.transfer.resumed += size - sum(span.length for span in spans)
+        # where a range costs as much as all that lies before it, each span is one stream
+        parallel = self._way(url).parallel(call, url)
+        pieces = list(parts(spans, self._options.part if parallel else max(size, 1)))
+        work = (lambda piece=piece: self._range(call, url, piece, sink) for piece in pieces)
+        share(work, min(self._options.streams, len(pieces)) - 1 if parallel else 0, call)
+
+    def _range(self, call: Call, url: str, span: Span, sink: Sink) -> None:
+        """Brings ``span``, from where the last attempt ended."""
+        done = span.start
+
+        def once() -> None:
+            nonlocal done
+            for at, block in self._blocks(call, url, Span(done, span.end - done)):
+                sink.write(at, block)
+                done = at + len(block)
+            if done < span.end:
+                raise _Changed
+
+        call.retrying(once)
+
+    def _blocks(self, call: Call, url: str, span: Span) -> Iterator[tuple[int, Buffer]]:
+        """One attempt to read ``span``: offsets and bytes, counted."""
+        call.count(requests=1)
+        at = span.start
+        for block in self._way(url).read(call, url, span):
+            call.check()
+            call.count(received=len(block))
+            yield at, block
+            at += len(block)
+
+    def read(self, url: str, span: Span, *, validator: str | None = None) -> bytes:
+        """See `Remote.read`."""
+        with Call(url, self._options) as call:
+            data = call.retrying(lambda: b"".join(bytes(block) for _, block in self._blocks(call, url, span)))
+            if validator is not None and self._look(call, url).validator != validator:
+                raise RemoteChanged(f"{call.url}: it is not the version {validator} any more", url=call.url)
+            return data
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        """See `Remote.list`. Raises `NotFound` where there is no such directory."""
+        with Call(url, self._options) as call:
+            call.count(requests=1)
+            try:
+                yield from self._way(url).list(call, url)
+            except Trouble as trouble:
+                raise call.failure(trouble, 1) from trouble.__cause__
+
+
+class _Changed(Exception):
+    """The object is not the one that was looked at before."""
+
+
+# ----------------------------------------------------------------------------------------------------------- in this process
+
+
+class Here:
+    """A filesystem that is asked in this process. ``bound``: and not in a fork of it."""
+
+    def __init__(self, filesystem: Any, settings: Mapping[str, Any] | None = None, *, bound: bool = False) -> None:
+        self._client = client_of(filesystem, settings)
+        self._pid = os.getpid() if bound else None
+
+    def stat(self, call: Call, url: str) -> ObjectInfo:
+        return self._ask(lambda: self._client.stat(url))
+
+    def parallel(self, call: Call, url: str) -> bool:
+        return self._ask(lambda: self._client.parallel(url))
+
+    def read(self, call: Call, url: str, span: Span) -> Iterator[Buffer]:
+        return self._each(lambda: self._client.read(url, span))
+
+    def list(self, call: Call, url: str) -> Iterator[ObjectInfo]:
+        return self._each(lambda: self._client.list(url))
+
+    def _each(self, ask: Callable[[], Iterator[T]]) -> Iterator[T]:
+        items = self._ask(ask)
+        while (item := self._ask(lambda: next(items, None))) is not None:
+            yield item
+
+    def _ask(self, ask: Callable[[], T]) -> T:
+        if self._pid not in (None, os.getpid()):
+            raise Trouble("its filesystem was made before a fork, and cannot be pickled: make it after the fork", RemoteError, again=False)
+        try:
+            return ask()
+        except Exception as error:
+            raise helper.meaning(error) from error
+
+
+def _way_to(filesystem: Any) -> Way:
+    if is_here(filesystem):
+        return Here(filesystem)
+    try:
+        return There(pickled((filesystem, {})))
+    except Exception as error:  # noqa: BLE001 (whatever the filesystem's own pickling raises)
+        log.warning("%s cannot be pickled (%s): it can be used in this process, not in forks of it", type(filesystem).__name__, error)
+        return Here(filesystem, bound=True)
+
+
+def pickled(value: object) -> bytes:
+    """By cloudpickle where that is there: it takes along what is defined in ``__main__``."""
+    try:
+        from cloudpickle import dumps
+    except ImportError:
+        from pickle import dumps
+    return bytes(dumps(value))
+
+
+def is_here(filesystem: Any) -> bool:
+    """Whether a filesystem has no connections that a fork would break."""
+    for name in ("base_fs", "fs", "handler"):  # what a wrapper of pyarrow or fsspec wraps
+        if (inner := getattr(filesystem, name, None)) is not None:
+            return is_here(inner)
+    protocols: Any = getattr(filesystem, "protocol", None) or getattr(filesystem, "type_name", "")
+    return not HERE.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
+
+
+# ------------------------------------------------------------------------------------------------------- in the helper process
+
+
+class There:
+    """A filesystem that is asked in the helper process. ``filesystem``: its pickle."""
+
+    def __init__(self, filesystem: bytes) -> None:
+        self._filesystem = filesystem
+
+    def stat(self, call: Call, url: str) -> ObjectInfo:
+        return ObjectInfo(*self._items(call, "stat", url)[0])
+
+    def parallel(self, call: Call, url: str) -> bool:
+        return bool(self._items(call, "parallel", url)[0][0])
+
+    def _items(self, call: Call, verb: str, url: str) -> list[Any]:
+        return [json.loads(item) for item in self._ask(call, verb, url)]
+
+    def read(self, call: Call, url: str, span: Span) -> Iterator[Buffer]:
+        return self._ask(call, "read", url, span.start, span.length)
+
+    def list(self, call: Call, url: str) -> Iterator[ObjectInfo]:
+        return (ObjectInfo(*json.loads(item)) for item in self._ask(call, "list", url))
+
+    def _ask(self, call: Call, *request: str | int) -> Iterator[bytearray]:
+        """The answer's items or blocks."""
+        patience = call.options.read_timeout + call.options.part / SLOWEST
+        with _channel(call) as channel:
+            with _helper_errors():
+                helper.send(channel, helper.REQUEST, json.dumps(request).encode())
+                helper.send(channel, helper.REQUEST, self._filesystem)
+            while True:
+                with _helper_errors():
+                    channel.settimeout(call.timeout(patience))
+                    kind, payload = helper.receive(channel)
+                if kind == helper.ERROR:
+                    raise helper.from_wire(payload)
+                if kind == helper.END:
+                    return
+                yield payload
+
+
+@contextmanager
+def _helper_errors() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise Trouble("nothing came for too long", RemoteTimeout) from error
+    except (OSError, EOFError) as error:
+        raise Trouble("its helper process went away") from error
+
+
+@contextmanager
+def _channel(call: Call) -> Iterator[socket.socket]:
+    """A new channel to the helper process; closed, the helper gives up what was asked on it."""
+    with _helper_errors():
+        channel = _processes.channel()
+    with channel:
+        call.hold(channel)
+        try:
+            yield channel
+        finally:
+            call.let_go(channel)
+            try:
+                channel.shutdown(socket.SHUT_RDWR)  # a forked child may hold it too: then closing would tell the helper nothing
+            except OSError as error:
+                log.debug("the helper closed its end before: %s", error)
+
+
+class Process:
+    """One helper process, which lives no longer than this object, nor than the process that made it."""
+
+    def __init__(self) -> None:
+        self.control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "forebay.remote.helper", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C is for us: we tell the helper what is given up
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )  # fmt: skip
+        self.pid = self._process.pid
+        self._end = weakref.finalize(self, _end, self.control, self._process)
+
+    def channel(self) -> socket.socket:
+        """Raises OSError if the process is gone."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self.control, [b"c"], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        return ours
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: it is not ours."""
+        self._end.detach()
+        self.control.close()
+        self._process.returncode = 0  # else its finalizer warns of a child of ours that still runs
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()
+    process.kill()
+    process.wait()
+
+
+class _Processes:
+    """The helper of this process: started at the first call, again if it died, and never shared with a fork."""
+
+    def __init__(self) -> None:
+        self._forget()
+        host.at_fork(self)
+
+    def _forget(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards _process
+        self._process: Process | None = None
+
+    def channel(self) -> socket.socket:
+        if self._pid != os.getpid():  # forked by C, which runs no hook
+            self.after_fork_child()
+        with self._lock:
+            if self._process is not None:
+                try:
+                    return self._process.channel()
+                except OSError as error:
+                    log.warning("the helper process %d is gone (%s): starting another", self._process.pid, error)
+            self._process = Process()
+            return self._process.channel()
+
+    def before_fork(self) -> None: ...
+
+    def after_fork_parent(self) -> None: ...
+
+    def after_fork_child(self) -> None:
+        if self._process is not None:
+            self._process.leave_to_parent()
+        self._forget()
+
+
+_processes = _Processes()
