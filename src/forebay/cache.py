@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, Self
 
 from forebay import _config, errors, remote
 from forebay._engine.counters import BYTES_HIT, HITS
@@ -20,14 +18,16 @@ from forebay._engine.leases import Lease
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host
-from forebay._model import Buffer, Entry, Problem, Report, Victim
+from forebay._model import Buffer, Entry, Problem, Report
 from forebay.origin import URLS, Ask, Origin, Target
 from forebay.reports import OnProgress as OnProgress
 from forebay.reports import Plan as Plan
 from forebay.reports import Progress as Progress
 from forebay.reports import Stats as Stats
+from forebay.reports import Teller, coldest_until
 from forebay.reports import WarmReport as WarmReport
 from forebay.spaces import Space
+from forebay.warming import warm
 
 log = logging.getLogger("forebay.cache")
 
@@ -118,7 +118,7 @@ class Cache:
     ) -> Entry | None:  # fmt: skip
         """Have an object in the cache; gives its entry, None where there is no room for it. See `read`."""
         target = self._target(url)
-        told = _Teller(target.key, on_progress)
+        told = Teller(target.key, on_progress)
         ask = self._ask(max_age, refresh, force=True, on_wait=told.waiting, on_progress=told.fetching, **how)
         try:
             with self._origin.lease(target, ask) as lease:
@@ -134,25 +134,7 @@ class Cache:
     ) -> WarmReport:  # fmt: skip
         """Have many objects in the cache, ``jobs`` at a time. What is there already costs nothing: an interrupted call is taken up again
         by the same call."""
-        done: list[str] = []
-        failed: list[tuple[str, errors.ForebayError]] = []
-        with ThreadPoolExecutor(max_workers=max(jobs, 1), thread_name_prefix="forebay-warm") as pool:
-            flying: dict[Future[Entry | None], str] = {}
-
-            def land(count: int) -> None:
-                while len(flying) > count:
-                    for future in wait(flying, return_when=FIRST_COMPLETED).done:
-                        _settle(flying.pop(future), future, done, failed)
-
-            try:
-                for url in urls:
-                    flying[pool.submit(self.pull, url, on_progress=on_progress, **how)] = os.fspath(url)
-                    land(2 * jobs)
-                land(0)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return WarmReport(tuple(done), tuple(failed))
+        return warm(lambda url: self.pull(url, on_progress=on_progress, **how), urls, jobs)
 
     def invalidate(self, url: str | os.PathLike[str]) -> None:
         """Let the next call for this URL, of any process, ask the remote."""
@@ -256,10 +238,10 @@ class Cache:
         if need is not None:
             used, reserved, budget, _ = self._store.usage()
             lacking = used + reserved + _config.parse_size(need, total=budget, name="need") - budget
-            cold = _until(cold, lacking)
+            cold = coldest_until(cold, lacking)
         elif where is None and space is None and not all:
             used, reserved, budget, _ = self._store.usage()
-            cold = _until(cold, used + reserved - budget)
+            cold = coldest_until(cold, used + reserved - budget)
         return Plan(tuple(Origin.victim(entry) for entry in cold), self._store.remove)
 
     def prune(self) -> Plan:
@@ -282,7 +264,7 @@ class Cache:
             if self._origin.upstream is not None:
                 self._origin.upstream.close()
 
-    def __enter__(self) -> Cache:
+    def __enter__(self) -> Self:
         self._check_open()
         return self
 
@@ -329,26 +311,6 @@ class Cache:
         )  # fmt: skip
 
 
-class _Teller:
-    """Turns what the engine tells of one fetch into `Progress`."""
-
-    def __init__(self, url: str, tell: OnProgress | None) -> None:
-        self._url, self._tell = url, tell
-        self.waiting = self._waiting if tell is not None else None
-        self.fetching = self._fetching if tell is not None else None
-
-    def say(self, state: str, done: int, total: int | None) -> None:
-        if self._tell is not None:
-            self._tell(Progress(self._url, done, total, state))
-
-    def _waiting(self, w: Waiting) -> None:
-        if self._tell is not None:
-            self._tell(Progress(self._url, w.done, w.total, "waiting", w.holder, w.since))
-
-    def _fetching(self, done: int, total: int | None) -> None:
-        self.say("fetching", done, total)
-
-
 def _arrive(path: str, how: dict[str, Any]) -> Cache:
     return Cache(path, **how)
 
@@ -381,26 +343,3 @@ def _leased(store: Store | PassThrough, entry: Entry) -> Entry:
     from dataclasses import replace
 
     return replace(entry, leased=store.is_leased(entry))
-
-
-def _until(entries: list[Entry], need: int) -> list[Entry]:
-    """As many of the first entries as make up ``need`` bytes."""
-    taken: list[Entry] = []
-    for entry in entries:
-        if need <= 0:
-            break
-        taken.append(entry)
-        need -= entry.charge
-    return taken
-
-
-def _settle(url: str, future: Future[Entry | None], done: list[str], failed: list[tuple[str, errors.ForebayError]]) -> None:
-    try:
-        entry = future.result()
-    except errors.ForebayError as error:
-        failed.append((url, error))
-        return
-    if entry is None:
-        failed.append((url, errors.NoSpace(f"{url}: no room", key=url, need=0, free=0, budget=0)))
-    else:
-        done.append(url)

@@ -114,7 +114,8 @@ class NoSpace(CacheFault):
 
     @classmethod
     def of(
-        cls, key: str, need: int, free: int, budget: int, todo: str = "raise the budget, or see `forebay ls --leased`", *, hopeless: bool = False
+        cls, key: str, need: int, free: int, budget: int, todo: str = "raise the budget, or see `forebay ls --leased`",
+        *, hopeless: bool = False,
     ) -> NoSpace:  # fmt: skip
         return cls(
             f"no room for {key!r}: {need:,} bytes wanted, {max(free, 0):,} of the budget of {budget:,} can be had: {todo}",

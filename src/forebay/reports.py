@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay._model import Report, Victim
+from forebay._engine.fill import Waiting
+from forebay._model import Entry, Report, Victim
 from forebay.errors import ForebayError
 
 
@@ -92,3 +93,34 @@ class Plan:
     def execute(self) -> Report:
         """Remove. What is in use or pinned by now is spared, and named."""
         return self._remove(self.victims)
+
+
+class Teller:
+    """Turns what the engine tells of one fetch into `Progress`."""
+
+    def __init__(self, url: str, tell: OnProgress | None) -> None:
+        self._url, self._tell = url, tell
+        self.waiting = self._waiting if tell is not None else None
+        self.fetching = self._fetching if tell is not None else None
+
+    def say(self, state: str, done: int, total: int | None) -> None:
+        if self._tell is not None:
+            self._tell(Progress(self._url, done, total, state))
+
+    def _waiting(self, w: Waiting) -> None:
+        if self._tell is not None:
+            self._tell(Progress(self._url, w.done, w.total, "waiting", w.holder, w.since))
+
+    def _fetching(self, done: int, total: int | None) -> None:
+        self.say("fetching", done, total)
+
+
+def coldest_until(entries: list[Entry], need: int) -> list[Entry]:
+    """As many of the first entries as make up ``need`` bytes."""
+    taken: list[Entry] = []
+    for entry in entries:
+        if need <= 0:
+            break
+        taken.append(entry)
+        need -= entry.charge
+    return taken

@@ -333,7 +333,12 @@ class Budget:
             return errors.NoSpace.of("what is there", short.bytes, 0, short.budget)
         if hopeless:
             return errors.NoSpace.of(
-                want.key, want.size, short.free, short.budget, "it is larger than may ever be kept: raise the budget or the quota", hopeless=True
+                want.key,
+                want.size,
+                short.free,
+                short.budget,
+                "it can never be kept: raise the budget or the quota",
+                hopeless=True,
             )
         return errors.NoSpace.of(want.key, want.size, short.free, short.budget)
 
@@ -351,7 +356,11 @@ class Budget:
             return True
 
         waits.wait_for(
-            attempt, self._words, SPACE_WORD, what=lambda: (f"room for {want.key!r} ({want.size:,} bytes)", "leases and pins"), timeout=timeout
+            attempt,
+            self._words,
+            SPACE_WORD,
+            what=lambda: (f"room for {want.key!r} ({want.size:,} bytes)", "leases"),
+            timeout=timeout,
         )
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ import os
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Self
 
 from forebay import errors
-from forebay._engine import blobs
 from forebay._engine.catalog import Catalog, entries
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
@@ -46,7 +46,7 @@ class Lease:
             raise errors.Closed.of(f"lease on {self.entry.key!r}")
         return self.path
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -182,5 +182,3 @@ class Leases:
             file.after_fork_child(keep=True)
         for file in self._evicting:
             file.after_fork_child(keep=False)
-
-

@@ -121,5 +121,3 @@ class Memo:
             if self._bytes <= self._max_bytes * 3 // 4 and self._count <= self._max_count * 3 // 4 and found.is_current():
                 break
             self._forget_locked(found)
-
-

@@ -17,8 +17,8 @@ import time
 from forebay._engine.catalog import Catalog, Txn, people, reservations, spaces
 from forebay._engine.counters import NAMES, Counters
 from forebay._engine.root import Root
-from forebay._kernel import locks
 from forebay._kernel import host as kernel_host
+from forebay._kernel import locks
 
 
 class Owners:

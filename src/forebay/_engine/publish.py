@@ -1,23 +1,24 @@
 """From bytes to an entry: reserve, stage, then one transaction that inserts the row, frees the reservation and renames the file.
 
-    reserve       a row counts the bytes                        a crash leaves a counted partial
-    stage         the file grows under tmp/                     a crash leaves a counted partial, resumed where it can be
-    row, rename   uncommitted row, then the final name          a crash leaves the reservation, which names both places
-    commit        the entry is visible, the reservation gone
+reserve       a row counts the bytes                        a crash leaves a counted partial
+stage         the file grows under tmp/                     a crash leaves a counted partial, resumed where it can be
+row, rename   uncommitted row, then the final name          a crash leaves the reservation, which names both places
+commit        the entry is visible, the reservation gone
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Self
 
 from forebay import errors
 from forebay._engine import blobs
 from forebay._engine.budget import Budget, Want
 from forebay._engine.catalog import Catalog, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.chunkmaps import CHUNK
 from forebay._engine.eviction import Eviction
 from forebay._engine.faults import faults
 from forebay._engine.fill import hash_of
@@ -25,7 +26,6 @@ from forebay._engine.leases import Lease, Leases
 from forebay._engine.owners import Owners
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
-from forebay._engine.chunkmaps import CHUNK
 from forebay._engine.stages import Stage
 from forebay._kernel import host
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Span
@@ -229,7 +229,8 @@ class Writing:
 
     def publish(self, *, validator: str | None = None) -> Entry:
         """All bytes came and are right: make them an entry."""
-        assert self._stage is not None and self._reserved is not None
+        assert self._stage is not None
+        assert self._reserved is not None
         with faults(self.label.key, self._reserved.size):
             entry = self._publisher.publish(self.label, self._stage, self._reserved, validator)
         self._published = True
@@ -254,7 +255,7 @@ class Writing:
         """What came is wrong: keep nothing of it."""
         self._resumable = False
 
-    def __enter__(self) -> Writing:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:

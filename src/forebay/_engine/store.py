@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import ClassVar, Concatenate, ParamSpec, TypeVar
 
 from forebay import errors
 from forebay._engine import check, counters
@@ -30,6 +30,8 @@ from forebay._engine.publish import Label, Publisher, Writing
 from forebay._engine.ranking import Ranking
 from forebay._engine.reading import Reading
 from forebay._engine.root import Root, open_root
+from forebay._engine.settings import Settings as Settings
+from forebay._engine.settings import apply
 from forebay._engine.slots import Slots
 from forebay._kernel import host, waits
 from forebay._model import Buffer, Entry, Problem, Report, Victim
@@ -38,15 +40,6 @@ log = logging.getLogger("forebay.store")
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What binds a root, where the opener says so; None leaves what it was set to. Sizes in bytes."""
-
-    budget: int | None = None
-    min_free: int | None = None
-    max_entries: int | None = None
 
 
 def _mending(call: Callable[Concatenate[Store, P], R]) -> Callable[Concatenate[Store, P], R]:
@@ -124,6 +117,7 @@ class Store:
         self._fill = Fill(root, self._catalog, self._owners, self.words)
         self._publisher = Publisher(root, self._catalog, self._slots, self._leases, self._owners, self._budget, self._eviction)
         self._catalog.sweeper = self._eviction.sweep
+        self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
         self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self._counters)
         self._spaces = {}
 
@@ -150,36 +144,14 @@ class Store:
             spaces.set_setting(txn, "boot", host.boot_id())
 
     def configure(self, settings: Settings) -> None:
-        """Set what is given for everybody; a lower limit is applied at once to what is there."""
-        with self._catalog.write() as txn:
-            found = self._budget.limits(txn)
-            first = spaces.setting(txn, "budget") is None
-            disk = host.disk(self.root.path)
-            wanted = {
-                "budget": settings.budget if settings.budget is not None else disk.free * 3 // 4 if first else None,
-                "min_free": settings.min_free if settings.min_free is not None else disk.total // 20 if first else None,
-                "max_entries": settings.max_entries,
-            }
-            changed = {name: value for name, value in wanted.items() if value is not None and value != getattr(found, name)}
-            for name, value in changed.items():
-                spaces.set_setting(txn, name, value)
-        if changed and not first:
-            self._say_changed(changed, found)
-            self._budget.make_room()
+        """Set what is given, for everybody; a lower limit is applied at once to what is there."""
+        apply(settings, self.root, self._catalog, self._budget, self._owners)
 
-    def _say_changed(self, changed: dict[str, int], found: Any) -> None:
-        others = [owner for owner in self._owners.living() if owner.id != self._owners.me()]
-        if others:
-            words = ", ".join(f"{name} {getattr(found, name)} -> {value}" for name, value in changed.items())
-            log.warning("%s: changed for everybody: %s; %d other processes have it open, such as %s", self.root.path, words, len(others), others[0])
-
-    def _usable(self) -> None:
+    def _usable(self, *, writing: bool = False) -> None:
+        if writing and self.root.read_only:
+            raise errors.CacheFault(f"{self.root.path} is read-only")
         if host.forked_unseen():
             raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
-
-    def _writable(self) -> None:
-        if self.root.read_only:
-            raise errors.CacheFault(f"{self.root.path} is read-only")
 
     def _mend(self, error: CatalogBroken) -> None:
         """The catalog, or the whole root, is not what was opened: open it once more, making what is missing."""
@@ -263,7 +235,7 @@ class Store:
         """Store bytes. Raises `NoSpace` or another `CacheFault`; what was there before then stays.
 
         In a space whose policy is ``wait`` it waits while all bytes are held: at most ``timeout`` seconds, then `NoSpace`."""
-        self._writable()
+        self._usable(writing=True)
         place = self.space(space)
         label = Label(place.id, place.name, key, life=life, meta=meta)
         while True:
@@ -292,7 +264,7 @@ class Store:
         on_progress: Callable[[int, int | None], None] | None = None,
     ) -> Writing:  # fmt: skip
         """A write that a remote fills. Caller: holds the key's lock where ``resume``."""
-        self._writable()
+        self._usable(writing=True)
         place = self.space(space)
         return Writing(self._publisher, Label(place.id, place.name, key, suffix, life, meta), resume=resume, on_progress=on_progress)
 
@@ -305,8 +277,7 @@ class Store:
         timeout: float | None = None, on_wait: OnWait | None = None,
     ) -> T:  # fmt: skip
         """See `Fill.single`. ``make`` runs once: a catalog that breaks meanwhile is mended by the next call."""
-        self._usable()
-        self._writable()
+        self._usable(writing=True)
         place = self.space(space)
         try:
             return self._fill.single(place.id, key, look, make, timeout=timeout, on_wait=on_wait)
@@ -405,7 +376,7 @@ class Store:
     @_mending
     def repair(self, *, deep: bool = True) -> list[Problem]:
         """Mend what `check` finds; gives what was mended."""
-        self._writable()
+        self._usable(writing=True)
         found = self.check(deep=deep)
         if any(problem.kind == "catalog" for problem in found):
             self._mend(CatalogBroken(f"the catalog of {self.root.path} is damaged", damaged=True))
@@ -415,15 +386,15 @@ class Store:
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        for part in (self._leases, self._owners, self._fill, self._budget, self._catalog):
+        for part in reversed(self._forking):
             part.before_fork()
 
     def after_fork_parent(self) -> None:
-        for part in (self._catalog, self._budget, self._fill, self._owners, self._leases):
+        for part in self._forking:
             part.after_fork_parent()
 
     def after_fork_child(self) -> None:
         Store._opening = threading.RLock()
         self._mending = threading.RLock()
-        for part in (self._catalog, self._budget, self._fill, self._owners, self._leases, self.memo, self._ranking):
+        for part in (*self._forking, self.memo, self._ranking):
             part.after_fork_child()

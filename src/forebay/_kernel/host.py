@@ -204,13 +204,15 @@ def disk(path: Path) -> Disk:
 
 
 _KINDS = {
-    0xEF53: "ext4", 0x58465342: "xfs", 0x01021994: "tmpfs", 0x9123683E: "btrfs", 0x794C7630: "overlay", 0xF2F52010: "f2fs", 0x2FC12FC1: "zfs",
+    0xEF53: "ext4", 0x58465342: "xfs", 0x01021994: "tmpfs", 0x9123683E: "btrfs", 0x794C7630: "overlay", 0xF2F52010: "f2fs",
+    0x2FC12FC1: "zfs",
     0xCA451A4E: "bcachefs", 0x858458F6: "ramfs", 0x6969: "nfs", 0xFF534D42: "cifs", 0xFE534D42: "smb2", 0x517B: "smb", 0x0BD00BD0: "lustre",
-    0x47504653: "gpfs", 0x00C36400: "ceph", 0x65735546: "fuse", 0x01021997: "9p", 0x5346414F: "afs", 0x01161970: "gfs2", 0x7461636F: "ocfs2",
+    0x47504653: "gpfs", 0x00C36400: "ceph", 0x65735546: "fuse", 0x01021997: "9p", 0x5346414F: "afs",
+    0x01161970: "gfs2", 0x7461636F: "ocfs2",
     0x19830326: "beegfs", 0xAAD7AAEA: "panfs", 0x6A656A63: "virtiofs",
 }  # fmt: skip
 NETWORK_KINDS = frozenset(
-    "nfs cifs smb2 smb lustre gpfs ceph fuse 9p afs gfs2 ocfs2 beegfs panfs virtiofs".split()
+    ["nfs", "cifs", "smb2", "smb", "lustre", "gpfs", "ceph", "fuse", "9p", "afs", "gfs2", "ocfs2", "beegfs", "panfs", "virtiofs"]
 )
 """File systems whose locks or mappings other machines, or the host, may not share."""
 

@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from pathlib import Path
 
-
 _LAYOUT = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, pid
 
 
@@ -218,5 +217,3 @@ def describe_process(pid: int) -> str:
 def describe_holders(path: str | os.PathLike[str], offset: int) -> str:
     """Who holds a byte, in words for people."""
     return ", ".join(describe_process(pid) for pid in holders(path, offset)) or "an unknown process"
-
-

@@ -126,7 +126,9 @@ class Catalog:
                     if self._con and self._con.execute("PRAGMA quick_check(1)").fetchone() == ("ok",):
                         return
                 self._close_locked()
-            log.warning("the catalog of %s is damaged or missing: starting with an empty one, what was cached is fetched again", self._root.path)
+            log.warning(
+                "the catalog of %s is damaged or missing: starting with an empty one: what it held is fetched again", self._root.path
+            )
             for ending in ("-wal", "-shm", ""):
                 host.unlink(f"{self._path}{ending}")
             self._create()
@@ -337,5 +339,3 @@ class Catalog:
 
 def _quoted(path: str) -> str:
     return path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-
-

@@ -9,9 +9,7 @@ from forebay._engine.catalog.connection import Rows, Txn, one
 from forebay._engine.catalog.schema import DOOMED, LIVE, SUPERSEDED
 from forebay._model import Entry
 
-_COLUMNS = (
-    "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e.validator, e.created, e.boot, e.life, e.suffix, e.meta"
-)
+_COLUMNS = "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e.validator, e.created, e.boot, e.life, e.suffix, e.meta"
 _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
 
 
@@ -97,7 +95,10 @@ def any_leaving(rows: Rows) -> bool:
 
 def held(rows: Rows, after: int, limit: int) -> list[Entry]:
     """Entries that live only as long as somebody holds them, by id from ``after`` on."""
-    return [Entry(*row) for row in rows.all(f"{_FROM} WHERE e.life = 'held' AND e.state = {LIVE} AND e.id > ? ORDER BY e.id LIMIT ?", after, limit)]
+    return [
+        Entry(*row)
+        for row in rows.all(f"{_FROM} WHERE e.life = 'held' AND e.state = {LIVE} AND e.id > ? ORDER BY e.id LIMIT ?", after, limit)
+    ]
 
 
 def is_doomed(rows: Rows, id: int) -> bool:
