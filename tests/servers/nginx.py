@@ -1,0 +1,110 @@
+"""nginx on loopback, as one process of its own that dies with the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PR_SET_PDEATHSIG = 1
+
+CONFIG = """
+daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;
+events {{ worker_connections 256; }}
+http {{
+    access_log {folder}/access.log;
+    default_type application/octet-stream;
+    client_body_temp_path {folder}/tmp1; proxy_temp_path {folder}/tmp2; fastcgi_temp_path {folder}/tmp3;
+    uwsgi_temp_path {folder}/tmp4; scgi_temp_path {folder}/tmp5;
+    sendfile on; tcp_nopush on; keepalive_requests 100000;
+    server {{
+        listen 127.0.0.1:{port}; {tls}
+        root {folder}/files;
+        location /gzip/ {{ alias {folder}/files/; gzip on; gzip_types *; gzip_min_length 1; }}
+        location /no-ranges/ {{ alias {folder}/files/; max_ranges 0; }}
+        location /private/ {{ alias {folder}/files/; auth_basic "tests"; auth_basic_user_file {folder}/users; }}
+        location /moved/ {{ rewrite ^/moved/(.*)$ /$1 redirect; }}
+    }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Nginx:
+    """``files``: the directory that is served; ``url``: where. ``/gzip/``, ``/no-ranges/``, ``/private/`` (user ``me``, password
+    ``pass``) and ``/moved/`` show the same files in their own way. ``log``: one line for each request. ``ca``: signs its certificate."""
+
+    url: str
+    files: Path
+    log: Path
+    ca: Path | None = None
+
+    def put(self, name: str, body: bytes) -> str:
+        """Write a file; its URL."""
+        (self.files / name).write_bytes(body)
+        return f"{self.url}/{name}"
+
+
+@contextlib.contextmanager
+def nginx(folder: Path, *, tls: bool = False) -> Iterator[Nginx]:
+    """A running nginx. Skips the test where there is none."""
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if program is None:
+        pytest.skip("nginx is not installed")
+    files = folder / "files"
+    files.mkdir(parents=True)
+    (folder / "users").write_text("me:{PLAIN}pass\n")
+    secure = f"ssl_certificate {folder}/cert.pem; ssl_certificate_key {folder}/key.pem;" if tls else ""
+    if tls:
+        _certificate(folder)
+    port = _free_port()
+    config = CONFIG.format(folder=folder, port=port, tls=secure)
+    (folder / "nginx.conf").write_text(config.replace(f":{port};", f":{port} ssl;") if tls else config)
+    server = subprocess.Popen(
+        [program, "-p", folder, "-c", folder / "nginx.conf"],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=_die_with_parent,
+    )
+    try:
+        _wait_for(port, server)
+        scheme = "https" if tls else "http"
+        yield Nginx(f"{scheme}://127.0.0.1:{port}", files, folder / "access.log", folder / "cert.pem" if tls else None)
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 20
+    while server.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.02)
+    raise RuntimeError(f"nginx did not start: {server.poll()}")
+
+
+def _certificate(folder: Path) -> None:
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1", "-addext"]
+        + ["subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "cert.pem"],
+        check=True, capture_output=True,
+    )  # fmt: skip
