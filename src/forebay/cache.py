@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from forebay import _config, errors, remote
-from forebay._engine.counters import BYTES_HIT, HITS
 from forebay._engine.fill import Waiting
 from forebay._engine.leases import Lease
+from forebay._engine.memo import no_hit
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host
@@ -71,8 +71,7 @@ class Cache:
         self.path = store.root.path if isinstance(store, Store) else place.absolute()
         above = Store.open(upstream, Settings(), read_only=True) if upstream is not None else None
         self._origin = Origin(store, remote_options or remote.RemoteOptions.from_environment(), above)
-        self._known = store.memo.known if isinstance(store, Store) and not read_only else {}
-        self._look_at = 0
+        self._hit = store.hitter(URLS)
         self._closed = False
         self._values = Space(self._origin, VALUES)
 
@@ -88,16 +87,9 @@ class Cache:
         into the cache nor write to it. ``force``: keep a local file too. ``pin``: never evict it. Raises `RemoteError`.
         A hit takes no lock and no system call."""
         if max_age is None and not (refresh or sha256 or etag or bypass or pin):
-            found = self._known.get((URLS, url))  # type: ignore[arg-type]
+            found = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path finds nothing
             if found is not None:
-                now = time.time_ns()
-                words, base = found.words, found.base
-                if words[base] == found.id and now - words[base + 2] < self._max_age and now < self._look_at:
-                    words[base + 1] = now
-                    counts, at = self._store.block()
-                    counts[at + HITS] += 1
-                    counts[at + BYTES_HIT] += found.size
-                    return memoryview(found.view)
+                return found
         ask = self._ask(max_age, refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin)
         return self._origin.read(self._target(url), ask)
 
@@ -259,7 +251,7 @@ class Cache:
     def close(self) -> None:
         """Let go of the root. Buffers, files and leases that were handed out stay good; any other call is `Closed`."""
         if not self._closed:
-            self._closed, self._known = True, {}
+            self._closed, self._hit = True, no_hit
             self._store.close()
             if self._origin.upstream is not None:
                 self._origin.upstream.close()
@@ -287,7 +279,6 @@ class Cache:
 
     def _target(self, url: str | os.PathLike[str]) -> Target:
         self._check_open()
-        self._look_at = time.time_ns() + _SECOND
         return self._origin.target(url)
 
     def _split(self, name: str) -> tuple[str, str]:

@@ -21,6 +21,7 @@
         ├── RemoteTimeout (TimeoutError)
         ├── RemoteUnavailable (ConnectionError)   retries are used up
         ├── RemoteChanged                    the object became another one while it was read
+        ├── Conflict (FileExistsError)       a conditional write found another object there
         └── RemoteProtocolError              an answer that HTTP or S3 does not allow
 
 Each is pickled and rebuilt with its message and its facts, so that one raised in a worker reaches the main process.
@@ -213,6 +214,12 @@ class RemoteUnavailable(RemoteError, ConnectionError):
 
 class RemoteChanged(RemoteError):
     """The object became another one while it was read."""
+
+
+class Conflict(RemoteError, FileExistsError):
+    """A conditional write found an object there that it must not replace. Nothing was written."""
+
+    errno = errno.EEXIST
 
 
 class RemoteProtocolError(RemoteError):

@@ -10,15 +10,22 @@ from forebay._model import Buffer
 from forebay.origin import Origin
 
 
+FOREVER = 1 << 63
+
+
 class Space:
     """Values of one space. Made by `Cache.space`; callable from any thread, usable in both processes after a fork, picklable with
     its cache."""
 
     def __init__(self, origin: Origin, name: str) -> None:
         self._origin, self.name = origin, name
+        self._quick = origin.store.hitter(name)
 
     def get(self, key: str) -> memoryview | None:
         """The bytes under this key, read-only; None if there are none. They stay good after an eviction."""
+        quick = self._quick(key, FOREVER)
+        if quick is not None:
+            return quick
         store = self._origin.store
         try:
             found = store.view(self.name, _checked(key))

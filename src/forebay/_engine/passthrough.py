@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 from forebay import errors
 from forebay._engine.counters import NAMES
 from forebay._engine.fill import OnWait
+from forebay._engine.memo import Hit, no_hit
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Problem, Report, Span, Victim
 
 T = TypeVar("T")
@@ -99,8 +100,8 @@ class PassThrough:
     def counts(self) -> dict[str, int]:
         return dict(self._counts)
 
-    def block(self) -> tuple[list[int], int]:
-        return [0] * len(NAMES), 0
+    def hitter(self, space: str) -> Hit:
+        return no_hit
 
     def zero_counts(self) -> None:
         self._counts = dict.fromkeys(NAMES, 0)

@@ -23,7 +23,7 @@ from forebay._engine.eviction import Doomed, Eviction
 from forebay._engine.faults import faults
 from forebay._engine.fill import Fill, KeyHold, OnWait
 from forebay._engine.leases import Lease, Leases
-from forebay._engine.memo import Memo, Remembered
+from forebay._engine.memo import Hit, Memo, Remembered, no_hit
 from forebay._engine.owners import Owners
 from forebay._engine.policy import Policy
 from forebay._engine.publish import Label, Publisher, Writing
@@ -67,7 +67,7 @@ class Store:
         self.root, self._users = root, 0
         self._mending = threading.RLock()  # one thread at a time makes a broken root anew
         self._spaces: dict[str, spaces.Space] = {}
-        self.memo = Memo(Slots(root))
+        self.memo, self.counters = Memo(Slots(root)), Counters(root)  # the hit paths hold on to these, whatever is made anew
         self._wire(root)
         self._start(settings)
         host.at_fork(self)
@@ -107,10 +107,10 @@ class Store:
         self.words = waits.Words(root.words, writable=not root.read_only)
         self._catalog = Catalog(root, self.words, immutable=root.read_only and not host.is_local(host.fs_kind(root.path)))
         self._slots = Slots(root)
-        self._counters = Counters(root)
+        self.counters.detach()
         self._leases = Leases(root, self._catalog, self._slots)
         self.memo.restart(self._slots)
-        self._owners = Owners(root, self._catalog, self._counters)
+        self._owners = Owners(root, self._catalog, self.counters)
         self._eviction = Eviction(root, self._catalog, self._slots, self._leases, self.words)
         self._ranking = Ranking(self._catalog, self._slots)
         self._budget = Budget(root, self._catalog, self._owners, self._eviction, self._ranking, self.words)
@@ -118,7 +118,7 @@ class Store:
         self._publisher = Publisher(root, self._catalog, self._slots, self._leases, self._owners, self._budget, self._eviction)
         self._catalog.sweeper = self._eviction.sweep
         self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
-        self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self._counters)
+        self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self.counters)
         self._spaces = {}
 
     def _start(self, settings: Settings) -> None:
@@ -189,9 +189,15 @@ class Store:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
+    def hitter(self, space: str) -> Hit:
+        """See `Memo.hitter`. In a read-only root there is nothing to touch: every hit goes the long way."""
+        return self.memo.hitter(space, self.counters) if not self.root.read_only else no_hit
+
     @_mending
     def view(self, space: str, key: str) -> Remembered | None:
         """The bytes of a key, mapped, and remembered for the next time; None where there is none. Counts and touches nothing."""
+        if not self.root.read_only:
+            self._owners.me()
         return self._reading.view(space, self.space(space).id, key)
 
     @_mending
@@ -246,7 +252,7 @@ class Store:
                     raise
                 self._wait_for_room(label, memoryview(data).nbytes, timeout, error)
                 continue
-            self._counters.add(counters.BYTES_STORED, entry.size)
+            self.counters.add(counters.BYTES_STORED, entry.size)
             return entry
 
     def _wait_for_room(self, label: Label, size: int, timeout: float | None, error: errors.NoSpace) -> None:
@@ -256,7 +262,7 @@ class Store:
         except errors.WaitTimeout as late:
             raise error from late
         finally:
-            self._counters.add(counters.WAIT_NS_SPACE, host.now_ns() - began)
+            self.counters.add(counters.WAIT_NS_SPACE, host.now_ns() - began)
 
     @_mending
     def writing(
@@ -306,7 +312,7 @@ class Store:
         with faults("entries to remove"):
             gone = self._eviction.remove([(e.id, e.slot, Doomed(e.id, e.kind, e.suffix)) for e in rows])
         removed = {doomed.id for doomed in gone}
-        self._counters.add(counters.EVICTIONS, len(removed))
+        self.counters.add(counters.EVICTIONS, len(removed))
         return Report(
             tuple(v.name for v in by_id.values() if v.id in removed),
             tuple(v.name for v in by_id.values() if v.id not in removed),
@@ -335,10 +341,6 @@ class Store:
     def is_leased(self, entry: Entry) -> bool:
         return not self.root.read_only and self._leases.is_leased(entry.id)
 
-    def block(self) -> tuple[memoryview, int]:
-        """See `Counters.block`."""
-        return self._counters.block()
-
     @_mending
     def zero_counts(self) -> None:
         """Begin to count anew, for all processes: what was counted so far is subtracted from now on."""
@@ -355,14 +357,14 @@ class Store:
 
     def count(self, name: str, n: int = 1) -> None:
         """Count ``n`` more of what `counters.NAMES` calls ``name``."""
-        self._counters.add(counters.NAMES.index(name), n)
+        self.counters.add(counters.NAMES.index(name), n)
 
     @_mending
     def counts(self) -> dict[str, int]:
         """What all processes together have counted since the last `zero_counts`."""
         sums = dict.fromkeys(counters.NAMES, 0) | spaces.counters(self._catalog)
         for owner in people.every(self._catalog):
-            found, page = self._counters.read_page(owner.page)
+            found, page = self.counters.read_page(owner.page)
             if found == owner.id:
                 for name, value in zip(counters.NAMES, page, strict=True):
                     sums[name] += value

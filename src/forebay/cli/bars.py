@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from forebay._config import format_age, format_size
@@ -36,7 +37,8 @@ class Bars:
     def __init__(self, objects: int, *, quiet: bool = False) -> None:
         self._console = console(stderr=True)
         self._progress = Progress(
-            TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=24), _Amount(), _Rate(), _State(),
+            TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=20), _Amount(), _Rate(),
+            _State(table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=self._console, disable=quiet or not wants_bars(),
         )  # fmt: skip
         self._lock, self._tasks, self._ended, self._over, self._done, self._sizes = threading.Lock(), {}, deque(), set(), {}, {}
@@ -86,14 +88,14 @@ class Bars:
         self._progress.update(self._total, completed=self._bytes, total=known, state=f"{len(self._over)} of {self._objects}")
 
 
-def _label(url: str, width: int = 32) -> str:
+def _label(url: str, width: int = 24) -> str:
     name = plain(url.rstrip("/").rsplit("/", 1)[-1] or url)
     return name if len(name) <= width else name[: width - 12] + "…" + name[-11:]
 
 
 def _state(step: reports.Progress) -> str:
     if step.state == "waiting":
-        return f"waiting {format_age(step.waited)} for {plain(step.holder or 'another process')}"
+        return f"waits {format_age(step.waited)} for {plain(step.holder or 'another process')}"
     return {"fetching": "", "direct": "no room: not kept"}.get(step.state, step.state)
 
 
@@ -106,10 +108,11 @@ class _Amount(ProgressColumn):
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text(f"{format_size(speed)}/s" if speed else "")
+        waits = str(task.fields.get("state")).startswith("waits")  # the other's speed: room for his name instead
+        return Text(f"{format_size(speed)}/s" if speed and not waits else "")
 
 
 class _State(ProgressColumn):
     def render(self, task: Task) -> Text:
         state = str(task.fields.get("state", ""))
-        return Text(state, style="yellow" if state.startswith("waiting") else "")
+        return Text(state, style="yellow" if state.startswith("waits") else "")

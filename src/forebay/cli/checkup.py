@@ -1,4 +1,4 @@
-"""What `doctor` looks at: each check is a function that gives findings; none changes anything."""
+"""What `doctor` looks at: each check is a function that gives findings; none mends anything."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
+import forebay
 from forebay import errors
 from forebay._config import format_size
 from forebay._kernel import host, mappings
@@ -52,17 +53,9 @@ def _there(place: Path) -> Path:
 
 
 def _versions(place: Path) -> Iterator[Finding]:
-    parts = [f"{name} {metadata.version(name)}" for name in ("forebay", "urllib3", "xxhash", "typer", "rich") if _is_installed(name)]
+    parts = [f"forebay {forebay.__version__}", *(f"{name} {metadata.version(name)}" for name in ("urllib3", "xxhash", "typer", "rich"))]
     parts += [f"Python {platform.python_version()}", f"SQLite {sqlite3.sqlite_version}", f"Linux {platform.release()}"]
     yield Finding("versions", "ok", ", ".join(parts))
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _extras(place: Path) -> Iterator[Finding]:
@@ -96,6 +89,8 @@ def _file_system(place: Path) -> Iterator[Finding]:
 def _is_rotating(path: Path) -> bool:
     device = path.stat().st_dev
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    if node.resolve().name.startswith("vd"):
+        return False  # a virtual machine's disk: many a hypervisor calls each of them rotating
     for flag in (node / "queue/rotational", node.resolve().parent / "queue/rotational"):
         if flag.is_file():
             return flag.read_text().strip() == "1"
@@ -168,9 +163,10 @@ def _content(place: Path) -> Iterator[Finding]:
         return
     from forebay.cache import Cache
 
-    with Cache(place, read_only=True) as cache:
+    read_only = not os.access(place, os.W_OK)
+    with Cache(place, read_only=read_only) as cache:
         stats = cache.stats()
-        problems = cache.check()
+        problems = [] if read_only else cache.check()
     free = host.disk(place).free
     found = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {stats.entries:,} entries, hit rate {stats.hit_rate:.0%}"
     short = stats.budget - stats.bytes_used > free

@@ -14,6 +14,6 @@ def clear(
     root: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove everything, or one space, after asking. What some process is using stays."""
+    """Remove everything, or one space, after asking. What is pinned, or used by some process, stays."""
     with opened(root) as cache:
         carry_out(cache.clear(space), Output(as_json), dry_run=dry_run, yes=yes)

@@ -11,7 +11,7 @@ from forebay.cli.render import Output
 
 
 def doctor(root: RootOption = None, as_json: JsonOption = False) -> None:
-    """Look at this machine and this cache: what is wrong, what would make it slow, and what to do about it. Changes nothing."""
+    """Look at this machine and this cache: what is wrong, what would make it slow, and what to do about it. Mends nothing."""
     try:
         where = existing(root)
     except NoCache:

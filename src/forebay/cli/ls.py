@@ -20,7 +20,7 @@ class Order(StrEnum):
 
 
 def ls(
-    names: Annotated[list[str] | None, argument("[NAME...]", help="Names, or their beginnings.")] = None,
+    names: Annotated[list[str] | None, argument("NAME", help="Names, or their beginnings.")] = None,
     sort: Annotated[Order, typer.Option("--sort", "-s", help="Largest, latest used, latest created first.")] = Order.NAME,
     reverse: Annotated[bool, option("--reverse", "-r", help="The other way round.")] = False,
     leased: Annotated[bool, option("--leased", help="Only what some process holds now.")] = False,

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+import forebay
 from forebay._config import Settings
 from forebay.cli import clear, completion, demo, doctor, du, ls, path, pin, prune, pull, render, rm, stats, unpin, verify, warm
 from forebay.cli.hints import INTERRUPTED, OK, USAGE, hint_for, is_expected
@@ -29,9 +30,7 @@ for verb in (pull, ls, du, stats, rm, prune, clear, verify, path, pin, unpin, wa
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        typer.echo(f"forebay {version('forebay')}")
+        typer.echo(f"forebay {forebay.__version__}")
         raise typer.Exit
 
 
@@ -49,7 +48,6 @@ def top(
 def _log_to_stderr() -> None:
     root = logging.getLogger("forebay")
     root.setLevel(Settings.from_environment().verbosity or logging.WARNING)
-    root.propagate = False
     if render.LOG_LINES not in root.handlers:
         root.addHandler(render.LOG_LINES)
 
@@ -57,25 +55,28 @@ def _log_to_stderr() -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line; its exit code. No exception of our own gets out."""
     try:
-        return app(arguments, prog_name="forebay", standalone_mode=False) or OK
+        code: int = app(arguments, prog_name="forebay", standalone_mode=False) or OK
     except UsageError as error:
         _say_usage(error)
         return USAGE
     except (KeyboardInterrupt, typer.Abort):
-        render.note("interrupted: what came is kept, the same command goes on from there")
-        return INTERRUPTED
+        code = INTERRUPTED
     except BrokenPipeError:
         # Whoever reads has had enough (`forebay ls | head`). The interpreter's last flush must not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except Exception as error:  # noqa: BLE001 - the top: every fault becomes two lines and a code, the log has the rest
         return _say_failure(error)
+    if code == INTERRUPTED:  # some typers give the code, others raise
+        render.note("interrupted: what came is kept, the same command goes on from there")
+    return code
 
 
 def _say_usage(error: Exception) -> None:
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "forebay"
-    render.say_usage(getattr(error, "format_message", error.__str__)(), f"`{where} --help` lists what it takes")
+    what = getattr(error, "format_message", error.__str__)().replace("Value error, ", "")
+    render.say_usage(what, f"`{where} --help` lists what it takes")
 
 
 def _say_failure(error: Exception) -> int:

@@ -41,7 +41,7 @@ FilterOption = Annotated[
     list[str], option("--filter", "-f", metavar="TERM", help="Such as 'size>1GB', 'used>30d', 'space=urls'; all must hold.")
 ]
 JobsOption = Annotated[int, typer.Option("--jobs", "-j", min=1, metavar="N", help="How many at a time.")]
-Names = Annotated[list[str], argument("NAME...", help="A URL, or SPACE:KEY, as `forebay ls` shows it.")]
+Names = Annotated[list[str], argument("NAME", help="A URL, or SPACE:KEY, as `forebay ls` shows it.")]
 
 
 def place(root: Path | None) -> Path:

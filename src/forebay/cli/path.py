@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from forebay.cli.options import JsonOption, RootOption, argument, existing, opened
@@ -10,7 +11,7 @@ from forebay.errors import ConfigError, NotCached
 
 
 def path(
-    name: Annotated[str | None, argument("[NAME]", help="A URL; nothing: the cache's own directory.")] = None,
+    name: Annotated[str | None, argument("NAME", help="A URL; nothing: the cache's own directory.")] = None,
     root: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -26,6 +27,6 @@ def path(
             if entry.space != "urls":
                 raise ConfigError(f"{name} is a value of a program, not a file", name="NAME", value=name)
             with cache.local(name, force=True) as lease:
-                found = str(lease)
+                found = os.fspath(lease)
     output.document({"name": name, "path": found})
     output.line(found)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def pull(
-    urls: Annotated[list[str], argument("URL...")],
+    urls: Annotated[list[str], argument("URL")],
     to: Annotated[str | None, option("--to", metavar="PATH", help="Copy to this file, or into this directory, too.")] = None,
     jobs: JobsOption = 4,
     sha256: Annotated[str | None, option("--sha256", metavar="HEX", help="What the bytes must hash to (one URL).")] = None,

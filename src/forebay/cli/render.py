@@ -100,17 +100,22 @@ class Output:
         if not self.as_json:
             sys.stdout.write(text + "\n")
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "") -> None:
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """A table; a column whose name ends with ``>`` is set to the right."""
         if self.as_json:
             return
-        table = Table(box=None, pad_edge=False, title=title or None, title_justify="left", header_style="bold", padding=(0, 2, 0, 0))
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=any(columns))
         for name in columns:
             right = name.endswith(">")
             table.add_column(name.rstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
         for row in rows:
             table.add_row(*(cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row))
-        self._out.print(table)
+        if self._out.is_terminal:
+            self._out.print(table)
+            return
+        with self._out.capture() as captured:
+            self._out.print(table)
+        self.raw("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
     def entries(self, entries: Sequence[Entry], *, names_only: bool = False) -> None:
         self.document([entry_record(entry) for entry in entries])
@@ -131,7 +136,7 @@ class Output:
 
     def facts(self, facts: Mapping[str, object]) -> None:
         """Names and values, one a line."""
-        self.table(("", ">"), facts.items())
+        self.table(("", ""), facts.items())
 
     def victims(self, victims: Sequence[Victim], frees: int, *, verb: str = "would go") -> None:
         now = time.time()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def rm(
-    names: Annotated[list[str] | None, argument("[NAME...]", help="URLs, or SPACE:KEY, as `forebay ls` shows them.")] = None,
+    names: Annotated[list[str] | None, argument("NAME", help="URLs, or SPACE:KEY, as `forebay ls` shows them.")] = None,
     filters: FilterOption = [],  # noqa: B006 - typer wants a list and makes a new one
     dry_run: DryRunOption = False,
     yes: YesOption = False,

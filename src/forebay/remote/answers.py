@@ -42,14 +42,17 @@ class Headers(Mapping[str, str]):
 
 class Answer:
     """``status``, ``headers``, and a body that is still to come: ``length`` bytes as sent, None where the server does not say.
+    ``encoding``: what is to be undone to get the object's bytes, "" for nothing.
 
     A context manager: left, its connection is kept if the body was read to its end, else closed."""
 
-    def __init__(self, response: http.client.HTTPResponse, connection: http.client.HTTPConnection, sock: socket.socket, call: Call) -> None:
+    def __init__(
+        self, response: http.client.HTTPResponse, connection: http.client.HTTPConnection, sock: socket.socket, call: Call, *, raw: bool = False
+    ) -> None:
         self.status, self.reason, self.length = response.status, response.reason, response.length
         self.headers = Headers(response.headers.items())
         encoding = self.headers.get("Content-Encoding", "").strip().lower()
-        self.encoding = "" if encoding == "identity" else encoding
+        self.encoding = "" if raw or encoding == "identity" else encoding
         self._response, self._connection, self._sock, self._call = response, connection, sock, call
         self._place: tuple[Connections, Place] | None = None
 

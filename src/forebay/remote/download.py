@@ -60,12 +60,8 @@ class Download:
     # -- the three first answers; each says whether to ask again, otherwise ------------------------------------------
 
     def _is_past_the_end(self, answer: Answer) -> bool:
-        """416: the object is empty, or shorter than what was kept of it, or the server dislikes Range."""
+        """416: the object is empty (and its validator is told only where it is asked for whole), or shorter than what was kept of it."""
         answer.drain()
-        said = content_range(answer.headers)
-        if said is not None and said.total == 0:
-            self._begin(info_of(self._url, answer.headers, 0))
-            return False
         self._whole = self._kept is None
         self._kept = None
         return True

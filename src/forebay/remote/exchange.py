@@ -34,10 +34,10 @@ _SAFE = "/%:=&?~#+!$,;'@()*[]"
 class Exchange:
     """Sends requests over kept connections. Any thread; usable after a fork."""
 
-    def __init__(self, options: RemoteOptions, sign: Sign | None = None, judge: Judge | None = None) -> None:
+    def __init__(self, options: RemoteOptions, sign: Sign | None = None, judge: Judge | None = None, *, raw: bool = False) -> None:
         self.options = options
         self.pool = Connections(options)
-        self._sign, self._judge = sign, judge
+        self._sign, self._judge, self._raw = sign, judge, raw
 
     def ask(
         self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None
@@ -83,7 +83,7 @@ class Exchange:
             call.let_go(sock)
             connection.close()
             raise
-        return Answer(response, connection, sock, call).keep_in(self.pool, place)
+        return Answer(response, connection, sock, call, raw=self._raw).keep_in(self.pool, place)
 
     def _credentials(self, url: str, at_home: bool) -> dict[str, str]:
         """What the user wants to be sent; to another host than the first only what netrc has for that one."""

@@ -28,11 +28,14 @@ class Reply:
 class HttpRemote:
     """A `Remote` over HTTP. Callable from any thread; a forked child has connections of its own.
 
-    ``sign``, ``judge``: how a protocol over HTTP, such as S3, sends its requests and reads its refusals."""
+    ``sign``, ``judge``: how a protocol over HTTP, such as S3, sends its requests and reads its refusals. ``raw``: Content-Encoding is
+    a property of the object there, not of the answer."""
 
-    def __init__(self, options: RemoteOptions | None = None, sign: Sign | None = None, judge: Judge | None = None) -> None:
+    def __init__(
+        self, options: RemoteOptions | None = None, sign: Sign | None = None, judge: Judge | None = None, *, raw: bool = False
+    ) -> None:
         self.options = options or RemoteOptions()
-        self._exchange = Exchange(self.options, sign, judge)
+        self._exchange = Exchange(self.options, sign, judge, raw=raw)
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`. Asks by HEAD, or for one byte where the server refuses HEAD."""
@@ -102,17 +105,26 @@ class HttpRemote:
         raise errors.RemoteError(f"{Call(url, self.options).url}: HTTP cannot list what begins with a URL", url=Call(url, self.options).url)
 
     def request(
-        self, method: str, url: str, headers: Mapping[str, str] | None = None, body: bytes | None = None, *, ok: Container[int] = (200,)
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        *,
+        ok: Container[int] = (200,),
+        call: Call | None = None,
     ) -> Reply:
-        """Send one request and read its whole answer. Tried again as a read is: the request must be one that may be sent twice.
-        Raises `RemoteError` for a status that is not in ``ok``."""
-        with Call(url, self.options) as call:
+        """Send one request and read its whole answer, as a part of ``call`` if given. Tried again as a read is: the request must be
+        one that may be sent twice. Raises `RemoteError` for a status that is not in ``ok``."""
+        if call is None:
+            with Call(url, self.options) as call:
+                return self.request(method, url, headers, body, ok=ok, call=call)
 
-            def once() -> Reply:
-                with self._exchange.ask(call, method, url, headers or {}, ok=ok, body=body) as answer:
-                    return Reply(answer.status, answer.headers, b"".join(answer.content()))
+        def once() -> Reply:
+            with self._exchange.ask(call, method, url, headers or {}, ok=ok, body=body) as answer:
+                return Reply(answer.status, answer.headers, b"".join(answer.content()))
 
-            return call.retrying(once)
+        return call.retrying(once)
 
 
 def _conditions(known: str | None) -> dict[str, str]:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,17 +49,32 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Requests that the server had, and bytes of objects that it sent."""
+
+    requests: int
+    sent: int
+
+
 class Served:
     """A folder behind the slow HTTP server. A context manager."""
 
     def __init__(self, folder: Path, latency: float, rate: float) -> None:
         self._process = start(server.__name__, folder, latency, rate)
-        self.url = f"http://127.0.0.1:{_pipe(self._process.stdout).readline().strip()}"
+        self.url: str = self._answer()
 
-    def counts(self) -> server.Counts:
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with direct.open(self.url + server.COUNTS, timeout=10) as answer:
-            return server.Counts(**json.load(answer))
+    def counts(self) -> Counts:
+        pipe = _pipe(self._process.stdin)
+        pipe.write("\n")
+        pipe.flush()
+        return Counts(*self._answer())
+
+    def _answer(self) -> Any:
+        line = _pipe(self._process.stdout).readline()
+        if not line:
+            raise DemoFailed("the server of the demo ended by itself; its last words stand above")
+        return json.loads(line)
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +85,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a worker told: ``"ready"``, a shard that it read, None (its list is done), or ``"gone"``."""
+    """What a worker told: ``"ready"``, a URL that it asks for, a dict of what it read, None (its list is done), or ``"gone"``."""
 
     index: int
     pid: int

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from forebay._config import format_size
 from forebay.cache import Cache
-from forebay.cli.demo.crew import Crew, Sampler, Served
+from forebay.cli.demo.crew import Counts, Crew, Sampler, Served
 from forebay.cli.demo.screen import Screen
-from forebay.cli.demo.server import Counts
 from forebay.cli.demo.shards import Shard, pack
 from forebay.reports import Stats
 
@@ -109,7 +108,7 @@ class _Course:
     damaged: int = 0
 
     def epoch(self, number: int, *, kill: bool = False) -> Epoch:
-        """Each worker reads every shard, in an order of its own. With ``kill`` one of them dies by -9 after a third of the reads."""
+        """Each worker reads every shard, in an order of its own. With ``kill`` one dies by -9 in a fetch, after a third of the reads."""
         orders = [random.Random(f"{number} {index}").sample(list(self.shards), len(self.shards)) for index in range(self.scene.workers)]
         total = sum(len(order) for order in orders)
         self.screen.begin(number, [len(order) for order in orders])
@@ -124,23 +123,28 @@ class _Course:
     def _follow(self, orders: list[list[str]], kill_at: int | None) -> int:
         """Until every worker has read what ``orders`` gave it; the bytes that they read."""
         left = [set(order) for order in orders]
+        asked: set[str] = set()
         reads = size = 0
         while any(left):
             news = self.crew.next()
-            if news.said == "ready":  # the one that took the place of the killed
-                self.crew.give(news.index, [url for url in orders[news.index] if url in left[news.index]])
-            elif news.said is not None:
+            if isinstance(news.said, dict):
                 left[news.index].discard(news.said["url"])
                 reads, size = reads + 1, size + news.said["size"]
                 self._check(news.said)
                 self.screen.read(news.index, self.sampler.last, self.scene.budget)
-            if reads == kill_at and not self.killed:
-                self._kill(len(orders) // 2)
+            elif news.said == "ready":  # the one that took the place of the killed
+                self.crew.give(news.index, [url for url in orders[news.index] if url in left[news.index]])
+            elif news.said is not None:
+                if kill_at is not None and reads >= kill_at and not self.killed and news.said not in asked:
+                    self._kill(news.index, news.said)
+                asked.add(news.said)
         return size
 
-    def _kill(self, index: int) -> None:
+    def _kill(self, index: int, url: str) -> None:
+        """Kill the one that has just begun to fetch ``url``, when some of it has come."""
+        time.sleep(self.scene.latency + 0.5 * self.shards[url].size / self.scene.rate)
         self.killed = self.crew.replace(index)
-        self.screen.say(f"worker {index + 1} (process {self.killed}) was killed with -9; another takes its place")
+        self.screen.say(f"worker {index + 1} (process {self.killed}) was killed with -9 in a fetch; another takes its place")
 
     def _check(self, said: Mapping[str, object]) -> None:
         shard = self.shards[str(said["url"])]

@@ -1,6 +1,7 @@
 """A worker of the demo: reads shards through the cache and goes through every file in them, as a data loader does.
 
-``python -m forebay.cli.demo.worker ROOT``: takes a JSON list of URLs a line, tells of each as a line of JSON, then ``null``.
+``python -m forebay.cli.demo.worker ROOT``: takes a JSON list of URLs a line. Tells, a line of JSON each: a URL before it is
+read, what was read, and ``null`` at the end of the list.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def main() -> None:
         _tell("ready")
         for line in sys.stdin:
             for url in json.loads(line):
+                _tell(url)
                 _tell(asdict(read(cache, url)))
             _tell(None)
 
