@@ -1,0 +1,46 @@
+"""Every error ends in a hint and an exit code."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from forebay import errors
+from forebay.cli.hints import ABSENT, FAILED, OK, USAGE, hint_for, shared_code
+
+OURS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.ForebayError)]
+GENERAL = (errors.ForebayError, errors.Closed, errors.FillFailed)  # the command line never meets the last two
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OURS if kind not in GENERAL], ids=lambda kind: kind.__name__)
+def test_each_of_our_errors_says_what_to_do(kind: type[errors.ForebayError]) -> None:
+    hint = hint_for(kind("x"))
+    assert "report it" not in hint.todo
+    assert "\n" not in hint.todo
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("x"), USAGE),
+        (errors.Offline("x"), ABSENT),
+        (errors.NotCached("x"), ABSENT),
+        (errors.NotFound("x"), FAILED),
+        (errors.NoSpace("x"), FAILED),
+        (PermissionError("x"), FAILED),
+        (ZeroDivisionError("x"), FAILED),
+    ],
+)
+def test_exit_codes(error: Exception, code: int) -> None:
+    assert hint_for(error).code == code
+
+
+def test_a_subclass_has_its_own_hint() -> None:
+    assert hint_for(errors.NotFound("x")).todo != hint_for(errors.RemoteError("x")).todo
+    assert hint_for(errors.NoSpace("x")).todo != hint_for(errors.CacheFault("x")).todo
+
+
+def test_one_code_for_several() -> None:
+    offline, failed = errors.Offline("x"), errors.NotFound("x")
+    assert [shared_code(found) for found in ([], [offline, offline], [offline, failed])] == [OK, ABSENT, FAILED]
