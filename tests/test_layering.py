@@ -36,7 +36,7 @@ THIRD_PARTY = {
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),
-    "botocore": ("remote.s3",),
+    "botocore": ("remote.aws",),
     "fsspec": ("remote.clients", "adapters.fsspec"),
     "pyarrow": ("remote.clients",),
     "cloudpickle": ("remote.filesystems", "tasks"),
@@ -290,8 +290,8 @@ def test_the_order_is_felt(module: str, line: str) -> None:
 
 def test_foreign_packages_are_felt() -> None:
     assert third_party_breaches("_engine.fill", "import torch") != []
-    assert third_party_breaches("remote.s3", "import botocore.session") != []
-    assert third_party_breaches("remote.s3", "class A:\n    def f():\n        import botocore.session") == []
+    assert third_party_breaches("remote.aws", "import botocore.session") != []
+    assert third_party_breaches("remote.aws", "class A:\n    def f():\n        import botocore.session") == []
 
 
 def child(code: str) -> str:

@@ -1,0 +1,38 @@
+"""What S3 answers in XML."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from urllib.parse import unquote_plus
+from xml.etree import ElementTree
+
+from forebay import errors
+from forebay._model import ObjectInfo
+from forebay.remote.http import Reply
+from forebay.remote.urls import canonical
+
+
+def xml_of(url: str, reply: Reply) -> ElementTree.Element:
+    """The answer's body. Raises `RemoteProtocolError` if it is no XML, or tells of an error though its status does not."""
+    try:
+        root = ElementTree.fromstring(reply.body)
+    except ElementTree.ParseError as error:
+        raise errors.RemoteProtocolError(f"{canonical(url)}: an answer that is not XML: {error}", url=canonical(url)) from error
+    if root.tag.endswith("Error"):
+        raise errors.RemoteError(f"{canonical(url)}: S3 answers {root.findtext('{*}Code')}", url=canonical(url), status=reply.status)
+    return root
+
+
+def listed(bucket: str, found: ElementTree.Element) -> ObjectInfo:
+    """One ``Contents`` of a listing."""
+    key = unquote_plus(found.findtext("{*}Key", ""), errors="surrogateescape")
+    modified = datetime.datetime.fromisoformat(found.findtext("{*}LastModified", "")).timestamp()
+    etag = found.findtext("{*}ETag")
+    return ObjectInfo(f"s3://{bucket}/{key}", int(found.findtext("{*}Size", "")), etag, bool(etag), modified)
+
+
+def text_of(body: bytes, tag: str) -> str:
+    """What stands between ``<tag>`` and ``</tag>`` in the beginning of an error's body."""
+    found = re.search(rf"<{tag}>([\w.-]+)</{tag}>".encode(), body)
+    return found[1].decode() if found else ""

@@ -1,0 +1,95 @@
+"""Writing an object of S3: in one request, or in parts at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Protocol, TypeAlias
+from xml.sax.saxutils import escape
+
+from forebay import errors
+from forebay._model import Buffer, ObjectInfo
+from forebay.remote.base import Call, RemoteOptions
+from forebay.remote.http import Reply
+from forebay.remote.s3_answers import xml_of
+from forebay.remote.transfer import share
+from forebay.remote.urls import canonical
+
+log = logging.getLogger("forebay.remote.s3_upload")
+
+MAX_PARTS = 10_000
+MIN_PART = 5 << 20
+
+Source: TypeAlias = Buffer | str | os.PathLike[str]
+
+
+class Request(Protocol):
+    def __call__(
+        self,
+        method: str,
+        url: str,
+        *,
+        query: Mapping[str, str],
+        headers: Mapping[str, str] = ...,
+        body: bytes | None = ...,
+        call: Call = ...,
+    ) -> Reply: ...
+
+
+class Upload:
+    """One object to be written. ``request``: asks S3; ``conditions``: headers under which it may be written."""
+
+    def __init__(self, request: Request, options: RemoteOptions, url: str, conditions: Mapping[str, str]) -> None:
+        self._request, self._options, self._url, self._conditions = request, options, url, conditions
+
+    def run(self, source: Source) -> ObjectInfo:
+        if isinstance(source, (str, os.PathLike)):
+            with open(source, "rb") as file:
+                return self._run(os.fstat(file.fileno()).st_size, lambda part: iter(partial(file.read, part), b""))
+        view = memoryview(source).cast("B")
+        return self._run(len(view), lambda part: (bytes(view[at : at + part]) for at in range(0, len(view), part)))
+
+    def _run(self, size: int, cut: Callable[[int], Iterator[bytes]]) -> ObjectInfo:
+        part = max(self._options.part, MIN_PART, -(-size // MAX_PARTS))
+        with Call(self._url, self._options) as call:
+            etag = self._whole(call, next(cut(part), b"")) if size <= part else self._in_parts(call, cut(part))
+        return ObjectInfo(self._url, size, etag, strong=bool(etag))
+
+    def _whole(self, call: Call, body: bytes) -> str | None:
+        return self._request("PUT", self._url, query={}, headers=self._conditions, body=body, call=call).headers.get("ETag")
+
+    def _in_parts(self, call: Call, bodies: Iterator[bytes]) -> str | None:
+        begun = xml_of(self._url, self._request("POST", self._url, query={"uploads": ""}, body=b"", call=call))
+        upload_id = begun.findtext("{*}UploadId", "")
+        try:
+            return self._complete(call, upload_id, self._send_parts(call, upload_id, bodies))
+        except BaseException:
+            self._abort(upload_id)
+            raise
+
+    def _send_parts(self, call: Call, upload_id: str, bodies: Iterator[bytes]) -> dict[int, str]:
+        etags: dict[int, str] = {}
+
+        def send(number: int, body: bytes) -> None:
+            query = {"partNumber": str(number), "uploadId": upload_id}
+            etags[number] = self._request("PUT", self._url, query=query, body=body, call=call).headers.get("ETag", "")
+
+        # `share` takes a piece of work when a thread is free, so that only what is being sent is in memory
+        share((partial(send, number, body) for number, body in enumerate(bodies, 1)), self._options.streams - 1, call)
+        return etags
+
+    def _complete(self, call: Call, upload_id: str, etags: Mapping[int, str]) -> str | None:
+        listed = "".join(f"<Part><PartNumber>{n}</PartNumber><ETag>{escape(etags[n])}</ETag></Part>" for n in sorted(etags))
+        body = f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>".encode()
+        query = {"uploadId": upload_id}
+        reply = self._request("POST", self._url, query=query, headers=self._conditions, body=body, call=call)
+        etag = xml_of(self._url, reply).findtext("{*}ETag")
+        return etag and f'"{etag.strip(chr(34))}"'
+
+    def _abort(self, upload_id: str) -> None:
+        try:
+            self._request("DELETE", self._url, query={"uploadId": upload_id})
+        except errors.RemoteError as error:
+            log.warning("%s: the parts of an upload that failed are still there: %s", canonical(self._url), error)
