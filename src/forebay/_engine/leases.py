@@ -164,8 +164,9 @@ class Leases:
             file.drain()
 
     def close(self) -> None:
+        """Close each file when none of its leases is out any more."""
         for file in (*self._held, *self._evicting):
-            file.close()
+            file.retire()
 
     def before_fork(self) -> None:
         for file in self._held:

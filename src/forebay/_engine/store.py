@@ -99,7 +99,7 @@ class Store:
                 return
             Store._opened = {name: store for name, store in Store._opened.items() if store is not self}
         self.memo.restart(self._slots)
-        for part in (self._owners, self._fill, self._budget, self._catalog):
+        for part in (self._owners, self._fill, self._budget, self._leases, self._catalog):
             part.close()
 
     def _wire(self, root: Root) -> None:
@@ -388,11 +388,11 @@ class Store:
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        for part in reversed(self._forking):
+        for part in self._forking:  # the catalog first: a thread inside a transaction takes the mutexes of the others
             part.before_fork()
 
     def after_fork_parent(self) -> None:
-        for part in self._forking:
+        for part in reversed(self._forking):
             part.after_fork_parent()
 
     def after_fork_child(self) -> None:

@@ -44,6 +44,7 @@ class LockFile:
         self._later: deque[int] = deque()
         self._forget()
         self._second = -1
+        self._retired = False
 
     def _forget(self) -> None:
         self._mutex = threading.Lock()
@@ -93,6 +94,7 @@ class LockFile:
         if held[0] == 0:
             del self._held[offset]
             _set(self._fd, fcntl.F_UNLCK, offset)
+            self._close_if_retired()
 
     def unlock_soon(self, offset: int) -> None:
         """Let go without ever waiting: for finalizers, which may run inside anything, this object's own methods included."""
@@ -129,6 +131,18 @@ class LockFile:
             fd, self._fd, self._held = self._fd, -1, {}
         if fd >= 0 and self._pid == os.getpid():
             os.close(fd)
+
+    def retire(self) -> None:
+        """Close when nothing is held any more: now, or after the last unlock."""
+        with self._mutex:
+            self._retired = True
+            self._close_if_retired()
+        self.drain()
+
+    def _close_if_retired(self) -> None:
+        if self._retired and not self._held and self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     # -- forks -----------------------------------------------------------------------------------------------------
 
