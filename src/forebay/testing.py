@@ -45,7 +45,7 @@ class MemorySink:
             else:
                 self.data = bytearray(info.size or 0)
                 spans = (Span(0, -1 if info.size is None else info.size),)
-            self._missing = {span for span in spans if span.length}
+            self._missing = {span for span in spans if span.length > 0}
             return spans
 
     def write(self, offset: int, data: Buffer) -> None:

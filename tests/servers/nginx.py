@@ -69,12 +69,8 @@ def nginx(folder: Path, *, tls: bool = False) -> Iterator[Nginx]:
     port = _free_port()
     config = CONFIG.format(folder=folder, port=port, tls=secure)
     (folder / "nginx.conf").write_text(config.replace(f":{port};", f":{port} ssl;") if tls else config)
-    server = subprocess.Popen(
-        [program, "-p", folder, "-c", folder / "nginx.conf"],
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=_die_with_parent,
-    )
+    command = [program, "-p", folder, "-c", folder / "nginx.conf"]
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     try:
         _wait_for(port, server)
         scheme = "https" if tls else "http"
@@ -103,8 +99,7 @@ def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
 
 
 def _certificate(folder: Path) -> None:
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1", "-addext"]
-        + ["subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "cert.pem"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    what = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    what += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", *what, "-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
+    subprocess.run(command, check=True, capture_output=True)

@@ -18,7 +18,7 @@ from forebay.remote.base import Call, Trouble, network_errors
 from forebay.remote.connections import Connections, Place
 
 DRAIN = 64 << 10  # a body that nobody wants is read up to this, so that its connection can be kept
-_RANGE = re.compile(r"bytes\s+(?:(\d+)-(\d+)|\*)/(\d+|\*)\s*\Z", re.IGNORECASE)
+_RANGE = re.compile(r"bytes\s+(\d+)-(\d+)/(\d+|\*)\Z", re.IGNORECASE)
 
 
 class Headers(Mapping[str, str]):
@@ -47,7 +47,13 @@ class Answer:
     A context manager: left, its connection is kept if the body was read to its end, else closed."""
 
     def __init__(
-        self, response: http.client.HTTPResponse, connection: http.client.HTTPConnection, sock: socket.socket, call: Call, *, raw: bool = False
+        self,
+        response: http.client.HTTPResponse,
+        connection: http.client.HTTPConnection,
+        sock: socket.socket,
+        call: Call,
+        *,
+        raw: bool = False,
     ) -> None:
         self.status, self.reason, self.length = response.status, response.reason, response.length
         self.headers = Headers(response.headers.items())
@@ -134,25 +140,26 @@ def _inflated(blocks: Iterator[bytes]) -> Iterator[bytes]:
         raise Trouble("its compressed body was cut")
 
 
-class ContentRange(NamedTuple):
-    """``span`` of an object of ``total`` bytes; either may be unknown."""
+class Ranged(NamedTuple):
+    """What an answer 206 holds: ``span`` of an object of ``total`` bytes, None where the server does not say."""
 
-    span: Span | None
+    span: Span
     total: int | None
 
 
-def content_range(headers: Mapping[str, str]) -> ContentRange | None:
-    """What ``Content-Range`` says; None where it is missing or makes no sense."""
-    found = _RANGE.match(headers.get("Content-Range", "").strip())
-    if found is None:
-        return None
-    total = None if found[3] == "*" else int(found[3])
-    if found[1] is None:
-        return ContentRange(None, total)
-    start, last = int(found[1]), int(found[2])
-    if last < start or (total is not None and last >= total):
-        return None
-    return ContentRange(Span(start, last + 1 - start), total)
+def ranged(answer: Answer, asked: Span, url: str) -> Ranged:
+    """The beginning of ``asked``, or all of it. Raises `RemoteProtocolError` if the answer holds something else. ``url``: without
+    secrets."""
+    said = answer.headers.get("Content-Range", "no Content-Range")
+    found = _RANGE.match(said.strip())
+    if found is not None:
+        start, end, total = int(found[1]), int(found[2]) + 1, None if found[3] == "*" else int(found[3])
+        fits = start == asked.start and start < end <= min(asked.end, total or end)
+        if fits and answer.length in (None, end - start):
+            return Ranged(Span(start, end - start), total)
+    raise RemoteProtocolError(
+        f"{url}: bytes {asked.start}-{asked.end - 1} asked for, {said!r} answered with {answer.length} bytes", url=url, status=answer.status
+    )
 
 
 def info_of(url: str, headers: Mapping[str, str], size: int | None) -> ObjectInfo:

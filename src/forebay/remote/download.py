@@ -7,7 +7,7 @@ from functools import partial
 
 from forebay import errors
 from forebay._model import Buffer, ObjectInfo, Partial, Sink, Span
-from forebay.remote.answers import Answer, content_range, info_of
+from forebay.remote.answers import Answer, info_of, ranged
 from forebay.remote.base import Call
 from forebay.remote.exchange import Exchange
 from forebay.remote.transfer import Work, parts, share
@@ -31,12 +31,12 @@ class Download:
     def __call__(self) -> None:
         asked = self._first()
         with self._open(asked) as answer:
-            if answer.status == 416:
-                again = self._is_past_the_end(answer)
+            if asked is None or answer.status == 200:
+                again = self._take_whole(answer)
             elif answer.status == 206:
                 again = self._take_range(answer, asked)
             else:
-                again = self._take_whole(answer)
+                again = self._is_past_the_end(answer)
         if again:
             self()
 
@@ -78,13 +78,8 @@ class Download:
             at += len(block)
         return False
 
-    def _take_range(self, answer: Answer, asked: Span | None) -> bool:
-        said = content_range(answer.headers)
-        if said is None or said.span is None or asked is None or said.span.start != asked.start or said.span.end > asked.end:
-            raise self._wrong_range(answer, asked)
-        got, total = said.span, said.total
-        if answer.length not in (None, got.length):
-            raise self._wrong_range(answer, asked)
+    def _take_range(self, answer: Answer, asked: Span) -> bool:
+        got, total = ranged(answer, asked, self._call.url)
         info = info_of(self._url, answer.headers, total)
         kept = self._kept
         if kept is not None and (info.validator != kept.validator or total != kept.size):
@@ -98,13 +93,6 @@ class Download:
             self._call.transfer.resumed = total - sum(span.length for span in spans)
         self._bring_all(spans, got, answer)
         return False
-
-    def _wrong_range(self, answer: Answer, asked: Span | None) -> errors.RemoteProtocolError:
-        wanted = f"bytes {asked.start}-{asked.end - 1}" if asked else "the whole object"
-        found = answer.headers.get("Content-Range", "no Content-Range")
-        return errors.RemoteProtocolError(
-            f"{self._call.url}: {wanted} asked for, {found!r} answered with {answer.length} bytes", url=self._call.url, status=answer.status
-        )
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -176,13 +164,9 @@ class Download:
         return answer
 
     def _check_range(self, answer: Answer, span: Span) -> None:
-        said = content_range(answer.headers)
-        if said is None or said.span is None or said.span.start != span.start or said.span.end > span.end:
-            raise self._wrong_range(answer, span)
-        if info_of(self._url, answer.headers, said.total).validator != self._info.validator or said.total != self._info.size:
+        total = ranged(answer, span, self._call.url).total
+        if info_of(self._url, answer.headers, total).validator != self._info.validator or total != self._info.size or answer.encoding:
             raise changed(self._call.url)
-        if answer.encoding or answer.length not in (None, said.span.length):
-            raise self._wrong_range(answer, span)
 
 
 def changed(url: str) -> errors.RemoteChanged:

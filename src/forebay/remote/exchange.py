@@ -51,7 +51,7 @@ class Exchange:
                 where, sent = self._sign(method, target, headers)
             else:
                 where = target
-            place = _place(call, where)
+            place = _place(call, where, redirected=first is not None)
             first = first or place
             answer = self._send(call, method, where, place, {**OWN, **self._credentials(where, place == first), **sent}, body)
             if answer.status in ok:
@@ -120,11 +120,13 @@ def meaning(url: str, status: int, reason: str, headers: Mapping[str, str]) -> E
     return errors.RemoteError(f"{url}: {said}", url=url, status=status)
 
 
-def _place(call: Call, url: str) -> Place:
+def _place(call: Call, url: str, *, redirected: bool) -> Place:
     try:
         return Place.of(url)
     except ValueError as error:
-        raise errors.ConfigError(f"{call.url}: {error}") from None
+        if redirected:
+            raise errors.RemoteProtocolError(f"{call.url} redirects to what is no HTTP URL", url=call.url) from None
+        raise errors.ConfigError(f"{call.url}: {error}", url=call.url) from None
 
 
 def _target(url: str) -> str:

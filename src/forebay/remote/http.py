@@ -8,8 +8,8 @@ from email.utils import formatdate
 
 from forebay import errors
 from forebay._model import ObjectInfo, Sink, Span, Transfer
-from forebay.remote.answers import content_range, info_of, is_etag, is_same
-from forebay.remote.base import Call, RemoteOptions
+from forebay.remote.answers import info_of, is_etag, is_same, ranged
+from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.download import Download, changed
 from forebay.remote.exchange import Exchange, Judge, Sign
 
@@ -53,11 +53,13 @@ class HttpRemote:
         with self._exchange.ask(call, "GET", url, asked, ok=(200, 206, 304, 416)) as answer:
             if answer.status == 304:
                 return None
+            if answer.status == 206:
+                answer.drain()
+                return info_of(url, answer.headers, ranged(answer, Span(0, 1), call.url).total)
             if answer.status == 200:
                 return info_of(url, answer.headers, answer.length if not answer.encoding else None)
-            answer.drain()
-            said = content_range(answer.headers)
-            return info_of(url, answer.headers, said.total if said else None)
+        with self._exchange.ask(call, "GET", url, conditions, ok=(200, 304)) as answer:  # empty: no byte to ask for
+            return None if answer.status == 304 else info_of(url, answer.headers, answer.length)
 
     def fetch(self, url: str, sink: Sink) -> Transfer:
         """See `Remote.fetch`. An object that changes meanwhile is begun anew, twice at most: then `RemoteChanged`."""
@@ -89,16 +91,18 @@ class HttpRemote:
             if answer.status == 416:
                 answer.drain()
                 return b""
-            said = content_range(answer.headers)
-            size = answer.length if answer.status == 200 else said.total if said else None
-            if answer.status == 412 or (validator is not None and info_of(url, answer.headers, size).validator != validator):
+            if answer.status == 412:
+                answer.drain()
                 raise changed(call.url)
-            if answer.status == 206 and (said is None or said.span is None or said.span.start != span.start):
-                found = answer.headers.get("Content-Range")
-                raise errors.RemoteProtocolError(f"{call.url}: {headers['Range']} asked for, {found!r} answered", url=call.url, status=206)
+            size = ranged(answer, span, call.url).total if answer.status == 206 else answer.length
+            if validator is not None and info_of(url, answer.headers, size).validator != validator:
+                raise changed(call.url)
             if answer.status == 200:
                 answer.skip(span.start)
-            return b"".join(answer.blocks(span.length))
+            data = b"".join(answer.blocks(span.length))
+        if size is not None and len(data) < min(span.end, size) - span.start:
+            raise Trouble("less than was asked for")
+        return data
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """HTTP knows no listing: raises `RemoteError`."""

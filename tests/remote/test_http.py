@@ -1,0 +1,379 @@
+"""HTTP as servers should speak it, and as some do: each answer ends in the right bytes or in an error that says what is wrong."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from forebay import errors
+from forebay._model import Partial, Span
+from forebay.remote import RemoteOptions
+from forebay.remote.http import HttpRemote
+from forebay.testing import MemorySink, Request, ScriptedServer
+
+PART = 64 << 10
+BODY = random.Random(1).randbytes(10 * PART + 17)
+SMALL = b"thirteen bytes"
+OPTIONS = RemoteOptions(part=PART, backoff=0.01, read_timeout=5)
+
+
+@pytest.fixture
+def http() -> HttpRemote:
+    return HttpRemote(OPTIONS)
+
+
+# -- the plain case ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, len(BODY)])
+def test_fetch(server: ScriptedServer, http: HttpRemote, size: int) -> None:
+    url, sink = server.put("/a", BODY[:size]), MemorySink()
+    transfer = http.fetch(url, sink)
+    assert sink.data == BODY[:size]
+    assert not sink.missing
+    assert transfer.requests == server.gets == (-(-size // PART) or 2)  # an empty object has no range to ask for
+    assert transfer.received == server.sent == size
+    assert (transfer.retries, transfer.resumed) == (0, 0)
+    assert transfer.info is not None
+    assert transfer.info.strong
+    assert (transfer.info.size, transfer.info.validator, transfer.info.modified) == (size, server.objects["/a"].etag, 1.6e9)
+
+
+def test_connections_are_kept(server: ScriptedServer, http: HttpRemote) -> None:
+    seen = set()
+    url = server.put("/a", SMALL)
+    server.on_request = lambda request: seen.add(threading.get_ident())
+    for _ in range(5):
+        http.fetch(url, MemorySink())
+        http.stat(url)
+        with pytest.raises(errors.NotFound):
+            http.stat(server.url + "/none")
+        with pytest.raises(errors.NotFound):
+            http.fetch(server.url + "/none", MemorySink())
+    assert len(seen) == 1
+
+
+def test_a_connection_that_the_server_closed_is_not_used(server: ScriptedServer, http: HttpRemote) -> None:
+    url = server.put("/a", SMALL)
+    http.fetch(url, MemorySink())
+    server.drop()
+    assert http.fetch(url, MemorySink()).retries == 0
+
+
+def test_ranges_come_at_once(server: ScriptedServer, http: HttpRemote) -> None:
+    """Four parts stand still together: none of them waits for another one's end."""
+    url, sink = server.put("/a", BODY, stall_after=100), MemorySink()
+    begun = threading.Semaphore(0)
+    server.on_request = lambda request: begun.release()
+    fetching = threading.Thread(target=http.fetch, args=(url, sink))
+    fetching.start()
+    for _ in range(OPTIONS.streams):
+        assert begun.acquire(timeout=10)
+    server.go.set()
+    fetching.join()
+    assert sink.data == BODY
+
+
+def test_many_threads_share_a_remote(server: ScriptedServer, http: HttpRemote) -> None:
+    bodies = {server.put(f"/{n}", BODY[n : n + 2 * PART + n]): BODY[n : n + 2 * PART + n] for n in range(30)}
+    sinks = {url: MemorySink() for url in bodies}
+    threads = [threading.Thread(target=http.fetch, args=item) for item in sinks.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {url: bytes(sink.data) for url, sink in sinks.items()} == bodies
+
+
+def test_names_are_quoted(server: ScriptedServer, http: HttpRemote) -> None:
+    server.put("/a%20b%C3%A9", SMALL)
+    for name in ("/a b\u00e9", "/a%20b%C3%A9"):
+        sink = MemorySink()
+        http.fetch(server.url + name + "#x", sink)
+        assert sink.data == SMALL
+
+
+# -- stat ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("body", [b"", BODY])
+def test_stat(server: ScriptedServer, http: HttpRemote, head: bool, body: bytes) -> None:
+    url = server.put("/a", body, head=head)
+    info = http.stat(url)
+    assert info is not None
+    assert (info.size, info.validator, info.strong, info.modified) == (len(body), server.objects["/a"].etag, True, 1.6e9)
+    assert server.sent <= 1
+
+
+@pytest.mark.parametrize("status", [400, 403, 405, 501])
+def test_stat_where_head_is_refused(server: ScriptedServer, http: HttpRemote, status: int) -> None:
+    """A URL that was signed for GET answers 403 to HEAD."""
+    info = http.stat(server.put("/a", BODY, statuses=[status]))
+    assert info is not None
+    assert info.size == len(BODY)
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("script", [{}, {"etag": None}, {"etag": 'W/"1"'}, {"conditions": False}, {"etag": None, "conditions": False}])
+def test_stat_of_what_is_known(server: ScriptedServer, http: HttpRemote, head: bool, script: dict[str, object]) -> None:
+    url = server.put("/a", BODY, head=head, **script)
+    info = http.stat(url)
+    assert info is not None
+    assert http.stat(url, known=info.validator) is None
+    server.put("/a", BODY[1:], head=head, modified=1.7e9, **{**script, "etag": script.get("etag", "") and 'W/"2"'})
+    changed = http.stat(url, known=info.validator)
+    assert changed is not None
+    assert changed.size == len(BODY) - 1
+
+
+def test_stat_without_validators(server: ScriptedServer, http: HttpRemote) -> None:
+    info = http.stat(server.put("/a", BODY, etag=None, modified=None))
+    assert info is not None
+    assert (info.validator, info.strong) == (None, False)
+
+
+def test_stat_of_unknown_size(server: ScriptedServer, http: HttpRemote) -> None:
+    for name, script in (("/a", {"chunked": True, "ranges": False}), ("/b", {"gzip": True})):
+        info = http.stat(server.put(name, BODY, **script))
+        assert info is not None
+        assert (info.size, info.strong) == (None, False)
+
+
+# -- read ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [{}, {"ranges": False}, {"chunked": True}, {"chunked": True, "ranges": False}])
+@pytest.mark.parametrize("span", [Span(0, 10), Span(1000, PART), Span(len(BODY) - 5, 5), Span(len(BODY) - 5, 50), Span(3, 0)])
+def test_read(server: ScriptedServer, http: HttpRemote, span: Span, script: dict[str, bool]) -> None:
+    assert http.read(server.put("/a", BODY, **script), span) == BODY[span.start : span.end]
+
+
+def test_read_past_the_end(server: ScriptedServer, http: HttpRemote) -> None:
+    assert http.read(server.put("/a", BODY), Span(len(BODY), 5)) == b""
+
+
+@pytest.mark.parametrize("script", [{}, {"conditions": False}, {"ranges": False, "conditions": False}])
+def test_read_of_a_version(server: ScriptedServer, http: HttpRemote, script: dict[str, bool]) -> None:
+    url = server.put("/a", BODY, **script)
+    validator = server.objects["/a"].etag
+    assert http.read(url, Span(0, 10), validator=validator) == BODY[:10]
+    server.put("/a", BODY[1:], **script)
+    with pytest.raises(errors.RemoteChanged):
+        http.read(url, Span(0, 10), validator=validator)
+
+
+def test_read_goes_on_after_a_cut(server: ScriptedServer, http: HttpRemote) -> None:
+    assert http.read(server.put("/a", BODY, cut_after=1000, cuts=2), Span(0, 5000)) == BODY[:5000]
+
+
+# -- servers that do it their own way ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        {"ranges": False},
+        {"chunked": True, "ranges": False},
+        {"chunked": True},
+        {"gzip": True},
+        {"gzip": True, "chunked": True},
+        {"etag": None},
+        {"etag": None, "modified": None},
+        {"etag": 'W/"weak"'},
+        {"etag": "unquoted"},
+        {"conditions": False},
+        {"head": False},
+        {"latency": 0.01},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("body", [b"", SMALL, BODY], ids=len)
+def test_fetch_of_any_server(server: ScriptedServer, http: HttpRemote, script: dict[str, object], body: bytes) -> None:
+    url, sink = server.put("/a", body, **script), MemorySink()
+    transfer = http.fetch(url, sink)
+    assert sink.data == body
+    assert not sink.missing
+    assert transfer.requests == server.gets
+    assert transfer.retries == 0
+
+
+@pytest.mark.parametrize("script", [{"etag": None}, {"etag": 'W/"weak"'}])
+def test_what_has_no_strong_validator_is_not_put_together(server: ScriptedServer, http: HttpRemote, script: dict[str, object]) -> None:
+    http.fetch(server.put("/a", BODY, **script), MemorySink())
+    assert [request.headers.get("Range") is None for request in server.requests] == [False, True]
+
+
+LIES = ["bytes 1-65536/655377", "bytes 0-65535/10", "bytes 0-9/655377", "bytes 0-65534/655377", "items 0-1/2", "-", "bytes */*"]
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_wrong_content_range(server: ScriptedServer, http: HttpRemote, lie: str) -> None:
+    url, sink = server.put("/a", BODY, content_range=lie), MemorySink()
+    with pytest.raises(errors.RemoteProtocolError, match="asked for"):
+        http.fetch(url, sink)
+    with pytest.raises(errors.RemoteProtocolError, match="asked for"):
+        http.read(url, Span(0, PART))
+    assert not sink.infos
+
+
+def test_a_content_range_that_is_wrong_later(server: ScriptedServer, http: HttpRemote) -> None:
+    url = server.put("/a", BODY)
+
+    def lie(request: Request) -> None:
+        server.objects["/a"].content_range = None if request.headers["Range"].startswith("bytes=0-") else "bytes 5-10/655377"
+
+    server.on_request = lie
+    with pytest.raises(errors.RemoteProtocolError, match="bytes 5-10"):
+        HttpRemote(RemoteOptions(part=PART, streams=1)).fetch(url, MemorySink())
+
+
+def test_an_encoding_that_nobody_asked_for(server: ScriptedServer, http: HttpRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.testing.gzip.compress", lambda body: body)
+    with pytest.raises(errors.RemoteProtocolError, match="compressed"):
+        http.fetch(server.put("/a", b"no gzip at all", gzip=True), MemorySink())
+
+
+# -- redirects -----------------------------------------------------------------------------------------------------------
+
+
+def test_redirects_are_followed(server: ScriptedServer, http: HttpRemote) -> None:
+    server.put("/a", BODY)
+    for name, where in (("/b", "/a"), ("/c", server.url + "/b"), ("/d/e", "../c")):
+        server.put(name, b"", redirect=where)
+    sink = MemorySink()
+    http.fetch(server.url + "/d/e", sink)
+    assert sink.data == BODY
+    info = http.stat(server.url + "/b")
+    assert info is not None
+    assert info.size == len(BODY)
+
+
+@pytest.mark.parametrize("where", ["/a", "ftp://h/a", "//"])
+def test_redirects_that_lead_nowhere(server: ScriptedServer, http: HttpRemote, where: str) -> None:
+    with pytest.raises(errors.RemoteProtocolError, match="redirect"):
+        http.fetch(server.put("/a", b"", redirect=where), MemorySink())
+
+
+# -- versions ------------------------------------------------------------------------------------------------------------
+
+
+def changing(server: ScriptedServer, bodies: list[bytes], **script: object) -> Callable[[Request], None]:
+    """Each time a second part is asked for, the object becomes the next of ``bodies``."""
+
+    def change(request: Request) -> None:
+        if bodies and not request.headers["Range"].startswith("bytes=0-"):
+            server.put("/a", bodies.pop(0), **script)
+
+    return change
+
+
+@pytest.mark.parametrize("conditions", [True, False])
+@pytest.mark.parametrize("streams", [1, 4])
+def test_s23_an_object_that_changes_meanwhile_is_begun_anew(server: ScriptedServer, conditions: bool, streams: int) -> None:
+    url, sink, new = server.put("/a", BODY, conditions=conditions), MemorySink(), bytes(reversed(BODY))
+    server.on_request = changing(server, [new], conditions=conditions)
+    transfer = HttpRemote(RemoteOptions(part=PART, streams=streams)).fetch(url, sink)
+    assert sink.data == new
+    assert [info.validator for info in sink.infos][1:] == [server.objects["/a"].etag]
+    assert transfer.info == sink.infos[-1]
+    assert transfer.requests == server.gets
+
+
+def test_an_object_that_changes_all_the_time(server: ScriptedServer, http: HttpRemote) -> None:
+    url, sink = server.put("/a", BODY), MemorySink()
+    server.on_request = changing(server, [BODY[n:] for n in range(1, 50)])
+    with pytest.raises(errors.RemoteChanged, match="/a became another object"):
+        http.fetch(url, sink)
+    assert len(sink.infos) == 3
+
+
+def test_an_object_that_shrinks_or_goes_meanwhile(server: ScriptedServer, http: HttpRemote) -> None:
+    url, sink = server.put("/a", BODY, conditions=False), MemorySink()
+    server.on_request = changing(server, [SMALL], conditions=False)
+    http.fetch(url, sink)
+    assert sink.data == SMALL
+    server.put("/a", BODY)
+    server.on_request = lambda request: None if request.headers["Range"].startswith("bytes=0-") else server.objects.clear()
+    with pytest.raises(errors.NotFound):
+        http.fetch(url, MemorySink())
+
+
+# -- going on from what is there -----------------------------------------------------------------------------------------
+
+MISSING = (Span(PART, 3 * PART + 5), Span(len(BODY) - 100, 100))
+
+
+def half(server: ScriptedServer) -> MemorySink:
+    """A sink that holds all but `MISSING` of the present version."""
+    data = bytearray(BODY)
+    for span in MISSING:
+        data[span.start : span.end] = bytes(span.length)
+    return MemorySink(Partial(len(BODY), server.objects["/a"].etag or "", MISSING), data)
+
+
+@pytest.mark.parametrize("conditions", [True, False])
+def test_a_partial_is_completed(server: ScriptedServer, http: HttpRemote, conditions: bool) -> None:
+    url = server.put("/a", BODY, conditions=conditions)
+    sink = half(server)
+    transfer = http.fetch(url, sink)
+    assert sink.data == BODY
+    missing = sum(span.length for span in MISSING)
+    assert transfer.received == server.sent == missing
+    assert transfer.resumed == len(BODY) - missing
+
+
+def test_a_partial_that_lacks_nothing(server: ScriptedServer, http: HttpRemote) -> None:
+    url = server.put("/a", BODY)
+    sink = MemorySink(Partial(len(BODY), server.objects["/a"].etag or "", ()), BODY)
+    http.fetch(url, sink)
+    assert (bytes(sink.data), sink.missing, len(sink.infos)) == (BODY, [], 1)
+    assert server.gets == 1
+
+
+@pytest.mark.parametrize("conditions", [True, False])
+@pytest.mark.parametrize("new", [bytes(reversed(BODY)), BODY + b"more", SMALL, b""], ids=len)
+def test_a_partial_of_another_version_is_dropped(server: ScriptedServer, http: HttpRemote, conditions: bool, new: bytes) -> None:
+    url = server.put("/a", BODY)
+    sink = half(server)
+    server.put("/a", new, conditions=conditions)
+    assert http.fetch(url, sink).resumed == 0
+    assert sink.data == new
+
+
+def test_a_partial_where_ranges_are_ignored_takes_what_it_lacks(server: ScriptedServer, http: HttpRemote) -> None:
+    url = server.put("/a", BODY, ranges=False)
+    sink = half(server)
+    http.fetch(url, sink)
+    assert sink.data == BODY
+    assert not sink.missing
+
+
+# -- sinks that refuse ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["begin", "write"])
+@pytest.mark.parametrize("streams", [1, 4])
+def test_an_error_of_the_sink_is_raised_as_it_is(server: ScriptedServer, when: str, streams: int) -> None:
+    class Full(MemorySink):
+        def begin(self, info: object) -> tuple[Span, ...]:
+            if when == "begin":
+                raise error
+            return super().begin(info)  # type: ignore[arg-type]
+
+    error, sink = errors.NoSpace.of("a", 1, 0, 0), Full()
+
+    def full(offset: int, count: int) -> None:
+        if offset >= 5 * PART:
+            raise error
+
+    sink.on_write = full
+    url = server.put("/a", BODY)
+    http = HttpRemote(RemoteOptions(part=PART, streams=streams))
+    with pytest.raises(errors.NoSpace) as caught:
+        http.fetch(url, sink)
+    assert caught.value is error
+    assert http.fetch(url, MemorySink()).retries == 0
