@@ -172,15 +172,16 @@ class Cache:
     def budget(self) -> int:
         """Bytes that all processes together may keep."""
         self._check_open()
-        return self._store.usage()[2]
+        return self._store.usage().budget
 
     def stats(self) -> Stats:
         """What all processes of the node did, and what is kept."""
         self._check_open()
-        used, reserved, budget, found = self._store.usage()
+        now = self._store.usage()
         return Stats(
-            **self._store.counts(), bytes_used=used, bytes_reserved=reserved, budget=budget, entries=sum(s.entries for s in found),
-            spaces={s.name: (s.entries, s.bytes) for s in found},
+            **self._store.counts(), bytes_used=now.used, bytes_reserved=now.reserved, budget=now.budget,
+            entries=sum(s.entries for s in now.spaces),
+            spaces={s.name: (s.entries, s.bytes) for s in now.spaces},
         )  # fmt: skip
 
     def reset_stats(self) -> None:
@@ -228,12 +229,12 @@ class Cache:
         self._check_open()
         cold = [e for e in self._store.entries(space) if e.life != "pinned" and (where is None or where(e))]
         if need is not None:
-            used, reserved, budget, _ = self._store.usage()
-            lacking = used + reserved + _config.parse_size(need, total=budget, name="need") - budget
+            now = self._store.usage()
+            lacking = now.used + now.reserved + _config.parse_size(need, total=now.budget, name="need") - now.budget
             cold = coldest_until(cold, lacking)
         elif where is None and space is None and not all:
-            used, reserved, budget, _ = self._store.usage()
-            cold = coldest_until(cold, used + reserved - budget)
+            now = self._store.usage()
+            cold = coldest_until(cold, now.used + now.reserved - now.budget)
         return Plan(tuple(Origin.victim(entry) for entry in cold), self._store.remove)
 
     def prune(self) -> Plan:
@@ -285,7 +286,7 @@ class Cache:
         """The space and the key that a name means: ``space:key`` where there is such a space, else a URL."""
         self._check_open()
         space, colon, key = name.partition(":")
-        if colon and not key.startswith("//") and any(s.name == space for s in self._store.usage()[3]):
+        if colon and not key.startswith("//") and any(s.name == space for s in self._store.usage().spaces):
             return space, key
         return URLS, remote.canonical(name)
 

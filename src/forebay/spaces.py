@@ -9,7 +9,6 @@ from forebay._engine.memo import Remembered
 from forebay._model import Buffer
 from forebay.origin import Origin
 
-
 FOREVER = 1 << 63
 
 

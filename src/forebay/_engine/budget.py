@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from forebay import errors
 from forebay._engine import blobs, stages
-from forebay._engine.catalog import Catalog, DiskFull, Txn, reservations, spaces
+from forebay._engine.catalog import Catalog, DiskFull, Rows, Txn, reservations, spaces
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.eviction import SPACE_WORD, Doomed, Eviction
 from forebay._engine.owners import Owners
@@ -115,8 +115,8 @@ class Budget:
         """What a finished file of ``size`` bytes counts."""
         return -(-size // self._block) * self._block
 
-    def limits(self, txn: Txn) -> Limits:
-        found = dict(txn.all("SELECT name, value FROM meta WHERE name IN ('budget', 'min_free', 'max_entries')"))
+    def limits(self, rows: Rows) -> Limits:
+        found = dict(rows.all("SELECT name, value FROM meta WHERE name IN ('budget', 'min_free', 'max_entries')"))
         return Limits(int(found.get("budget") or 0), int(found.get("min_free") or 0), found.get("max_entries"))
 
     def short(self, txn: Txn, want: Want | None, id: int = 0) -> Short:

@@ -76,6 +76,11 @@ class Owners:
             people.delete(txn, id)
         reservations.disown(txn, id)
 
+    def forget(self) -> None:
+        """The catalog was made anew: register in it at the next use. The byte stays locked: an old row is not taken for a dead one's."""
+        with self._mutex:
+            self._id = self._pid = 0
+
     def living(self) -> list[people.Owner]:
         """Who has the root open now, this process included."""
         found = []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from forebay import errors
+from forebay._engine.census import Usage
 from forebay._engine.counters import NAMES
 from forebay._engine.fill import OnWait
 from forebay._engine.memo import Hit, no_hit
@@ -106,8 +107,8 @@ class PassThrough:
     def zero_counts(self) -> None:
         self._counts = dict.fromkeys(NAMES, 0)
 
-    def usage(self) -> tuple[int, int, int, list[Any]]:
-        return 0, 0, 0, []
+    def usage(self) -> Usage:
+        return Usage(0, 0, 0)
 
     def repair(self, *, deep: bool = True) -> list[Problem]:
         return []

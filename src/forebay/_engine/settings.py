@@ -23,8 +23,8 @@ class Settings:
     max_entries: int | None = None
 
 
-def apply(settings: Settings, root: Root, catalog: Catalog, budget: Budget, owners: Owners) -> None:
-    """Set what is given; at the first time also what is not: three quarters of what is free, and a twentieth of the disk to stay so.
+def apply(settings: Settings, root: Root, catalog: Catalog, budget: Budget, owners: Owners) -> Settings:
+    """Set what is given, and give what binds now. A new root gets three quarters of what is free, and leaves a twentieth of the disk.
 
     A lower limit is applied at once to what is there."""
     with catalog.write() as txn:
@@ -42,6 +42,8 @@ def apply(settings: Settings, root: Root, catalog: Catalog, budget: Budget, owne
     if changed and not first:
         _say(changed, found, root, owners)
         budget.make_room()
+    in_force = {"budget": found.budget, "min_free": found.min_free, "max_entries": found.max_entries} | changed
+    return Settings(**in_force)
 
 
 def _say(changed: dict[str, int], found: Limits, root: Root, owners: Owners) -> None:

@@ -11,13 +11,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import ClassVar, Concatenate, ParamSpec, TypeVar
 
 from forebay import errors
 from forebay._engine import check, counters
 from forebay._engine.budget import Budget, Want
-from forebay._engine.catalog import Catalog, CatalogBroken, entries, people, spaces
+from forebay._engine.catalog import Catalog, CatalogBroken, entries, spaces
+from forebay._engine.census import Census, Usage
 from forebay._engine.counters import Counters
 from forebay._engine.eviction import Doomed, Eviction
 from forebay._engine.faults import faults
@@ -48,10 +48,11 @@ def _mending(call: Callable[Concatenate[Store, P], R]) -> Callable[Concatenate[S
     @functools.wraps(call)
     def mended(self: Store, *args: P.args, **kwargs: P.kwargs) -> R:
         self._usable()
+        mends = self._mends
         try:
             return call(self, *args, **kwargs)
         except CatalogBroken as error:
-            self._mend(error)
+            self._mend(error, mends)
             return call(self, *args, **kwargs)
 
     return mended  # type: ignore[return-value]  # a method keeps its name for self
@@ -65,7 +66,8 @@ class Store:
 
     def __init__(self, root: Root, settings: Settings) -> None:
         self.root, self._users = root, 0
-        self._mending = threading.RLock()  # one thread at a time makes a broken root anew
+        self._mending = threading.RLock()  # guards _mends: one thread at a time makes a broken root anew
+        self._mends = 0
         self._spaces: dict[str, spaces.Space] = {}
         self.memo, self.counters = Memo(Slots(root)), Counters(root)  # the hit paths hold on to these, whatever is made anew
         self._wire(root)
@@ -119,6 +121,7 @@ class Store:
         self._catalog.sweeper = self._eviction.sweep
         self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
         self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self.counters)
+        self._census = Census(self._catalog, self._slots, self._budget, self.counters)
         self._spaces = {}
 
     def _start(self, settings: Settings) -> None:
@@ -145,7 +148,7 @@ class Store:
 
     def configure(self, settings: Settings) -> None:
         """Set what is given, for everybody; a lower limit is applied at once to what is there."""
-        apply(settings, self.root, self._catalog, self._budget, self._owners)
+        self._in_force = apply(settings, self.root, self._catalog, self._budget, self._owners)
 
     def _usable(self, *, writing: bool = False) -> None:
         if writing and self.root.read_only:
@@ -153,18 +156,26 @@ class Store:
         if host.forked_unseen():
             raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
 
-    def _mend(self, error: CatalogBroken) -> None:
-        """The catalog, or the whole root, is not what was opened: open it once more, making what is missing."""
+    def _mend(self, error: CatalogBroken, mends: int) -> None:
+        """The catalog, or the whole root, is not what was opened: open it once more, making what is missing. ``mends``: how often that
+        was done when the call began that failed; another thread may have done it meanwhile."""
         if self.root.read_only:
             raise error
-        with self._mending:
+        with self._mending, faults(str(self.root.path)):
+            if self._mends != mends:
+                return
             log.warning("%s: opening it anew", error)
-            with faults(str(self.root.path)):
+            root = open_root(self.root.path, shared=self.root.shared)
+            if root.id != self.root.id or not self._slots.is_same():
                 self._catalog.close()
-                self._wire(open_root(self.root.path, shared=self.root.shared))
-                if error.damaged:
-                    self._catalog.rebuild()
-                self._start(Settings())
+                self._wire(root)
+            elif error.damaged:
+                self._catalog.rebuild()
+            self.memo.restart(self._slots)
+            self._spaces = {}
+            self._owners.forget()
+            self._start(self._in_force)
+            self._mends += 1
 
     # -- spaces ----------------------------------------------------------------------------------------------------
 
@@ -199,12 +210,6 @@ class Store:
         if not self.root.read_only:
             self._owners.me()
         return self._reading.view(space, self.space(space).id, key)
-
-    @_mending
-    def entry(self, space: str, key: str) -> Entry | None:
-        """What the catalog says of a key; no touch."""
-        found = self._leases.current(self.space(space).id, key)
-        return self._with_times(found) if found else None
 
     @_mending
     def lease(self, space: str, key: str) -> Lease | None:
@@ -284,11 +289,11 @@ class Store:
     ) -> T:  # fmt: skip
         """See `Fill.single`. ``make`` runs once: a catalog that breaks meanwhile is mended by the next call."""
         self._usable(writing=True)
-        place = self.space(space)
+        place, mends = self.space(space), self._mends
         try:
             return self._fill.single(place.id, key, look, make, timeout=timeout, on_wait=on_wait)
         except CatalogBroken as error:
-            self._mend(error)
+            self._mend(error, mends)
             raise
 
     @_mending
@@ -331,29 +336,21 @@ class Store:
     @_mending
     def entries(self, space: str | None = None) -> list[Entry]:
         """What is there, with its times, in order of last use; ``leased`` is not looked at."""
-        place = self.space(space).id if space is not None else None
-        return sorted((self._with_times(e) for e in entries.live(self._catalog, place)), key=lambda e: e.used)
+        return self._census.entries(self.space(space).id if space is not None else None)
 
-    def _with_times(self, entry: Entry) -> Entry:
-        used, validated = self._slots.used(entry.slot), self._slots.validated(entry.slot)
-        return replace(entry, used=used / 1e9, validated=validated / 1e9)
+    @_mending
+    def entry(self, space: str, key: str) -> Entry | None:
+        """What the catalog says of a key; no touch."""
+        found = self._leases.current(self.space(space).id, key)
+        return self._census.with_times(found) if found else None
 
     def is_leased(self, entry: Entry) -> bool:
         return not self.root.read_only and self._leases.is_leased(entry.id)
 
     @_mending
-    def zero_counts(self) -> None:
-        """Begin to count anew, for all processes: what was counted so far is subtracted from now on."""
-        now = self.counts()
-        with self._catalog.write() as txn:
-            spaces.add_counters(txn, [(name, -value) for name, value in now.items()])
-
-    @_mending
-    def usage(self) -> tuple[int, int, int, list[spaces.Space]]:
-        """(bytes used, bytes promised, budget, spaces) now."""
-        with self._catalog.write() as txn:
-            totals, limits = spaces.totals(txn), self._budget.limits(txn)
-            return totals.entries, totals.granted + totals.pending, limits.budget, spaces.every(txn)
+    def usage(self) -> Usage:
+        """How much is used and promised now."""
+        return self._census.usage()
 
     def count(self, name: str, n: int = 1) -> None:
         """Count ``n`` more of what `counters.NAMES` calls ``name``."""
@@ -362,13 +359,12 @@ class Store:
     @_mending
     def counts(self) -> dict[str, int]:
         """What all processes together have counted since the last `zero_counts`."""
-        sums = dict.fromkeys(counters.NAMES, 0) | spaces.counters(self._catalog)
-        for owner in people.every(self._catalog):
-            found, page = self.counters.read_page(owner.page)
-            if found == owner.id:
-                for name, value in zip(counters.NAMES, page, strict=True):
-                    sums[name] += value
-        return sums
+        return self._census.counts()
+
+    @_mending
+    def zero_counts(self) -> None:
+        """Begin to count anew, for all processes."""
+        self._census.zero_counts()
 
     @_mending
     def check(self, *, deep: bool = False) -> list[Problem]:
@@ -381,7 +377,7 @@ class Store:
         self._usable(writing=True)
         found = self.check(deep=deep)
         if any(problem.kind == "catalog" for problem in found):
-            self._mend(CatalogBroken(f"the catalog of {self.root.path} is damaged", damaged=True))
+            self._mend(CatalogBroken(f"the catalog of {self.root.path} is damaged", damaged=True), self._mends)
         check.mend(self.root, self._catalog, self._eviction, self._fill, self._reading, found)
         return found
 

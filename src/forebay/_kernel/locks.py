@@ -144,6 +144,10 @@ class LockFile:
             os.close(self._fd)
             self._fd = -1
 
+    def __del__(self) -> None:
+        if self._fd >= 0 and self._pid == os.getpid():
+            os.close(self._fd)
+
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self, *, keep: bool) -> None:

@@ -51,6 +51,11 @@ def one(rows: Rows, sql: str, *values: Any) -> Any:
     return found[0] if found else None
 
 
+def pages_of(rows: Rows) -> tuple[int, int]:
+    """Bytes that the database occupies, and the part of them in free pages."""
+    return int(rows.all("PRAGMA page_count")[0][0]) * PAGE, int(rows.all("PRAGMA freelist_count")[0][0]) * PAGE
+
+
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
     try:
@@ -84,10 +89,6 @@ class Txn:
         """The next number of a sequence in ``meta``."""
         (value,) = self.all("UPDATE meta SET value = value + 1 WHERE name = ? RETURNING value", name)[0]
         return int(value)
-
-    def pages(self) -> tuple[int, int]:
-        """Bytes that the database occupies, and the part of them in free pages."""
-        return int(self.all("PRAGMA page_count")[0][0]) * PAGE, int(self.all("PRAGMA freelist_count")[0][0]) * PAGE
 
 
 class Catalog:

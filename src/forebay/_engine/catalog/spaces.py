@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from forebay._engine.catalog.connection import Rows, Txn, one
+from forebay._engine.catalog.connection import Rows, Txn, one, pages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None) -> None:
     txn.run("UPDATE spaces SET policy = coalesce(?, policy), quota = coalesce(?, quota) WHERE name = ?", policy, quota, name)
 
 
-def totals(txn: Txn, before: int | None = None) -> Totals:
+def totals(rows: Rows, before: int | None = None) -> Totals:
     """What is used now. ``before``: count only the pending reservations that are older than this one."""
-    entries, inline, count, leaving, granted, pending, waiting = one(txn, _TOTALS, (1 << 62) if before is None else before)
-    pages, spare = txn.pages()
+    entries, inline, count, leaving, granted, pending, waiting = one(rows, _TOTALS, (1 << 62) if before is None else before)
+    pages, spare = pages_of(rows)
     return Totals(entries, leaving, granted, pending, pages - spare - inline, spare, count + waiting)
 
 
