@@ -87,8 +87,8 @@ class Answer:
         else:
             self._connection.close()
 
-    def blocks(self, limit: int | None = None) -> Iterator[bytes]:
-        """The body as sent, as it comes; at most ``limit`` bytes. Raises `Trouble` where it ends too early."""
+    def blocks(self, limit: int | None = None, *, count: bool = True) -> Iterator[bytes]:
+        """The body as sent, as it comes; at most ``limit`` bytes. ``count``: as received. Raises `Trouble` where it ends too early."""
         options, left = self._call.options, limit
         while left is None or left > 0:
             self._call.check()
@@ -98,7 +98,8 @@ class Answer:
                 block = self._response.read1(options.buffer if left is None else min(left, options.buffer))
             if not block:
                 break
-            self._call.count(received=len(block))
+            if count:
+                self._call.count(received=len(block))
             left = None if left is None else left - len(block)
             yield block
         if self._response.length and left != 0:
@@ -119,8 +120,8 @@ class Answer:
             raise Trouble(f"it is sent as {self.encoding!r}, though only identity was asked for", RemoteProtocolError, again=False)
 
     def drain(self) -> bytes:
-        """The beginning of a refusal's body; what of it is short enough is read to its end."""
-        return b"".join(self.blocks(DRAIN))
+        """The beginning of a body that tells nothing of the object; what of it is short enough is read to its end."""
+        return b"".join(self.blocks(DRAIN, count=False))
 
 
 def _inflated(blocks: Iterator[bytes]) -> Iterator[bytes]:
