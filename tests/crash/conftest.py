@@ -1,0 +1,110 @@
+"""A process dies before the k-th change of a file, for every k; then a fresh one, and one that lived through it, find the root sound."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from forebay._engine.store import Store
+from tests.harness import Child, Crew, assert_counted, assert_settled, death_of, fork_to_die, in_child, opened
+
+Act = Callable[[Store], object]
+MOST = 2000
+
+
+@dataclass
+class Scene:
+    """One root in which the same thing is done again and again, and dies one step later each time."""
+
+    place: Path
+    budget: int
+
+    def play(self, before: Act, during: Act, after: Act, *, least: int = 3) -> list[str]:
+        """``before`` sets the stage, ``during`` dies at each of its steps in turn, ``after`` looks at what is left, in a process of
+        its own. Then the root is checked, written to once, and filled to the brim. Gives the steps; there are at least ``least``."""
+        deaths: list[str] = []
+        in_child(lambda: self._set(before))
+        for step in itertools.count():
+            assert step < MOST
+            death = death_of(fork_to_die(step, self._acting(during)))
+            if death is None:
+                break
+            deaths.append(death)
+            try:
+                in_child(lambda: self._look(after))
+                in_child(lambda: self._use(before))
+            except AssertionError as error:
+                raise AssertionError(f"killed before step {step}, {death}: {error}") from error
+        in_child(lambda: self._look(after))
+        assert len(deaths) >= least, deaths
+        return deaths
+
+    def _acting(self, during: Act) -> Callable[[], None]:
+        def act() -> None:
+            with opened(self.place) as store:
+                during(store)
+
+        return act
+
+    def _set(self, before: Act) -> None:
+        with opened(self.place, self.budget) as store:
+            store.space("v")
+            before(store)
+
+    def _look(self, after: Act) -> None:
+        """The next open works at once, nothing is wrong, what is there can be read."""
+        with opened(self.place) as store:
+            assert store.check(deep=True) == []
+            after(store)
+
+    def _use(self, before: Act) -> None:
+        """After the next write nothing is left that is not counted; a partial is counted, and goes when the space is needed."""
+        with opened(self.place) as store:
+            store.put("v", "next", b"written once")
+            assert store.check() == []
+            assert store.space("v").name == "v"
+        counted = assert_counted(self.place, self.budget)
+        assert counted.leaving == 0, counted
+        with opened(self.place) as store:
+            store.put("v", "brim", bytes(self.budget - 4096 if self.budget > 1 << 20 else self.budget))
+            assert store.check(deep=True) == []
+        brim = assert_settled(self.place, self.budget)
+        assert brim.counted > self.budget * 0.9
+        with opened(self.place) as store:
+            store.remove([victim_of(entry) for entry in store.entries("v")])
+            before(store)
+
+
+def victim_of(entry):  # type: ignore[no-untyped-def]
+    from forebay._model import Victim
+
+    return Victim(entry.name, entry.size, entry.charge, entry.used, entry.id)
+
+
+@pytest.fixture
+def quick_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory where there is one: what a killed process wrote is there either way, and thousands of openings are quicker."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="forebay-test-", dir=memory) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def scene(quick_path: Path) -> Callable[[int], Scene]:
+    return lambda budget: Scene(quick_path / "root", budget)
+
+
+@pytest.fixture
+def crew() -> Iterator[Callable[[Callable[[], object]], Child]]:
+    found = Crew()
+    yield found
+    found.dismiss()

@@ -1,0 +1,199 @@
+"""Every change of a file is a crash point: put, publish, replace, evict, remove, grow, and each with nobody else, then with a lease."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from forebay._engine.store import Store
+from tests.crash.conftest import Scene, victim_of
+from tests.harness import KiB, MiB, bytes_of, write_whole
+
+NewScene = Callable[[int], Scene]
+SMALL, OTHER = b"small" * 100, b"other" * 200
+BLOB, NEWER = os.urandom(100 * KiB), os.urandom(150 * KiB)
+BODY = os.urandom(3 * MiB + 12345)
+
+
+def nothing(store: Store) -> None:
+    """An empty root."""
+
+
+@pytest.mark.parametrize("data", [SMALL, BLOB], ids=["value", "blob"])
+def test_put(scene: NewScene, data: bytes) -> None:
+    def after(store: Store) -> None:
+        assert bytes_of(store, "a") in (None, data)
+
+    scene(MiB).play(nothing, lambda store: store.put("v", "a", data), after)
+
+
+@pytest.mark.parametrize("new", [SMALL, NEWER], ids=["value", "blob"])
+@pytest.mark.parametrize("old", [OTHER, BLOB], ids=["value", "blob"])
+def test_replace(scene: NewScene, old: bytes, new: bytes) -> None:
+    def before(store: Store) -> None:
+        store.put("v", "a", old)
+        store.put("v", "b", BLOB)
+
+    def after(store: Store) -> None:
+        assert bytes_of(store, "a") in (old, new)  # there is room for both: never a miss
+        assert bytes_of(store, "b") == BLOB
+
+    scene(MiB).play(before, lambda store: store.put("v", "a", new), after)
+
+
+def test_publish_through_a_writing(scene: NewScene) -> None:
+    found: list[str] = []
+
+    def after(store: Store) -> None:
+        assert bytes_of(store, "a") in (None, BODY)
+
+    found = scene(8 * MiB).play(nothing, lambda store: write_whole(store, "a", BODY), after, least=12)
+    assert any(step.startswith("set_byte") for step in found)
+
+
+def test_a_successor_resumes(scene: NewScene) -> None:
+    """What is left is gone on from, or begun anew; either way the bytes are exact."""
+
+    def after(store: Store) -> None:
+        if bytes_of(store, "a") is None:
+            write_whole(store, "a", BODY)
+        assert bytes_of(store, "a") == BODY
+
+    scene(8 * MiB).play(nothing, lambda store: write_whole(store, "a", BODY), after, least=12)
+
+
+def test_a_successor_that_finds_another_version(scene: NewScene) -> None:
+    other = os.urandom(2 * MiB)
+
+    def after(store: Store) -> None:
+        if bytes_of(store, "a") is None:
+            write_whole(store, "a", other, validator='"2"')
+            assert bytes_of(store, "a") == other
+
+    scene(8 * MiB).play(nothing, lambda store: write_whole(store, "a", BODY), after, least=12)
+
+
+def test_a_successor_that_dies_too(scene: NewScene) -> None:
+    """A partial is there; who resumes it dies at each step of that."""
+
+    def before(store: Store) -> None:
+        from forebay._model import ObjectInfo
+
+        hold = store.hold("v", "a")
+        with store.writing("v", "a") as writing:
+            writing.begin(ObjectInfo("", len(BODY), '"1"', strong=True))
+            writing.write(MiB, BODY[MiB : 2 * MiB])
+        hold.release()
+
+    def after(store: Store) -> None:
+        if bytes_of(store, "a") is None:
+            write_whole(store, "a", BODY)
+        assert bytes_of(store, "a") == BODY
+
+    scene(8 * MiB).play(before, lambda store: write_whole(store, "a", BODY), after, least=8)
+
+
+def test_grow_of_unknown_length(scene: NewScene) -> None:
+    def after(store: Store) -> None:
+        assert bytes_of(store, "a") in (None, BODY)
+        assert bytes_of(store, "b") in (None, BLOB)
+
+    def before(store: Store) -> None:
+        store.put("v", "b", BLOB)
+
+    scene(4 * MiB).play(before, lambda store: write_whole(store, "a", BODY, size=None, validator=None), after, least=8)
+
+
+def test_evict_under_pressure(scene: NewScene) -> None:
+    keys = [f"k{n}" for n in range(9)]
+    body = {key: os.urandom(100 * KiB) for key in keys} | {"small": SMALL, "new": os.urandom(500 * KiB)}
+
+    def before(store: Store) -> None:
+        for key in [*keys, "small"]:
+            store.put("v", key, body[key])
+
+    def after(store: Store) -> None:
+        found = {key: bytes_of(store, key) for key in body}
+        assert all(data in (None, body[key]) for key, data in found.items())
+        assert found["small"] == SMALL  # it came last
+        assert sum(data is not None for data in found.values()) >= 5
+
+    scene(MiB).play(before, lambda store: store.put("v", "new", body["new"]), after, least=12)
+
+
+def test_evict_values_under_pressure(scene: NewScene) -> None:
+    body = {f"k{n}": os.urandom(15 * KiB) for n in range(14)}
+
+    def before(store: Store) -> None:
+        for key, data in body.items():
+            store.put("v", key, data)
+
+    def after(store: Store) -> None:
+        found = {key: bytes_of(store, key) for key in body}
+        assert all(data in (None, body[key]) for key, data in found.items())
+        assert bytes_of(store, "new") in (None, SMALL * 20)
+
+    scene(256 * KiB).play(before, lambda store: [store.put("v", f"new{n}", SMALL * 20) for n in range(8)], after)
+
+
+@pytest.mark.parametrize("data", [SMALL, BLOB], ids=["value", "blob"])
+def test_remove(scene: NewScene, data: bytes) -> None:
+    def before(store: Store) -> None:
+        store.put("v", "a", data)
+        store.put("v", "b", data)
+
+    def during(store: Store) -> None:
+        store.remove([victim_of(store.entry("v", "a"))])
+
+    def after(store: Store) -> None:
+        assert bytes_of(store, "a") in (None, data)
+        assert bytes_of(store, "b") == data
+
+    scene(MiB).play(before, during, after)
+
+
+def test_a_lower_budget(scene: NewScene) -> None:
+    body = {f"k{n}": os.urandom(100 * KiB) for n in range(9)}
+
+    def before(store: Store) -> None:
+        from forebay._engine.store import Settings
+
+        store.configure(Settings(budget=MiB))
+        for key, data in body.items():
+            store.put("v", key, data)
+
+    def during(store: Store) -> None:
+        from forebay._engine.store import Settings
+
+        store.configure(Settings(budget=512 * KiB))
+
+    def after(store: Store) -> None:
+        from forebay._engine.store import Settings
+
+        store.configure(Settings(budget=MiB))
+        found = {key: bytes_of(store, key) for key in body}
+        assert all(data in (None, body[key]) for key, data in found.items())
+
+    scene(MiB).play(before, during, after, least=10)
+
+
+def test_open_and_close(scene: NewScene) -> None:
+    def before(store: Store) -> None:
+        store.put("v", "a", BLOB)
+
+    def after(store: Store) -> None:
+        assert bytes_of(store, "a") == BLOB
+
+    stage = scene(MiB)
+    stage._acting = lambda during: lambda: during(None)  # type: ignore[method-assign, assignment, arg-type, return-value]
+
+    def during(_: Any) -> None:
+        from tests.harness import opened
+
+        with opened(stage.place):
+            pass
+
+    stage.play(before, during, after, least=4)

@@ -1,0 +1,292 @@
+"""Real processes around one root: children that are forked, watched and killed at a step of their own; and a look at the disk that
+knows nothing of the engine's code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import select
+import signal
+import sqlite3
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forebay._engine.store import Settings, Store
+from forebay._kernel import host
+
+HANG = 60.0
+"""Seconds after which a child is taken to hang: a guard, not a measure."""
+KiB, MiB = 1 << 10, 1 << 20
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Child:
+    """A forked process that runs one function and sends back what that gave, or raised."""
+
+    pid: int
+    _from: int
+    _status: int | None = None
+    _data: bytearray = field(default_factory=bytearray)
+
+    def wait(self, timeout: float = HANG) -> int:
+        """Its exit status; the negative signal that killed it. Reads what it says meanwhile."""
+        deadline = time.monotonic() + timeout
+        while self._from >= 0:
+            if not select.select([self._from], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise AssertionError(f"process {self.pid} hangs")
+            block = os.read(self._from, 1 << 20)
+            self._data += block
+            if not block:
+                os.close(self._from)
+                self._from = -1
+        if self._status is None:
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._status
+
+    def result(self, timeout: float = HANG) -> Any:
+        """What the function gave; what it raised is raised here."""
+        if status := self.wait(timeout):
+            raise AssertionError(f"process {self.pid} ended with {status}")
+        good, value = pickle.loads(self._data)
+        if not good:
+            raise AssertionError(value)
+        return value
+
+    def last_words(self) -> str:
+        """What it said before it was killed."""
+        self.wait()
+        return self._data.decode()
+
+    def kill(self) -> None:
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.wait()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def fork(work: Callable[[], object]) -> Child:
+    """Run ``work`` in a child."""
+    return _fork(lambda _: work())
+
+
+def _fork(work: Callable[[int], object]) -> Child:
+    ours, its = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(its)
+        return Child(pid, ours)
+    try:
+        os.close(ours)
+        answer = (True, work(its))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    view = memoryview(pickle.dumps(answer))
+    while view:
+        view = view[os.write(its, view) :]
+    os._exit(0)
+
+
+def in_child(work: Callable[[], object]) -> Any:
+    """Run ``work`` in a fresh child and wait for it."""
+    return fork(work).result()
+
+
+def fork_to_die(step: int, work: Callable[[], object]) -> Child:
+    """Run ``work`` in a child that is killed before its ``step``-th change of a file."""
+
+    def dying(pipe: int) -> None:
+        left = [step]
+
+        def hook(name: str, subject: str) -> None:
+            if not left[0]:
+                os.write(pipe, f"{name} {os.path.basename(subject)}".encode())
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+
+        host.on_step(hook)
+        work()
+
+    return _fork(dying)
+
+
+def death_of(child: Child) -> str | None:
+    """Before which step a child of `fork_to_die` died; None if it came to its end."""
+    if child.wait() == -signal.SIGKILL:
+        return child.last_words()
+    child.result()
+    return None
+
+
+class Crew:
+    """Children that are killed at the end of a test if they still run."""
+
+    def __init__(self) -> None:
+        self._born: list[Child] = []
+
+    def __call__(self, work: Callable[[], object]) -> Child:
+        self._born.append(fork(work))
+        return self._born[-1]
+
+    def dismiss(self) -> None:
+        for child in self._born:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGCONT)
+            child.kill()
+
+
+class Gate:
+    """Tells another process that something happened; a forked child has both ends."""
+
+    def __init__(self) -> None:
+        self._from, self._to = os.pipe()
+
+    def open(self) -> None:
+        os.write(self._to, b".")
+
+    def wait(self, timeout: float = HANG) -> None:
+        if not select.select([self._from], [], [], timeout)[0]:
+            raise AssertionError("nobody opened the gate")
+        os.read(self._from, 1)
+
+    def close(self) -> None:
+        os.close(self._from)
+        os.close(self._to)
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opened(place: Path, budget: int | None = None, **settings: Any) -> Iterator[Store]:
+    """The store of a root, closed at the end."""
+    store = Store.open(place, Settings(budget=budget, min_free=0, **settings))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def bytes_of(store: Store, key: str, space: str = "v") -> bytes | None:
+    """What a key has."""
+    found = store.view(space, key)
+    return None if found is None else bytes(found.view)
+
+
+def write_whole(store: Store, key: str, body: bytes, *, space: str = "v", validator: str | None = '"1"', size: int | None = -1) -> bool:
+    """Fetch ``body`` under the key's lock, as a remote does: what a partial has is not asked for again. Gives whether it was resumed."""
+    from forebay._model import ObjectInfo
+
+    hold = store.hold(space, key)
+    try:
+        with store.writing(space, key) as writing:
+            kept = writing.partial is not None
+            spans = writing.begin(ObjectInfo("", len(body) if size == -1 else size, validator, strong=validator is not None))
+            for span in spans:
+                end = len(body) if span.length < 0 else span.end
+                for at in range(span.start, end, MiB):
+                    writing.write(at, body[at : min(at + MiB, end)])
+            writing.publish(validator=validator)
+            return kept
+    finally:
+        hold.release()
+
+
+# -- the disk ----------------------------------------------------------------------------------------------------------
+
+_TOP = re.compile(r"FORMAT|CACHEDIR\.TAG|catalog\.(sqlite(-wal|-shm)?|ballast)|slots|locks|counters|blobs|trees|packs|tmp")
+_LOCKS = re.compile(r"keys|writer|owners|names|leases-\d\d|words")
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What lies in a root. Bytes of blocks: ``disk`` under blobs, trees and tmp; ``counted`` by rows, ``promised`` by reservations,
+    ``inline`` the part of counted that lies in the catalog. ``leaving``: rows that are not live. ``stray``: what no row names."""
+
+    disk: int
+    counted: int
+    promised: int
+    inline: int
+    leaving: int
+    reservations: int
+    entries: int
+    stray: tuple[str, ...]
+
+    @property
+    def used(self) -> int:
+        return self.counted + self.promised
+
+
+def usage(*places: Path) -> int:
+    """Bytes of blocks of the files below; one with several names counts once. Directories of trees are counted, the fans are not."""
+    found: dict[tuple[int, int], int] = {}
+    for place in places:
+        for folder, folders, names in os.walk(place):
+            for name in [*names, *(folders if place.name == "trees" else [])]:
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(os.path.join(folder, name))
+                    found[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
+
+
+def data_usage(place: Path) -> int:
+    """Bytes of blocks of what the budget counts, the catalog apart."""
+    return usage(place / "blobs", place / "trees", place / "tmp")
+
+
+def audit(place: Path) -> Audit:
+    """Walk the files and read the rows. Caller: nobody writes meanwhile, and this process has the root not open: closing SQLite's
+    files would drop its locks."""
+    con = sqlite3.connect(place / "catalog.sqlite", isolation_level=None)
+    try:
+        rows = con.execute("SELECT id, state, kind, suffix, charge FROM entries").fetchall()
+        promised = dict(con.execute("SELECT id, charge FROM reservations").fetchall())
+    finally:
+        con.close()
+    files = {f"blobs/{id & 0xFF:02x}/{id:016x}{suffix}" for id, _, kind, suffix, _ in rows if kind == "blob"}
+    folders = {f"{id:016x}" for id, _, kind, _, _ in rows if kind == "tree"} | {f"{id:016x}" for id in promised}
+    ids = {f"{id:016x}" for id in promised}
+    stray = [name for name in os.listdir(place) if not _TOP.fullmatch(name)]
+    stray += [f"locks/{name}" for name in os.listdir(place / "locks") if not _LOCKS.fullmatch(name)]
+    stray += [f"tmp/{name}" for name in os.listdir(place / "tmp") if name[17:33] not in ids]
+    stray += [f"trees/{name}" for name in os.listdir(place / "trees") if name not in folders]
+    for path in (place / "blobs").glob("*/*"):
+        if str(path.relative_to(place)) not in files and path.name[:16] not in ids:
+            stray.append(str(path.relative_to(place)))
+    return Audit(
+        disk=data_usage(place),
+        counted=sum(row[4] for row in rows),
+        promised=sum(promised.values()),
+        inline=sum(row[4] for row in rows if row[2] == "value"),
+        leaving=sum(row[1] > 0 for row in rows),
+        reservations=len(promised),
+        entries=len(rows),
+        stray=tuple(stray),
+    )
+
+
+def assert_counted(place: Path, budget: int) -> Audit:
+    """Nothing lies in the root that is not counted, and what is counted is within the budget."""
+    found = audit(place)
+    assert found.stray == (), found
+    assert found.disk <= found.used - found.inline, found
+    assert found.used <= budget, found
+    return found
+
+
+def assert_settled(place: Path, budget: int) -> Audit:
+    """The same, and nobody's write or eviction is half done."""
+    found = assert_counted(place, budget)
+    assert (found.leaving, found.reservations) == (0, 0), found
+    return found
