@@ -1,0 +1,187 @@
+"""The parts of one root, put together: opened once a process, mended where the catalog or the root broke, told of forks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import ClassVar, Concatenate, ParamSpec, Self, TypeVar
+
+from forebay import errors
+from forebay._engine import check
+from forebay._engine.budget import Budget
+from forebay._engine.catalog import Catalog, CatalogBroken, spaces
+from forebay._engine.census import Census
+from forebay._engine.counters import Counters
+from forebay._engine.eviction import Eviction
+from forebay._engine.faults import faults
+from forebay._engine.fill import Fill
+from forebay._engine.leases import Leases
+from forebay._engine.memo import Memo
+from forebay._engine.owners import Owners
+from forebay._engine.publish import Publisher
+from forebay._engine.ranking import Ranking
+from forebay._engine.reading import Reading
+from forebay._engine.root import Root, open_root
+from forebay._engine.settings import Settings, apply
+from forebay._engine.slots import Slots
+from forebay._kernel import host, waits
+
+log = logging.getLogger("forebay.engine")
+P = ParamSpec("P")
+R = TypeVar("R")
+E = TypeVar("E", bound="Engine")
+
+
+def mending(call: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Make a broken catalog anew, and try once more."""
+
+    @functools.wraps(call)
+    def mended(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
+        self.check_usable()
+        mends = self.mends
+        try:
+            return call(self, *args, **kwargs)
+        except CatalogBroken as error:
+            self.mend(error, mends)
+            return call(self, *args, **kwargs)
+
+    return mended  # type: ignore[return-value]  # a method keeps its name for self
+
+
+class Engine:
+    """One root, as one process sees it. Callable from any thread, and in a forked child."""
+
+    _opened: ClassVar[dict[str, Engine]] = {}
+    _opening: ClassVar[threading.RLock] = threading.RLock()  # guards _opened and every _users
+
+    def __init__(self, root: Root, settings: Settings) -> None:
+        self.root, self._users = root, 0
+        self._mending = threading.RLock()  # guards mends: one thread at a time makes a broken root anew
+        self.mends = 0
+        self._spaces: dict[str, spaces.Space] = {}
+        self.memo, self.counters = Memo(Slots(root)), Counters(root)  # the hit paths hold on to these, whatever is made anew
+        self._wire(root)
+        self._start(settings)
+        host.at_fork(self)
+
+    # -- opening and closing ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], settings: Settings, *, shared: bool = False, read_only: bool = False) -> Self:
+        """The store of this root in this process, made at the first call. Each call wants a `close`.
+
+        Raises `RootRefused`, `NewerFormat`, or `CacheFault` where the root cannot be used at all."""
+        with cls._opening:
+            root = open_root(path, shared=shared, read_only=read_only)
+            name = f"{root.path}{':ro' if read_only else ''}"
+            store = cls._opened.get(name)
+            if not isinstance(store, cls) or not root.is_same() or store.root.id != root.id:
+                with faults(str(root.path)):
+                    store = cls._opened[name] = cls(root, settings)
+            elif not read_only:
+                store.configure(settings)
+            store._users += 1
+            return store
+
+    def close(self) -> None:
+        """Let go of one opening; the last one folds the counters and closes all files. Leases and buffers that are out stay good."""
+        with Engine._opening:
+            self._users -= 1
+            if self._users > 0:
+                return
+            Engine._opened = {name: store for name, store in Engine._opened.items() if store is not self}
+        self.memo.restart(self._slots)
+        for part in (self._owners, self._fill, self._budget, self._leases, self._catalog):
+            part.close()
+
+    def _wire(self, root: Root) -> None:
+        self.root = root
+        self.words = waits.Words(root.words, writable=not root.read_only)
+        self._catalog = Catalog(root, self.words, immutable=root.read_only and not host.is_local(host.fs_kind(root.path)))
+        self._slots = Slots(root)
+        self.counters.detach()
+        self._leases = Leases(root, self._catalog, self._slots)
+        self.memo.restart(self._slots)
+        self._owners = Owners(root, self._catalog, self.counters)
+        self._eviction = Eviction(root, self._catalog, self._slots, self._leases, self.words)
+        self._ranking = Ranking(self._catalog, self._slots)
+        self._budget = Budget(root, self._catalog, self._owners, self._eviction, self._ranking, self.words)
+        self._fill = Fill(root, self._catalog, self._owners, self.words)
+        self._publisher = Publisher(root, self._catalog, self._slots, self._leases, self._owners, self._budget, self._eviction)
+        self._catalog.sweeper = self._eviction.sweep
+        self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
+        self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self.counters)
+        self._census = Census(self._catalog, self._slots, self._budget, self.counters)
+        self._spaces = {}
+
+    def _start(self, settings: Settings) -> None:
+        try:
+            self._catalog.open()
+        except CatalogBroken:
+            if self.root.read_only:
+                raise
+            self._catalog.rebuild()
+        if self.root.read_only:
+            return
+        self._slots.ensure(0)
+        self._owners.me()
+        self._clean_after_reboot()
+        self.configure(settings)
+
+    def _clean_after_reboot(self) -> None:
+        """Before this boot's first reservation: files that the machine's crash left without a row go."""
+        if spaces.setting(self._catalog, "boot") == host.boot_id():
+            return
+        check.remove_strays(self.root, self._catalog, self._eviction, self._fill)
+        with self._catalog.write() as txn:
+            spaces.set_setting(txn, "boot", host.boot_id())
+
+    def configure(self, settings: Settings) -> None:
+        """Set what is given, for everybody; a lower limit is applied at once to what is there."""
+        self._in_force = apply(settings, self.root, self._catalog, self._budget, self._owners)
+
+    def check_usable(self, *, writing: bool = False) -> None:
+        if writing and self.root.read_only:
+            raise errors.CacheFault(f"{self.root.path} is read-only")
+        if host.forked_unseen():
+            raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
+
+    def mend(self, error: CatalogBroken, mends: int) -> None:
+        """The catalog, or the whole root, is not what was opened: open it once more, making what is missing. ``mends``: how often that
+        was done when the call began that failed; another thread may have done it meanwhile."""
+        if self.root.read_only:
+            raise error
+        with self._mending, faults(str(self.root.path)):
+            if self.mends != mends:
+                return
+            log.warning("%s: opening it anew", error)
+            root = open_root(self.root.path, shared=self.root.shared)
+            if root.id != self.root.id or not self._slots.is_same():
+                self._catalog.close()
+                self._wire(root)
+            elif error.damaged:
+                self._catalog.rebuild()
+            self.memo.restart(self._slots)
+            self._spaces = {}
+            self._owners.forget()
+            self._start(self._in_force)
+            self.mends += 1
+
+    # -- forks -----------------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        for part in self._forking:  # the catalog first: a thread inside a transaction takes the mutexes of the others
+            part.before_fork()
+
+    def after_fork_parent(self) -> None:
+        for part in reversed(self._forking):
+            part.after_fork_parent()
+
+    def after_fork_child(self) -> None:
+        Engine._opening = threading.RLock()
+        self._mending = threading.RLock()
+        for part in (*self._forking, self.memo, self._ranking):
+            part.after_fork_child()
