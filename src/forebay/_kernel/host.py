@@ -12,9 +12,10 @@ import fcntl
 import functools
 import logging
 import os
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,8 +26,11 @@ Path = str | os.PathLike[str]
 Hook = Callable[[str, str], None]
 
 libc = ctypes.CDLL(None, use_errno=True)
+libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _FICLONE = 0x40049409
 _PUNCH_HOLE_KEEP_SIZE = 0x03
+_UNSUPPORTED = frozenset([errno.EOPNOTSUPP, errno.ENOSYS])
+_NOT_BETWEEN_THESE = _UNSUPPORTED | {errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM, errno.ETXTBSY}
 _hook: Hook | None = None
 
 
@@ -46,9 +50,16 @@ def step(call: str, subject: object) -> None:
 
 
 def create(path: Path, mode: int) -> int:
-    """A descriptor of a new file. Raises FileExistsError."""
+    """A descriptor of a new file, which has ``mode`` whatever the umask. Raises FileExistsError."""
     step("create", path)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    if mode & 0o077:
+        try:
+            chmod(fd, mode)
+        except BaseException:
+            os.close(fd)
+            raise
+    return fd
 
 
 def open_write(path: Path) -> int:
@@ -59,42 +70,51 @@ def open_write(path: Path) -> int:
 def pwrite(fd: int, data: Buffer, offset: int) -> None:
     """Write all of ``data`` at ``offset``."""
     step("pwrite", fd)
-    view = memoryview(data)
+    view = memoryview(data).cast("B")
     while view:
         written = os.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written
 
 
 def allocate(fd: int, offset: int, length: int) -> None:
-    """Have the blocks of this range, so that a later store or write finds them. Raises OSError ENOSPC."""
-    step("allocate", fd)
+    """Have the blocks of this range, so that a later store or write finds them. Raises OSError ENOSPC; the file may then have grown."""
     if length <= 0:
         return
+    step("allocate", fd)
     try:
         os.posix_fallocate(fd, offset, length)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+        if error.errno not in _UNSUPPORTED:
             raise
-        os.ftruncate(fd, max(os.fstat(fd).st_size, offset + length))
+        # Not ftruncate: a hole would kill who stores into a mapping of it on a full disk.
+        _write_zeros(fd, max(offset, os.fstat(fd).st_size), offset + length)
+
+
+def _write_zeros(fd: int, start: int, end: int) -> None:
+    zeros = memoryview(bytes(min(1 << 20, max(0, end - start))))
+    while start < end:
+        start += os.pwrite(fd, zeros[: end - start], start)
 
 
 def punch(fd: int, offset: int, length: int) -> None:
-    """Give the blocks of this range back; the size stays, the range reads as zeros."""
+    """Give the blocks of this range back, where the file system can; the size stays, the range reads as zeros."""
     step("punch", fd)
-    fallocate = libc.fallocate
-    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    if fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, offset, length):
+    while libc.fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, offset, length):
         code = ctypes.get_errno()
-        if code != errno.EOPNOTSUPP:
+        if code in _UNSUPPORTED:
+            return
+        if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
 
 
 def truncate(fd: int, length: int) -> None:
+    """Set the size. A file that anybody may have mapped is never made shorter: who reads there is killed."""
     step("truncate", fd)
     os.ftruncate(fd, length)
 
 
 def rename(old: Path, new: Path) -> None:
+    """Move a name; a file that has the new one is replaced in the same instant."""
     step("rename", old)
     os.rename(old, new)
 
@@ -116,7 +136,7 @@ def unlink(path: Path) -> bool:
 
 
 def mkdir(path: Path, mode: int) -> bool:
-    """Make a directory; False if it was there."""
+    """Make a directory, with what the umask leaves of ``mode``; False if the name is taken."""
     step("mkdir", path)
     try:
         os.mkdir(path, mode)
@@ -126,13 +146,22 @@ def mkdir(path: Path, mode: int) -> bool:
 
 
 def rmdir(path: Path) -> None:
+    """Remove an empty directory."""
     step("rmdir", path)
     os.rmdir(path)
 
 
 def chmod(path: Path | int, mode: int) -> None:
+    """Set the mode of what a descriptor or a path names. Raises OSError for a symbolic link: none is followed."""
     step("chmod", path)
-    os.chmod(path, mode)
+    if isinstance(path, int):
+        os.fchmod(path, mode)
+        return
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)  # os.chmod follows links, and on Linux cannot do else
+    try:
+        os.chmod(f"/proc/self/fd/{fd}", mode)
+    finally:
+        os.close(fd)
 
 
 def clone(source: int, target: int) -> bool:
@@ -141,16 +170,22 @@ def clone(source: int, target: int) -> bool:
     try:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS):
+        if error.errno in _NOT_BETWEEN_THESE:
             return False
         raise
     return True
 
 
 def copy_range(source: int, target: int, source_offset: int, target_offset: int, count: int) -> int:
-    """Copy up to ``count`` bytes inside the kernel; gives how many."""
+    """Copy up to ``count`` bytes, inside the kernel where it can; gives how many: 0 at the end of ``source``."""
     step("copy_range", target)
-    return os.copy_file_range(source, target, count, source_offset, target_offset)
+    try:
+        return os.copy_file_range(source, target, count, source_offset, target_offset)
+    except OSError as error:
+        if error.errno not in _NOT_BETWEEN_THESE:
+            raise
+    data = os.pread(source, min(count, 1 << 20), source_offset)
+    return os.pwrite(target, data, target_offset) if data else 0
 
 
 def set_word(words: memoryview, index: int, value: int) -> None:
@@ -190,7 +225,9 @@ def process_start(pid: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A file system, in bytes. ``block``: the unit in which it gives room; ``free``: what we may have of it."""
+    """A file system, in bytes. ``block``: the unit in which it gives room; ``free``: what we may have of it.
+
+    ``inodes_free``: 0 also where they are not counted."""
 
     block: int
     total: int
@@ -199,6 +236,7 @@ class Disk:
 
 
 def disk(path: Path) -> Disk:
+    """The room of the file system that ``path`` lies on."""
     found = os.statvfs(path)
     return Disk(found.f_frsize, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, found.f_favail)
 
@@ -209,16 +247,22 @@ _KINDS = {
     0xCA451A4E: "bcachefs", 0x858458F6: "ramfs", 0x6969: "nfs", 0xFF534D42: "cifs", 0xFE534D42: "smb2", 0x517B: "smb", 0x0BD00BD0: "lustre",
     0x47504653: "gpfs", 0x00C36400: "ceph", 0x65735546: "fuse", 0x01021997: "9p", 0x5346414F: "afs",
     0x01161970: "gfs2", 0x7461636F: "ocfs2",
-    0x19830326: "beegfs", 0xAAD7AAEA: "panfs", 0x6A656A63: "virtiofs",
+    0x19830326: "beegfs", 0xAAD7AAEA: "panfs", 0x20030528: "orangefs", 0x73757245: "coda",
+    0x786F4256: "vboxsf", 0xBACBACBC: "vmhgfs", 0x6A656A63: "fakeowner", 0x7C7C6673: "prl_fs",
 }  # fmt: skip
 NETWORK_KINDS = frozenset(
-    ["nfs", "cifs", "smb2", "smb", "lustre", "gpfs", "ceph", "fuse", "9p", "afs", "gfs2", "ocfs2", "beegfs", "panfs", "virtiofs"]
-)
+    [
+        "nfs", "cifs", "smb2", "smb", "lustre", "gpfs", "ceph", "fuse", "9p", "afs", "gfs2", "ocfs2", "beegfs", "panfs", "orangefs",
+        "coda", "vboxsf", "vmhgfs", "fakeowner", "prl_fs", "virtiofs",
+    ]
+)  # fmt: skip
 """File systems whose locks or mappings other machines, or the host, may not share."""
 
 
 def fs_kind(path: Path) -> str:
-    """The kind of file system that ``path`` lies on, such as ``ext4`` or ``nfs``; its magic number in hex if it is not known."""
+    """The kind of file system that ``path`` lies on, such as ``ext4`` or ``nfs``; its magic number in hex if it is not known.
+
+    virtiofs shows itself as ``fuse``."""
     buffer = (ctypes.c_long * 32)()
     if libc.statfs(os.fsencode(path), buffer):
         code = ctypes.get_errno()
@@ -243,52 +287,54 @@ class Forking(Protocol):
     def after_fork_child(self) -> None: ...
 
 
-_listeners: dict[int, weakref.ref[Forking]] = {}
-_number = 0
+_listeners: list[weakref.ref[Forking]] = []  # in order of registration
 _hooked_pid = os.getpid()
+
+
+class _Fork(threading.local):
+    """The fork that this thread is about: its listeners, alive until it is over. None: there is none that we know of."""
+
+    told: list[Forking] | None = None
+
+
+_fork = _Fork()
 
 
 def at_fork(listener: Forking) -> None:
     """Tell ``listener``, as long as it lives, of each fork: the last to register is the first told before, and the last after."""
-    global _number
-    _number += 1
-    number = _number
-    _listeners[number] = weakref.ref(listener, lambda _: _listeners.pop(number, None))
+    _listeners.append(weakref.ref(listener, _listeners.remove))
 
 
 def forked_unseen() -> bool:
-    """Whether this process was forked by C code, which runs no hook of Python's: then nothing of ours may be used."""
+    """Whether this process, or one it descends from, was forked by C code, which runs no hook: then nothing of ours may be used."""
     return _hooked_pid != os.getpid()
 
 
-def _tell(call: str, order: list[int]) -> None:
-    for number in order:
-        reference = _listeners.get(number)
-        listener = reference() if reference is not None else None
-        if listener is None:
-            continue
+def _tell(call: str, listeners: Iterable[Forking]) -> None:
+    for listener in listeners:
         try:
             getattr(listener, call)()
         except Exception:
             log.exception("%s of %r failed", call, listener)
 
 
-_told: list[int] = []  # of the fork that is under way: another thread may register meanwhile, and is told of the next one
-
-
 def _before() -> None:
-    _told[:] = sorted(_listeners, reverse=True)
-    _tell("before_fork", _told)
+    # A process that C forked has its parent's connections and locks: it must not close them in `before_fork`.
+    _fork.told = None if forked_unseen() else [alive for known in tuple(_listeners) if (alive := known()) is not None]
+    _tell("before_fork", reversed(_fork.told or ()))
 
 
 def _after_parent() -> None:
-    _tell("after_fork_parent", _told[::-1])
+    told, _fork.told = _fork.told, None
+    _tell("after_fork_parent", told or ())
 
 
 def _after_child() -> None:
     global _hooked_pid
-    _hooked_pid = os.getpid()
-    _tell("after_fork_child", _told[::-1])
+    told, _fork.told = _fork.told, None
+    if told is not None:
+        _hooked_pid = os.getpid()
+        _tell("after_fork_child", told)
 
 
 os.register_at_fork(before=_before, after_in_parent=_after_parent, after_in_child=_after_child)
