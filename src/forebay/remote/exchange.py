@@ -53,7 +53,7 @@ class Exchange:
                 where = target
             place = _place(call, where, redirected=first is not None)
             first = first or place
-            answer = self._send(call, method, where, place, {**OWN, **self._credentials(where, place == first), **sent}, body)
+            answer = self._send(call, method, where, place, {**self._standing(where, place == first), **sent}, body)
             if answer.status in ok:
                 return answer
             with answer:
@@ -85,10 +85,12 @@ class Exchange:
             raise
         return Answer(response, connection, sock, call, raw=self._raw).keep_in(self.pool, place)
 
-    def _credentials(self, url: str, at_home: bool) -> dict[str, str]:
-        """What the user wants to be sent; to another host than the first only what netrc has for that one."""
+    def _standing(self, url: str, at_home: bool) -> dict[str, str]:
+        """What goes with every request: our headers and the user's; to another host than the first only what netrc has for that one."""
         found = dict(self.options.headers) if at_home else {}
-        if self._sign is not None or any(name.lower() == "authorization" for name in found):
+        names = {name.lower() for name in found}
+        found |= {name: value for name, value in OWN.items() if name.lower() not in names}
+        if self._sign is not None or "authorization" in names:
             return found
         parts = urlsplit(url)
         if at_home and self.options.token:
