@@ -46,6 +46,9 @@ class Lease:
             raise errors.Closed.of(f"lease on {self.entry.key!r}")
         return self.path
 
+    def __str__(self) -> str:
+        return self.path
+
     def __enter__(self) -> Self:
         return self
 
