@@ -7,6 +7,7 @@ from typing import Annotated
 
 from typer.completion import get_completion_script  # type: ignore[attr-defined]  # the only door to it
 
+from forebay.cli.hints import COMPLETE
 from forebay.cli.options import JsonOption, argument
 from forebay.cli.render import Output
 
@@ -22,7 +23,7 @@ def completion(
     as_json: JsonOption = False,
 ) -> None:
     """Print a script that completes verbs and options: `eval "$(forebay completion bash)"`."""
-    script = get_completion_script(prog_name="forebay", complete_var="_FOREBAY_COMPLETE", shell=shell.value)
+    script = get_completion_script(prog_name="forebay", complete_var=COMPLETE, shell=shell.value)
     output = Output(as_json)
     output.document({"shell": shell.value, "script": script})
     output.raw(script)

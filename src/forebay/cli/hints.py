@@ -13,6 +13,9 @@ USAGE = 2
 ABSENT = 3
 INTERRUPTED = 130
 
+COMPLETE = "_FOREBAY_COMPLETE"
+"""The variable by which a shell asks for completions."""
+
 
 class NoCache(errors.ForebayError, FileNotFoundError):
     """There is no cache at this place yet, and the verb does not make one. ``path``."""

@@ -9,11 +9,12 @@ import threading
 from typing import Annotated, NoReturn
 
 import typer
+from typer.completion import completion_init  # type: ignore[attr-defined]  # the only door to it
 
 import forebay
 from forebay._config import Settings
 from forebay.cli import clear, completion, demo, doctor, du, ls, path, pin, prune, pull, render, rm, stats, unpin, verify, warm
-from forebay.cli.hints import INTERRUPTED, OK, USAGE, hint_for, is_expected
+from forebay.cli.hints import COMPLETE, FAILED, INTERRUPTED, OK, USAGE, hint_for, is_expected
 
 log = logging.getLogger("forebay.cli")
 
@@ -55,7 +56,10 @@ def _log_to_stderr() -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line; its exit code. No exception of our own gets out."""
     try:
-        code: int = app(arguments, prog_name="forebay", standalone_mode=False) or OK
+        if COMPLETE in os.environ:
+            completion_init()
+        code: int = app(arguments, prog_name="forebay", complete_var=COMPLETE, standalone_mode=False) or OK
+        sys.stdout.flush()
     except UsageError as error:
         _say_usage(error)
         return USAGE
@@ -64,7 +68,7 @@ def run(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever reads has had enough (`forebay ls | head`). The interpreter's last flush must not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+        return FAILED
     except Exception as error:  # noqa: BLE001 - the top: every fault becomes two lines and a code, the log has the rest
         return _say_failure(error)
     if code == INTERRUPTED:  # some typers give the code, others raise
@@ -90,7 +94,6 @@ def _say_failure(error: Exception) -> int:
 def main() -> NoReturn:
     """The console script."""
     code = run()
-    sys.stdout.flush()
     sys.stderr.flush()
     if code == INTERRUPTED and threading.active_count() > 1:
         # A thread that reads a stalled remote would hold the exit. Ending here is safe: the kernel lets go of all locks.

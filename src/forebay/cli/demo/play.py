@@ -26,10 +26,6 @@ class Scene:
     latency: float = 0.05
     rate: float = 4_000_000
 
-    @property
-    def budget(self) -> int:
-        return self.size * 5 // 4
-
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
@@ -78,13 +74,14 @@ def play(folder: Path, scene: Scene, screen: Screen) -> Result:
     screen.say(f"packing library files of this Python into {scene.shards} shards")
     shards = pack(remote, total=scene.size, count=scene.shards)
     data = sum(shard.size for shard in shards)
+    budget = data * 5 // 4
     with (
         Served(remote, scene.latency, scene.rate) as served,
-        Cache(root, budget=scene.budget) as cache,
+        Cache(root, budget=budget) as cache,
         Crew(root, scene.workers) as crew,
         Sampler(crew) as sampler,
     ):
-        course = _Course(scene, screen, served, cache, crew, sampler, {f"{served.url}/{shard.name}": shard for shard in shards})
+        course = _Course(scene, screen, served, cache, crew, sampler, budget, {f"{served.url}/{shard.name}": shard for shard in shards})
         pace = f"{format_size(scene.rate)}/s after {scene.latency * 1000:.0f} ms"
         screen.say(f"{scene.workers} workers, {format_size(data)} behind a server that gives {pace}")
         epochs = (course.epoch(1, kill=True), course.epoch(2))
@@ -92,7 +89,7 @@ def play(folder: Path, scene: Scene, screen: Screen) -> Result:
         screen.say("the budget is halved while the workers have the cache open")
         with Cache(root, budget=halved):
             left = crew.weigh()
-        return Result(data, epochs, course.killed, course.damaged, scene.budget, sampler.peak, sampler.samples, halved, left)
+        return Result(data, epochs, course.killed, course.damaged, budget, sampler.peak, sampler.samples, halved, left)
 
 
 @dataclass(slots=True)
@@ -103,6 +100,7 @@ class _Course:
     cache: Cache
     crew: Crew
     sampler: Sampler
+    budget: int
     shards: Mapping[str, Shard]
     killed: int = 0
     damaged: int = 0
@@ -131,7 +129,7 @@ class _Course:
                 left[news.index].discard(news.said["url"])
                 reads, size = reads + 1, size + news.said["size"]
                 self._check(news.said)
-                self.screen.read(news.index, self.sampler.last, self.scene.budget)
+                self.screen.read(news.index, self.sampler.last, self.budget)
             elif news.said == "ready":  # the one that took the place of the killed
                 self.crew.give(news.index, [url for url in orders[news.index] if url in left[news.index]])
             elif news.said is not None:

@@ -1,0 +1,49 @@
+"""`forebay demo`, with less data: it does what it says, and leaves nothing."""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from pathlib import Path
+
+import pytest
+
+from forebay.cli.demo.crew import Crew, DemoFailed
+from forebay.cli.demo.shards import pack
+
+from .conftest import Run
+
+
+def test_the_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ran = run("demo", "--size", "4MB", "--rate", "3MB", "--workers", "3", "--json")
+    assert ran.code == 0
+    found = ran.json
+    first, second = found["epochs"]
+    assert first["read"] == second["read"] == 3 * found["data"]
+    assert found["data"] <= first["remote"] <= 1.2 * found["data"]  # each byte once, and what the killed one had not kept
+    assert (second["remote"], second["requests"], second["misses"]) == (0, 0, 0)
+    assert (found["killed"] > 0, found["damaged"], found["budget_held"]) == (True, 0, True)
+    assert 0 < found["peak"] <= found["budget"]
+    assert 0 < found["left"] <= found["halved"]
+    assert list(tmp_path.glob("forebay-demo-*")) == []
+
+
+@pytest.mark.parametrize("options", [("--size", "1kB"), ("--rate", "1"), ("--workers", "0")])
+def test_a_demo_that_makes_no_sense(run: Run, options: tuple[str, ...]) -> None:
+    assert run("demo", *options).code == 2
+
+
+def test_shards_are_what_they_say(tmp_path: Path) -> None:
+    shards = pack(tmp_path, total=1_000_000, count=3)
+    assert [(tmp_path / s.name).stat().st_size for s in shards] == [s.size for s in shards]
+    assert [zlib.crc32((tmp_path / s.name).read_bytes()) for s in shards] == [s.crc for s in shards]
+    assert len({s.crc for s in shards}) == 3
+
+
+def test_a_worker_that_ends_by_itself_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "foreign").touch()
+    with pytest.raises(DemoFailed, match="ended by itself"), Crew(tmp_path / "cache", 1):
+        pass
+    assert "foreign" in capfd.readouterr().err

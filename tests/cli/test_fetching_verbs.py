@@ -1,0 +1,224 @@
+"""`pull`, `warm` and `path`: what they fetch, what they say, how they end."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from forebay import Cache
+from forebay.cli import warm
+from forebay.testing import ScriptedServer
+
+from .conftest import Run
+
+BODY = bytes(range(256)) * 400
+
+
+def urls_of(server: ScriptedServer, *names: str) -> list[str]:
+    return [server.put(f"/{name}", name.encode() + BODY) for name in names]
+
+
+# -- pull --------------------------------------------------------------------------------------------------------------
+
+
+def test_pull_fetches_once_and_is_quiet_without_a_terminal(run: Run, server: ScriptedServer, cache: Cache) -> None:
+    urls = urls_of(server, "a.bin", "b.bin")
+    for _ in range(2):
+        ran = run("pull", *urls)
+        assert (ran.code, ran.out, ran.err) == (0, "", "")
+    assert server.gets == 2
+    assert bytes(cache.read(urls[0])) == b"a.bin" + BODY
+
+
+def test_pull_makes_the_cache(run: Run, server: ScriptedServer, home: Path) -> None:
+    assert not home.exists()
+    assert run("pull", *urls_of(server, "a")).code == 0
+    assert (home / "FORMAT").exists()
+
+
+def test_pull_tells_what_it_did_as_json(run: Run, server: ScriptedServer) -> None:
+    good, other = urls_of(server, "a", "b")
+    run("pull", other)
+    ran = run("pull", "--json", good, other, f"{server.url}/none")
+    assert ran.code == 1
+    found = {record["url"]: record for record in ran.json}
+    assert [found[url]["state"] for url in (good, other, f"{server.url}/none")] == ["fetched", "kept", "failed"]
+    assert found[good]["size"] == 1 + len(BODY)
+    assert "404" in found[f"{server.url}/none"]["error"]
+
+
+def test_what_fails_is_listed_and_does_not_stop_the_rest(run: Run, server: ScriptedServer) -> None:
+    good = urls_of(server, "a")[0]
+    ran = run("pull", f"{server.url}/x", good, f"{server.url}/y")
+    assert ran.code == 1
+    errors = [line for line in ran.err.splitlines() if line.startswith("error:")]
+    assert [name in "".join(errors) for name in ("/x", "/y", "/a")] == [True, True, False]
+    assert ran.err.count("\n hint: ") == len(errors) == 2
+    assert run("path", good).code == 0
+
+
+def test_a_url_that_is_given_twice_is_one(run: Run, server: ScriptedServer) -> None:
+    url = urls_of(server, "a")[0]
+    assert len(run("pull", "--json", url, url).json) == 1
+
+
+def test_offline_is_its_own_code(run: Run, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = urls_of(server, "a")[0]
+    monkeypatch.setenv("FOREBAY_OFFLINE", "1")
+    ran = run("pull", url)
+    assert ran.code == 3
+    assert server.requests == []
+
+
+def test_refresh_asks_the_source(run: Run, server: ScriptedServer) -> None:
+    url = urls_of(server, "a")[0]
+    run("pull", url)
+    asked = len(server.requests)
+    run("pull", url)
+    assert len(server.requests) == asked
+    assert run("pull", "--refresh", url).code == 0
+    assert len(server.requests) > asked
+    assert server.gets == 1  # nothing new: nothing came
+    server.put("/a", b"new")
+    run("pull", "--refresh", url)
+    assert server.gets == 2
+
+
+def test_the_sum_is_checked(run: Run, server: ScriptedServer) -> None:
+    url = urls_of(server, "a")[0]
+    right = hashlib.sha256(b"a" + BODY).hexdigest()
+    wrong = "0" * 64
+    ran = run("pull", "--sha256", wrong, url)
+    assert ran.code == 1
+    assert wrong in ran.err
+    assert right in ran.err
+    assert run("path", url).code == 3
+    assert run("pull", "--sha256", right.upper(), url).code == 0
+
+
+@pytest.mark.parametrize("arguments", [("--sha256", "abc", "u"), ("--sha256", "0" * 64, "u", "v"), ("--jobs", "0", "u"), ()])
+def test_a_pull_that_makes_no_sense_is_a_usage_error(run: Run, home: Path, arguments: tuple[str, ...]) -> None:
+    ran = run("pull", *arguments)
+    assert ran.code == 2
+    assert len(ran.err.splitlines()) == 2
+    assert not home.exists()
+
+
+def test_to_a_file(run: Run, server: ScriptedServer, tmp_path: Path) -> None:
+    url = urls_of(server, "a")[0]
+    target = tmp_path / "deep" / "copy.bin"
+    assert run("pull", url, "--to", target).code == 0
+    assert target.read_bytes() == b"a" + BODY
+    target.write_bytes(b"mine")  # a copy: writing to it touches nothing of the cache
+    assert run("verify").code == 0
+    assert run("pull", url, "--to", target).code == 0
+    assert target.read_bytes() == b"a" + BODY
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_to_a_directory(run: Run, server: ScriptedServer, tmp_path: Path) -> None:
+    urls = urls_of(server, "a", "b%20c")
+    (tmp_path / "out").mkdir()
+    assert run("pull", urls[0], "--to", tmp_path / "out").code == 0
+    assert run("pull", *urls, "--to", f"{tmp_path}/new/").code == 0
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.glob("[on]*/*")) == ["new/a", "new/b c", "out/a"]
+
+
+@pytest.mark.parametrize("names", [("x/same", "y/same"), ("",), ("a/%2E%2E",), ("a%2Fb", "c")])
+def test_names_that_a_directory_cannot_hold(run: Run, server: ScriptedServer, tmp_path: Path, names: tuple[str, ...]) -> None:
+    ran = run("pull", *(f"{server.url}/{name}" for name in names), "--to", f"{tmp_path}/out/")
+    assert ran.code == 2
+    assert server.requests == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_that_fails_leaves_nothing(run: Run, server: ScriptedServer, tmp_path: Path) -> None:
+    (tmp_path / "out" / "a").mkdir(parents=True)  # a directory lies where the file should go
+    ran = run("pull", *urls_of(server, "a"), "--to", f"{tmp_path}/out/")
+    assert ran.code == 1
+    assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "a"]
+
+
+def test_what_has_no_room_is_a_failure_but_for_a_copy(
+    run: Run, server: ScriptedServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Cache(home, budget=50_000):
+        pass
+    url = urls_of(server, "a")[0]
+    ran = run("pull", url)
+    assert ran.code == 1
+    assert "FOREBAY_BUDGET" in ran.err
+    assert run("pull", url, "--to", tmp_path / "copy").code == 0
+    assert (tmp_path / "copy").read_bytes() == b"a" + BODY
+    caplog.clear()  # its records hold the errors, and these the store
+
+
+# -- warm --------------------------------------------------------------------------------------------------------------
+
+
+def test_s40_warm_lists_failures_and_goes_on_where_it_was(run: Run, server: ScriptedServer, tmp_path: Path) -> None:
+    urls = urls_of(server, *(f"n{i}" for i in range(20)))
+    missing = f"{server.url}/later"
+    listing = tmp_path / "urls.txt"
+    listing.write_text("# data\n\n" + "\n".join([*urls, urls[0], missing]) + "\n")
+    ran = run("warm", listing, "--jobs", "16")
+    assert ran.code == 1
+    assert missing in ran.err
+    assert "1 of 21 failed" in ran.err
+    assert server.gets == 21
+    server.put("/later", b"here now")
+    ran = run("warm", "--json", listing)
+    assert ran.code == 0
+    assert {record["state"] for record in ran.json if record["url"] != missing} == {"kept"}
+    assert server.gets == 22
+
+
+def test_warm_from_standard_input(run: Run, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm.sys, "stdin", [f"{url}\n" for url in urls_of(server, "a", "b")])
+    assert run("warm", "-").code == 0
+    assert server.gets == 2
+
+
+def test_warm_all_below_a_directory(run: Run, cache: Cache, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "deep").mkdir(parents=True)
+    (data / "a").write_bytes(b"1")
+    (data / "deep" / "b").write_bytes(b"2")
+    assert run("warm", data).code == 0
+    assert sorted(entry.size for entry in cache.entries()) == [1, 1]
+
+
+def test_warm_of_nothing_is_a_usage_error(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert run("warm", tmp_path / "none").code == 2
+    assert run("warm", tmp_path / "empty").code == 2
+
+
+# -- path --------------------------------------------------------------------------------------------------------------
+
+
+def test_path_shows_the_file_and_never_fetches(run: Run, server: ScriptedServer) -> None:
+    url = urls_of(server, "a.tar")[0]
+    run("pull", url)
+    asked = len(server.requests)
+    ran = run("path", url)
+    assert ran.code == 0
+    assert Path(ran.out.strip()).read_bytes() == b"a.tar" + BODY
+    assert run("path", "--json", url).json == {"name": url, "path": ran.out.strip()}
+    absent = run("path", f"{server.url}/none")
+    assert absent.code == 3
+    assert absent.out == ""
+    assert len(server.requests) == asked
+
+
+def test_path_of_the_cache_itself(run: Run, cache: Cache) -> None:
+    assert run("path").lines == [str(cache.path)]
+
+
+def test_a_value_has_no_path(run: Run, cache: Cache) -> None:
+    cache.put("k", b"v")
+    ran = run("path", "values:k")
+    assert ran.code == 2
+    assert "value" in ran.err

@@ -1,0 +1,127 @@
+"""The top: usage, errors in two lines, places, exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay import Cache
+from forebay.cli import ls
+from forebay.testing import ScriptedServer
+
+from .conftest import COMMAND, Run
+
+VERBS = ["pull", "ls", "du", "stats", "rm", "prune", "clear", "verify", "path", "pin", "unpin", "warm", "doctor", "completion", "demo"]
+
+
+def test_help_lists_the_verbs(run: Run) -> None:
+    for ran in (run(), run("--help"), run("-h")):
+        assert ran.code == 0
+        assert [verb for verb in VERBS if f"\n  {verb} " not in ran.out] == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_has_help_and_json(run: Run, verb: str) -> None:
+    ran = run(verb, "--help")
+    assert ran.code == 0
+    assert "--json" in ran.out
+    assert ("--root" in ran.out) == (verb not in ("completion", "demo"))
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").out == f"forebay {forebay.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [("nonsense",), ("ls", "--nonsense"), ("ls", "--sort", "colour"), ("ls", "-f", "x>1"), ("pull",)])
+def test_a_usage_error_is_two_lines(run: Run, cache: Cache, arguments: tuple[str, ...]) -> None:
+    ran = run(*arguments)
+    assert ran.code == 2
+    what, todo = ran.err.splitlines()
+    assert what.startswith("error: ")
+    assert todo.startswith(" hint: ")
+
+
+@pytest.mark.parametrize("verb", ["ls", "du", "stats", "verify", "path", "prune", "clear"])
+def test_looking_makes_no_cache(run: Run, tmp_path: Path, verb: str) -> None:
+    typo = tmp_path / "typo"
+    ran = run(verb, "-C", typo)
+    assert ran.code == 3
+    assert str(typo) in ran.err
+    assert len(ran.err.splitlines()) == 2
+    assert not typo.exists()
+
+
+def test_root_wins_over_the_environment(run: Run, cache: Cache, server: ScriptedServer, tmp_path: Path) -> None:
+    url = server.put("/a", b"x")
+    assert run("pull", "--root", tmp_path / "other", url).code == 0
+    assert run("ls", "-q", "-C", tmp_path / "other").lines == [url]
+    assert run("ls", "-q").lines == []
+
+
+def test_a_root_that_is_refused(run: Run, tmp_path: Path) -> None:
+    place = tmp_path / "mine"
+    place.mkdir()
+    (place / "thesis.tex").write_text("years of work")
+    ran = run("pull", "-C", place, "http://127.0.0.1:9/x")
+    assert ran.code == 1
+    assert "thesis.tex" in ran.err
+    assert len(ran.err.splitlines()) == 2
+
+
+def test_a_wrong_variable_is_a_usage_error(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_BUDGET", "plenty")
+    ran = run("ls")
+    assert ran.code == 2
+    assert "FOREBAY_BUDGET" in ran.err
+
+
+def fault(*args: object, **kwargs: object) -> None:
+    raise ZeroDivisionError("division by zero")
+
+
+def test_a_fault_of_our_own_shows_no_traceback(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ls, "matching", fault)
+    ran = run("ls")
+    assert ran.code == 1
+    assert "Traceback" not in ran.err
+    assert ran.err.splitlines()[0] == "error: ZeroDivisionError: division by zero"
+    assert "report" in ran.err
+
+
+def test_the_log_goes_to_standard_error(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_VERBOSITY", "info")
+    monkeypatch.setattr(ls, "matching", lambda entries, names: logging.getLogger("forebay.test").info("seen [red]\x1b[2J") or entries)
+    ran = run("ls")
+    assert ran.err == "info: seen [red]\\x1b[2J\n"
+
+
+def test_a_reader_who_has_gone_before_the_first_line(cache: Cache, home: Path) -> None:
+    cache.put("k", b"v")
+    ours, its = os.pipe()
+    os.close(ours)
+    ls = subprocess.run([*COMMAND, "ls"], stdout=its, stderr=subprocess.PIPE, check=False)
+    os.close(its)
+    assert (ls.stderr, ls.returncode) == (b"", 1)
+
+
+def test_a_reader_who_has_had_enough(cache: Cache, home: Path) -> None:
+    for number in range(1500):
+        cache.put(f"{number:05d}" + "x" * 60, b"v")
+    ls = subprocess.Popen([*COMMAND, "ls", "-q"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert ls.stdout is not None
+    ls.stdout.readline()
+    ls.stdout.close()
+    assert ls.stderr is not None
+    assert (ls.stderr.read(), ls.wait()) == (b"", 1)
+    ls.stderr.close()
+
+
+def test_help_does_not_load_the_engine() -> None:
+    code = "import sys; from forebay.cli import main; main.run(['--help']); print([m for m in sys.modules if 'forebay._engine' in m])"
+    found = subprocess.run([COMMAND[0], "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"

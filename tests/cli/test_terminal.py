@@ -1,0 +1,87 @@
+"""What a person at a terminal sees, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from forebay import Cache
+from forebay.testing import ScriptedServer
+
+from .conftest import COMMAND, HANG, Terminal
+
+MiB = 1 << 20
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture
+def stalling(server: ScriptedServer) -> str:
+    """The URL of an object of 4 MiB whose second half comes when the server is told to go on."""
+    return server.put("/shard.tar", os.urandom(4 * MiB), stall_after=2 * MiB, stalls=1)
+
+
+def test_a_bar_for_each_object_and_a_total(home: Path, server: ScriptedServer) -> None:
+    urls = [server.put(f"/{name}", bytes(MiB)) for name in ("one.bin", "two.bin")]
+    with Terminal("pull", *urls) as terminal:
+        assert terminal.end() == 0
+        shown = COLOUR.sub("", terminal.seen)
+    assert [word in shown for word in ("one.bin", "two.bin", "total", "2 of 2", "fetched", "1.05 MB")] == [True] * 6
+    assert "\x1b[?25h" in terminal.seen  # the cursor is back
+
+
+def test_s40_the_second_terminal_waits_and_says_for_whom(home: Path, server: ScriptedServer, stalling: str) -> None:
+    with Terminal("pull", stalling) as first:
+        assert server.stalled.wait(HANG)
+        with Terminal("pull", stalling) as second:
+            second.read(until=f"for process {first.process.pid}")
+            shown = COLOUR.sub("", second.read(until="2.1 MB / 4.19 MB"))
+            assert "waits" in shown
+            server.go.set()
+            assert (first.end(), second.end()) == (0, 0)
+            assert "kept" in second.seen
+    assert server.sent == 4 * MiB
+
+
+def test_no_color(home: Path, server: ScriptedServer) -> None:
+    with Terminal("pull", server.put("/a", b"x" * 1000), NO_COLOR="1") as terminal:
+        assert terminal.end() == 0
+        assert COLOUR.findall(terminal.seen) == []
+        assert "fetched" in terminal.seen
+
+
+@pytest.mark.parametrize("environ", [{"FOREBAY_PROGRESS": "0"}, {"TERM": "dumb"}])
+def test_no_bars(home: Path, server: ScriptedServer, environ: dict[str, str]) -> None:
+    with Terminal("pull", server.put("/a", b"x" * 1000), **environ) as terminal:
+        assert terminal.end() == 0
+        assert "\x1b" not in terminal.seen
+
+
+def test_a_question_that_is_answered_with_no(home: Path, cache: Cache) -> None:
+    cache.put("k", b"v")
+    with Terminal("clear") as terminal:
+        terminal.read(until="[y/N]")
+        os.write(terminal._screen, b"\n")
+        assert terminal.end() == 1
+    assert cache.get("k") is not None
+
+
+def test_ctrl_c_ends_at_once_and_the_next_call_goes_on(home: Path, server: ScriptedServer, stalling: str) -> None:
+    pull = subprocess.Popen([*COMMAND, "pull", stalling], stderr=subprocess.PIPE, text=True)
+    assert server.stalled.wait(HANG)
+    began = time.monotonic()
+    pull.send_signal(signal.SIGINT)
+    words = pull.communicate(timeout=HANG)[1]
+    assert pull.returncode == 130
+    assert time.monotonic() - began < 2  # a second, and the noise of a busy machine
+    assert words == "interrupted: what came is kept, the same command goes on from there\n"
+    server.go.set()
+    before = server.sent
+    assert subprocess.run([*COMMAND, "pull", stalling], check=False).returncode == 0
+    assert server.sent - before <= 3 * MiB
+    assert subprocess.run([*COMMAND, "verify"], stdout=subprocess.DEVNULL, check=False).returncode == 0
