@@ -122,6 +122,18 @@ class Fill:
         self._lock(key, keyhash, timeout, on_wait)
         return KeyHold(self, keyhash)
 
+    async def hold_async(self, space: int, key: str, *, timeout: float | None = None) -> KeyHold:
+        """The same for a coroutine: the event loop goes on."""
+        keyhash = hash_of(space, key)
+        await waits.wait_for_async(
+            lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
+            self._words,
+            _word_of(keyhash),
+            what=lambda: (key, self._owners.holder_of(keyhash)),
+            timeout=timeout,
+        )
+        return KeyHold(self, keyhash)
+
     @contextlib.contextmanager
     def holding(self, space: int, key: str, *, timeout: float | None = None) -> Iterator[None]:
         """The key's lock around a block."""

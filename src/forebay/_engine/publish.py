@@ -8,13 +8,14 @@ commit        the entry is visible, the reservation gone
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 from forebay import errors
-from forebay._engine import blobs
+from forebay._engine import blobs, trees
 from forebay._engine.budget import Budget, Want
 from forebay._engine.catalog import Catalog, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
@@ -84,6 +85,21 @@ class Publisher:
             self._budget.cancel(reserved.id)
             raise
 
+    def put_many(self, items: Sequence[tuple[Label, Buffer]]) -> list[Entry]:
+        """Store several values, as many small ones as fit in one transaction. Raises what `put` does; those before it stay."""
+        left = deque(items)
+        found: list[Entry] = []
+        with faults(items[0][0].key if items else ""):
+            with self._catalog.write() as txn:
+                while left and memoryview(left[0][1]).nbytes <= INLINE:
+                    label, data = left[0][0], bytes(left[0][1])
+                    if not self._budget.fits(txn, self._want(txn, label, len(data), inline=True)):
+                        break
+                    found.append(self._insert(txn, label, txn.take("next_id"), "value", len(data), blobs.checksum_of(data), None, data))
+                    left.popleft()
+                txn.leftovers = entries.any_leaving(txn)
+            return found + [self.put(label, data) for label, data in left]
+
     def _want(self, rows: Txn | Catalog, label: Label, size: int, *, inline: bool = False) -> Want:
         old = entries.find(rows, label.space, label.key)
         keyhash = hash_of(label.space, label.key)
@@ -112,23 +128,71 @@ class Publisher:
         self._slots.set_id(slot, id)
         return entry
 
-    def publish(self, label: Label, stage: Stage, reserved: Reservation, validator: str | None) -> Entry:
-        """Give a finished stage its name and its row."""
-        size, checksum = stage.finish()
-        renamed = False
+    def publish(self, writings: Sequence[Writing]) -> list[Entry]:
+        """Give finished stages their names and their rows, all in one transaction."""
+        ready = [(writing, *writing.finish()) for writing in writings]
+        named: list[Writing] = []
         try:
             with self._catalog.write() as txn:
-                if reservations.by_id(txn, reserved.id) is None:
-                    raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was made anew meanwhile")
-                entry = self._insert(txn, label, reserved.id, "blob", size, checksum, validator)
-                reservations.delete(txn, reserved.id)
-                blobs.publish(self._root, stage.path, reserved.id, label.suffix)
-                renamed = True
-                return _noting_leftovers(txn, entry)
+                found = [self._publish_one(txn, writing, size, checksum, named) for writing, size, checksum in ready]
+                txn.leftovers = entries.any_leaving(txn) or entries.any_held(txn)
+                return found
         except BaseException:
-            if renamed:
-                blobs.unpublish(self._root, stage.path, reserved.id, label.suffix)
+            for writing in named:
+                blobs.unpublish(self._root, writing.stage.path, writing.reserved.id, writing.label.suffix)
             raise
+
+    def _publish_one(self, txn: Txn, writing: Writing, size: int, checksum: bytes, named: list[Writing]) -> Entry:
+        label, reserved = writing.label, writing.reserved
+        if reservations.by_id(txn, reserved.id) is None:
+            raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was made anew meanwhile")
+        entry = self._insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
+        reservations.delete(txn, reserved.id)
+        blobs.publish(self._root, writing.stage.path, reserved.id, label.suffix)
+        named.append(writing)
+        return entry
+
+    def plant(self, label: Label, members: Sequence[tuple[str, Entry]]) -> Entry:
+        """A tree of entries: its directories cost room, its files are theirs. Caller: holds leases on the members and the tree's key."""
+        keyhash = hash_of(label.space, label.key)
+        with faults(label.key):
+            names = [name for name, _ in members]
+            size = trees.footprint(names, host.disk(self._root.path).block)
+            reserved = self._budget.reserve(self._want(self._catalog, label, size))
+            try:
+                files = [(name, self._root.blob(entry.id, entry.suffix)) for name, entry in members]
+                trees.build(self._root, reserved.id, files, keyhash=keyhash)
+                with self._catalog.write() as txn:
+                    entry = self._insert(txn, label, reserved.id, "tree", size, b"", None)
+                    entries.link(txn, entry.id, [(name, member.id) for name, member in members])
+                    reservations.delete(txn, reserved.id)
+                    return _noting_leftovers(txn, entry)
+            except BaseException:
+                trees.remove(self._root, reserved.id, keyhash=keyhash)
+                self._budget.cancel(reserved.id)
+                raise
+
+    def rename(self, space: int, key: str, label: Label) -> bool:
+        """Let an entry have another name, in place of what had it. False if there is no such entry.
+
+        It gets another slot: memos of other processes know the old name by the old one."""
+        with faults(label.key), self._catalog.write() as txn:
+            entry = entries.find(txn, space, key)
+            if entry is None:
+                return False
+            old = entries.find(txn, label.space, label.key)
+            if old is not None and old.id != entry.id:
+                entries.supersede(txn, old)
+                self._slots.clear(old.slot, old.id)
+            slot = entries.take_slot(txn)
+            self._slots.ensure(slot)
+            self._slots.touch(slot, self._slots.used(entry.slot))
+            self._slots.set_validated(slot, self._slots.validated(entry.slot))
+            self._slots.clear(entry.slot, entry.id)
+            entries.rename(txn, entry, label.space, label.key, slot)
+            self._slots.set_id(slot, entry.id)
+            txn.leftovers = True
+            return True
 
     def link(self, label: Label, source: Entry) -> Entry:
         """The same bytes under another name: a hard link, charged to both spaces. Caller: holds a lease on ``source``."""
@@ -186,6 +250,7 @@ class Writing:
         self._stage: Stage | None = None
         self._resumable = False
         self._published = False
+        self.validator: str | None = None
         self.info: ObjectInfo | None = None
         self.partial: Partial | None = None
         if resume:
@@ -202,44 +267,60 @@ class Writing:
         with faults(self.label.key, size):
             if self._reserved is None:
                 self._reserved = budget.reserve(publisher._want(publisher._catalog, self.label, size))
-            elif self._reserved.size != size:
+            elif self._reserved.size < size:
                 self._reserved = budget.resize(self._reserved, size)
             if self._stage is None:
                 self._stage = Stage.create(publisher._root, self._keyhash, self._reserved.id)
             self._stage.on_grow = self._grow
             self._resumable = info.strong and info.validator is not None and size > CHUNK
-            return self._stage.begin(info.size, info.validator if info.strong else None)
+            wanted = self._stage.begin(info.size, info.validator if info.strong else None)
+            if self._reserved.size > size:  # after the stage let go of what was written: no byte is ever uncounted
+                self._reserved = budget.resize(self._reserved, size)
+            return wanted
 
     def _grow(self, size: int) -> None:
-        assert self._reserved is not None
-        self._reserved = self._publisher._budget.resize(self._reserved, size)
+        self._reserved = self._publisher._budget.resize(self.reserved, size)
 
     def write(self, offset: int, data: Buffer) -> None:
         """See `Sink.write`."""
-        assert self._stage is not None
         with faults(self.label.key, len(data)):
-            self._stage.write(offset, data)
+            self.stage.write(offset, data)
         if self._on_progress is not None:
-            self._on_progress(self._stage.done, self._stage.total)
+            self._on_progress(self.stage.done, self.stage.total)
+
+    @property
+    def stage(self) -> Stage:
+        assert self._stage is not None, "nothing was begun"
+        return self._stage
+
+    @property
+    def reserved(self) -> Reservation:
+        assert self._reserved is not None, "nothing was begun"
+        return self._reserved
 
     def path(self) -> str:
         """Where the bytes are now, for a check before they are published."""
-        assert self._stage is not None
-        return str(self._stage.path)
+        return str(self.stage.path)
+
+    def finish(self) -> tuple[int, bytes]:
+        """See `Stage.finish`."""
+        return self.stage.finish()
 
     def publish(self, *, validator: str | None = None) -> Entry:
         """All bytes came and are right: make them an entry."""
-        assert self._stage is not None
-        assert self._reserved is not None
-        with faults(self.label.key, self._reserved.size):
-            entry = self._publisher.publish(self.label, self._stage, self._reserved, validator)
+        self.validator = validator
+        with faults(self.label.key, self.reserved.size):
+            (entry,) = self._publisher.publish([self])
         self._published = True
         return entry
 
+    def published(self) -> None:
+        """It was published together with others."""
+        self._published = True
+
     def publish_leased(self, leases: Leases, *, validator: str | None = None) -> Lease:
         """The same, and a lease that is there before anybody else can see the entry."""
-        assert self._reserved is not None
-        id = self._reserved.id
+        id = self.reserved.id
         leases.hold(id)
         try:
             return leases.adopt(self.publish(validator=validator))

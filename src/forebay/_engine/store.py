@@ -6,7 +6,8 @@ goes wrong reaches the caller as a `CacheFault`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from forebay import errors
@@ -26,7 +27,10 @@ from forebay._engine.settings import Settings as Settings
 from forebay._kernel import host
 from forebay._model import Buffer, Entry, Problem, Report, Victim
 
+log = logging.getLogger("forebay.store")
 T = TypeVar("T")
+
+NAMED = 0  # no space has this id: the keys of named locks
 
 
 class Store(Engine):
@@ -51,7 +55,16 @@ class Store(Engine):
                 found = spaces.find(txn, name)
         assert found is not None
         self._spaces[name] = found
+        if quota is not None:
+            self._shrink(found)
         return found
+
+    def _shrink(self, space: spaces.Space) -> None:
+        """Apply a lower quota to what is there, as far as nobody holds it: make room for nothing."""
+        try:
+            self._budget.cancel(self._budget.reserve(Want(space.id, "", 0, 0)).id)
+        except errors.NoSpace as error:
+            log.info("the space %s stays above its quota for now: %s", space.name, error)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -134,6 +147,49 @@ class Store(Engine):
         place = self.space(space)
         return Writing(self._publisher, Label(place.id, place.name, key, suffix, life, meta), resume=resume, on_progress=on_progress)
 
+    @mending
+    def put_many(self, space: str, items: Sequence[tuple[str, Buffer]], *, life: str = "cached") -> list[Entry]:
+        """Store several values, the small ones in one transaction. Raises what `put` does; those before the first that fails stay."""
+        self.check_usable(writing=True)
+        place = self.space(space)
+        return self._publisher.put_many([(Label(place.id, place.name, key, life=life), data) for key, data in items])
+
+    def publish_many(self, writings: Sequence[Writing]) -> list[Entry]:
+        """Publish several writes in one transaction: all or none."""
+        with faults("several writes"):
+            found = self._publisher.publish(writings)
+        for writing in writings:
+            writing.published()
+        return found
+
+    @mending
+    def plant(self, space: str, key: str, members: Sequence[tuple[str, Lease]], *, meta: str = "") -> Entry:
+        """A tree: a directory of hard links to leased entries, under their relative names. Caller: holds the tree's key.
+
+        Its files are no victims while it stands. Raises ValueError for names that could leave it."""
+        self.check_usable(writing=True)
+        place = self.space(space)
+        return self._publisher.plant(Label(place.id, place.name, key, meta=meta), [(name, lease.entry) for name, lease in members])
+
+    @mending
+    def members(self, tree: Entry) -> list[tuple[str, int]]:
+        """The files of a tree: (relative name, entry id)."""
+        return entries.links(self._catalog, tree.id)
+
+    @mending
+    def link(self, space: str, key: str, lease: Lease, *, suffix: str = "") -> Entry:
+        """The bytes of a leased entry under another name too: no copy, charged to both."""
+        self.check_usable(writing=True)
+        place = self.space(space)
+        return self._publisher.link(Label(place.id, place.name, key, suffix), lease.entry)
+
+    @mending
+    def rename(self, space: str, key: str, new_space: str, new_key: str) -> bool:
+        """Let an entry have another name, in place of what had it; one step. False if there is no such entry."""
+        self.check_usable(writing=True)
+        place = self.space(new_space)
+        return self._publisher.rename(self.space(space).id, key, Label(place.id, place.name, new_key))
+
     def publish_leased(self, writing: Writing, *, validator: str | None = None) -> Lease:
         """Publish, and give a lease that nobody can come before."""
         return writing.publish_leased(self._leases, validator=validator)
@@ -155,6 +211,22 @@ class Store(Engine):
     def hold(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
         """The key's lock: of all threads and processes one has it. Any thread may let go."""
         return self._fill.hold(self.space(space).id, key, timeout=timeout)
+
+    @mending
+    def lock(self, name: str, *, timeout: float | None = None) -> KeyHold:
+        """A lock with a name: of all threads and processes of the node one has it; death lets go."""
+        return self._fill.hold(NAMED, name, timeout=timeout)
+
+    async def hold_async(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
+        """The key's lock, awaited."""
+        self.check_usable(writing=True)
+        return await self._fill.hold_async(self.space(space).id, key, timeout=timeout)
+
+    @mending
+    def set_meta(self, entry: Entry, meta: str) -> None:
+        """Let an entry carry something small."""
+        with self._catalog.write() as txn:
+            entries.set_meta(txn, entry.id, meta)
 
     @mending
     def set_life(self, space: str, key: str, life: str) -> bool:

@@ -103,7 +103,7 @@ class Catalog:
         self._seen: tuple[int, int] | None = None
         self._commits = 0
         self._pid = os.getpid()
-        self.sweeper: Callable[[], None] | None = None
+        self.sweeper: Callable[[], object] | None = None
 
     # -- opening ---------------------------------------------------------------------------------------------------
 

@@ -132,9 +132,10 @@ def set_meta(txn: Txn, id: int, meta: str) -> None:
     txn.run("UPDATE entries SET meta = ? WHERE id = ?", meta, id)
 
 
-def rename(txn: Txn, id: int, space: int, key: str) -> None:
-    """Give a live entry another name. Caller: has superseded who had it."""
-    txn.run("UPDATE entries SET space = ?, key = ? WHERE id = ?", space, key, id)
+def rename(txn: Txn, entry: Entry, space: int, key: str, slot: int) -> None:
+    """Give a live entry another name and another slot. Caller: has superseded who had the name."""
+    txn.run("UPDATE entries SET space = ?, key = ?, slot = ? WHERE id = ?", space, key, slot, entry.id)
+    txn.run("INSERT INTO free_slots VALUES (?)", entry.slot)
 
 
 def link(txn: Txn, tree: int, members: Iterable[tuple[str, int]]) -> None:

@@ -1,0 +1,191 @@
+"""The calls of the store that the rooms above build on: batches, names, trees, locks, held entries."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay import errors
+from forebay._engine.store import Settings, Store
+from forebay._model import ObjectInfo
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path / "root", Settings(budget=64 << 20, min_free=0))
+    yield store
+    assert store.check(deep=True) == []
+    store.close()
+
+
+def text_of(store: Store, space: str, key: str) -> bytes | None:
+    found = store.view(space, key)
+    return bytes(found.view) if found else None
+
+
+def test_many_values_in_one_call(store: Store) -> None:
+    found = store.put_many("values", [("a", b"1"), ("b", b"2" * 100_000), ("c", b"3")])
+    assert [entry.kind for entry in found] == ["value", "blob", "value"]
+    assert [text_of(store, "values", key) for key in "abc"] == [b"1", b"2" * 100_000, b"3"]
+
+
+def test_many_values_that_need_room(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "root", Settings(budget=100_000, min_free=0))
+    store.put_many("values", [(f"k{i}", b"x" * 10_000) for i in range(30)])
+    assert len(store.entries("values")) == 9
+    assert text_of(store, "values", "k29") == b"x" * 10_000
+    assert store.check(deep=True) == []
+    store.close()
+
+
+def test_several_writes_are_published_in_one_transaction(store: Store) -> None:
+    writings = [store.writing("urls", f"http://h/{i}", resume=False).__enter__() for i in range(3)]
+    for number, writing in enumerate(writings):
+        writing.begin(ObjectInfo("", 5))
+        writing.write(0, f"no. {number}".encode())
+    store.publish_many(writings)
+    for writing in writings:
+        writing.__exit__(None, None, None)
+    assert [text_of(store, "urls", f"http://h/{i}") for i in range(3)] == [b"no. 0", b"no. 1", b"no. 2"]
+
+
+def test_a_renamed_entry_has_the_new_name_only(store: Store) -> None:
+    store.put("a", "old", b"bytes")
+    store.put("b", "new", b"other")
+    assert text_of(store, "a", "old") == b"bytes"  # remembered
+    assert store.rename("a", "old", "b", "new")
+    assert text_of(store, "a", "old") is None
+    assert text_of(store, "b", "new") == b"bytes"
+    assert not store.rename("a", "old", "b", "new")
+
+
+def test_a_link_shares_the_bytes_and_outlives_its_source(store: Store) -> None:
+    store.put("a", "k", b"x" * 50_000)
+    with store.lease("a", "k") as lease:  # type: ignore[union-attr]
+        entry = store.link("b", "k", lease)
+        assert os.stat(store.root.blob(entry.id)).st_nlink == 2
+    (row,) = store.entries("a")
+    from forebay._model import Victim
+
+    assert store.remove([Victim(row.name, row.size, row.charge, row.used, row.id)]).removed == ("a:k",)
+    assert text_of(store, "b", "k") == b"x" * 50_000
+
+
+def test_a_tree_keeps_its_files_and_frees_them_when_it_goes(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "root", Settings(budget=200_000, min_free=0))
+    for name in ("one", "two"):
+        store.put("urls", name, name.encode() * 20_000)
+    leases = [(f"dir/{name}.bin", store.lease("urls", name)) for name in ("one", "two")]
+    tree = store.plant("trees", "model", [(name, lease) for name, lease in leases if lease])
+    for _, lease in leases:
+        assert lease is not None
+        lease.close()
+    with store.lease("trees", "model") as lease:  # type: ignore[union-attr]
+        assert (Path(os.fspath(lease)) / "dir" / "one.bin").read_bytes() == b"one" * 20_000
+        with pytest.raises(errors.NoSpace):  # the tree is leased, its files are linked: nothing may go
+            store.put("values", "large", b"x" * 150_000)
+    assert [name for name, _ in store.members(tree)] == ["dir/one.bin", "dir/two.bin"]
+    store.put("values", "large", b"x" * 150_000)  # the tree goes, then its files
+    assert store.entry("trees", "model") is None
+    assert store.check(deep=True) == []
+    store.close()
+
+
+def test_a_tree_refuses_names_that_leave_it(store: Store) -> None:
+    store.put("urls", "one", b"x" * 20_000)
+    with store.lease("urls", "one") as lease:  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="name"):
+            store.plant("trees", "bad", [("../escape", lease)])
+    assert store.entry("trees", "bad") is None
+
+
+def test_a_key_lock_is_let_go_by_another_thread(store: Store) -> None:
+    hold = store.hold("values", "k")
+    with pytest.raises(errors.WaitTimeout, match="held by process"):
+        store.hold("values", "k", timeout=0.2)
+    thread = threading.Thread(target=hold.release)
+    thread.start()
+    thread.join()
+    store.hold("values", "k", timeout=5).release()
+
+
+def test_a_named_lock_excludes(store: Store) -> None:
+    first = store.lock("merge")
+    with pytest.raises(errors.WaitTimeout):
+        store.lock("merge", timeout=0.1)
+    store.lock("other", timeout=5).release()
+    first.release()
+    store.lock("merge", timeout=5).release()
+
+
+def test_a_key_lock_is_awaited_while_the_loop_goes_on(store: Store) -> None:
+    async def main() -> int:
+        hold, turns = store.hold("values", "k"), 0
+        waiting = asyncio.create_task(store.hold_async("values", "k", timeout=20))
+        for turns in range(1, 4):
+            await asyncio.sleep(0)
+        hold.release()
+        (await waiting).release()
+        return turns
+
+    assert asyncio.run(main()) == 3
+
+
+def test_a_held_entry_goes_with_its_last_lease(store: Store) -> None:
+    with store.writing("scratch", "k", life="held", resume=False) as writing:
+        writing.begin(ObjectInfo("", 50_000))
+        writing.write(0, b"x" * 50_000)
+        lease = store.publish_leased(writing)
+    store.put("values", "another", b"writer")
+    assert os.path.getsize(lease) == 50_000
+    lease.close()
+    store.put("values", "the next", b"writer")
+    assert store.entry("scratch", "k") is None
+    assert not os.path.exists(store.root.blob(lease.entry.id))
+
+
+def test_a_waiting_space_waits_for_a_lease_and_says_no_when_the_time_is_up(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "root", Settings(budget=1 << 20, min_free=0))
+    store.space("pool", policy="wait", quota=100_000)
+    store.put("pool", "a", b"x" * 80_000)
+    lease = store.lease("pool", "a")
+    assert lease is not None
+    with pytest.raises(errors.NoSpace):
+        store.put("pool", "b", b"y" * 80_000, timeout=0.3)
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (store.put("pool", "b", b"y" * 80_000), done.set()))
+    thread.start()
+    lease.close()
+    assert done.wait(20)
+    thread.join()
+    assert store.entry("pool", "a") is None
+    with pytest.raises(errors.NoSpace):  # could never fit: no waiting
+        store.put("pool", "c", b"z" * 200_000)
+    assert store.check(deep=True) == []
+    store.close()
+
+
+def test_a_frozen_space_admits_nothing_more_and_evicts_none_of_its_own(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "root", Settings(budget=1 << 20, min_free=0))
+    store.space("data", policy="freeze", quota=100_000)
+    store.put("data", "a", b"x" * 80_000)
+    with pytest.raises(errors.NoSpace):
+        store.put("data", "b", b"y" * 80_000)
+    assert text_of(store, "data", "a") == b"x" * 80_000
+    store.close()
+
+
+def test_a_lower_quota_is_applied_at_once(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "root", Settings(budget=1 << 20, min_free=0))
+    store.space("data", quota=500_000)
+    for number in range(10):
+        store.put("data", f"k{number}", b"x" * 40_000)
+    store.space("data", quota=100_000)
+    assert [entry.key for entry in store.entries("data")] == ["k8", "k9"]
+    assert store.check(deep=True) == []
+    store.close()
