@@ -1,0 +1,181 @@
+"""Options, attempts and the edge where foreign errors become ours."""
+
+from __future__ import annotations
+
+import http.client
+import pickle
+import socket
+import ssl
+import threading
+import time
+
+import pytest
+
+from forebay import errors, remote
+from forebay.remote import RemoteOptions
+from forebay.remote.base import Call, Stopped, Trouble, network_errors
+
+URL = "https://me:5ec3e7@host/a?token=5ec3e7"
+
+
+def test_options_from_the_environment() -> None:
+    known = {
+        "FOREBAY_CONNECT_TIMEOUT": "1.5",
+        "FOREBAY_READ_TIMEOUT": "7",
+        "FOREBAY_ATTEMPTS": "2",
+        "FOREBAY_STREAMS": " 3 ",
+        "FOREBAY_CONNECTIONS": "",
+    }
+    options = RemoteOptions.from_environment(known)
+    assert (options.connect_timeout, options.read_timeout, options.attempts, options.streams) == (1.5, 7, 2, 3)
+    assert options.connections == RemoteOptions().connections
+    assert RemoteOptions.from_environment({}) == RemoteOptions()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("ATTEMPTS", "two"), ("ATTEMPTS", "1.5"), ("STREAMS", "0"), ("READ_TIMEOUT", "-1"), ("READ_TIMEOUT", "nan")]
+)
+def test_a_wrong_variable_is_named(name: str, value: str) -> None:
+    with pytest.raises(errors.ConfigError, match=f"FOREBAY_{name} is '{value}'"):
+        RemoteOptions.from_environment({f"FOREBAY_{name}": value})
+
+
+def test_a_wrong_option_is_named() -> None:
+    with pytest.raises(errors.ConfigError, match="streams is 0"):
+        RemoteOptions(streams=0)
+
+
+def test_options_are_keys_and_pickle() -> None:
+    one, other = RemoteOptions(headers={"A": "b"}, token="t"), RemoteOptions(headers={"A": "c"}, token="t")
+    assert one == RemoteOptions(headers={"A": "b"}, token="t") == pickle.loads(pickle.dumps(one))
+    assert hash(one) == hash(RemoteOptions(headers={"A": "b"}, token="t"))
+    assert one != other
+
+
+def test_one_remote_for_each_scheme_and_options() -> None:
+    first = remote.resolve("http://h/a")
+    assert first is remote.resolve("HTTPS://other/b", RemoteOptions())
+    assert first is not remote.resolve("http://h/a", RemoteOptions(attempts=1))
+    assert type(remote.resolve("/a")) is type(remote.resolve("file:///a"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "becomes"),
+    [
+        (TimeoutError("x"), errors.RemoteTimeout),
+        (ConnectionRefusedError(111, "Connection refused"), errors.RemoteUnavailable),
+        (http.client.RemoteDisconnected("x"), errors.RemoteUnavailable),
+        (http.client.IncompleteRead(b""), errors.RemoteUnavailable),
+        (socket.gaierror(-2, "unknown"), errors.RemoteUnavailable),
+        (ssl.SSLError(1, "wrong version"), errors.RemoteUnavailable),
+        (http.client.BadStatusLine("5ec3e7"), errors.RemoteProtocolError),
+        (http.client.InvalidURL("/5ec3e7"), errors.RemoteProtocolError),
+    ],
+)
+def test_the_edge(raised: Exception, becomes: type[errors.RemoteError]) -> None:
+    with pytest.raises(Trouble) as caught, network_errors():
+        raise raised
+    assert caught.value.error is becomes
+    assert "5ec3e7" not in caught.value.why
+
+
+def test_our_own_errors_and_those_of_programs_pass_the_edge() -> None:
+    for error in (errors.NoSpace.of("a", 1, 0, 0), errors.RemoteTimeout("x"), RuntimeError("x"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as caught, network_errors():
+            raise error
+        assert caught.value is error
+
+
+class Failing:
+    """Fails ``times`` times."""
+
+    def __init__(self, times: int, trouble: Trouble | None = None) -> None:
+        self.left, self.trouble, self.calls = times, trouble or Trouble("no luck"), 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.left:
+            self.left -= 1
+            raise self.trouble
+        return "done"
+
+
+def test_retrying() -> None:
+    call, work = Call(URL, RemoteOptions(backoff=0.001)), Failing(4)
+    assert call.retrying(work) == "done"
+    assert (work.calls, call.transfer.retries) == (5, 4)
+    with pytest.raises(errors.RemoteUnavailable, match=r"^https://host/a\?q=\w{32}: no luck, after 5 attempts and 0 bytes$"):
+        call.retrying(Failing(5))
+
+
+def test_only_trouble_is_tried_again() -> None:
+    call, work = Call(URL, RemoteOptions()), Failing(1, Trouble("for good", again=False))
+    with pytest.raises(errors.RemoteUnavailable, match="after 1 attempt"):
+        call.retrying(work)
+
+    def broken() -> None:
+        calls.append(1)
+        raise OSError("the sink's")
+
+    calls: list[int] = []
+    with pytest.raises(OSError, match="the sink's"):
+        call.retrying(broken)
+    assert (work.calls, len(calls)) == (1, 1)
+
+
+def test_no_attempt_begins_after_the_deadline() -> None:
+    began = time.monotonic()
+    call, work = Call(URL, RemoteOptions(total_timeout=0.2, backoff=10)), Failing(9)
+    with pytest.raises(errors.RemoteUnavailable, match="after 1 attempt"):
+        call.retrying(work)
+    assert time.monotonic() - began < 0.2
+    time.sleep(max(0.0, began + 0.25 - time.monotonic()))
+    with pytest.raises(errors.RemoteTimeout, match=r"not done in 0\.2 s"):
+        call.retrying(Failing(0))
+
+
+def test_aborting_wakes_who_waits_between_attempts() -> None:
+    call, ended = Call(URL, RemoteOptions(backoff=60)), threading.Event()
+    begun = threading.Event()
+
+    def work() -> None:
+        begun.set()
+        raise Trouble("no luck")
+
+    def run() -> None:
+        with pytest.raises(Stopped):
+            call.retrying(work)
+        ended.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    call.abort()
+    assert ended.wait(5)
+    thread.join()
+
+
+def test_aborting_wakes_who_reads_a_socket() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, Call(URL, RemoteOptions()) as call:
+        call.hold(ours)
+        reading = threading.Thread(target=ours.recv, args=(1,))
+        reading.start()
+        call.abort()
+        reading.join(5)
+        assert not reading.is_alive()
+        with pytest.raises(Stopped):
+            call.hold(theirs)
+        with pytest.raises(Stopped):
+            call.check()
+
+
+def test_a_call_that_begins_again_keeps_its_counts_and_deadline() -> None:
+    call = Call(URL, RemoteOptions(total_timeout=100))
+    call.count(requests=2)
+    successor = call.again()
+    successor.check()
+    successor.count(requests=1)
+    assert call.transfer.requests == 3
+    with pytest.raises(Stopped):
+        call.check()

@@ -1,0 +1,119 @@
+"""Several ranges at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay._model import Span
+from forebay.remote import RemoteOptions
+from forebay.remote.base import Call, Stopped
+from forebay.remote.transfer import parts, share
+
+
+@pytest.fixture
+def call() -> Call:
+    return Call("http://h/a", RemoteOptions())
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50))), st.integers(1, 60))
+def test_parts_cover_the_spans(spans: list[tuple[int, int]], size: int) -> None:
+    found = list(parts((Span(*span) for span in spans), size))
+    assert [byte for span in found for byte in range(span.start, span.end)] == [b for start, n in spans for b in range(start, start + n)]
+    assert all(0 < span.length <= size for span in found)
+
+
+def test_all_work_is_done_once(call: Call) -> None:
+    done: list[int] = []
+    share((lambda n=n: done.append(n) for n in range(1000)), 4, call)  # type: ignore[misc]
+    assert sorted(done) == list(range(1000))
+
+
+def test_work_is_done_at_once(call: Call) -> None:
+    meeting = threading.Barrier(4)
+    share(iter([lambda: meeting.wait(10) and None] * 4), 3, call)
+
+
+def test_no_work(call: Call) -> None:
+    share(iter([]), 4, call)
+
+
+@pytest.mark.parametrize("helpers", [0, 3])
+def test_the_first_error_ends_the_rest(call: Call, helpers: int) -> None:
+    done: list[int] = []
+
+    def work() -> Iterator[Callable[[], None]]:
+        yield from (lambda n=n: done.append(n) for n in range(5))  # type: ignore[misc]
+        yield fail
+        while not call._stop.is_set():
+            yield lambda: None
+        pytest.fail("work was taken after an error")
+
+    def fail() -> None:
+        raise error
+
+    error = ValueError("mine")
+    with pytest.raises(ValueError) as caught:
+        share(work(), helpers, call)
+    assert caught.value is error
+    with pytest.raises(Stopped):
+        call.check()
+
+
+def test_an_error_of_a_helper_wakes_the_caller(call: Call) -> None:
+    here, failed = threading.get_ident(), threading.Event()
+
+    def work() -> None:
+        if threading.get_ident() == here:
+            assert failed.wait(10)
+            assert call._stop.wait(10)
+            call.check()
+        failed.set()
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        share(iter([work] * 4), 3, call)
+
+
+def test_an_interrupt_of_the_caller_ends_the_helpers(call: Call) -> None:
+    here, busy = threading.get_ident(), threading.Semaphore(0)
+
+    def work() -> None:
+        if threading.get_ident() == here:
+            for _ in range(3):
+                assert busy.acquire(timeout=10)
+            raise KeyboardInterrupt
+        busy.release()
+        assert call._stop.wait(10)
+        call.check()
+
+    with pytest.raises(KeyboardInterrupt):
+        share(iter([work] * 4), 3, call)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("forebay")]
+
+
+def test_who_still_connects_is_left_behind_and_works_no_more(call: Call) -> None:
+    """A name server that does not answer must not hold up a Ctrl-C."""
+    here, connecting, connected, wrote = threading.get_ident(), threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        if threading.get_ident() == here:
+            assert connecting.wait(10)
+            raise KeyboardInterrupt
+        with call.connecting():
+            connecting.set()
+            connected.wait(10)
+        call.check()
+        wrote.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        share(iter([work] * 9), 1, call)
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("forebay")]
+    assert len(left) == 1
+    connected.set()
+    left[0].join()
+    assert not wrote.is_set()
