@@ -3,6 +3,7 @@
 `rgw_server` is one server for all pytest-xdist workers of a run. A keeper process (this file, run as a script) starts the daemons as its
 children and stops them when the last test process that uses them is gone, by whatever death: each user holds a shared POSIX lock on
 FOLDER/users, and the keeper waits for the exclusive one. The daemons die with the keeper (PR_SET_PDEATHSIG).
+To keep one for several runs: `python tests/servers/rgw.py hold FOLDER`, and RGW_FOLDER=FOLDER for pytest.
 Needs root and Debian's packages radosgw, ceph-mon, ceph-osd, ceph-common, and openssl.
 """
 
@@ -74,7 +75,8 @@ def rgw_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RgwServer]:
     if reason := missing():
         pytest.skip(reason)
     base = tmp_path_factory.getbasetemp()
-    with joined((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rgw") as server:
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rgw"
+    with joined(Path(os.environ.get("RGW_FOLDER", folder))) as server:
         yield server
 
 
@@ -220,4 +222,9 @@ def free_ports(count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    Keeper(Path(sys.argv[1])).run()
+    if sys.argv[1] == "hold":
+        with joined(Path(sys.argv[2])) as held:
+            print(held, flush=True)
+            signal.pause()
+    else:
+        Keeper(Path(sys.argv[1])).run()

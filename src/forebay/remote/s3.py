@@ -17,7 +17,7 @@ from forebay.remote import sigv4
 from forebay.remote.aws import Account
 from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.http import HttpRemote, Reply
-from forebay.remote.s3_answers import listed, text_of, xml_of
+from forebay.remote.s3_answers import conflict, listed, text_of, xml_of
 from forebay.remote.s3_upload import Source, Upload
 from forebay.remote.urls import canonical
 
@@ -98,10 +98,10 @@ class S3Remote:
     def upload(self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None) -> ObjectInfo:
         """Write ``source``, bytes or a file's path, as the object ``url``: in parts at once where it is large; seen whole or not at all.
 
-        ``if_none_match="*"``: only where there is no object yet; ``if_match``: only over the version with this ETag; else `Conflict`.
+        ``if_none_match="*"``: only where there is no object yet; ``if_match``: only over the version with this ETag (Ceph wants it without
+        quotes); else `Conflict`. Some servers look at no condition when an upload in parts ends: there it holds at its beginning only.
         A write whose answer was lost is sent again; under a condition it then fails, though the object is there. Raises `RemoteError`."""
-        conditions = {"If-None-Match": if_none_match, "If-Match": if_match}
-        return Upload(self.request, self.options, url, {name: value for name, value in conditions.items() if value}).run(source)
+        return Upload(self.request, self.options, url, if_none_match, if_match).run(source)
 
     def request(
         self, method: str, url: str, *, query: Mapping[str, str], headers: Mapping[str, str] | None = None,
@@ -147,7 +147,7 @@ class S3Remote:
         if code in ("RequestTimeout", "ConditionalRequestConflict", "OperationAborted"):
             return Trouble(f"S3 answers {code}", status=status)
         if status == 412:
-            return errors.Conflict(f"{shown}: it is there already, or another version of it: nothing was written", url=shown, status=status)
+            return conflict(url, status)
         if status == 404 or (status == 405 and headers.get("x-amz-delete-marker") == "true"):
             return errors.NotFound(f"{shown}: S3 answers {code or 'that it was deleted'}", url=shown, status=status)
         if status in (401, 403) or code in _EXPIRED:

@@ -12,11 +12,14 @@ from forebay._model import ObjectInfo
 from forebay.remote.http import Reply
 from forebay.remote.urls import canonical
 
+_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|&#x?[01]?[0-9a-fA-F];")
+
 
 def xml_of(url: str, reply: Reply) -> ElementTree.Element:
     """The answer's body. Raises `RemoteProtocolError` if it is no XML, or tells of an error though its status does not."""
     try:
-        root = ElementTree.fromstring(reply.body)
+        # Ceph sends back the prefix that was asked for as it came: in keys, such characters are encoded
+        root = ElementTree.fromstring(_CONTROL.sub(b"?", reply.body))
     except ElementTree.ParseError as error:
         raise errors.RemoteProtocolError(f"{canonical(url)}: an answer that is not XML: {error}", url=canonical(url)) from error
     if root.tag.endswith("Error"):
@@ -36,3 +39,8 @@ def text_of(body: bytes, tag: str) -> str:
     """What stands between ``<tag>`` and ``</tag>`` in the beginning of an error's body."""
     found = re.search(rf"<{tag}>([\w.-]+)</{tag}>".encode(), body)
     return found[1].decode() if found else ""
+
+
+def conflict(url: str, status: int | None = None) -> errors.Conflict:
+    shown = canonical(url)
+    return errors.Conflict(f"{shown}: it is there already, or another version of it: nothing was written", url=shown, status=status)

@@ -13,7 +13,7 @@ from forebay import errors
 from forebay._model import Buffer, ObjectInfo
 from forebay.remote.base import Call, RemoteOptions
 from forebay.remote.http import Reply
-from forebay.remote.s3_answers import xml_of
+from forebay.remote.s3_answers import conflict, xml_of
 from forebay.remote.transfer import share
 from forebay.remote.urls import canonical
 
@@ -39,10 +39,13 @@ class Request(Protocol):
 
 
 class Upload:
-    """One object to be written. ``request``: asks S3; ``conditions``: headers under which it may be written."""
+    """One object to be written. ``request``: asks S3."""
 
-    def __init__(self, request: Request, options: RemoteOptions, url: str, conditions: Mapping[str, str]) -> None:
-        self._request, self._options, self._url, self._conditions = request, options, url, conditions
+    def __init__(self, request: Request, options: RemoteOptions, url: str, if_none_match: str | None, if_match: str | None) -> None:
+        self._request, self._options, self._url = request, options, url
+        self._if_none_match, self._if_match = if_none_match, if_match
+        given = {"If-None-Match": if_none_match, "If-Match": if_match}
+        self._conditions = {name: value for name, value in given.items() if value}
 
     def run(self, source: Source) -> ObjectInfo:
         if isinstance(source, (str, os.PathLike)):
@@ -61,6 +64,7 @@ class Upload:
         return self._request("PUT", self._url, query={}, headers=self._conditions, body=body, call=call).headers.get("ETag")
 
     def _in_parts(self, call: Call, bodies: Iterator[bytes]) -> str | None:
+        self._check(call)
         begun = xml_of(self._url, self._request("POST", self._url, query={"uploads": ""}, body=b"", call=call))
         upload_id = begun.findtext("{*}UploadId", "")
         try:
@@ -85,8 +89,21 @@ class Upload:
         body = f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>".encode()
         query = {"uploadId": upload_id}
         reply = self._request("POST", self._url, query=query, headers=self._conditions, body=body, call=call)
-        etag = xml_of(self._url, reply).findtext("{*}ETag")
-        return etag and f'"{etag.strip(chr(34))}"'
+        etag = xml_of(self._url, reply).findtext("{*}ETag", "").strip('"')
+        return f'"{etag}"' if etag else self._found(call)
+
+    def _check(self, call: Call) -> None:
+        """Raises `Conflict`. The end of an upload in parts is late for it, and there some servers do not look."""
+        found = self._found(call) if self._conditions else None
+        if (self._if_none_match and found) or (self._if_match and (found or "").strip('"') != self._if_match.strip('"')):
+            raise conflict(self._url)
+
+    def _found(self, call: Call) -> str | None:
+        """The ETag of what is there."""
+        try:
+            return self._request("HEAD", self._url, query={}, call=call).headers.get("ETag")
+        except errors.NotFound:
+            return None
 
     def _abort(self, upload_id: str) -> None:
         try:
