@@ -71,12 +71,16 @@ class Download:
         spans = self._begin(info_of(self._url, answer.headers, size))
         if size is not None and self._info.strong:
             share(iter([partial(self._bring, Span(0, size), answer)] if spans else []), 0, self._call)
-            return False
+        else:
+            self._take_stream(answer)
+        return False
+
+    def _take_stream(self, answer: Answer) -> None:
+        """A whole body in one go: where it is cut, the next attempt begins anew, since the rest may be another version's."""
         at = 0
         for block in answer.content():
             self._write(at, block)
             at += len(block)
-        return False
 
     def _take_range(self, answer: Answer, asked: Span) -> bool:
         got, total = ranged(answer, asked, self._call.url)
@@ -89,6 +93,9 @@ class Download:
             self._whole = True
             return True
         spans = self._begin(info)
+        if not info.strong:
+            self._take_stream(answer)
+            return False
         if kept is not None:
             self._call.transfer.resumed = total - sum(span.length for span in spans)
         self._bring_all(spans, got, answer)
