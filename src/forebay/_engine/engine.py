@@ -127,6 +127,7 @@ class Engine:
         if self.root.read_only:
             return
         self._slots.ensure(0)
+        self._catalog.make_ballast()
         self._owners.me()
         self._clean_after_reboot()
         self.configure(settings)

@@ -102,6 +102,7 @@ class Catalog:
         self._con: sqlite3.Connection | None = None
         self._seen: tuple[int, int] | None = None
         self._commits = 0
+        self._without_ballast = False
         self._pid = os.getpid()
         self.sweeper: Callable[[], object] | None = None
 
@@ -269,6 +270,9 @@ class Catalog:
 
         The journal's size does not say how much of it is in use, so a process counts its own transactions."""
         self._commits += 1
+        if self._without_ballast and host.disk(self._root.path).free > 4 * BALLAST:
+            self.make_ballast()
+            self._without_ballast = False
         size = self._journal_size()
         with contextlib.suppress(errors.CacheFault):
             if size >= WAL_HARD:
@@ -307,6 +311,7 @@ class Catalog:
 
     def drop_ballast(self) -> bool:
         """Give the ballast up. False if it was gone already."""
+        self._without_ballast = True
         return host.unlink(self._root.ballast)
 
     # -- process life ----------------------------------------------------------------------------------------------
