@@ -27,7 +27,7 @@ from forebay._engine.reading import Reading
 from forebay._engine.root import Root, open_root
 from forebay._engine.settings import Settings, apply
 from forebay._engine.slots import Slots
-from forebay._kernel import host, waits
+from forebay._kernel import host, locks, waits
 
 log = logging.getLogger("forebay.engine")
 P = ParamSpec("P")
@@ -96,6 +96,7 @@ class Engine:
         self.memo.restart(self._slots)
         for part in (self._owners, self._fill, self._budget, self._leases, self._catalog):
             part.close()
+        self._format.close()
 
     def _wire(self, root: Root) -> None:
         self.root = root
@@ -114,6 +115,7 @@ class Engine:
         self._catalog.sweeper = self._eviction.sweep
         self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
         self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self.counters)
+        self._format = locks.LockFile(root.path / "FORMAT", writable=False)
         self._census = Census(self._catalog, self._slots, self._budget, self.counters)
         self._spaces = {}
 
@@ -126,6 +128,7 @@ class Engine:
             self._catalog.rebuild()
         if self.root.read_only:
             return
+        self._format.try_lock(0, exclusive=False)  # a later version migrates a root only when nobody holds this
         self._slots.ensure(0)
         self._catalog.make_ballast()
         self._owners.me()
@@ -176,8 +179,10 @@ class Engine:
     def before_fork(self) -> None:
         for part in self._forking:  # the catalog first: a thread inside a transaction takes the mutexes of the others
             part.before_fork()
+        self._format.before_fork(keep=True)
 
     def after_fork_parent(self) -> None:
+        self._format.after_fork_parent()
         for part in reversed(self._forking):
             part.after_fork_parent()
 
@@ -186,3 +191,4 @@ class Engine:
         self._mending = threading.RLock()
         for part in (*self._forking, self.memo, self._ranking):
             part.after_fork_child()
+        self._format.after_fork_child(keep=True)
