@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import socket
 import struct
 import threading
 from collections import deque
 from pathlib import Path
+from typing import TypeAlias
+
+log = logging.getLogger("forebay.locks")
 
 _LAYOUT = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, pid
 
@@ -29,34 +33,46 @@ def _set(fd: int, kind: int, offset: int) -> bool:
     return True
 
 
+def _file_of(fd: int) -> tuple[int, int] | None:
+    """Which file a descriptor is of; None if it is closed."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+Holds: TypeAlias = dict[int, list[int]]  # offset -> [holders in this process, exclusive]
+
+
 class LockFile:
     """Locks on the bytes of one file, through one open description. Callable from any thread; nothing here ever waits.
 
-    ``writable`` False: the file can only be read, so no exclusive lock can be had."""
+    ``writable`` False: the file can only be read, so no exclusive lock can be had. The file is opened at the first lock, and
+    closed with this object. What descriptors the job closes under it is noticed: see `try_lock` and `is_same`."""
 
     _mutex: threading.Lock  # guards what follows
     _fd: int
-    _held: dict[int, list[int]]  # offset -> [holders, exclusive]
+    _file: tuple[int, int] | None  # which file _fd was opened on: the job may close all descriptors and open others
+    _held: Holds
+    _second: tuple[int, Holds] | None  # from before_fork on: a child's own description, and what is held there
+    _later: deque[int]  # appended to without the mutex
     _pid: int
 
     def __init__(self, path: str | os.PathLike[str], *, writable: bool = True) -> None:
-        self._path, self._writable = os.fspath(path), writable
-        self._later: deque[int] = deque()
-        self._forget()
-        self._second = -1
-        self._retired = False
+        self._begin()
+        self._path, self._writable, self._retired = os.fspath(path), writable, False
 
-    def _forget(self) -> None:
+    def _begin(self) -> None:
+        """Nothing open, nothing held: at first, and in a child."""
         self._mutex = threading.Lock()
-        self._fd, self._held, self._pid = -1, {}, os.getpid()
-
-    def _open(self) -> int:
-        return os.open(self._path, (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._fd, self._file, self._held, self._second = -1, None, {}, None
+        self._later = deque()
+        self._pid = os.getpid()
 
     def try_lock(self, offset: int, *, exclusive: bool) -> bool:
         """Lock the byte at ``offset`` if nobody, in this process or another, stands against it. Raises OSError."""
-        if self._pid != os.getpid():
-            self._forget()  # forked by C code: the description is the parent's too, and an unlock would drop his lock
+        self._part_if_forked()
         if exclusive and not self._writable:
             return False
         with self._mutex:
@@ -71,15 +87,35 @@ class LockFile:
                 return False
             held[0] += 1
             return True
-        if self._fd < 0:
-            self._fd = self._open()
-        if not _set(self._fd, fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, offset):
+        if not self._ask_locked(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, offset):
+            self._close_if_retired()
             return False
         self._held[offset] = [1, int(exclusive)]
         return True
 
+    def _ask_locked(self, kind: int, offset: int) -> bool:
+        if self._fd < 0:
+            self._open_locked()
+        try:
+            return _set(self._fd, kind, offset)
+        except OSError:
+            if _file_of(self._fd) == self._file:
+                raise
+        # The job closed our descriptor, and all locks went with it. They are taken anew where nobody else has them by now.
+        log.warning("the descriptor of %s was closed by this process's own code: its locks are taken anew", self._path)
+        self._open_locked()
+        self._held = _take(self._fd, self._held)
+        return _set(self._fd, kind, offset)
+
+    def _open(self) -> int:
+        return os.open(self._path, (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def _open_locked(self) -> None:
+        self._fd = self._open()
+        self._file = _file_of(self._fd)
+
     def unlock(self, offset: int) -> None:
-        """Let go of one hold. Does nothing where none is held: in a process forked by C code, or after `close`."""
+        """Let go of one hold. Does nothing where none is held: in a child that got none, or after `close`."""
         if self._pid != os.getpid():
             return
         with self._mutex:
@@ -93,14 +129,20 @@ class LockFile:
         held[0] -= 1
         if held[0] == 0:
             del self._held[offset]
-            _set(self._fd, fcntl.F_UNLCK, offset)
+            self._free_locked(offset)
             self._close_if_retired()
+
+    def _free_locked(self, offset: int) -> None:
+        try:
+            _set(self._fd, fcntl.F_UNLCK, offset)
+        except OSError:
+            if _file_of(self._fd) == self._file:  # else the job closed our descriptor, and the lock went with it
+                raise
 
     def unlock_soon(self, offset: int) -> None:
         """Let go without ever waiting: for finalizers, which may run inside anything, this object's own methods included."""
-        if self._pid == os.getpid():
-            self._later.append(offset)
-            self.drain()
+        self._later.append(offset)  # also in a child whose hook has not run yet
+        self.drain()
 
     def drain(self) -> None:
         """Do what `unlock_soon` put off. Every holder of the mutex looks again after letting go, so nothing is left behind."""
@@ -116,101 +158,128 @@ class LockFile:
         return self._pid == os.getpid() and offset in self._held
 
     def is_same(self) -> bool:
-        """Whether the path still names the file that is open here. True while nothing is open."""
-        if self._fd < 0:
+        """Whether what is open here is still the file that the path names. True while nothing is open."""
+        fd = self._fd
+        if fd < 0:
             return True
         try:
-            there, here = os.stat(self._path), os.fstat(self._fd)
+            there = os.stat(self._path)
         except OSError:
             return False
-        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+        return _file_of(fd) == (there.st_dev, there.st_ino)
 
     def close(self) -> None:
         """Let go of everything. A later lock opens the file anew."""
+        self._part_if_forked()
         with self._mutex:
-            fd, self._fd, self._held = self._fd, -1, {}
-        if fd >= 0 and self._pid == os.getpid():
-            os.close(fd)
+            self._held = {}
+            self._later.clear()
+            self._close_locked()
 
     def retire(self) -> None:
         """Close when nothing is held any more: now, or after the last unlock."""
+        self._part_if_forked()
         with self._mutex:
             self._retired = True
             self._close_if_retired()
         self.drain()
 
     def _close_if_retired(self) -> None:
-        if self._retired and not self._held and self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._retired and not self._held:
+            self._close_locked()
+
+    def _close_locked(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0 and _file_of(fd) == self._file:  # else the number belongs to somebody else by now
+            os.close(fd)
 
     def __del__(self) -> None:
-        if self._fd >= 0 and self._pid == os.getpid():
-            os.close(self._fd)
+        if self._pid == os.getpid():
+            self._close_locked()
 
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self, *, keep: bool) -> None:
         """Stand still; with ``keep`` take what is held a second time, for the child: shared locks overlap, so there is no gap."""
-        self.drain()
         self._mutex.acquire()  # held over the fork, so that the child inherits a table that fits its descriptor
-        if not (keep and self._held):
-            return
-        second = self._open()
-        for offset, (_, exclusive) in self._held.items():
-            if not exclusive:
-                _set(second, fcntl.F_RDLCK, offset)
-        self._second = second
+        if keep and self._held:
+            self._second = self._taken_twice()
+
+    def _taken_twice(self) -> tuple[int, Holds] | None:
+        """What is held, on a description of its own: the shared locks, since nobody can have the others twice."""
+        fd = -1
+        try:
+            fd = self._open()
+            return fd, _take(fd, {offset: hold for offset, hold in self._held.items() if not hold[1]})
+        except OSError as error:
+            log.warning("%s: a forked child cannot have the %d locks that are held there yet", error, len(self._held))
+            if fd >= 0:
+                os.close(fd)
+            return None
 
     def after_fork_parent(self) -> None:
         """The second description is the child's now; if the fork failed, nobody's."""
-        second, self._second = self._second, -1
-        if second >= 0:
-            os.close(second)
+        second, self._second = self._second, None
         self._mutex.release()
+        if second is not None:
+            os.close(second[0])
         self.drain()
 
     def after_fork_child(self, *, keep: bool) -> None:
         """With ``keep`` go on with the second description. The first is closed, never unlocked: its locks are the parent's."""
-        first, second, held, later = self._fd, self._second, self._held, self._later
-        self._forget()
-        self._second, self._later = -1, deque()
-        if keep and second >= 0:
-            self._fd = second
-            self._held = {offset: hold for offset, hold in held.items() if not hold[1]}
+        if self._pid == os.getpid():
+            return  # another hook asked for a lock before this one came
+        second, later = self._second, self._later
+        self._close_locked()
+        if keep and self._held and second is None:
+            second = self._taken_twice()  # now that a descriptor was given back
+        self._begin()
+        if keep and second is not None:
+            self._fd, self._held = second
+            self._file = _file_of(self._fd)
             self._later.extend(later)
-        if first >= 0:
-            os.close(first)
+            self.drain()
+
+    def _part_if_forked(self) -> None:
+        """After a fork by C code, which ran no hook, the description is still the parent's too: closing it takes nothing from him."""
+        if self._pid != os.getpid():
+            self._close_locked()
+            self._begin()
+
+
+def _take(fd: int, wanted: Holds) -> Holds:
+    """Lock all that is wanted; gives what could be had."""
+    return {offset: hold for offset, hold in wanted.items() if _set(fd, fcntl.F_WRLCK if hold[1] else fcntl.F_RDLCK, offset)}
 
 
 # -- who holds what, for people ----------------------------------------------------------------------------------------
 
 
 def holders(path: str | os.PathLike[str], offset: int) -> tuple[int, ...]:
-    """The processes that hold a lock on this byte, as far as /proc shows them."""
+    """The processes that hold a lock on this byte, as far as /proc shows them: those of other users it shows to root only."""
     try:
         found = os.stat(path)
     except OSError:
         return ()
     inode = f":{found.st_ino} "
-    return tuple(pid for pid in _pids() if any(_covers(line, inode, offset) for line in _locks_of(pid)))
+    return tuple(pid for pid in _numbers("/proc") if any(_covers(line, inode, offset) for line in _locks_of(pid)))
 
 
-def _pids() -> list[int]:
+def _numbers(directory: str) -> list[int]:
     try:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [int(name) for name in os.listdir(directory) if name.isdigit()]
     except OSError:
-        return []
+        return []  # the process ended, or is another user's
 
 
 def _locks_of(pid: int) -> list[str]:
     lines: list[str] = []
-    try:
-        for entry in os.scandir(f"/proc/{pid}/fdinfo"):
-            text = Path(entry.path).read_text()
-            lines += [line for line in text.splitlines() if line.startswith("lock:") and "OFDLCK" in line]
-    except OSError:
-        return lines  # it ended, or is another user's
+    for fd in _numbers(f"/proc/{pid}/fdinfo"):
+        try:
+            text = Path(f"/proc/{pid}/fdinfo/{fd}").read_text()
+        except OSError:
+            continue  # closed meanwhile
+        lines += [line for line in text.splitlines() if line.startswith("lock:") and "OFDLCK" in line]
     return lines
 
 

@@ -5,12 +5,10 @@ A holder that is killed changes no word, so a sleep ends after 100 ms and the ne
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-import itertools
+import errno
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -25,7 +23,8 @@ T = TypeVar("T")
 COUNT = 1024
 TURN = 0.1
 SAY_EVERY = 60.0
-_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}.get(platform.machine(), 98)
+_LOOK = 0.01
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221, "s390x": 238}.get(os.uname().machine, -1)
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
 
@@ -35,36 +34,44 @@ class _Timespec(ctypes.Structure):
 
 
 _syscall = libc.syscall
+_syscall.restype = ctypes.c_long
+_syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32]
 
 
 class Words:
-    """The futex words of a root: 1,024 of 4 bytes. Any process may bump and sleep; a read-only root sleeps without being woken."""
+    """The futex words of a root: 1,024 of 4 bytes. Any process may sleep on them; who may write to the file may bump them.
+
+    Callable from any thread, and in a forked child."""
 
     def __init__(self, path: str | os.PathLike[str], *, writable: bool = True) -> None:
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            self._view = mappings.map_file(fd, COUNT * 4, writable=True, private=not writable)
+            if os.fstat(fd).st_size < COUNT * 4:
+                raise errors.CacheFault(f"{os.fspath(path)} is cut short: it must have {COUNT * 4:,} bytes")
+            view = mappings.map_file(fd, COUNT * 4, writable=writable)
         finally:
             os.close(fd)
-        self._words = self._view.cast("I")
-        self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._view))
-        # Bumps of two processes must not store the same value: each goes on from a random number of its own.
-        self._next = itertools.count(int.from_bytes(os.urandom(4), "little"))
+        self._words, self._address, self._writable = view.cast("I"), mappings.address(view), writable
 
     def value(self, index: int) -> int:
+        """What the word is now, to be given to `sleep`."""
         return self._words[index]
 
     def bump(self, index: int) -> None:
-        """Change the word and wake all who sleep on it."""
-        self._words[index] = next(self._next) & 0xFFFFFFFF
-        _syscall(_FUTEX, ctypes.c_void_p(self._address + 4 * index), _WAKE, _EVERYBODY, None, None, 0)
+        """Change the word and wake all who sleep on it. Does nothing where the file can only be read."""
+        if self._writable:
+            # The clock: two processes that add 1 at once store the same value, and who read it in between would sleep on.
+            self._words[index] = time.monotonic_ns() & 0xFFFFFFFF
+            _syscall(_FUTEX, self._address + 4 * index, _WAKE, _EVERYBODY, None, None, 0)
 
     def sleep(self, index: int, seconds: float, value: int | None = None) -> None:
-        """Sleep until the word is no longer ``value`` (default: what it is now), at most ``seconds``."""
+        """Sleep until the word is no longer ``value`` (default: what it is now), at most ``seconds``; a signal ends it too."""
         expected = self._words[index] if value is None else value
         whole, part = divmod(max(seconds, 0.0), 1)
         limit = _Timespec(int(whole), int(part * 1e9))
-        _syscall(_FUTEX, ctypes.c_void_p(self._address + 4 * index), _WAIT, ctypes.c_uint32(expected), ctypes.byref(limit), None, 0)
+        result = _syscall(_FUTEX, self._address + 4 * index, _WAIT, expected, ctypes.addressof(limit), None, 0)
+        if result != 0 and ctypes.get_errno() not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+            time.sleep(min(seconds, _LOOK))  # this machine has no such call, or a sandbox forbids it
 
 
 class _Wait:
@@ -84,7 +91,7 @@ class _Wait:
         if waited >= self._say_at:
             self._say_at = waited + SAY_EVERY
             what, holder = self._what()
-            log.warning("waiting for %s since %.0f s, held by %s", what, waited, holder)
+            log.warning("waiting %.0f s for %s, held by %s", waited, what, holder)
         return TURN if self._timeout is None else min(TURN, max(self._timeout - waited, 0.001))
 
     @property
@@ -113,13 +120,20 @@ def wait_for(
 
 async def wait_for_async(
     attempt: Callable[[], T | None], words: Words, index: int, *, what: Callable[[], tuple[str, str]], timeout: float | None = None,
-    say_after: float = 5.0,
+    say_after: float = 5.0, on_turn: Callable[[float], None] | None = None,
 ) -> T:  # fmt: skip
-    """The same for a coroutine: the sleeping is done in a thread, the event loop goes on."""
+    """The same for a coroutine. The loop goes on meanwhile, and no thread is used: a sleeping one would be missing elsewhere."""
+    import asyncio  # slow to import, and seldom wanted
+
     wait = _Wait(what, timeout, say_after)
     while True:
         value = words.value(index)
         found = attempt()
         if found is not None:
             return found
-        await asyncio.to_thread(words.sleep, index, wait.turn(), value)
+        pause = wait.turn()
+        if on_turn is not None:
+            on_turn(wait.waited)
+        until = time.monotonic() + pause
+        while words.value(index) == value and (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, _LOOK))
