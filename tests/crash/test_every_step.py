@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from forebay._engine.store import Store
+from forebay._engine.store import Settings, Store
+from forebay._model import ObjectInfo
 from tests.crash.conftest import Scene, victim_of
 from tests.harness import KiB, MiB, bytes_of, write_whole
 
@@ -42,6 +43,13 @@ def test_replace(scene: NewScene, old: bytes, new: bytes) -> None:
         assert bytes_of(store, "b") == BLOB
 
     scene(MiB).play(before, lambda store: store.put("v", "a", new), after)
+
+
+def test_the_next_write_needs_what_the_dead_replacer_left(scene: NewScene) -> None:
+    def after(store: Store) -> None:
+        assert bytes_of(store, "a") in (BLOB, NEWER)
+
+    scene(MiB).play(lambda store: store.put("v", "a", BLOB), lambda store: store.put("v", "a", NEWER), after, small_first=False)
 
 
 def test_publish_through_a_writing(scene: NewScene) -> None:
@@ -80,8 +88,6 @@ def test_a_successor_that_dies_too(scene: NewScene) -> None:
     """A partial is there; who resumes it dies at each step of that."""
 
     def before(store: Store) -> None:
-        from forebay._model import ObjectInfo
-
         hold = store.hold("v", "a")
         with store.writing("v", "a") as writing:
             writing.begin(ObjectInfo("", len(BODY), '"1"', strong=True))
@@ -94,6 +100,37 @@ def test_a_successor_that_dies_too(scene: NewScene) -> None:
         assert bytes_of(store, "a") == BODY
 
     scene(8 * MiB).play(before, lambda store: write_whole(store, "a", BODY), after, least=8)
+
+
+def test_the_object_became_a_smaller_one(scene: NewScene) -> None:
+    """A second `begin`: what was written is void, and takes no room that nothing counts."""
+    small = os.urandom(MiB // 2)
+
+    def during(store: Store) -> None:
+        hold = store.hold("v", "a")
+        with store.writing("v", "a") as writing:
+            writing.begin(ObjectInfo("", len(BODY), '"1"', strong=True))
+            writing.write(0, BODY[: 2 * MiB])
+            writing.begin(ObjectInfo("", len(small), '"2"', strong=True))
+            writing.write(0, small)
+            writing.publish(validator='"2"')
+        hold.release()
+
+    def after(store: Store) -> None:
+        assert bytes_of(store, "a") in (None, small)
+
+    scene(4 * MiB).play(nothing, during, after, least=12, small_first=False)
+
+
+def test_a_put_of_a_key_whose_fetch_died(scene: NewScene) -> None:
+    """The partial of the key itself goes when its space is needed."""
+
+    def after(store: Store) -> None:
+        if bytes_of(store, "a") is None:
+            store.put("v", "a", BODY)
+        assert bytes_of(store, "a") == BODY
+
+    scene(4 * MiB).play(nothing, lambda store: write_whole(store, "a", BODY), after, least=12, small_first=False)
 
 
 def test_grow_of_unknown_length(scene: NewScene) -> None:
@@ -125,7 +162,7 @@ def test_evict_under_pressure(scene: NewScene) -> None:
 
 
 def test_evict_values_under_pressure(scene: NewScene) -> None:
-    body = {f"k{n}": os.urandom(15 * KiB) for n in range(14)}
+    body = {f"k{n}": os.urandom(15 * KiB) for n in range(15)}
 
     def before(store: Store) -> None:
         for key, data in body.items():
@@ -136,7 +173,7 @@ def test_evict_values_under_pressure(scene: NewScene) -> None:
         assert all(data in (None, body[key]) for key, data in found.items())
         assert bytes_of(store, "new") in (None, SMALL * 20)
 
-    scene(256 * KiB).play(before, lambda store: [store.put("v", f"new{n}", SMALL * 20) for n in range(8)], after)
+    scene(256 * KiB).play(before, lambda store: [store.put("v", f"new{n}", SMALL * 20) for n in range(3)], after)
 
 
 @pytest.mark.parametrize("data", [SMALL, BLOB], ids=["value", "blob"])
@@ -159,20 +196,14 @@ def test_a_lower_budget(scene: NewScene) -> None:
     body = {f"k{n}": os.urandom(100 * KiB) for n in range(9)}
 
     def before(store: Store) -> None:
-        from forebay._engine.store import Settings
-
         store.configure(Settings(budget=MiB))
         for key, data in body.items():
             store.put("v", key, data)
 
     def during(store: Store) -> None:
-        from forebay._engine.store import Settings
-
         store.configure(Settings(budget=512 * KiB))
 
     def after(store: Store) -> None:
-        from forebay._engine.store import Settings
-
         store.configure(Settings(budget=MiB))
         found = {key: bytes_of(store, key) for key in body}
         assert all(data in (None, body[key]) for key, data in found.items())

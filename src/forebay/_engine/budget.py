@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from forebay import errors
-from forebay._engine import blobs, stages
+from forebay._engine import blobs, stages, trees
 from forebay._engine.catalog import Catalog, DiskFull, Rows, Txn, reservations, spaces
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.eviction import SPACE_WORD, Doomed, Eviction
@@ -29,6 +30,8 @@ ALLOWANCE = 8 << 20
 ROW = 256
 """What a small value costs beside its bytes."""
 AT_ONCE = 512
+PICKS = 3
+"""How often the coldest are picked anew before they are held to be all in use."""
 PATIENCE = 10.0
 
 
@@ -81,7 +84,7 @@ class _Attempt:
     id: int = 0
     doomed: list[Doomed] = field(default_factory=list)
     partials: list[Reservation] = field(default_factory=list)
-    picked: set[Scope] = field(default_factory=set)
+    picks: Counter[Scope] = field(default_factory=Counter)  # since the last victim of the scope
     pick: set[Scope] = field(default_factory=set)
     stuck: Short | None = None
     hopeless: bool = False
@@ -127,7 +130,7 @@ class Budget:
         free = host.disk(self._root.path).free
         floor = limits.min_free + (charge if want else 0) - free
         quota = self._over_quota(txn, want, id) if want else 0
-        count = totals.count + (1 if want else 0) - limits.max_entries if limits.max_entries is not None else 0
+        count = totals.count + (want is not None and not want.replaces) - limits.max_entries if limits.max_entries is not None else 0
         return Short(quota, max(used + charge - limits.budget, floor), count, totals.leaving, limits.budget - used, limits.budget)
 
     def _over_quota(self, txn: Txn, want: Want, id: int) -> int:
@@ -177,7 +180,10 @@ class Budget:
                 if granted is not None:
                     return granted
                 if attempt.stuck is not None:
-                    raise self._no_space(want, attempt.stuck, attempt.hopeless)
+                    # A replacer that died left bytes that no live entry holds: they are as good as a victim's.
+                    if attempt.hopeless or not self._eviction.sweep():
+                        raise self._no_space(want, attempt.stuck, attempt.hopeless)
+                    attempt.stuck = None
                 self._unlink(attempt)
                 if not (attempt.doomed or attempt.partials or attempt.pick):
                     self._wait_for_others(until)
@@ -191,7 +197,7 @@ class Budget:
         """One transaction: delete what was unlinked, then grant, or doom what has to go."""
         for scope in attempt.pick:
             self._ranking.pick(scope)
-        attempt.picked |= attempt.pick
+            attempt.picks[scope] += 1
         attempt.pick = set()
         doomed: list[Doomed] = []
         partials: list[Reservation] = []
@@ -266,7 +272,7 @@ class Budget:
                 self._stuck_unless(bool(doomed), attempt, short)
                 return
         lacking = short.bytes - short.leaving
-        freed.charge += self._take_partials(txn, want, lacking - freed.charge, partials)
+        self._take_partials(txn, _Freed(charge=lacking, count=short.count), freed, partials)
         scope = Scope() if evicts_own or space is None else Scope(but=space.id)
         self._doom(txn, scope, want, attempt, freed, doomed, _Freed(charge=lacking, count=short.count))
         if freed.charge < lacking or freed.count < short.count:
@@ -282,31 +288,32 @@ class Budget:
         for _ in range(AT_ONCE):
             if freed.size >= need.size and freed.charge >= need.charge and freed.count >= need.count:
                 return
-            cold = next(self._ranking.coldest(scope), None)
+            # Where all that is there is read all the time, each tick has changed since it was picked: then nearly the coldest will do.
+            cold = next(self._ranking.coldest(scope, exact=attempt.picks[scope] < PICKS), None)
             if cold is None:
-                if scope not in attempt.picked:
+                if attempt.picks[scope] < PICKS:
                     attempt.pick.add(scope)
                 return
             if (want is None or cold.id != want.replaces) and self._eviction.doom(txn, cold.id, cold.slot):
+                attempt.picks[scope] = 0
                 doomed.append(Doomed(cold.id, cold.kind, cold.suffix))
                 freed.size, freed.charge, freed.count = freed.size + cold.size, freed.charge + cold.charge, freed.count + 1
 
-    def _take_partials(self, txn: Txn, want: Want | None, need: int, partials: list[Reservation]) -> int:
+    def _take_partials(self, txn: Txn, need: _Freed, freed: _Freed, partials: list[Reservation]) -> None:
         """What dead fetches left, oldest first, each under its key's lock: its successor may be at work."""
-        freed = 0
         for partial in reservations.abandoned(txn):
-            if freed >= need:
+            if freed.charge >= need.charge and freed.count >= need.count:
                 break
-            if (want is None or partial.keyhash != want.keyhash) and self._keys.try_lock(partial.keyhash, exclusive=True):
+            if self._keys.try_lock(partial.keyhash, exclusive=True):
                 partials.append(partial)
-                freed += partial.charge
-        return freed
+                freed.charge, freed.count = freed.charge + partial.charge, freed.count + 1
 
     def _unlink(self, attempt: _Attempt) -> None:
         self._eviction.unlink(attempt.doomed)
         for partial in attempt.partials:
             stages.remove_partial(self._root, partial.keyhash, partial.id)
             blobs.remove_blob(self._root, partial.id, partial.suffix)  # its writer died between rename and commit
+            trees.remove(self._root, partial.id, keyhash=partial.keyhash)
 
     def _let_go(self, attempt: _Attempt) -> None:
         self._eviction.release(attempt.doomed)

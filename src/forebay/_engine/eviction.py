@@ -89,13 +89,14 @@ class Eviction:
             self.release(doomed)
         return doomed
 
-    def sweep(self) -> None:
-        """Finish what evictors that died, replacers, and the last holders of held entries left."""
+    def sweep(self) -> int:
+        """Finish what evictors that died, replacers, and the last holders of held entries left; gives how many entries went."""
         self._leases.drain()
         rows = [(id, slot, Doomed(id, kind, suffix)) for id, slot, kind, suffix, _ in entries.leaving(self._catalog)]
         rows += [(entry.id, entry.slot, Doomed(entry.id, entry.kind, entry.suffix)) for entry in self._some_held()]
         mine = [(id, slot, what) for id, slot, what in rows if self._leases.try_evict(id)]
         taken = [what for _, _, what in mine]
+        going: list[Doomed] = []
         try:
             if mine:
                 with self._catalog.write() as txn:
@@ -103,6 +104,7 @@ class Eviction:
                 self._finish(going)
         finally:
             self.release(taken)
+        return len(going)
 
     def _still_leaving(self, txn: Txn, id: int, slot: int) -> bool:
         # Another sweeper may have deleted the row, and its slot be a successor's, between our look and our lock.

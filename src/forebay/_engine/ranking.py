@@ -53,15 +53,15 @@ class Ranking:
         with self._mutex:
             self._picked[scope] = deque(Cold(tick, *row) for tick, row in coldest)
 
-    def coldest(self, scope: Scope) -> Iterator[Cold]:
-        """Those that are still as cold as when they were picked, coldest first; each is given once."""
+    def coldest(self, scope: Scope, *, exact: bool = True) -> Iterator[Cold]:
+        """Those that are still there and, if ``exact``, as cold as when they were picked, coldest first; each is given once."""
         while True:
             with self._mutex:
                 picked = self._picked.get(scope)
                 if not picked:
                     return
                 cold = picked.popleft()
-            if self._slots.id_of(cold.slot) == cold.id and self._slots.used(cold.slot) == cold.used:
+            if self._slots.id_of(cold.slot) == cold.id and (not exact or self._slots.used(cold.slot) == cold.used):
                 yield cold
 
     def after_fork_child(self) -> None:

@@ -26,7 +26,8 @@ class Space:
 @dataclass(frozen=True, slots=True)
 class Totals:
     """What is used, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being unlinked;
-    ``granted`` and ``pending``: of reservations; ``pages``: what the catalog occupies beside small values; ``spare``: its free pages."""
+    ``granted`` and ``pending``: of reservations; ``pages``: what the catalog occupies beside small values; ``spare``: its free pages.
+    ``count``: live entries, and those that are promised."""
 
     entries: int
     leaving: int
@@ -40,7 +41,7 @@ class Totals:
 # One statement: it is asked in every transaction that writes.
 _TOTALS = """
 SELECT * FROM (SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries), 0) FROM spaces),
-    (SELECT coalesce(sum(charge), 0) FROM entries WHERE state > 0 AND state = 2),
+    (SELECT coalesce(sum(charge * (state = 2)), 0), count(*) FROM entries WHERE state > 0),
     (SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?1)), 0),
         coalesce(sum(granted OR id < ?1), 0) FROM reservations WHERE id IS NOT ?1)
 """
@@ -72,9 +73,9 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None) -> None:
 
 def totals(rows: Rows, before: int | None = None) -> Totals:
     """What is used now. ``before``: count only the pending reservations that are older than this one."""
-    entries, inline, count, leaving, granted, pending, waiting = one(rows, _TOTALS, (1 << 62) if before is None else before)
+    entries, inline, count, leaving, left, granted, pending, waiting = one(rows, _TOTALS, (1 << 62) if before is None else before)
     pages, spare = pages_of(rows)
-    return Totals(entries, leaving, granted, pending, pages - spare - inline, spare, count + waiting)
+    return Totals(entries, leaving, granted, pending, pages - spare - inline, spare, count - left + waiting)
 
 
 def setting(rows: Rows, name: str) -> Any:
