@@ -5,7 +5,6 @@ PYTEST_ARGS ?=
 
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
-export PYTHONDONTWRITEBYTECODE = 1
 
 .PHONY: help demo test quality style stress mutants bench-engine bench-remote deps docs clean
 .DEFAULT_GOAL := help
@@ -58,7 +57,7 @@ bench-engine: $(VENV)/.dev ## hits, puts, evictions, leases beside floors and pe
 bench-remote: $(VENV)/.dev deps ## fetches from nginx beside curl and bare clients
 	$(PY) benchmarks/remote.py
 
-docs: $(VENV)/.dev ## the site, strictly, into site/ (--quiet would hide the warnings that it counts)
+docs: $(VENV)/.dev ## the site, into site/: a warning is an error (and would not be counted with --quiet)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## what the targets above made, the environment too
