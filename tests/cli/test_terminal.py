@@ -29,7 +29,7 @@ def stalling(server: ScriptedServer) -> str:
 def test_a_bar_for_each_object_and_a_total(home: Path, server: ScriptedServer) -> None:
     urls = [server.put(f"/{name}", bytes(MiB)) for name in ("one.bin", "two.bin")]
     with Terminal("pull", *urls) as terminal:
-        assert terminal.end() == 0
+        assert terminal.end() == 0, terminal.seen
         shown = COLOUR.sub("", terminal.seen)
     assert [word in shown for word in ("one.bin", "two.bin", "total", "2 of 2", "fetched", "1.05 MB")] == [True] * 6
     assert "\x1b[?25h" in terminal.seen  # the cursor is back
@@ -50,7 +50,7 @@ def test_s40_the_second_terminal_waits_and_says_for_whom(home: Path, server: Scr
 
 def test_no_color(home: Path, server: ScriptedServer) -> None:
     with Terminal("pull", server.put("/a", b"x" * 1000), NO_COLOR="1") as terminal:
-        assert terminal.end() == 0
+        assert terminal.end() == 0, terminal.seen
         assert COLOUR.findall(terminal.seen) == []
         assert "fetched" in terminal.seen
 
@@ -58,7 +58,7 @@ def test_no_color(home: Path, server: ScriptedServer) -> None:
 @pytest.mark.parametrize("environ", [{"FOREBAY_PROGRESS": "0"}, {"TERM": "dumb"}])
 def test_no_bars(home: Path, server: ScriptedServer, environ: dict[str, str]) -> None:
     with Terminal("pull", server.put("/a", b"x" * 1000), **environ) as terminal:
-        assert terminal.end() == 0
+        assert terminal.end() == 0, terminal.seen
         assert "\x1b" not in terminal.seen
 
 
@@ -72,16 +72,15 @@ def test_a_question_that_is_answered_with_no(home: Path, cache: Cache) -> None:
 
 
 def test_ctrl_c_ends_at_once_and_the_next_call_goes_on(home: Path, server: ScriptedServer, stalling: str) -> None:
-    pull = subprocess.Popen([*COMMAND, "pull", stalling], stderr=subprocess.PIPE, text=True)
-    assert server.stalled.wait(HANG)
-    began = time.monotonic()
-    pull.send_signal(signal.SIGINT)
-    words = pull.communicate(timeout=HANG)[1]
-    assert pull.returncode == 130
-    assert time.monotonic() - began < 2  # a second, and the noise of a busy machine
-    assert words == "interrupted: what came is kept, the same command goes on from there\n"
+    with Terminal("pull", stalling) as pull:
+        pull.read(until="2.1 MB / 4.19 MB")
+        began = time.monotonic()
+        pull.process.send_signal(signal.SIGINT)
+        assert pull.end() == 130
+        assert time.monotonic() - began < 2  # a second, and the noise of a busy machine
+        assert "interrupted: what came is kept, the same command goes on from there" in pull.seen
     server.go.set()
     before = server.sent
     assert subprocess.run([*COMMAND, "pull", stalling], check=False).returncode == 0
-    assert server.sent - before <= 3 * MiB
+    assert server.sent - before < 2.5 * MiB  # the missing half, and what the server still sends to the first one
     assert subprocess.run([*COMMAND, "verify"], stdout=subprocess.DEVNULL, check=False).returncode == 0
