@@ -61,7 +61,8 @@ class FsspecClient:
             yield from blocks(file.read, span.length)
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        if "/" not in url.partition("://")[2]:
+        _, scheme, rest = url.partition("://")
+        if scheme and "/" not in rest:
             url += "/"  # a bucket, whose like need not be listed
         fs, prefix = self._split(url)
         prefix = prefix.rstrip("/") + "/" * url.endswith("/")
@@ -161,8 +162,8 @@ class ArrowClient:
         if not self._has_etags:
             return None
         with self._fs.open_input_file(path) as file:
-            found = {str(k, "utf-8", "replace").lower(): v for k, v in (file.metadata() or {}).items()}
-        return str(found["etag"], "utf-8", "replace") if found.get("etag") else None
+            etag = (file.metadata() or {}).get("ETag")
+        return str(etag, "ascii", "replace") if etag else None
 
     def read(self, url: str, span: Span) -> Iterator[Buffer]:
         with self._fs.open_input_file(arrow_path(url)) as file:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -64,6 +64,7 @@ class FilesystemRemote:
         self._options = options or RemoteOptions()
         self._settings = dict(storage_options or {})
         self._fixed = None if filesystem is None else _way_to(filesystem)
+        self._scheme = None if filesystem is None else protocols_of(filesystem)[0]
         self._here = Here(None, self._settings)
         self._there = There(pickle.dumps((None, self._settings)))
 
@@ -71,9 +72,12 @@ class FilesystemRemote:
         schemes = {link.partition("://")[0] for link in url.split("::")}
         return self._fixed or (self._here if schemes <= HERE | WRAPPERS else self._there)
 
+    def _begin(self, url: str) -> Call:
+        return Call(url if "://" in url else f"{self._scheme}://{url}", self._options)
+
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`. The validator is the filesystem's ETag, else made of time and size."""
-        with Call(url, self._options) as call:
+        with self._begin(url) as call:
             info = self._look(call, url)
         return None if known is not None and info.validator == known else info
 
@@ -86,7 +90,7 @@ class FilesystemRemote:
 
     def fetch(self, url: str, sink: Sink) -> Transfer:
         """See `Remote.fetch`. All bytes are of one version: the object is looked at before and after."""
-        call = Call(url, self._options)
+        call = self._begin(url)
         for _ in range(1 + CHANGES):
             try:
                 with call:
@@ -148,7 +152,7 @@ class FilesystemRemote:
 
     def read(self, url: str, span: Span, *, validator: str | None = None) -> bytes:
         """See `Remote.read`."""
-        with Call(url, self._options) as call:
+        with self._begin(url) as call:
             data = call.retrying(lambda: b"".join(bytes(block) for _, block in self._blocks(call, url, span)))
             if validator is not None and self._look(call, url).validator != validator:
                 raise RemoteChanged(f"{call.url}: it is not the version {validator} any more", url=call.url)
@@ -156,7 +160,7 @@ class FilesystemRemote:
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`. Raises `NotFound` where there is no such directory."""
-        with Call(url, self._options) as call:
+        with self._begin(url) as call:
             call.count(requests=1)
             try:
                 yield from self._way(url).list(call, url)
@@ -228,8 +232,14 @@ def is_here(filesystem: Any) -> bool:
     for name in ("base_fs", "fs", "handler"):  # what a wrapper of pyarrow or fsspec wraps
         if (inner := getattr(filesystem, name, None)) is not None:
             return is_here(inner)
-    protocols: Any = getattr(filesystem, "protocol", None) or getattr(filesystem, "type_name", "")
-    return not HERE.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
+    return not HERE.isdisjoint(protocols_of(filesystem))
+
+
+def protocols_of(filesystem: Any) -> Sequence[str]:
+    """The schemes of its URLs: ``("file", "local")``, ``("s3",)``."""
+    inner = getattr(filesystem, "handler", None)
+    known: Any = getattr(getattr(inner, "fs", filesystem), "protocol", None) or getattr(filesystem, "type_name", "")
+    return (known,) if isinstance(known, str) else tuple(known)
 
 
 # ------------------------------------------------------------------------------------------------------- in the helper process

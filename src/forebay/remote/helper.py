@@ -62,7 +62,9 @@ def _receive(channel: socket.socket, length: int) -> bytearray:
 def meaning(error: Exception) -> Trouble | errors.MissingExtra:
     """What a filesystem raised, as what it means for the call; its text without secrets."""
     why = f"{type(error).__name__}: {redacted(str(error))}"[:500]
-    status = next((s for name in ("status", "code") if isinstance(s := getattr(error, name, None), int)), None)
+    status, cause = status_of(error), error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and status_of(cause) not in (None, 404, 410):
+        return meaning(cause)  # fsspec's http tells so of whatever a server answers
     match error:
         case Trouble():
             return error
@@ -85,6 +87,11 @@ def meaning(error: Exception) -> Trouble | errors.MissingExtra:
     if status in (404, 410):
         return Trouble("there is no such object", errors.NotFound, again=False, status=status)
     return Trouble(why, again=status is None or status in (408, 429) or status >= 500, status=status)
+
+
+def status_of(error: BaseException) -> int | None:
+    """Of an HTTP answer, where there was one: as aiohttp and gcsfs tell it."""
+    return next((status for name in ("status", "code") if isinstance(status := getattr(error, name, None), int)), None)
 
 
 def redacted(text: str) -> str:
