@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -33,6 +32,7 @@ log = logging.getLogger("forebay.cache")
 
 VALUES = "values"
 _SECOND = 1_000_000_000
+_FOREVER = 1 << 60  # nanoseconds: 36 years, so that an entry that was invalidated (validated in 1970) is too old even so
 
 
 class Cache:
@@ -63,7 +63,7 @@ class Cache:
         }  # fmt: skip
         self.offline = said.offline if offline is None else offline
         age = said.max_age if max_age is None else _config.parse_age(max_age, name="max_age")
-        self._max_age = 1 << 62 if math.isinf(age) else int(age * _SECOND)
+        self._max_age = int(min(age * _SECOND, _FOREVER))
         self._timeout = timeout
         budget, min_free = said.budget if budget is None else budget, said.min_free if min_free is None else min_free
         store = _open_store(place, budget, min_free, max_entries, shared, read_only) if enabled else PassThrough()
@@ -297,7 +297,7 @@ class Cache:
     ) -> Ask:  # fmt: skip
         offline = self.offline if offline is None else offline
         age = self._max_age if max_age is None else _config.parse_age(max_age, name="max_age") * _SECOND
-        since = -1 if offline else time.time_ns() if refresh else 1 if age >= 1 << 62 else max(1, time.time_ns() - int(age))
+        since = -1 if offline else time.time_ns() if refresh else 1 if age >= _FOREVER else max(1, time.time_ns() - int(age))
         return Ask(
             since, offline, sha256, etag, self._timeout if timeout is None else timeout, bypass, force, pin, on_wait, on_progress
         )  # fmt: skip

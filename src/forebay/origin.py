@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 URLS = "urls"
 RANGE = 4 << 20
+POSTPONED = 30_000_000_000
+"""Nanoseconds until a remote that could not be reached is asked again whether an object has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +151,14 @@ class Origin:
     def lease(self, target: Target, ask: Ask) -> Lease:
         """A lease on the kept copy, fetched if it is not there or not fresh. Raises `CacheFault` where it cannot be kept."""
         made: list[bool] = []
+        stale: list[bool] = []  # what is kept, if anything, was seen not to do
 
         def look() -> Lease | None:
-            return self._kept(target, ask)
+            return self._kept(target, ask, stale)
 
         def make() -> Lease:
             made.append(True)
-            return self._obtain(target, ask)
+            return self._obtain(target, ask) if stale else self._fetch(target, ask)
 
         lease = look() or self.store.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait)
         if not made:
@@ -165,12 +168,13 @@ class Origin:
             self.store.set_life(URLS, target.key, "pinned")
         return lease
 
-    def _kept(self, target: Target, ask: Ask) -> Lease | None:
+    def _kept(self, target: Target, ask: Ask, stale: list[bool]) -> Lease | None:
         lease = self.store.lease(URLS, target.key)
         if lease is not None and self._is_fresh(lease.entry, ask) and self._is_expected(lease, ask):
             return lease
         if lease is not None:
             lease.close()
+            stale.append(True)
         return None
 
     def _is_fresh(self, entry: Entry, ask: Ask) -> bool:
@@ -191,13 +195,15 @@ class Origin:
         old = self.store.lease(URLS, target.key)
         if old is None or not self._is_expected(old, ask):
             return self._fetch(target, ask)
-        current = self._validate(target, old)
+        current = self._validate(target, ask, old)
         if current is not None:
+            self.store.count("hits")
+            self.store.count("bytes_hit", current.entry.size)
             return current
         old.close()
         return self._fetch(target, ask)
 
-    def _validate(self, target: Target, old: Lease) -> Lease | None:
+    def _validate(self, target: Target, ask: Ask, old: Lease) -> Lease | None:
         """``old`` if it is still the remote's, or the remote cannot be reached; None if the remote has something else."""
         began = time.time_ns()
         try:
@@ -205,6 +211,7 @@ class Origin:
             self._count(Transfer(requests=1))
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn(f"stale {target.key}", "%s cannot be reached (%s): its copy from the cache is served", target.key, error)
+            self._postpone(old.entry, ask)
             return old
         except errors.NotFound:
             self.store.set_validated(old.entry, 0)
@@ -213,6 +220,12 @@ class Origin:
         if same:
             self.store.set_validated(old.entry, began)
         return old if same else None
+
+    def _postpone(self, entry: Entry, ask: Ask) -> None:
+        """The remote cannot be reached: who waits for this answer is served what is there, and so is who asks in the next seconds,
+        in any process. Each would wait for a time-out of his own, else."""
+        if ask.since > 1:
+            self.store.set_validated(entry, ask.since + min(time.time_ns() - ask.since, POSTPONED))
 
     def _above(self, target: Target, ask: Ask) -> Remembered | None:
         """What the upstream root has of it, while that is still the remote's. A prefilled root is old: the remote is asked once."""
@@ -290,7 +303,7 @@ class Origin:
         """Each kind of trouble is told once a process; the counters tell how often it came."""
         if what not in self._warned:
             self._warned.add(what)
-            log.warning(message, *values)
+            log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
 
     def _direct(self, target: Target, ask: Ask) -> memoryview:
         """The whole object in memory, or over the upstream's mapping."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import formatdate
 
 from forebay import errors
@@ -13,6 +13,7 @@ from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.download import Download, changed
 from forebay.remote.exchange import Exchange, Judge, Sign
 
+CHECK_TIMEOUT = 10.0  # seconds for asking whether a known version is still current: who asks can do without the answer
 CHANGES = 2  # an object that changes more often while it is fetched is given up
 
 
@@ -35,11 +36,13 @@ class HttpRemote:
         self, options: RemoteOptions | None = None, sign: Sign | None = None, judge: Judge | None = None, *, raw: bool = False
     ) -> None:
         self.options = options or RemoteOptions()
+        limit = min(CHECK_TIMEOUT, self.options.total_timeout or CHECK_TIMEOUT)
+        self._checking = replace(self.options, attempts=min(2, self.options.attempts), total_timeout=limit)
         self._exchange = Exchange(self.options, sign, judge, raw=raw)
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`. Asks by HEAD, or for one byte where the server refuses HEAD."""
-        with Call(url, self.options) as call:
+        with Call(url, self.options if known is None else self._checking) as call:
             info = call.retrying(lambda: self._stat(call, url, _conditions(known)))
         return None if info is None or (known is not None and is_same(info.validator, known)) else info
 
@@ -99,7 +102,7 @@ class HttpRemote:
                 raise changed(call.url)
             if answer.status == 200:
                 answer.skip(span.start)
-            data = b"".join(answer.blocks(span.length))
+            data = b"".join(map(bytes, answer.blocks(span.length)))
         if size is not None and len(data) < min(span.end, size) - span.start:
             raise Trouble("less than was asked for")
         return data
@@ -126,7 +129,7 @@ class HttpRemote:
 
         def once() -> Reply:
             with self._exchange.ask(call, method, url, headers or {}, ok=ok, body=body) as answer:
-                return Reply(answer.status, answer.headers, b"".join(answer.content()))
+                return Reply(answer.status, answer.headers, b"".join(map(bytes, answer.content())))
 
         return call.retrying(once)
 
