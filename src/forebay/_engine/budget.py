@@ -16,6 +16,7 @@ from forebay import errors
 from forebay._engine import blobs, stages, trees
 from forebay._engine.catalog import Catalog, DiskFull, Rows, Txn, reservations, spaces
 from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.counters import EVICTIONS, Counters
 from forebay._engine.eviction import SPACE_WORD, Doomed, Eviction
 from forebay._engine.owners import Owners
 from forebay._engine.policy import Policy
@@ -102,8 +103,10 @@ class _Freed:
 class Budget:
     """Room in one root. Callable from any thread; blocks only for the unlinking of what others doomed."""
 
-    def __init__(self, root: Root, catalog: Catalog, owners: Owners, eviction: Eviction, ranking: Ranking, words: waits.Words) -> None:
-        self._root, self._catalog, self._owners = root, catalog, owners
+    def __init__(
+        self, root: Root, catalog: Catalog, owners: Owners, eviction: Eviction, ranking: Ranking, words: waits.Words, counters: Counters
+    ) -> None:  # fmt: skip
+        self._root, self._catalog, self._owners, self._counters = root, catalog, owners, counters
         self._eviction, self._ranking, self._words = eviction, ranking, words
         self._keys = locks.LockFile(root.lock("keys"))  # a reaper's own description: see the module `leases`
         self._block = host.disk(root.path).block
@@ -206,8 +209,9 @@ class Budget:
                 self._eviction.delete(txn, attempt.doomed)
                 for partial in attempt.partials:
                     reservations.delete(txn, partial.id)
-                self._owners.reap(txn)
                 short = self.short(txn, want, attempt.id)
+                if not short.fits and self._owners.reap(txn):
+                    short = self.short(txn, want, attempt.id)
                 if short.fits:
                     return self._grant(txn, want, attempt)
                 if self._enter_pending(txn, want, attempt, short):
@@ -220,26 +224,27 @@ class Budget:
         finally:
             self._let_go(attempt)
             attempt.doomed, attempt.partials = doomed, partials
+            self._counters.add(EVICTIONS, len(doomed))
         return None
 
     def _grant(self, txn: Txn, want: Want | None, attempt: _Attempt) -> Reservation:
         if want is None:
             return _NOTHING
-        if attempt.id:
-            reservations.set_size(txn, attempt.id, want.size, self.charge(want.size, want.inline), True)
-        else:
-            attempt.id = self._enter(txn, want, attempt.me, granted=True)
+        if not attempt.id:
+            return self._enter(txn, want, attempt, granted=True)
+        reservations.set_size(txn, attempt.id, want.size, self.charge(want.size, want.inline), True)
         found = reservations.by_id(txn, attempt.id)
         if found is None:
             raise errors.CacheFault(f"the reservation of {want.key!r} is gone: the catalog was made anew meanwhile")
         return found
 
-    def _enter(self, txn: Txn, want: Want, me: int, *, granted: bool) -> int:
-        id, charge = txn.take("next_id"), self.charge(want.size, want.inline)
-        reservations.insert(
-            txn, Reservation(id, me, want.space, want.key, want.keyhash, granted, want.size, charge, want.suffix, time.time())
-        )
-        return id
+    def _enter(self, txn: Txn, want: Want, attempt: _Attempt, *, granted: bool) -> Reservation:
+        attempt.id, charge = txn.take("next_id"), self.charge(want.size, want.inline)
+        row = Reservation(
+            attempt.id, attempt.me, want.space, want.key, want.keyhash, granted, want.size, charge, want.suffix, time.time()
+        )  # fmt: skip
+        reservations.insert(txn, row)
+        return row
 
     def _enter_pending(self, txn: Txn, want: Want | None, attempt: _Attempt, short: Short) -> bool:
         """Let others count what is wanted. False, and stuck, if it could not fit into an empty root either."""
@@ -251,7 +256,7 @@ class Budget:
             attempt.stuck, attempt.hopeless = short, True
             return False
         if not attempt.id:
-            attempt.id = self._enter(txn, want, attempt.me, granted=False)
+            self._enter(txn, want, attempt, granted=False)
         return True
 
     # -- victims ---------------------------------------------------------------------------------------------------

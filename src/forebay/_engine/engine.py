@@ -12,7 +12,7 @@ from typing import ClassVar, Concatenate, ParamSpec, Self, TypeVar
 from forebay import errors
 from forebay._engine import check
 from forebay._engine.budget import Budget
-from forebay._engine.catalog import Catalog, CatalogBroken, spaces
+from forebay._engine.catalog import Catalog, CatalogBroken, people, spaces
 from forebay._engine.census import Census
 from forebay._engine.counters import Counters
 from forebay._engine.eviction import Eviction
@@ -109,8 +109,8 @@ class Engine:
         self._owners = Owners(root, self._catalog, self.counters)
         self._eviction = Eviction(root, self._catalog, self._slots, self._leases, self.words)
         self._ranking = Ranking(self._catalog, self._slots)
-        self._budget = Budget(root, self._catalog, self._owners, self._eviction, self._ranking, self.words)
-        self._fill = Fill(root, self._catalog, self._owners, self.words)
+        self._budget = Budget(root, self._catalog, self._owners, self._eviction, self._ranking, self.words, self.counters)
+        self._fill = Fill(root, self._catalog, self._owners, self.words, self.counters)
         self._publisher = Publisher(root, self._catalog, self._slots, self._leases, self._owners, self._budget, self._eviction)
         self._catalog.sweeper = self._eviction.sweep
         self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
@@ -129,11 +129,20 @@ class Engine:
         if self.root.read_only:
             return
         self._format.try_lock(0, exclusive=False)  # a later version migrates a root only when nobody holds this
-        self._slots.ensure(0)
+        self._have_slots()
         self._catalog.make_ballast()
         self._owners.me()
         self._clean_after_reboot()
         self.configure(settings)
+
+    def _have_slots(self) -> None:
+        try:
+            self._slots.ensure(0)
+        except errors.CacheFault as error:
+            log.warning("%s: making it anew", error)
+            with self._catalog.writer():
+                self._slots.remove_foreign()
+            self._slots.ensure(0)
 
     def _clean_after_reboot(self) -> None:
         """Before this boot's first reservation: files that the machine's crash left without a row go."""
@@ -141,6 +150,7 @@ class Engine:
             return
         check.remove_strays(self.root, self._catalog, self._eviction, self._fill)
         with self._catalog.write() as txn:
+            people.forget_failures(txn)
             spaces.set_setting(txn, "boot", host.boot_id())
 
     def configure(self, settings: Settings) -> None:

@@ -19,6 +19,7 @@ import xxhash
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, people, reservations
+from forebay._engine.counters import WAIT_NS_LOCK, WAITS, Counters
 from forebay._engine.owners import Owners
 from forebay._engine.root import Root
 from forebay._engine.stages import progress_of
@@ -72,8 +73,8 @@ class KeyHold:
 class Fill:
     """Single-flight for one root, across threads and processes."""
 
-    def __init__(self, root: Root, catalog: Catalog, owners: Owners, words: waits.Words) -> None:
-        self._root, self._catalog, self._owners, self._words = root, catalog, owners, words
+    def __init__(self, root: Root, catalog: Catalog, owners: Owners, words: waits.Words, counters: Counters) -> None:
+        self._root, self._catalog, self._owners, self._words, self._counters = root, catalog, owners, words, counters
         self._keys = locks.LockFile(root.lock("keys"))
         self._errors: dict[tuple[int, str], tuple[int, Exception]] = {}  # this process's own failures, whole
 
@@ -92,14 +93,14 @@ class Fill:
         Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds of
         waiting; `Busy` where waiting could deadlock."""
         keyhash = hash_of(space, key)
-        noted = self._attempts(space, key)
-        self._lock(key, keyhash, timeout, on_wait)
+        waiting_since = self._lock(key, keyhash, timeout, on_wait)
         try:
             # P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: we are here.
             found = look()
             if found is not None:
                 return found
-            self._raise_shared(space, key, noted)
+            if waiting_since is not None:
+                self._raise_shared(space, key, waiting_since)
             return self._make(space, key, make)
         finally:
             self.unlock(keyhash)
@@ -163,47 +164,50 @@ class Fill:
                 return found
         return 0, None
 
-    def _lock(self, key: str, keyhash: int, timeout: float | None, on_wait: OnWait | None) -> None:
+    def _lock(self, key: str, keyhash: int, timeout: float | None, on_wait: OnWait | None) -> int | None:
+        """Take the key's lock. Gives when the waiting began, on the clock of failures; None if there was none."""
         if self._keys.try_lock(keyhash, exclusive=True):
             if not self._keys.is_same():
                 self._keys.unlock(keyhash)
                 raise errors.CacheFault(f"the root {self._root.path} was deleted or replaced")
-            return
+            return None
         if _working.get():
             raise Busy(f"{key!r} is being made by {self._owners.holder_of(keyhash)}, and this caller holds another key", key=key)
-        began = time.monotonic()
+        began, since = time.monotonic(), time.monotonic_ns()
 
         def tell(waited: float) -> None:
             if on_wait is not None:
                 on_wait(Waiting(key, time.monotonic() - began, self._owners.holder_of(keyhash), *self.progress(keyhash)))
 
-        waits.wait_for(
-            lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
-            self._words,
-            _word_of(keyhash),
-            what=lambda: (key, self._owners.holder_of(keyhash)),
-            timeout=timeout,
-            on_turn=tell if on_wait is not None else None,
-        )
-
-    def _attempts(self, space: int, key: str) -> int:
-        found = people.failure(self._catalog, space, key)
-        return found[0] if found else 0
+        self._counters.add(WAITS)
+        try:
+            waits.wait_for(
+                lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
+                self._words,
+                _word_of(keyhash),
+                what=lambda: (key, self._owners.holder_of(keyhash)),
+                timeout=timeout,
+                on_turn=tell if on_wait is not None else None,
+            )
+        finally:
+            self._counters.add(WAIT_NS_LOCK, time.monotonic_ns() - since)
+        return since
 
     def _record(self, space: int, key: str, error: Exception) -> None:
         with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
-            attempt = people.record_failure(txn, space, key, errors.to_wire(error), time.time())
+            at = time.monotonic_ns()
+            people.record_failure(txn, space, key, errors.to_wire(error), at)
             if len(self._errors) >= 256:
                 self._errors.clear()
-            self._errors[space, key] = attempt, error
+            self._errors[space, key] = at, error
 
-    def _raise_shared(self, space: int, key: str, noted: int) -> None:
+    def _raise_shared(self, space: int, key: str, since: int) -> None:
         """Raise the failure of the attempt that this caller waited for. A later caller tries again."""
         found = people.failure(self._catalog, space, key)
-        if found is None or found[0] <= noted:
+        if found is None or found[0] < since:
             return
-        attempt, error = self._errors.get((space, key), (0, None))
-        raise error if error is not None and attempt == found[0] else errors.from_wire(found[1])
+        at, error = self._errors.get((space, key), (0, None))
+        raise error if error is not None and at == found[0] else errors.from_wire(found[1])
 
     def close(self) -> None:
         self._keys.close()

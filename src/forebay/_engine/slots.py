@@ -44,6 +44,14 @@ class Slots:
             self._root.install(self._path(chunk), self._fill)
             self._words(chunk)
 
+    def remove_foreign(self) -> None:
+        """Remove the chunks that are not this root's: it lost its FORMAT, and got a new one. Caller: holds the writer lock."""
+        for chunk in [int(name) for name in os.listdir(self._root.slots_dir) if name.isdigit()]:
+            try:
+                self._map(chunk)
+            except CacheFault:
+                host.unlink(self._path(chunk))
+
     def record(self, slot: int) -> tuple[memoryview, int]:
         """``(words, base)``: ``words[base + ID]``, ``words[base + USED]``, ``words[base + VALIDATED]`` are the slot's."""
         chunk, index = divmod(slot, RECORDS)

@@ -131,8 +131,7 @@ class Catalog:
             log.warning(
                 "the catalog of %s is damaged or missing: starting with an empty one: what it held is fetched again", self._root.path
             )
-            for ending in ("-wal", "-shm", ""):
-                host.unlink(f"{self._path}{ending}")
+            host.unlink(self._path)
             self._create()
             with self._mutex, _translated():
                 self._connect_locked()
@@ -153,6 +152,9 @@ class Catalog:
         if self._root.shared:
             host.chmod(draft, 0o660)
         self.make_ballast()
+        for ending in ("-wal", "-shm"):
+            # A journal whose catalog somebody deleted: SQLite would take it for the new one's, and ids would be given twice.
+            host.unlink(self._path + ending)
         host.rename(draft, self._path)
 
     def _connect_locked(self) -> None:
@@ -298,16 +300,9 @@ class Catalog:
     def make_ballast(self) -> None:
         """Keep a few MiB of the disk, to be given up when it is full: with a fresh journal even a DELETE needs room."""
         try:
-            fd = host.create(self._root.ballast, 0o660 if self._root.shared else 0o600)
-        except FileExistsError:
-            return
-        try:
-            host.allocate(fd, 0, BALLAST)
+            self._root.install(self._root.ballast, lambda fd: host.allocate(fd, 0, BALLAST))
         except OSError as error:
             log.info("no room for the ballast %s: %s", self._root.ballast, error)
-            host.unlink(self._root.ballast)
-        finally:
-            os.close(fd)
 
     def drop_ballast(self) -> bool:
         """Give the ballast up. False if it was gone already."""

@@ -56,17 +56,20 @@ def free_page(rows: Rows) -> int:
 
 
 def failure(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | None:
-    """The last failure of a key: its attempt number and the error as `errors.to_wire` wrote it."""
-    row = one(rows, "SELECT attempt, error FROM failures WHERE space = ? AND key = ?", space, key)
+    """The last failure of a key: when, and the error as `errors.to_wire` wrote it."""
+    row = one(rows, "SELECT at, error FROM failures WHERE space = ? AND key = ?", space, key)
     return (row[0], json.loads(row[1])) if row else None
 
 
-def record_failure(txn: Txn, space: int, key: str, error: dict[str, Any], at: float) -> int:
-    """Note that an attempt failed; gives its number. Numbers of a key only grow while anybody may compare them."""
-    (attempt,) = txn.all(
-        "INSERT INTO failures VALUES (?1, ?2, ?3, ?4, ?5) ON CONFLICT(space, key) DO UPDATE"
-        " SET attempt = max(attempt + 1, ?3), error = ?4, at = ?5 RETURNING attempt",
-        space, key, int(at * 1e6), json.dumps(error), at,
-    )[0]  # fmt: skip
+def record_failure(txn: Txn, space: int, key: str, error: dict[str, Any], at: int) -> None:
+    """Note that an attempt failed: for those who wait. ``at``: nanoseconds of the node's monotonic clock."""
+    txn.run(
+        "INSERT INTO failures VALUES (?1, ?2, ?3, ?4) ON CONFLICT(space, key) DO UPDATE SET error = ?3, at = ?4",
+        space, key, json.dumps(error), at,
+    )  # fmt: skip
     txn.run("DELETE FROM failures WHERE at < (SELECT at FROM failures ORDER BY at DESC LIMIT 1 OFFSET ?)", KEEP_FAILURES)
-    return int(attempt)
+
+
+def forget_failures(txn: Txn) -> None:
+    """After a reboot: the clock they were noted by began anew."""
+    txn.run("DELETE FROM failures")
