@@ -80,7 +80,7 @@ def _say_usage(error: Exception) -> None:
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "forebay"
     what = getattr(error, "format_message", error.__str__)().replace("Value error, ", "")
-    render.say_usage(what, f"`{where} --help` lists what it takes")
+    render.say_two_lines(what, f"`{where} --help` lists what it takes")
 
 
 def _say_failure(error: Exception) -> int:

@@ -83,15 +83,18 @@ def matching(entries: list[Entry], names: list[str]) -> list[Entry]:
     return [entry for entry in entries if not names or entry.name.startswith(tuple(names))]
 
 
-def each_name(cache: Cache, names: list[str], act: Callable[[str], object], *, done: str, as_json: bool) -> None:
+def each_name(names: list[str], act: Callable[[str], object], *, done: str, as_json: bool) -> None:
     """Do ``act`` to each name that the cache holds, and say so; exits with `ABSENT` if one was missing."""
-    output, missing = Output(as_json), [name for name in names if cache.entry(name) is None]
-    present = [name for name in names if name not in missing]
-    for name in present:
-        act(name)
-        output.line(f"{done}: {name}")
+    output, present, missing = Output(as_json), [], []
+    for name in names:
+        try:
+            act(name)
+        except NotCached as error:
+            missing.append(name)
+            say_error(error)
+        else:
+            present.append(name)
+            output.line(f"{done}: {name}")
     output.document({done: present, "missing": missing})
-    for name in missing:
-        say_error(NotCached.of(name))
     if missing:
         raise typer.Exit(ABSENT)

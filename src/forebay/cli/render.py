@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -33,7 +33,10 @@ def console(*, stderr: bool = False) -> Console:
 
 def plain(text: object) -> str:
     """The text with what could move a terminal's cursor or forge a line written out as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+    words = str(text)
+    if words.isprintable():
+        return words
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
 
 
 def wants_bars() -> bool:
@@ -44,16 +47,11 @@ def wants_bars() -> bool:
 
 def say_error(error: BaseException, *, about: str = "") -> None:
     """One line what, one line what to do."""
-    err = console(stderr=True)
     what = str(error) or type(error).__name__
-    if about and about not in what:
-        what = f"{about}: {what}"
-    err.print(Text.assemble(("error: ", "bold red"), plain(what)), soft_wrap=True)
-    err.print(Text.assemble((" hint: ", "bold"), plain(hint_for(error).todo)), soft_wrap=True)
+    say_two_lines(f"{about}: {what}" if about and about not in what else what, hint_for(error).todo)
 
 
-def say_usage(what: str, todo: str) -> None:
-    """A command line that makes no sense, in the same two lines."""
+def say_two_lines(what: str, todo: str) -> None:
     err = console(stderr=True)
     err.print(Text.assemble(("error: ", "bold red"), plain(what)), soft_wrap=True)
     err.print(Text.assemble((" hint: ", "bold"), plain(todo)), soft_wrap=True)
@@ -89,14 +87,16 @@ class Output:
     def document(self, value: object) -> None:
         """Print ``value`` as JSON if that was asked for."""
         if self.as_json:
-            sys.stdout.write(json.dumps(_jsonable(value), indent=2, ensure_ascii=False) + "\n")
+            sys.stdout.write(json.dumps(_jsonable(value), indent=2) + "\n")
 
     def line(self, text: object, *, style: str = "") -> None:
-        if not self.as_json:
+        if style and not self.as_json:
             self._out.print(Text(plain(text), style=style), soft_wrap=True)
+        else:
+            self.raw(plain(text))
 
     def raw(self, text: str) -> None:
-        """Text of our own that a program reads: as it is."""
+        """Text of our own, as it is."""
         if not self.as_json:
             sys.stdout.write(text + "\n")
 
@@ -104,18 +104,16 @@ class Output:
         """A table; a column whose name ends with ``>`` is set to the right."""
         if self.as_json:
             return
+        if not self._out.is_terminal:
+            self.raw("\n".join(_aligned(columns, rows)))
+            return
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=any(columns))
         for name in columns:
             right = name.endswith(">")
             table.add_column(name.rstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
         for row in rows:
             table.add_row(*(cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row))
-        if self._out.is_terminal:
-            self._out.print(table)
-            return
-        with self._out.capture() as captured:
-            self._out.print(table)
-        self.raw("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        self._out.print(table)
 
     def entries(self, entries: Sequence[Entry], *, names_only: bool = False) -> None:
         self.document([entry_record(entry) for entry in entries])
@@ -138,14 +136,14 @@ class Output:
         """Names and values, one a line."""
         self.table(("", ""), facts.items())
 
-    def victims(self, victims: Sequence[Victim], frees: int, *, verb: str = "would go") -> None:
+    def victims(self, victims: Sequence[Victim], frees: int) -> None:
         now = time.time()
         self.table(("SIZE>", "USED>", "NAME"), ((format_size(v.size), _ago(now, v.used), v.name) for v in victims))
-        self.line(f"{_count(len(victims), 'entry', 'entries')} {verb}, {format_size(frees)}")
+        self.line(f"{_count(len(victims), 'entry', 'entries')} would go, {format_size(frees)}")
 
-    def report(self, report: Report, *, removed: str = "removed") -> None:
+    def report(self, report: Report) -> None:
         """What really happened, the spared ones by name."""
-        self.line(f"{_count(len(report.removed), 'entry', 'entries')} {removed}, {format_size(report.freed)} freed")
+        self.line(f"{_count(len(report.removed), 'entry', 'entries')} removed, {format_size(report.freed)} freed")
         for name in report.spared:
             self.line(f"in use, left alone: {name}", style="yellow")
 
@@ -162,6 +160,17 @@ class Output:
         for f in findings:
             if f.todo:
                 self.line(f"{f.name}: {f.todo}")
+
+
+def _aligned(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """A table for a pipe: nothing cut, nothing folded, quick for many rows."""
+    cells = [[plain(cell) for cell in row] for row in rows]
+    if any(columns):
+        cells.insert(0, [name.rstrip(">") for name in columns])
+    widths = [max((len(row[n]) for row in cells), default=0) for n in range(len(columns))]
+    for row in cells:
+        sides = zip(columns, row, widths, strict=True)
+        yield "  ".join(cell.rjust(width) if name.endswith(">") else cell.ljust(width) for name, cell, width in sides).rstrip()
 
 
 def entry_record(entry: Entry) -> dict[str, object]:

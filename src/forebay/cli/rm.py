@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forebay._model import Report
+from forebay._model import Entry, Report
 from forebay.cli.filters import parse_filters
 from forebay.cli.hints import ABSENT, FAILED
 from forebay.cli.options import DryRunOption, FilterOption, JsonOption, RootOption, YesOption, argument, opened
@@ -34,8 +35,8 @@ def rm(
         if names and not dry_run:
             missing = _remove(cache, names, output)
         else:
-            passes = parse_filters(filters)
-            plan = cache.plan(where=lambda entry: passes(entry) and (not names or entry.name in names))
+            passes = _named(cache, names) if names else parse_filters(filters)
+            plan = cache.plan(where=passes)
             report, missing = carry_out(plan, output, dry_run=dry_run, yes=yes), []
             _fail_if_spared(report)
     if missing:
@@ -44,8 +45,12 @@ def rm(
 
 def _remove(cache: Cache, names: list[str], output: Output) -> list[str]:
     """Remove what is there of ``names``; the others."""
-    missing = [name for name in names if cache.entry(name) is None]
-    reports = [cache.evict(name) for name in names if name not in missing]
+    reports, missing = [], []
+    for name in dict.fromkeys(names):
+        try:
+            reports.append(cache.evict(name))
+        except NotCached:
+            missing.append(name)
     report = Report(
         removed=tuple(name for r in reports for name in r.removed),
         spared=tuple(name for r in reports for name in r.spared),
@@ -57,6 +62,11 @@ def _remove(cache: Cache, names: list[str], output: Output) -> list[str]:
         say_error(NotCached.of(name))
     _fail_if_spared(report)
     return missing
+
+
+def _named(cache: Cache, names: list[str]) -> Callable[[Entry], bool]:
+    ids = {entry.id for name in names if (entry := cache.entry(name)) is not None}
+    return lambda entry: entry.id in ids
 
 
 def _fail_if_spared(report: Report | None) -> None:

@@ -30,9 +30,10 @@ def start(module: str, *arguments: object) -> subprocess.Popen[str]:
     """A Python process that runs a module of this very package, with pipes to it and from it."""
     path = os.pathsep.join([str(Path(forebay.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", module, *(str(a) for a in arguments)]
-    # Ctrl-C in the terminal reaches the demo alone, which ends the others.
+    # A group of its own, in our session: Ctrl-C in the terminal reaches the demo alone, which ends the others; and if the demo is killed
+    # while they stand still, the kernel wakes them (SIGHUP to a group that became an orphan).
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}, start_new_session=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}, process_group=0
     )
 
 

@@ -18,6 +18,7 @@ class Screen:
         self._quiet, self._console = quiet, console(stderr=True)
         self._progress = self._new()
         self._workers: list[TaskID] = []
+        self._all = TaskID(0)
 
     def _new(self) -> Progress:
         return Progress(
