@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
@@ -24,6 +25,8 @@ class Scene:
 
     place: Path
     budget: int
+    forgets: bool = False
+    """Whether what was set is lost on the way, so that each opener must say the budget."""
 
     def play(self, before: Act, during: Act, after: Act, *, least: int = 3, small_first: bool = True) -> list[str]:
         """``before`` sets the stage, ``during`` dies at each of its steps in turn, ``after`` looks at what is left, in a process of
@@ -46,9 +49,12 @@ class Scene:
         assert len(deaths) >= least, deaths
         return deaths
 
+    def open(self) -> contextlib.AbstractContextManager[Store]:
+        return opened(self.place, self.budget if self.forgets else None)
+
     def _acting(self, during: Act) -> Callable[[], None]:
         def act() -> None:
-            with opened(self.place) as store:
+            with self.open() as store:
                 during(store)
 
         return act
@@ -60,7 +66,7 @@ class Scene:
 
     def _look(self, after: Act) -> None:
         """The next open works at once, nothing is wrong, what is there can be read."""
-        with opened(self.place) as store:
+        with self.open() as store:
             assert store.check(deep=True) == []
             after(store)
 
@@ -68,17 +74,17 @@ class Scene:
         """After the next write nothing is left that is not counted; a partial is counted, and goes when the space is needed."""
         assert_counted(self.place, self.budget)
         if small_first:
-            with opened(self.place) as store:
+            with self.open() as store:
                 store.put("v", "next", b"written once")
                 assert store.check() == []
             counted = assert_counted(self.place, self.budget)
             assert counted.leaving == 0, counted
-        with opened(self.place) as store:
+        with self.open() as store:
             store.put("v", "brim", bytes(self.budget - 4096 if self.budget > 1 << 20 else self.budget))
             assert store.check(deep=True) == []
         brim = assert_settled(self.place, self.budget)
         assert brim.counted > self.budget * 0.9
-        with opened(self.place) as store:
+        with self.open() as store:
             store.remove([victim_of(entry) for entry in store.entries("v")])
             before(store)
 
