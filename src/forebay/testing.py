@@ -344,8 +344,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             end = min(at + BLOCK, *(stop for stop in (len(body), stall, cut) if stop is not None and stop > at))
             scripted._pace(end - at, served.rate)
             block = body[at:end]
+            request.sent += len(block)  # before it goes: who has received it finds it counted
             self.connection.sendall(b"%x\r\n%b\r\n" % (len(block), bytes(block)) if served.chunked else block)
-            request.sent += len(block)
             at = end
         if served.chunked:
             self.connection.sendall(b"0\r\n\r\n")

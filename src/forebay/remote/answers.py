@@ -2,70 +2,34 @@
 
 from __future__ import annotations
 
-import http.client
 import re
-import socket
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from forebay._model import ObjectInfo, Span
+from forebay._model import Buffer, ObjectInfo, Span
 from forebay.errors import RemoteProtocolError
 from forebay.remote.base import Call, Trouble, network_errors
-from forebay.remote.connections import Connections, Place
+from forebay.remote.wire import Head, Wire
 
 DRAIN = 64 << 10  # a body that nobody wants is read up to this, so that its connection can be kept
 _RANGE = re.compile(r"bytes\s+(\d+)-(\d+)/(\d+|\*)\Z", re.IGNORECASE)
 
 
-class Headers(Mapping[str, str]):
-    """Names in any case; values of a name that came several times are joined by commas."""
-
-    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
-        self._found: dict[str, str] = {}
-        for name, value in pairs:
-            key = name.lower()
-            self._found[key] = f"{self._found[key]}, {value}" if key in self._found else value
-
-    def __getitem__(self, name: str) -> str:
-        return self._found[name.lower()]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-
 class Answer:
     """``status``, ``headers``, and a body that is still to come: ``length`` bytes as sent, None where the server does not say.
-    ``encoding``: what is to be undone to get the object's bytes, "" for nothing.
 
     A context manager: left, its connection is kept if the body was read to its end, else closed."""
 
-    def __init__(
-        self,
-        response: http.client.HTTPResponse,
-        connection: http.client.HTTPConnection,
-        sock: socket.socket,
-        call: Call,
-        *,
-        raw: bool = False,
-    ) -> None:
-        self.status, self.reason, self.length = response.status, response.reason, response.length
-        self.headers = Headers(response.headers.items())
+    def __init__(self, head: Head, wire: Wire, call: Call, done: Callable[[], None], *, raw: bool = False) -> None:
+        self.status, self.reason, self.headers, self.length = head
         encoding = self.headers.get("Content-Encoding", "").strip().lower()
         self.encoding = "" if raw or encoding == "identity" else encoding
-        self._response, self._connection, self._sock, self._call = response, connection, sock, call
-        self._place: tuple[Connections, Place] | None = None
-
-    def keep_in(self, pool: Connections, place: Place) -> Self:
-        """Where its connection belongs, once it is free."""
-        self._place = pool, place
-        return self
+        self._wire, self._call = wire, call
+        self._done: Callable[[], None] | None = done
 
     def __enter__(self) -> Self:
         return self
@@ -75,42 +39,33 @@ class Answer:
 
     def close(self) -> None:
         """Idempotent."""
-        place, self._place = self._place, None
-        if place is None:
-            return
-        left = self._response.length
-        ended = self._response.isclosed() if left is None else left == 0
-        self._response.close()
-        self._call.let_go(self._sock)
-        if ended and not self._response.will_close:
-            place[0].give(place[1], self._connection)
-        else:
-            self._connection.close()
+        done, self._done = self._done, None
+        if done is not None:
+            done()
 
-    def blocks(self, limit: int | None = None, *, count: bool = True) -> Iterator[bytes]:
-        """The body as sent, as it comes; at most ``limit`` bytes. ``count``: as received. Raises `Trouble` where it ends too early."""
-        options, left = self._call.options, limit
-        while left is None or left > 0:
+    def blocks(self, limit: int | None = None, *, count: bool = True) -> Iterator[memoryview]:
+        """The body as sent, as it comes; at most ``limit`` bytes. Each block is good until the next is asked for.
+        ``count``: as received. Raises `Trouble` where it ends too early."""
+        options, left = self._call.options, 1 << 62 if limit is None else limit
+        while left > 0:
             self._call.check()
             if options.total_timeout is not None:
-                self._sock.settimeout(self._call.timeout(options.read_timeout))
+                self._wire.sock.settimeout(self._call.timeout(options.read_timeout))
             with network_errors():
-                block = self._response.read1(options.buffer if left is None else min(left, options.buffer))
+                block = self._wire.block(left)
             if not block:
-                break
+                return
             if count:
                 self._call.count(received=len(block))
-            left = None if left is None else left - len(block)
+            left -= len(block)
             yield block
-        if self._response.length and left != 0:
-            raise Trouble(f"the connection was cut {self._response.length:,} bytes before the end")
 
     def skip(self, count: int) -> None:
         """Read ``count`` bytes that are not wanted, or all where there are fewer."""
         for _ in self.blocks(count):
             continue
 
-    def content(self) -> Iterator[bytes]:
+    def content(self) -> Iterator[Buffer]:
         """The body as it was before the server compressed it."""
         if not self.encoding:
             yield from self.blocks()
@@ -121,20 +76,21 @@ class Answer:
 
     def drain(self) -> bytes:
         """The beginning of a body that tells nothing of the object; what of it is short enough is read to its end."""
-        return b"".join(self.blocks(DRAIN, count=False))
+        return b"".join(map(bytes, self.blocks(DRAIN, count=False)))
 
 
-def _inflated(blocks: Iterator[bytes]) -> Iterator[bytes]:
+def _inflated(blocks: Iterator[memoryview]) -> Iterator[bytes]:
     inflate = zlib.decompressobj(wbits=47)  # gzip or zlib, as its header says
     for block in blocks:
-        while block:
+        rest: Buffer = block
+        while rest:
             if inflate.eof:  # a gzip file may have several members
                 inflate = zlib.decompressobj(wbits=47)
             try:
-                piece = inflate.decompress(block, 1 << 20)
+                piece = inflate.decompress(rest, 1 << 20)
             except zlib.error as error:
                 raise Trouble(f"its compressed body is damaged: {error}", RemoteProtocolError) from error
-            block = inflate.unconsumed_tail or inflate.unused_data
+            rest = inflate.unconsumed_tail or inflate.unused_data
             if piece:
                 yield piece
     if not inflate.eof:

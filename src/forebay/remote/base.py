@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import logging
 import os
 import random
@@ -13,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import Self, TypeVar
 
 from forebay import errors
 from forebay._model import Transfer
 from forebay.remote.urls import canonical
+from forebay.remote.wire import BadAnswer, Cut
 
 log = logging.getLogger("forebay.remote")
 T = TypeVar("T")
@@ -111,7 +112,7 @@ class Stopped(Exception):
 
 @contextmanager
 def network_errors() -> Iterator[None]:
-    """The edge: what sockets, TLS and `http.client` raise becomes `Trouble`. No sink is called in here: its errors are its own."""
+    """The edge: what sockets, TLS and `Wire` raise becomes `Trouble`. No sink is called in here: its errors are its own."""
     try:
         yield
     except errors.ForebayError:
@@ -122,21 +123,21 @@ def network_errors() -> Iterator[None]:
         raise Trouble("nothing came for too long", errors.RemoteTimeout) from error
     except socket.gaierror as error:
         raise Trouble(f"its host name cannot be resolved: {error.strerror}") from error
-    except http.client.IncompleteRead as error:
-        raise Trouble("the connection was cut") from error
-    except OSError as error:  # RemoteDisconnected is one, too
+    except OSError as error:
         raise Trouble(f"the connection failed: {error.strerror or error}") from error
-    except http.client.HTTPException as error:  # its text may hold what the server sent, or a URL
-        raise Trouble(f"an answer that is not HTTP ({type(error).__name__})", errors.RemoteProtocolError) from None
+    except Cut as error:
+        raise Trouble("the connection was cut" + (f" {error.left:,} bytes before the end" if error.left else "")) from error
+    except BadAnswer as error:
+        raise Trouble(f"an answer that is not HTTP: {error}", errors.RemoteProtocolError) from error
 
 
 class Call:
     """One call of a remote: its deadline, what it counts, and its end. Shared by the threads that work for it.
 
-    ``url``: without secrets. Left (or aborted), it wakes all of its threads that wait for a socket or between two attempts."""
+    Left (or aborted), it wakes all of its threads that wait for a socket or between two attempts."""
 
     def __init__(self, url: str, options: RemoteOptions) -> None:
-        self.url, self.options = canonical(url), options
+        self._url, self.options = url, options
         self.transfer = Transfer()
         self._began = time.monotonic()
         self._stop = threading.Event()
@@ -144,10 +145,15 @@ class Call:
         self._sockets: set[socket.socket] = set()
         self._connecting: set[int] = set()
 
+    @cached_property
+    def url(self) -> str:
+        """Without secrets: for errors and logs."""
+        return canonical(self._url)
+
     def again(self) -> Call:
         """This call from its beginning: with its counts and its deadline, but none of its threads."""
         self.abort()
-        successor = Call(self.url, self.options)
+        successor = Call(self._url, self.options)
         successor.transfer, successor._began = self.transfer, self._began
         return successor
 

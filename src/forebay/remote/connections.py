@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import os
 import select
 import socket
@@ -12,33 +11,43 @@ import threading
 import urllib.request
 import weakref
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import unquote, urlsplit
 
 from forebay.errors import ConfigError
-from forebay.remote.base import Call, RemoteOptions, network_errors
+from forebay.remote.base import Call, RemoteOptions, Trouble, network_errors
+from forebay.remote.wire import Wire
 
 _pools: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Whom to connect to: scheme, host, port."""
+    """Whom to connect to. ``name``: host and port as a URL has them, without a default port."""
 
     scheme: str
     host: str
     port: int
+    name: str
 
     @classmethod
-    def of(cls, url: str) -> Place:
-        """Raises `ConfigError` if the URL names no host."""
-        parts = urlsplit(url)
-        try:
-            port = parts.port
-        except ValueError:
-            port = 0
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise ConfigError("an HTTP URL names a host: https://host/path is wanted")
-        return cls(parts.scheme, parts.hostname, port or {"http": 80, "https": 443}[parts.scheme])
+    def of(cls, scheme: str, netloc: str) -> Place:
+        """Raises `ConfigError` if that names no host."""
+        return _place(scheme, netloc)
+
+
+@lru_cache(maxsize=1024)
+def _place(scheme: str, netloc: str) -> Place:
+    parts = urlsplit(f"{scheme}://{netloc}")
+    try:
+        host, port = (parts.hostname or "").encode("idna").decode(), parts.port
+    except ValueError:
+        host, port = "", None
+    usual = {"http": 80, "https": 443}.get(scheme)
+    if usual is None or not host or port == 0:
+        raise ConfigError("an HTTP URL names a host: https://host/path is wanted")
+    name = f"[{host}]" if ":" in host else host
+    return Place(scheme, host, port or usual, name if port in (None, usual) else f"{name}:{port}")
 
 
 class Connections:
@@ -47,23 +56,24 @@ class Connections:
     def __init__(self, options: RemoteOptions) -> None:
         self._options = options
         self._context: ssl.SSLContext | None = None
+        self._proxies: dict[Place, str | None] = {}
         self._forget()
         _pools.add(self)
 
     def _forget(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards what follows
-        self._idle: dict[Place, list[http.client.HTTPConnection]] = {}
-        self._busy: weakref.WeakSet[http.client.HTTPConnection] = weakref.WeakSet()
+        self._idle: dict[Place, list[Wire]] = {}
+        self._busy: weakref.WeakSet[Wire] = weakref.WeakSet()
 
     def close_in_child(self) -> None:
         """Close the parent's sockets here (they stay open there), so that the remote sees when the parent closes one."""
         for connection in [*self._busy, *(found for idle in self._idle.values() for found in idle)]:
-            if connection.sock is not None:
+            if connection.sock.fileno() >= 0:
                 os.close(connection.sock.detach())
         self._forget()
 
-    def take(self, place: Place, call: Call) -> http.client.HTTPConnection:
+    def take(self, place: Place, call: Call) -> Wire:
         """A connection to ``place``, now working for ``call``. Raises `Trouble`."""
         if self._pid != os.getpid():  # forked by C, which runs no hook
             self._forget()
@@ -73,31 +83,31 @@ class Connections:
                 found = self._open(place, call)
         with self._lock:
             self._busy.add(found)
-        assert found.sock is not None
         call.hold(found.sock)
         return found
 
-    def _reuse(self, place: Place) -> http.client.HTTPConnection | None:
+    def _reuse(self, place: Place) -> Wire | None:
         while True:
             with self._lock:
                 idle = self._idle.get(place)
                 if not idle:
                     return None
                 found = idle.pop()
-            if found.sock is not None and not _is_readable(found.sock):
+            if not _is_readable(found.sock):
                 return found
             found.close()  # the server closed it, or said something that nobody asked for
 
-    def give(self, place: Place, connection: http.client.HTTPConnection) -> None:
-        """Keep ``connection`` for the next request; its last answer was read to the end."""
+    def give(self, place: Place, wire: Wire, call: Call) -> None:
+        """Done with ``wire``: kept for the next request if its answer was read to the end, else closed."""
+        call.let_go(wire.sock)
         with self._lock:
-            self._busy.discard(connection)
+            self._busy.discard(wire)
             idle = self._idle.setdefault(place, [])
-            keep = len(idle) < self._options.connections
+            keep = wire.is_free and len(idle) < self._options.connections
             if keep:
-                idle.append(connection)
+                idle.append(wire)
         if not keep:
-            connection.close()
+            wire.close()
 
     def spare(self) -> int:
         """How many more may be used at once."""
@@ -105,33 +115,54 @@ class Connections:
             return self._options.connections - len(self._busy)
 
     def proxy(self, place: Place) -> str | None:
-        """The proxy that the environment names for ``place``."""
-        if not self._options.proxies:
-            return None
+        """The proxy that the environment named for ``place`` when it was first asked."""
+        if place not in self._proxies:
+            self._proxies[place] = self._find_proxy(place) if self._options.proxies else None
+        return self._proxies[place]
+
+    def _find_proxy(self, place: Place) -> str | None:
         known = urllib.request.getproxies_environment()
         if urllib.request.proxy_bypass_environment(f"{place.host}:{place.port}", known):  # type: ignore[attr-defined]
             return None
         found = known.get(place.scheme) or known.get("all")
         return found if found is None or "://" in found else f"http://{found}"
 
-    def _open(self, place: Place, call: Call) -> http.client.HTTPConnection:
-        proxy = self.proxy(place)
-        timeout = call.timeout(self._options.connect_timeout)
-        first = place if proxy is None else Place.of(proxy)
-        if proxy is not None and place.scheme == "https":
-            if first.scheme == "https":
-                raise ConfigError("an https:// URL cannot be asked through a proxy that is itself https://: name it as http://")
-            connection = self._secure(first, timeout)
-            connection.set_tunnel(place.host, place.port, headers=proxy_headers(proxy))
-        elif first.scheme == "https":
-            connection = self._secure(first, timeout)
-        else:
-            connection = http.client.HTTPConnection(first.host, first.port, timeout=timeout)
-        connection.connect()
-        return connection
+    def _open(self, place: Place, call: Call) -> Wire:
+        proxy, timeout = self.proxy(place), call.timeout(self._options.connect_timeout)
+        if proxy is None:
+            return self._wire(self._connect(place, timeout))
+        wire = self._wire(self._connect(Place.of(*urlsplit(proxy)[:2]), timeout))
+        if place.scheme == "http":
+            return wire
+        try:
+            return self._wire(self._secure(self._tunnel(wire, place, proxy), place))
+        except BaseException:
+            wire.close()
+            raise
 
-    def _secure(self, place: Place, timeout: float) -> http.client.HTTPConnection:
-        return http.client.HTTPSConnection(place.host, place.port, timeout=timeout, context=self._tls())
+    def _connect(self, place: Place, timeout: float) -> socket.socket:
+        sock = socket.create_connection((place.host, place.port), timeout)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return self._secure(sock, place) if place.scheme == "https" else sock
+        except BaseException:
+            sock.close()
+            raise
+
+    def _tunnel(self, wire: Wire, place: Place, proxy: str) -> socket.socket:
+        if isinstance(wire.sock, ssl.SSLSocket):
+            raise ConfigError("an https:// URL cannot be asked through a proxy that is itself https://: name it as http://")
+        target = place.name if place.name.endswith(f":{place.port}") else f"{place.name}:{place.port}"
+        head = wire.ask("CONNECT", target, {"Host": target, **proxy_headers(proxy)})
+        if head.status != 200:
+            raise Trouble(f"its proxy answers {head.status} {head.reason}", again=head.status >= 500, status=head.status)
+        return wire.sock
+
+    def _secure(self, sock: socket.socket, place: Place) -> socket.socket:
+        return self._tls().wrap_socket(sock, server_hostname=place.host)
+
+    def _wire(self, sock: socket.socket) -> Wire:
+        return Wire(sock, self._options.buffer)
 
     def _tls(self) -> ssl.SSLContext:
         if self._context is None:

@@ -120,6 +120,8 @@ class Download:
                 self._sink.write(low, memoryview(block)[low - at : high - at])
 
     def _bring_all(self, spans: tuple[Span, ...], got: Span, answer: Answer) -> None:
+        if (got,) == spans:  # all of a small object
+            return self._bring(got, answer)
         rest = list(parts((piece for span in spans for piece in _without(span, got)), self._call.options.part))
         opened = any(span.start < got.end and got.start < span.end for span in spans)
         threads = min(self._call.options.streams - 1, len(rest), self._exchange.pool.spare())
@@ -130,7 +132,7 @@ class Download:
             for span in rest:
                 yield partial(self._bring, span)
 
-        share(work(), threads, self._call)
+        return share(work(), threads, self._call)
 
     def _bring(self, span: Span, answer: Answer | None = None) -> None:
         """All bytes of ``span``, from ``answer`` as far as that goes; a new question takes up where one was cut."""

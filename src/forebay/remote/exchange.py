@@ -6,9 +6,8 @@ import logging
 import netrc
 import os
 from collections.abc import Callable, Container, Mapping
-from functools import lru_cache
 from typing import TypeAlias
-from urllib.parse import quote, unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
 from forebay import errors
 from forebay.remote.answers import Answer, retry_after
@@ -38,22 +37,21 @@ class Exchange:
         self.options = options
         self.pool = Connections(options)
         self._sign, self._judge, self._raw = sign, judge, raw
+        self._known: dict[tuple[str, str, bool], dict[str, str]] = {}
 
     def ask(
         self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None
     ) -> Answer:
         """The answer, if its status is in ``ok``. Follows redirects; takes the user's credentials to no other host.
         Raises `RemoteError`, or `Trouble` where another attempt may go well."""
-        target, first = url, None
+        target, home = url, None
         for _ in range(MAX_HOPS):
-            sent = headers
-            if self._sign is not None:
-                where, sent = self._sign(method, target, headers)
-            else:
-                where = target
-            place = _place(call, where, redirected=first is not None)
-            first = first or place
-            answer = self._send(call, method, where, place, {**self._standing(where, place == first), **sent}, body)
+            where, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
+            parts = urlsplit(where)
+            place = _place(call, parts, redirected=home is not None)
+            home = home or place
+            standing = self._standing(parts, place, at_home=place == home)
+            answer = self._send(call, method, parts, place, {**standing, **signed}, body)
             if answer.status in ok:
                 return answer
             with answer:
@@ -65,44 +63,54 @@ class Exchange:
                 method, body = "GET", None
         raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_HOPS} times", url=call.url)
 
-    def _send(self, call: Call, method: str, url: str, place: Place, headers: Mapping[str, str], body: bytes | None) -> Answer:
-        target = _target(url)
+    def _send(self, call: Call, method: str, parts: SplitResult, place: Place, headers: Mapping[str, str], body: bytes | None) -> Answer:
+        if "host" not in headers and "Host" not in headers:
+            headers = {"Host": place.name, **headers}
+        target = (quote(parts.path, _SAFE) or "/") + (f"?{quote(parts.query, _SAFE)}" if parts.query else "")
         proxy = self.pool.proxy(place) if place.scheme == "http" else None
         if proxy is not None:
-            target = f"http://{urlsplit(url).netloc.rpartition('@')[2]}{target}"
-            headers = {**headers, **proxy_headers(proxy)}
-        connection = self.pool.take(place, call)
-        sock = connection.sock
+            target, headers = f"http://{place.name}{target}", {**headers, **proxy_headers(proxy)}
+        wire = self.pool.take(place, call)
         try:
-            sock.settimeout(call.timeout(self.options.read_timeout))
+            wire.sock.settimeout(call.timeout(self.options.read_timeout))
             call.count(requests=1)
             with network_errors():
-                connection.request(method, target, body=body, headers=headers)
-                response = connection.getresponse()
+                head = wire.ask(method, target, headers, body)
         except BaseException:
-            call.let_go(sock)
-            connection.close()
+            self.pool.give(place, wire, call)
             raise
-        return Answer(response, connection, sock, call, raw=self._raw).keep_in(self.pool, place)
+        return Answer(head, wire, call, lambda: self.pool.give(place, wire, call), raw=self._raw)
 
-    def _standing(self, url: str, at_home: bool) -> dict[str, str]:
+    def _standing(self, parts: SplitResult, place: Place, *, at_home: bool) -> dict[str, str]:
         """What goes with every request: our headers and the user's; to another host than the first only what netrc has for that one."""
-        found = dict(self.options.headers) if at_home else {}
-        names = {name.lower() for name in found}
-        found |= {name: value for name, value in OWN.items() if name.lower() not in names}
-        if self._sign is not None or "authorization" in names:
-            return found
-        parts = urlsplit(url)
-        if at_home and self.options.token:
-            found["Authorization"] = f"Bearer {self.options.token}"
-        elif parts.username:
-            found["Authorization"] = basic(unquote(parts.username), unquote(parts.password or ""))
-        elif self.options.netrc and (known := _netrc(parts.hostname or "")):
-            found["Authorization"] = basic(*known)
+        key = (parts.scheme, parts.netloc, at_home)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) > 1000:
+                self._known.clear()
+            found = self._known[key] = self._find_standing(parts, place, at_home)
         return found
+
+    def _find_standing(self, parts: SplitResult, place: Place, at_home: bool) -> dict[str, str]:
+        mine = dict(self.options.headers) if at_home else {}
+        names = {name.lower() for name in mine}
+        found = {name: value for name, value in OWN.items() if name.lower() not in names}
+        if self._sign is None and "authorization" not in names:
+            found |= self._credentials(parts, at_home)
+        return found | mine
+
+    def _credentials(self, parts: SplitResult, at_home: bool) -> dict[str, str]:
+        if at_home and self.options.token:
+            return {"Authorization": f"Bearer {self.options.token}"}
+        if parts.username:
+            return {"Authorization": basic(unquote(parts.username), unquote(parts.password or ""))}
+        known = _netrc(parts.hostname or "") if self.options.netrc else None
+        return {"Authorization": basic(*known)} if known else {}
 
     def _refusal(self, call: Call, url: str, answer: Answer) -> Exception:
         body = answer.drain()
+        if answer.status == 401:
+            self._known.clear()  # by the next call the user may have written a netrc
         judged = self._judge(url, answer.status, answer.headers, body) if self._judge else None
         return judged or meaning(call.url, answer.status, answer.reason, answer.headers)
 
@@ -122,36 +130,22 @@ def meaning(url: str, status: int, reason: str, headers: Mapping[str, str]) -> E
     return errors.RemoteError(f"{url}: {said}", url=url, status=status)
 
 
-def _place(call: Call, url: str, *, redirected: bool) -> Place:
+def _place(call: Call, parts: SplitResult, *, redirected: bool) -> Place:
     try:
-        return Place.of(url)
+        return Place.of(parts.scheme, parts.netloc)
     except ValueError as error:
         if redirected:
             raise errors.RemoteProtocolError(f"{call.url} redirects to what is no HTTP URL", url=call.url) from None
         raise errors.ConfigError(f"{call.url}: {error}", url=call.url) from None
 
 
-def _target(url: str) -> str:
-    parts = urlsplit(url)
-    query = f"?{quote(parts.query, _SAFE)}" if parts.query else ""
-    return (quote(parts.path, _SAFE) or "/") + query
-
-
 def _netrc(host: str) -> tuple[str, str] | None:
     path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
-        changed = os.stat(path).st_mtime_ns
-    except OSError:
-        return None
-    return _netrc_of(path, changed, host)
-
-
-@lru_cache(maxsize=256)
-def _netrc_of(path: str, changed: int, host: str) -> tuple[str, str] | None:
-    """``changed``: read again when the file was written."""
-    try:
         found = netrc.netrc(path).authenticators(host)
-    except (OSError, netrc.NetrcParseError, UnicodeDecodeError) as error:
+    except FileNotFoundError:
+        return None
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError) as error:  # the text of a parse error may hold a password
         log.warning("%s cannot be used: %s", path, type(error).__name__)
         return None
     return (found[0], found[2] or "") if found and found[0] else None
