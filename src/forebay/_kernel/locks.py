@@ -14,12 +14,14 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import TypeAlias
 
 log = logging.getLogger("forebay.locks")
 
+LOOK_AGAIN = 1.0
 _LAYOUT = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, pid
 
 
@@ -49,11 +51,12 @@ class LockFile:
     """Locks on the bytes of one file, through one open description. Callable from any thread; nothing here ever waits.
 
     ``writable`` False: the file can only be read, so no exclusive lock can be had. The file is opened at the first lock, and
-    closed with this object. What descriptors the job closes under it is noticed: see `try_lock` and `is_same`."""
+    closed with this object. If the job closes the descriptor, the locks are taken anew at the next `try_lock` a second later."""
 
     _mutex: threading.Lock  # guards what follows
     _fd: int
     _file: tuple[int, int] | None  # which file _fd was opened on: the job may close all descriptors and open others
+    _look_at: float  # when _fd is next compared with _file
     _held: Holds
     _second: tuple[int, Holds] | None  # from before_fork on: a child's own description, and what is held there
     _later: deque[int]  # appended to without the mutex
@@ -66,7 +69,7 @@ class LockFile:
     def _begin(self) -> None:
         """Nothing open, nothing held: at first, and in a child."""
         self._mutex = threading.Lock()
-        self._fd, self._file, self._held, self._second = -1, None, {}, None
+        self._fd, self._file, self._look_at, self._held, self._second = -1, None, 0.0, {}, None
         self._later = deque()
         self._pid = os.getpid()
 
@@ -96,16 +99,25 @@ class LockFile:
     def _ask_locked(self, kind: int, offset: int) -> bool:
         if self._fd < 0:
             self._open_locked()
+        elif time.monotonic() >= self._look_at:
+            self._mend_locked()
         try:
             return _set(self._fd, kind, offset)
         except OSError:
-            if _file_of(self._fd) == self._file:
+            if not self._mend_locked():
                 raise
-        # The job closed our descriptor, and all locks went with it. They are taken anew where nobody else has them by now.
+        return _set(self._fd, kind, offset)
+
+    def _mend_locked(self) -> bool:
+        """Where the job closed our descriptor all locks went with it, and the number may be another file's, which locks as well:
+        take them anew, where nobody else has them by now."""
+        self._look_at = time.monotonic() + LOOK_AGAIN
+        if _file_of(self._fd) == self._file:
+            return False
         log.warning("the descriptor of %s was closed by this process's own code: its locks are taken anew", self._path)
         self._open_locked()
         self._held = _take(self._fd, self._held)
-        return _set(self._fd, kind, offset)
+        return True
 
     def _open(self) -> int:
         return os.open(self._path, (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -113,6 +125,7 @@ class LockFile:
     def _open_locked(self) -> None:
         self._fd = self._open()
         self._file = _file_of(self._fd)
+        self._look_at = time.monotonic() + LOOK_AGAIN
 
     def unlock(self, offset: int) -> None:
         """Let go of one hold. Does nothing where none is held: in a child that got none, or after `close`."""

@@ -33,7 +33,7 @@ def map_file(fd: int, length: int, *, offset: int = 0, writable: bool = False, p
     ``private``: stores stay in this process. The descriptor may be closed at once. Unmapped with the last view; a forked child
     has the mapping too. Raises OSError. The file must not shrink under it: whoever reads the lost part is killed."""
     if length == 0:
-        return memoryview(_array_type(1)()).cast("B")[:0]
+        return memoryview(_array_type(1)()).cast("B")[:0].toreadonly()
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = _map(None, length, protection, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, fd, offset)
     if address == _FAILED:

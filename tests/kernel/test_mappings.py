@@ -1,0 +1,186 @@
+"""Mappings: what they show, what keeps them, and what they do not keep."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.conftest import descriptors, mapped
+from tests.kernel.children import Child, Line, in_child
+
+from forebay._kernel import mappings
+from forebay._kernel.locks import LockFile
+
+CONTENT = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    place = tmp_path / "file"
+    place.write_bytes(CONTENT)
+    return place
+
+
+@pytest.fixture
+def fd(path: Path) -> Iterator[int]:
+    number = os.open(path, os.O_RDWR)
+    yield number
+    os.close(number)
+
+
+def test_a_view_shows_the_file_and_cannot_change_it(fd: int) -> None:
+    view = mappings.map_file(fd, len(CONTENT))
+    assert view == CONTENT
+    assert (view.format, view.itemsize, view.nbytes, view.readonly) == ("B", 1, len(CONTENT), True)
+    with pytest.raises(TypeError):
+        view[0] = 1
+
+
+def test_a_part_of_the_file_is_shown(fd: int) -> None:
+    assert mappings.map_file(fd, 100, offset=4096) == CONTENT[4096:4196]
+
+
+def test_stores_reach_the_file_and_other_processes(path: Path, fd: int) -> None:
+    view = mappings.map_file(fd, len(CONTENT), writable=True)
+
+    def work(line: Line) -> None:
+        line.hear()
+        line.say(view[5])
+        view[6] = 77
+        line.say()
+
+    with Child(work) as child:
+        view[5] = 99
+        child.say()
+        assert child.hear() == 99
+        child.hear()
+        assert view[6] == 77
+    assert path.read_bytes()[5:7] == bytes([99, 77])
+
+
+def test_private_stores_stay_here(path: Path, fd: int) -> None:
+    view = mappings.map_file(fd, len(CONTENT), writable=True, private=True)
+    view[5] = 99
+    assert path.read_bytes() == CONTENT
+
+
+def test_nothing_is_an_empty_view(fd: int) -> None:
+    view = mappings.map_file(fd, 0)
+    assert (view.nbytes, bytes(view), view.readonly) == (0, b"", True)
+    known = weakref.ref(mappings.anchor(view))
+    del view
+    assert known() is None
+
+
+def test_words_are_stored_whole(fd: int) -> None:
+    words = mappings.words(mappings.map_file(fd, 4096, writable=True))
+    words[3] = (1 << 64) - 2
+    assert os.pread(fd, 8, 24) == b"\xfe" + b"\xff" * 7
+    assert len(words) == 512
+
+
+def test_no_descriptor_is_kept(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    view = mappings.map_file(number, len(CONTENT))
+    os.close(number)
+    assert descriptors(path.parent) == set()
+    path.unlink()
+    assert view == CONTENT
+
+
+def test_more_mappings_than_descriptors(fd: int) -> None:
+    before, types = len(os.listdir("/proc/self/fd")), mappings._array_type.cache_info().currsize
+    views = [mappings.map_file(fd, length) for length in range(1, 3001)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert mappings._array_type.cache_info().currsize - types <= 12
+    assert [len(view) for view in views] == list(range(1, 3001))
+
+
+PARTS: dict[str, Callable[[memoryview], object]] = {
+    "slice": lambda view: view[100:200],
+    "cast": lambda view: view[:800].cast("Q"),
+    "memoryview": memoryview,
+    "iterator": iter,
+    "numpy": lambda view: pytest.importorskip("numpy").frombuffer(view, "u1")[5:],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_mapping_lives_as_long_as_anything_of_it(path: Path, fd: int, part: str) -> None:
+    view = mappings.map_file(fd, len(CONTENT))
+    known = weakref.ref(mappings.anchor(view))
+    left = PARTS[part](view)
+    del view
+    gc.collect()
+    assert known() is not None
+    assert mapped(path.parent) == {str(path)}
+    del left
+    gc.collect()
+    assert known() is None
+    assert mapped(path.parent) == set()
+
+
+def test_the_address_is_that_of_the_first_byte(fd: int) -> None:
+    view = mappings.map_file(fd, len(CONTENT))
+    assert ctypes.string_at(mappings.address(view[100:]), 300) == CONTENT[:300]
+
+
+def test_a_forked_child_has_its_own_hold(path: Path, fd: int) -> None:
+    view = mappings.map_file(fd, len(CONTENT))
+
+    def let_go() -> tuple[bytes, set[str]]:
+        nonlocal view
+        seen = bytes(view[:10])
+        del view
+        gc.collect()
+        return seen, mapped(path.parent)
+
+    assert in_child(let_go) == (CONTENT[:10], set())
+    assert view == CONTENT
+
+
+def test_what_cannot_be_mapped_is_an_error(path: Path) -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        mappings.map_file(999_999, 10)
+    reader = os.open(path, os.O_RDONLY)
+    try:
+        with pytest.raises(PermissionError):
+            mappings.map_file(reader, 10, writable=True)
+        with pytest.raises(OSError, match="Invalid argument"):
+            mappings.map_file(reader, 10, offset=5)
+    finally:
+        os.close(reader)
+
+
+def test_a_mapping_does_not_keep_locks_alive(path: Path) -> None:
+    """It is made through a descriptor of its own: what is mapped through a locked one keeps the lock in a forked child."""
+    file = LockFile(path)
+    file.try_lock(7, exclusive=True)
+    number = os.open(path, os.O_RDONLY)
+    view = mappings.map_file(number, 10)
+    os.close(number)
+    file.close()
+    assert LockFile(path).try_lock(7, exclusive=True)
+    assert len(view) == 10
+
+
+def test_the_interpreter_ends_quietly_with_mappings(path: Path) -> None:
+    script = (
+        "import os, sys; from forebay._kernel import mappings\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR); view = mappings.map_file(fd, 100); sys.modules['kept'] = view\n"
+        "class Cycle: pass\n"
+        "cycle = Cycle(); cycle.me = cycle; cycle.view = mappings.map_file(fd, 200)[3:]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_number_of_mappings_has_a_limit() -> None:
+    assert mappings.max_maps() == int(Path("/proc/sys/vm/max_map_count").read_text())
