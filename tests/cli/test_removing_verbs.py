@@ -51,6 +51,20 @@ def test_rm_of_what_is_not_there(run: Run, cache: Cache, urls: list[str]) -> Non
     assert kept(cache) == urls[1:]
 
 
+def test_rm_of_one_name_twice(run: Run, cache: Cache, urls: list[str]) -> None:
+    ran = run("rm", urls[0], urls[0])
+    assert ran.code == 0
+    assert "1 entry removed" in ran.out
+
+
+def test_rm_leaves_what_is_pinned(run: Run, cache: Cache, urls: list[str]) -> None:
+    cache.pin(urls[0])
+    ran = run("rm", *urls[:2])
+    assert ran.code == 1
+    assert f"pinned, left alone: {urls[0]}" in ran.lines
+    assert kept(cache) == [urls[0], urls[2]]
+
+
 def test_rm_as_json(run: Run, cache: Cache, urls: list[str]) -> None:
     found = run("rm", "--json", urls[0]).json
     assert found["removed"] == [urls[0]]

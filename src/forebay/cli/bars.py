@@ -43,7 +43,7 @@ class Bars:
         )  # fmt: skip
         self._lock, self._tasks, self._ended, self._over, self._done, self._sizes = threading.Lock(), {}, deque(), set(), {}, {}
         self._objects, self._bytes, self._known = objects, 0, 0
-        self._total = self._progress.add_task("", label="total", total=None, visible=objects > 1, state=f"0 of {objects}")
+        self._total = self._progress.add_task("", label="total", total=None, empty=False, visible=objects > 1, state=f"0 of {objects}")
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -68,14 +68,14 @@ class Bars:
             done = self._done.get(url, 0)
             self._count(url, done, done)
             bar = self._bar(url)
-            self._progress.update(bar, completed=done or 1, total=done or 1, state=outcome)
+            self._progress.update(bar, completed=done or 1, total=done or 1, state=outcome, empty=not done)
             self._ended.append(url)
             while len(self._ended) > SHOWN:
                 self._progress.remove_task(self._tasks.pop(self._ended.popleft()))
 
     def _bar(self, url: str) -> TaskID:
         if url not in self._tasks:
-            self._tasks[url] = self._progress.add_task("", label=_label(url), total=None, state="asking")
+            self._tasks[url] = self._progress.add_task("", label=_label(url), total=None, state="asking", empty=False)
         return self._tasks[url]
 
     def _count(self, url: str, done: int, size: int | None) -> None:
@@ -102,7 +102,7 @@ def _state(step: reports.Progress) -> str:
 class _Amount(ProgressColumn):
     def render(self, task: Task) -> Text:
         total = f" / {format_size(task.total)}" if task.total is not None and not task.finished else ""
-        return Text(format_size(task.completed) + total)
+        return Text(format_size(0 if task.fields["empty"] else task.completed) + total)
 
 
 class _Rate(ProgressColumn):

@@ -13,7 +13,7 @@ import typer
 
 from forebay.cli.bars import Bars
 from forebay.cli.hints import OK, shared_code
-from forebay.cli.render import Output, say_error
+from forebay.cli.render import Output, note, say_error
 from forebay.errors import NoSpace
 
 if TYPE_CHECKING:
@@ -47,10 +47,14 @@ def fetch_all(urls: Sequence[str], fetch: Fetch, *, jobs: int, quiet: bool) -> l
     with Bars(len(urls), quiet=quiet) as bars:
         for _ in range(min(jobs, len(urls))):
             threading.Thread(target=_work, args=(todo, results, fetch, bars), daemon=True).start()
-        for _ in urls:
-            outcome = results.get()
-            bars.finished(outcome.url, outcome.state)
-            outcomes.append(outcome)
+        try:
+            for _ in urls:
+                outcome = results.get()
+                bars.finished(outcome.url, outcome.state)
+                outcomes.append(outcome)
+        except KeyboardInterrupt:
+            note("what came is kept: the same command goes on from there")
+            raise
     return outcomes
 
 

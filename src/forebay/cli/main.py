@@ -72,7 +72,7 @@ def run(arguments: list[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the top: every fault becomes two lines and a code, the log has the rest
         return _say_failure(error)
     if code == INTERRUPTED:  # some typers give the code, others raise
-        render.note("interrupted: what came is kept, the same command goes on from there")
+        render.note("interrupted")
     return code
 
 

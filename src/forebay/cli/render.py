@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -141,11 +141,11 @@ class Output:
         self.table(("SIZE>", "USED>", "NAME"), ((format_size(v.size), _ago(now, v.used), v.name) for v in victims))
         self.line(f"{_count(len(victims), 'entry', 'entries')} would go, {format_size(frees)}")
 
-    def report(self, report: Report) -> None:
-        """What really happened, the spared ones by name."""
+    def report(self, report: Report, *, pinned: Collection[str] = ()) -> None:
+        """What really happened, the spared ones by name; ``pinned``: those that were spared for that."""
         self.line(f"{_count(len(report.removed), 'entry', 'entries')} removed, {format_size(report.freed)} freed")
         for name in report.spared:
-            self.line(f"in use, left alone: {name}", style="yellow")
+            self.line(f"{'pinned' if name in pinned else 'in use'}, left alone: {name}", style="yellow")
 
     def problems(self, problems: Sequence[Problem], *, verb: str) -> None:
         for problem in problems:

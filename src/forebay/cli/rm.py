@@ -27,7 +27,7 @@ def rm(
     root: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove entries by name, or (after asking) by filter. What some process is using stays, and is named."""
+    """Remove entries by name, or (after asking) by filter. What is in use or pinned stays, and is named."""
     if bool(names) == bool(filters):
         raise ConfigError("rm takes names, or --filter: one of the two", name="rm", value="")
     output = Output(as_json)
@@ -57,7 +57,7 @@ def _remove(cache: Cache, names: list[str], output: Output) -> list[str]:
         freed=sum(r.freed for r in reports),
     )
     output.document(report)
-    output.report(report)
+    output.report(report, pinned=[name for name in report.spared if (entry := cache.entry(name)) and entry.life == "pinned"])
     for name in missing:
         say_error(NotCached.of(name))
     _fail_if_spared(report)
