@@ -112,12 +112,11 @@ class Origin:
             return served
         try:
             with self.lease(target, ask) as lease:
-                found = self.store.view(URLS, target.key)
-                if found is not None and found.id == lease.entry.id:
-                    self.store.alias(URLS, target.url, found)
-                    return memoryview(found.view)
-                with open(lease, "rb") as file:  # replaced meanwhile, or too large to be remembered
-                    return memoryview(file.read()).toreadonly()
+                found = self.store.view_leased(URLS, target.key, lease)
+                if found is None:
+                    raise errors.CacheFault(f"{target.key} cannot be mapped", key=target.key)
+                self.store.alias(URLS, target.url, found)
+                return memoryview(found.view)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             return self._past(target, ask, error, self._direct)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from forebay import errors
 from forebay._engine import blobs, stages, trees
-from forebay._engine.catalog import Catalog, DiskFull, Rows, Txn, reservations, spaces
+from forebay._engine.catalog import Catalog, DiskFull, Txn, reservations, spaces
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.counters import EVICTIONS, Counters
 from forebay._engine.eviction import SPACE_WORD, Doomed, Eviction
@@ -49,15 +49,6 @@ class Want:
     replaces: int = 0
     replaced: int = 0
     inline: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What binds the root. ``budget`` and ``min_free`` in bytes; ``max_entries`` None: as many as fit."""
-
-    budget: int
-    min_free: int
-    max_entries: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,27 +112,17 @@ class Budget:
         """What a finished file of ``size`` bytes counts."""
         return -(-size // self._block) * self._block
 
-    def limits(self, rows: Rows) -> Limits:
-        found = dict(rows.all("SELECT name, value FROM meta WHERE name IN ('budget', 'min_free', 'max_entries')"))
-        return Limits(int(found.get("budget") or 0), int(found.get("min_free") or 0), found.get("max_entries"))
-
     def short(self, txn: Txn, want: Want | None, id: int = 0) -> Short:
         """What is lacking for ``want``, or for nothing new; older pending reservations are served before ``id``."""
-        limits, totals = self.limits(txn), spaces.totals(txn, id or None)
+        totals = spaces.totals(txn, id or None, want.space if want else 0)
         charge = self.charge(want.size, want.inline) if want else 0
         used = totals.entries + totals.granted + totals.pending + max(0, totals.pages - ALLOWANCE)
-        free = host.disk(self._root.path).free
-        floor = limits.min_free + (charge if want else 0) - free
-        quota = self._over_quota(txn, want, id) if want else 0
-        count = totals.count + (want is not None and not want.replaces) - limits.max_entries if limits.max_entries is not None else 0
-        return Short(quota, max(used + charge - limits.budget, floor), count, totals.leaving, limits.budget - used, limits.budget)
-
-    def _over_quota(self, txn: Txn, want: Want, id: int) -> int:
-        space = spaces.by_id(txn, want.space)
-        if space is None or space.quota is None:
-            return 0
-        ((reserved,),) = txn.all("SELECT coalesce(sum(size), 0) FROM reservations WHERE space = ? AND id < ?", want.space, id or 1 << 62)
-        return int(space.bytes + reserved + want.size - want.replaced - space.quota)
+        floor = totals.min_free + (charge if want else 0) - host.disk(self._root.path).free
+        quota = 0
+        if want is not None and totals.quota is not None:
+            quota = totals.space + reservations.reserved_in(txn, want.space, id) + want.size - want.replaced - totals.quota
+        count = totals.count + (want is not None and not want.replaces) - totals.max_entries if totals.max_entries is not None else 0
+        return Short(quota, max(used + charge - totals.budget, floor), count, totals.leaving, totals.budget - used, totals.budget)
 
     # -- reserving -------------------------------------------------------------------------------------------------
 
@@ -250,8 +231,8 @@ class Budget:
         """Let others count what is wanted. False, and stuck, if it could not fit into an empty root either."""
         if want is None:
             return True
-        limits, space = self.limits(txn), spaces.by_id(txn, want.space)
-        quota = space.quota if space and space.quota is not None else want.size
+        limits = spaces.totals(txn, space=want.space)
+        quota = limits.quota if limits.quota is not None else want.size
         if self.charge(want.size, want.inline) > limits.budget or want.size > quota or limits.max_entries == 0:
             attempt.stuck, attempt.hopeless = short, True
             return False

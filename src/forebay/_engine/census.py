@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from forebay._engine.budget import Budget
 from forebay._engine.catalog import Catalog, entries, people, spaces
 from forebay._engine.counters import NAMES, Counters
 from forebay._engine.slots import Slots
@@ -24,8 +23,8 @@ class Usage:
 class Census:
     """Looks at one root. Takes no lock; another process may change what was seen at once."""
 
-    def __init__(self, catalog: Catalog, slots: Slots, budget: Budget, counters: Counters) -> None:
-        self._catalog, self._slots, self._budget, self._counters = catalog, slots, budget, counters
+    def __init__(self, catalog: Catalog, slots: Slots, counters: Counters) -> None:
+        self._catalog, self._slots, self._counters = catalog, slots, counters
 
     def entries(self, space: int | None) -> list[Entry]:
         """Live entries with their times, the least recently used first."""
@@ -37,8 +36,7 @@ class Census:
 
     def usage(self) -> Usage:
         totals = spaces.totals(self._catalog)
-        budget = self._budget.limits(self._catalog).budget
-        return Usage(totals.entries, totals.granted + totals.pending, budget, tuple(spaces.every(self._catalog)))
+        return Usage(totals.entries, totals.granted + totals.pending, totals.budget, tuple(spaces.every(self._catalog)))
 
     def counts(self) -> dict[str, int]:
         """The totals of processes that are gone, and the pages of those that live."""

@@ -116,7 +116,7 @@ class Engine:
         self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
         self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self.counters)
         self._format = locks.LockFile(root.path / "FORMAT", writable=False)
-        self._census = Census(self._catalog, self._slots, self._budget, self.counters)
+        self._census = Census(self._catalog, self._slots, self.counters)
         self._spaces = {}
 
     def _start(self, settings: Settings) -> None:

@@ -47,6 +47,9 @@ class PassThrough:
     def view(self, space: str, key: str) -> None:
         return None
 
+    def view_leased(self, space: str, key: str, lease: Any) -> None:
+        return None
+
     def lease(self, space: str, key: str) -> None:
         return None
 

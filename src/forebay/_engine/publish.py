@@ -97,7 +97,7 @@ class Publisher:
                         break
                     found.append(self._insert(txn, label, txn.take("next_id"), "value", len(data), blobs.checksum_of(data), None, data))
                     left.popleft()
-                txn.leftovers = entries.any_leaving(txn)
+                txn.leftovers = entries.any_leftovers(txn)
             return found + [self.put(label, data) for label, data in left]
 
     def _want(self, rows: Txn | Catalog, label: Label, size: int, *, inline: bool = False) -> Want:
@@ -135,7 +135,7 @@ class Publisher:
         try:
             with self._catalog.write() as txn:
                 found = [self._publish_one(txn, writing, size, checksum, named) for writing, size, checksum in ready]
-                txn.leftovers = entries.any_leaving(txn) or entries.any_held(txn)
+                txn.leftovers = entries.any_leftovers(txn)
                 return found
         except BaseException:
             for writing in named:
@@ -232,7 +232,7 @@ class Publisher:
 
 
 def _noting_leftovers(txn: Txn, entry: Entry) -> Entry:
-    txn.leftovers = entries.any_leaving(txn) or entries.any_held(txn)
+    txn.leftovers = entries.any_leftovers(txn)
     return entry
 
 

@@ -60,6 +60,11 @@ class Reading:
                 return None
         return lease
 
+    def view_leased(self, space: str, key: str, lease: Lease) -> Remembered | None:
+        """The bytes of what is leased, which was seen to be sound; None where they cannot be mapped."""
+        data = self._bytes_of(lease.entry)
+        return self._memo.add(space, key, lease.entry, data) if data is not None else None
+
     def _bytes_of(self, entry: Entry) -> memoryview | None:
         """None: evicted between the look and the opening, or cut short: then it is set aside."""
         if entry.kind == "value":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from forebay._engine.budget import Budget, Limits
+from forebay._engine.budget import Budget
 from forebay._engine.catalog import Catalog, spaces
 from forebay._engine.layout import Root
 from forebay._engine.owners import Owners
@@ -28,7 +28,7 @@ def apply(settings: Settings, root: Root, catalog: Catalog, budget: Budget, owne
 
     A lower limit is applied at once to what is there."""
     with catalog.write() as txn:
-        found = budget.limits(txn)
+        found = spaces.totals(txn)
         first = spaces.setting(txn, "budget") is None
         disk = host.disk(root.path)
         wanted = {
@@ -46,7 +46,7 @@ def apply(settings: Settings, root: Root, catalog: Catalog, budget: Budget, owne
     return Settings(**in_force)
 
 
-def _say(changed: dict[str, int], found: Limits, root: Root, owners: Owners) -> None:
+def _say(changed: dict[str, int], found: spaces.Totals, root: Root, owners: Owners) -> None:
     others = [owner for owner in owners.living() if owner.id != owners.me()]
     if others:
         words = ", ".join(f"{name} {getattr(found, name)} -> {value}" for name, value in changed.items())

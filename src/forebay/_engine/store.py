@@ -80,6 +80,12 @@ class Store(Engine):
         return self._reading.view(space, self.space(space).id, key)
 
     @mending
+    def view_leased(self, space: str, key: str, lease: Lease) -> Remembered | None:
+        """The bytes of what is leased, mapped and remembered."""
+        with faults(key):
+            return self._reading.view_leased(space, key, lease)
+
+    @mending
     def lease(self, space: str, key: str) -> Lease | None:
         """A lease on the file of a key, touched; None where there is none, or it is a small value, which has no file."""
         lease = self._reading.lease(self.space(space).id, key)

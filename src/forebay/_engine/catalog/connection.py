@@ -51,11 +51,6 @@ def one(rows: Rows, sql: str, *values: Any) -> Any:
     return found[0] if found else None
 
 
-def pages_of(rows: Rows) -> tuple[int, int]:
-    """Bytes that the database occupies, and the part of them in free pages."""
-    return int(rows.all("PRAGMA page_count")[0][0]) * PAGE, int(rows.all("PRAGMA freelist_count")[0][0]) * PAGE
-
-
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
     try:

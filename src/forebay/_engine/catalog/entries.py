@@ -31,8 +31,11 @@ def payload(rows: Rows, id: int) -> bytes | None:
     return bytes(row[0]) if row else None
 
 
-def any_held(rows: Rows) -> bool:
-    return bool(rows.all("SELECT 1 FROM entries WHERE life = 'held' LIMIT 1"))
+def any_leftovers(rows: Rows) -> bool:
+    """Whether anything waits to be swept: replaced, doomed, or held by somebody who may be gone."""
+    return bool(
+        rows.all(f"SELECT EXISTS (SELECT 1 FROM entries WHERE state > {LIVE}) OR EXISTS (SELECT 1 FROM entries WHERE life = 'held')")[0][0]
+    )
 
 
 def live(rows: Rows, space: int | None = None) -> list[Entry]:
@@ -87,10 +90,6 @@ def delete(txn: Txn, id: int) -> None:
 def leaving(rows: Rows, limit: int = 256) -> list[tuple[int, int, str, str, int]]:
     """Entries that were replaced or doomed and whose bytes are still there: (id, slot, kind, suffix, state)."""
     return rows.all(f"SELECT id, slot, kind, suffix, state FROM entries WHERE state > {LIVE} LIMIT ?", limit)
-
-
-def any_leaving(rows: Rows) -> bool:
-    return bool(rows.all(f"SELECT 1 FROM entries WHERE state > {LIVE} LIMIT 1"))
 
 
 def held(rows: Rows, after: int, limit: int) -> list[Entry]:

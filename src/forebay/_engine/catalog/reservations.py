@@ -57,6 +57,12 @@ def owners(rows: Rows) -> list[int]:
     return [row[0] for row in rows.all("SELECT DISTINCT owner FROM reservations WHERE owner IS NOT NULL")]
 
 
+def reserved_in(rows: Rows, space: int, before: int) -> int:
+    """Bytes that are promised in one space, by reservations older than ``before`` (0: by all)."""
+    row = one(rows, "SELECT coalesce(sum(size), 0) FROM reservations WHERE space = ?1 AND (?2 = 0 OR id < ?2)", space, before)
+    return int(row[0])
+
+
 def set_size(txn: Txn, id: int, size: int, charge: int, granted: bool) -> None:
     txn.run("UPDATE reservations SET size = ?, charge = ?, granted = ? WHERE id = ?", size, charge, granted, id)
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from forebay._engine.catalog.connection import Rows, Txn, one, pages_of
+from forebay._engine.catalog.connection import PAGE, Rows, Txn, one
+
+NEWEST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +27,21 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What is used, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being unlinked;
-    ``granted`` and ``pending``: of reservations; ``pages``: what the catalog occupies beside small values; ``spare``: its free pages.
-    ``count``: live entries, and those that are promised."""
+    """What is used, and what binds, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being
+    unlinked; ``granted`` and ``pending``: of reservations; ``pages``: of the catalog, beside small values; ``count``: of entries and
+    reservations; ``space``: of the live entries of one space, ``quota`` its own."""
 
     entries: int
     leaving: int
     granted: int
     pending: int
     pages: int
-    spare: int
     count: int
+    budget: int
+    min_free: int
+    max_entries: int | None
+    space: int
+    quota: int | None
 
 
 # One statement: it is asked in every transaction that writes.
@@ -43,7 +49,11 @@ _TOTALS = """
 SELECT * FROM (SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries), 0) FROM spaces),
     (SELECT coalesce(sum(charge * (state = 2)), 0), count(*) FROM entries WHERE state > 0),
     (SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?1)), 0),
-        coalesce(sum(granted OR id < ?1), 0) FROM reservations WHERE id IS NOT ?1)
+        coalesce(sum(granted OR id < ?1), 0) FROM reservations WHERE id IS NOT ?1),
+    (SELECT page_count FROM pragma_page_count), (SELECT freelist_count FROM pragma_freelist_count),
+    (SELECT max(value) FILTER (WHERE name = 'budget'), max(value) FILTER (WHERE name = 'min_free'),
+        max(value) FILTER (WHERE name = 'max_entries') FROM meta WHERE name IN ('budget', 'min_free', 'max_entries')),
+    (SELECT coalesce(max(bytes), 0), max(quota) FROM spaces WHERE id = ?2)
 """
 _FROM = "SELECT id, name, kind, policy, quota, bytes, charge, entries FROM spaces"
 
@@ -71,11 +81,14 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None) -> None:
     txn.run("UPDATE spaces SET policy = coalesce(?, policy), quota = coalesce(?, quota) WHERE name = ?", policy, quota, name)
 
 
-def totals(rows: Rows, before: int | None = None) -> Totals:
+def totals(rows: Rows, before: int | None = None, space: int = 0) -> Totals:
     """What is used now. ``before``: count only the pending reservations that are older than this one."""
-    entries, inline, count, leaving, left, granted, pending, waiting = one(rows, _TOTALS, (1 << 62) if before is None else before)
-    pages, spare = pages_of(rows)
-    return Totals(entries, leaving, granted, pending, pages - spare - inline, spare, count - left + waiting)
+    row = one(rows, _TOTALS, NEWEST if before is None else before, space)
+    entries, inline, count, leaving, left, granted, pending, waiting, pages, spare, budget, min_free, max_entries, used, quota = row
+    beside = (pages - spare) * PAGE - inline
+    return Totals(
+        entries, leaving, granted, pending, beside, count - left + waiting, int(budget or 0), int(min_free or 0), max_entries, used, quota
+    )  # fmt: skip
 
 
 def setting(rows: Rows, name: str) -> Any:
