@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,17 +91,6 @@ def victim_of(entry):  # type: ignore[no-untyped-def]
     from forebay._model import Victim
 
     return Victim(entry.name, entry.size, entry.charge, entry.used, entry.id)
-
-
-@pytest.fixture
-def quick_path(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory where there is one: what a killed process wrote is there either way, and thousands of openings are quicker."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(prefix="forebay-test-", dir=memory) as name:
-        yield Path(name)
 
 
 @pytest.fixture
