@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 
 import pytest
 
 from forebay import Cache
-from forebay.cli import warm
 from forebay.testing import ScriptedServer
 
 from .conftest import Run
@@ -176,7 +176,7 @@ def test_s40_warm_lists_failures_and_goes_on_where_it_was(run: Run, server: Scri
 
 
 def test_warm_from_standard_input(run: Run, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm.sys, "stdin", [f"{url}\n" for url in urls_of(server, "a", "b")])
+    monkeypatch.setattr(sys, "stdin", [f"{url}\n" for url in urls_of(server, "a", "b")])
     assert run("warm", "-").code == 0
     assert server.gets == 2
 

@@ -11,6 +11,7 @@ import pytest
 
 import forebay
 from forebay import Cache
+from forebay._model import Entry
 from forebay.cli import ls
 from forebay.testing import ScriptedServer
 
@@ -93,9 +94,21 @@ def test_a_fault_of_our_own_shows_no_traceback(run: Run, cache: Cache, monkeypat
     assert "report" in ran.err
 
 
+def test_debug_shows_where_a_fault_is(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("FOREBAY_VERBOSITY", "debug")
+    monkeypatch.setattr(ls, "matching", fault)
+    assert "in fault" in run("ls").err
+    caplog.clear()  # its record holds the frames, and these the cache
+
+
 def test_the_log_goes_to_standard_error(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_VERBOSITY", "info")
-    monkeypatch.setattr(ls, "matching", lambda entries, names: logging.getLogger("forebay.test").info("seen [red]\x1b[2J") or entries)
+
+    def matching(entries: list[Entry], names: list[str]) -> list[Entry]:
+        logging.getLogger("forebay.test").info("seen [red]\x1b[2J")
+        return entries
+
+    monkeypatch.setattr(ls, "matching", matching)
     ran = run("ls")
     assert ran.err == "info: seen [red]\\x1b[2J\n"
 

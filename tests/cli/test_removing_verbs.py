@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from forebay import Cache
-from forebay.cli import render
 from forebay.testing import ScriptedServer
 
 from .conftest import Run
@@ -78,10 +79,10 @@ def test_rm_by_filter_asks(run: Run, cache: Cache, urls: list[str], monkeypatch:
     assert ran.code == 1
     assert "--yes" in ran.err
     assert kept(cache) == urls
-    monkeypatch.setattr(render.sys, "stdin", Person("n\n"))
+    monkeypatch.setattr(sys, "stdin", Person("n\n"))
     assert run("rm", "-f", "size>1kB").code == 1
     assert kept(cache) == urls
-    monkeypatch.setattr(render.sys, "stdin", Person("y\n"))
+    monkeypatch.setattr(sys, "stdin", Person("y\n"))
     assert run("rm", "-f", "size>1kB").code == 0
     assert kept(cache) == []
 

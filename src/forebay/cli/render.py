@@ -70,8 +70,11 @@ class LogLines(logging.Handler):
         self.target: Console | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = f"{record.levelname.lower()}: {record.getMessage()}"
-        (self.target or console(stderr=True)).print(Text(plain(text), style="yellow"), soft_wrap=True)
+        lines = [f"{record.levelname.lower()}: {record.getMessage()}"]
+        if record.exc_info:
+            lines += logging.Formatter().formatException(record.exc_info).splitlines()
+        for line in lines:
+            (self.target or console(stderr=True)).print(Text(plain(line), style="yellow"), soft_wrap=True)
 
 
 LOG_LINES = LogLines()
