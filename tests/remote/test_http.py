@@ -146,7 +146,7 @@ def test_stat_of_unknown_size(server: ScriptedServer, http: HttpRemote) -> None:
 # -- read ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [{}, {"ranges": False}, {"chunked": True}, {"chunked": True, "ranges": False}])
+@pytest.mark.parametrize("script", [{}, {"ranges": False}, {"chunked": True}, {"chunked": True, "ranges": False}, {"gzip": True}])
 @pytest.mark.parametrize("span", [Span(0, 10), Span(1000, PART), Span(len(BODY) - 5, 5), Span(len(BODY) - 5, 50), Span(3, 0)])
 def test_read(server: ScriptedServer, http: HttpRemote, span: Span, script: dict[str, bool]) -> None:
     assert http.read(server.put("/a", BODY, **script), span) == BODY[span.start : span.end]
@@ -252,7 +252,32 @@ def test_redirects_are_followed(server: ScriptedServer, http: HttpRemote) -> Non
     assert info.size == len(BODY)
 
 
-@pytest.mark.parametrize("where", ["/a", "ftp://h/a", "//"])
+def test_the_way_of_a_redirect_is_gone_once(server: ScriptedServer, http: HttpRemote) -> None:
+    server.put("/signed", BODY)
+    sink = MemorySink()
+    http.fetch(server.put("/a", b"", redirect="/signed"), sink)
+    assert sink.data == BODY
+    assert [request.path for request in server.requests].count("/a") == 1
+
+
+def test_where_a_redirect_led_is_left_when_it_refuses(server: ScriptedServer, http: HttpRemote) -> None:
+    """As when a signature becomes too old in the middle of a large object."""
+    server.put("/one", BODY)
+    server.put("/two", BODY)
+    url, sink = server.put("/a", b"", redirect="/one"), MemorySink()
+
+    def expire(request: Request) -> None:
+        if request.path == "/one" and not request.headers["Range"].startswith("bytes=0-"):
+            server.objects["/one"].statuses = [403]
+            server.objects["/a"].redirect = "/two"
+
+    server.on_request = expire
+    http.fetch(url, sink)
+    assert sink.data == BODY
+    assert "/two" in [request.path for request in server.requests]
+
+
+@pytest.mark.parametrize("where", ["/a", "ftp://h/a", "//", "http://[1", "http://h:99999/"])
 def test_redirects_that_lead_nowhere(server: ScriptedServer, http: HttpRemote, where: str) -> None:
     with pytest.raises(errors.RemoteProtocolError, match="redirect"):
         http.fetch(server.put("/a", b"", redirect=where), MemorySink())
@@ -283,9 +308,27 @@ def test_s23_an_object_that_changes_meanwhile_is_begun_anew(server: ScriptedServ
     assert transfer.requests == server.gets
 
 
-def test_an_object_that_changes_all_the_time(server: ScriptedServer, http: HttpRemote) -> None:
+def test_an_object_that_changes_all_the_time_is_taken_as_one_stream(server: ScriptedServer, http: HttpRemote) -> None:
+    """So do servers behind one name that do not agree on ETags."""
     url, sink = server.put("/a", BODY), MemorySink()
-    server.on_request = changing(server, [BODY[n:] for n in range(1, 50)])
+
+    def change(request: Request) -> None:
+        server.objects["/a"].etag = f'"{len(server.requests)}"'
+
+    server.on_request = change
+    http.fetch(url, sink)
+    assert sink.data == BODY
+    assert len(sink.infos) == 3
+    assert "Range" not in server.requests[-1].headers
+
+
+def test_an_object_that_changes_all_the_time_and_is_cut(server: ScriptedServer, http: HttpRemote) -> None:
+    url, sink = server.put("/a", BODY), MemorySink()
+
+    def change(request: Request) -> None:
+        server.put("/a", BODY[len(server.requests) :], cut_after=None if "Range" in request.headers else PART)
+
+    server.on_request = change
     with pytest.raises(errors.RemoteChanged, match="/a became another object"):
         http.fetch(url, sink)
     assert len(sink.infos) == 3

@@ -152,6 +152,20 @@ def test_a_proxy_for_http(server: ScriptedServer, other: ScriptedServer, monkeyp
         assert len(server.requests) == seen
 
 
+def test_a_proxy_that_is_not_spoken_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("all_proxy", f"socks5://me:{SECRET}@far:1080")
+    with pytest.raises(errors.ConfigError, match="a socks5:// proxy for http:// URLs") as caught:
+        HttpRemote().stat("http://far.example/a")
+    assert SECRET not in str(caught.value)
+
+
+def test_a_header_that_cannot_be_sent_is_named_without_its_value() -> None:
+    for options in ({"headers": {"X-Key": f"{SECRET}\r\nX: y"}}, {"token": f"{SECRET}\u2100"}):
+        with pytest.raises(errors.ConfigError, match="cannot be sent") as caught:
+            RemoteOptions(**options)  # type: ignore[arg-type]
+        assert SECRET not in str(caught.value)
+
+
 def test_a_proxy_for_https(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked for a tunnel, with its own credentials and none of the URL's."""
     said: list[bytes] = []
@@ -180,7 +194,13 @@ def failures(server: ScriptedServer, tmp_path: Path) -> list[str]:
     signed = f"?X-Amz-Signature={SECRET}&token={SECRET}"
     with socket.create_server(("127.0.0.1", 0)) as found:
         nobody = f"http://me:{SECRET}@127.0.0.1:{found.getsockname()[1]}/a{signed}"
-    urls = [nobody, f"http://me:{SECRET}@no-such-host.invalid/{signed}", f"http://me:{SECRET}@h:port/{signed}"]
+    urls = [
+        nobody,
+        f"http://{SECRET}:\u2100@h/",
+        f"http://{SECRET}@[1/",
+        f"http://me:{SECRET}@no-such-host.invalid/{signed}",
+        f"http://me:{SECRET}@h:port/{signed}",
+    ]
     where = server.url.replace("://", f"://me:{SECRET}@")
     for status in (400, 401, 403, 404, 503, 301):
         server.put(f"/{status}", b"x", statuses=[status] * 99)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
 from typing import Self, TypeVar
@@ -24,8 +25,11 @@ from forebay.remote.wire import BadAnswer, Cut
 log = logging.getLogger("forebay.remote")
 T = TypeVar("T")
 
+CHECK_TIMEOUT = 10.0
 MAX_PAUSE = 10.0
 MAX_RETRY_AFTER = 120.0
+SAY_AFTER = 5.0  # a longer pause between two attempts is told
+_SENDABLE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*\Z")
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ class RemoteOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be above 0", name=name, value=value)
+        for name, text in {**self.headers, "token": self.token or ""}.items():
+            if not _SENDABLE.match(f"{name}{text}"):
+                raise errors.ConfigError(f"the value of {name!r} cannot be sent: it holds a line break, or more than Latin-1", name=name)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -74,6 +81,11 @@ class RemoteOptions:
         }  # fmt: skip
         found = {name: _number(environ, f"FOREBAY_{name.upper()}", kind) for name, kind in kinds.items()}
         return cls(**{name: value for name, value in found.items() if value is not None})  # type: ignore[arg-type]
+
+    def brief(self) -> Self:
+        """These, for asking whether a known version is still current: who asks can do without the answer."""
+        limit = min(CHECK_TIMEOUT, self.total_timeout or CHECK_TIMEOUT)
+        return replace(self, attempts=min(2, self.attempts), total_timeout=limit)
 
 
 def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], float]) -> float | None:
@@ -139,6 +151,7 @@ class Call:
     def __init__(self, url: str, options: RemoteOptions) -> None:
         self._url, self.options = url, options
         self.transfer = Transfer()
+        self.moved: dict[str, str] = {}  # where redirects led: the next range need not go that way again
         self._began = time.monotonic()
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards what follows, and the counts
@@ -184,7 +197,7 @@ class Call:
             return None
         left = self._began + limit - time.monotonic()
         if left <= 0:
-            raise self.failure(Trouble(f"not done in {limit:g} s", errors.RemoteTimeout), 1)
+            raise self.failure(Trouble(f"not done in {limit:g} s", errors.RemoteTimeout), self.transfer.retries + 1)
         return left
 
     def timeout(self, seconds: float) -> float:
@@ -237,7 +250,8 @@ class Call:
                 pause = self._pause(trouble, attempt)
                 if pause is None:
                     raise self.failure(trouble, attempt) from trouble.__cause__
-                log.debug("%s: %s; attempt %d in %.2f s", self.url, trouble.why, attempt + 1, pause)
+                level = logging.WARNING if pause > SAY_AFTER else logging.DEBUG
+                log.log(level, "%s: %s; attempt %d in %.2f s", self.url, trouble.why, attempt + 1, pause)
             self.count(retries=1)
             self._stop.wait(pause)
         raise AssertionError("unreachable: the last attempt returns or raises")

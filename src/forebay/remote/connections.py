@@ -18,6 +18,9 @@ from forebay.errors import ConfigError
 from forebay.remote.base import Call, RemoteOptions, Trouble, network_errors
 from forebay.remote.wire import Wire
 
+MAX_PLACES = 100  # hosts with idle connections
+_PORTS = {"http": 80, "https": 443}
+
 _pools: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
@@ -32,20 +35,16 @@ class Place:
 
     @classmethod
     def of(cls, scheme: str, netloc: str) -> Place:
-        """Raises `ConfigError` if that names no host."""
+        """Raises `ValueError` if that names no host."""
         return _place(scheme, netloc)
 
 
 @lru_cache(maxsize=1024)
 def _place(scheme: str, netloc: str) -> Place:
     parts = urlsplit(f"{scheme}://{netloc}")
-    try:
-        host, port = (parts.hostname or "").encode("idna").decode(), parts.port
-    except ValueError:
-        host, port = "", None
-    usual = {"http": 80, "https": 443}.get(scheme)
-    if usual is None or not host or port == 0:
-        raise ConfigError("an HTTP URL names a host: https://host/path is wanted")
+    host, port, usual = (parts.hostname or "").encode("idna").decode(), parts.port, _PORTS.get(scheme)
+    if not host or not usual or port == 0:
+        raise ValueError("no host, or no port that there is")
     name = f"[{host}]" if ":" in host else host
     return Place(scheme, host, port or usual, name if port in (None, usual) else f"{name}:{port}")
 
@@ -68,9 +67,9 @@ class Connections:
 
     def close_in_child(self) -> None:
         """Close the parent's sockets here (they stay open there), so that the remote sees when the parent closes one."""
-        for connection in [*self._busy, *(found for idle in self._idle.values() for found in idle)]:
-            if connection.sock.fileno() >= 0:
-                os.close(connection.sock.detach())
+        for wire in [*self._busy, *(found for idle in self._idle.values() for found in idle)]:
+            if wire.sock.fileno() >= 0:
+                os.close(wire.sock.detach())
         self._forget()
 
     def take(self, place: Place, call: Call) -> Wire:
@@ -83,7 +82,11 @@ class Connections:
                 found = self._open(place, call)
         with self._lock:
             self._busy.add(found)
-        call.hold(found.sock)
+        try:
+            call.hold(found.sock)
+        except BaseException:
+            found.close()
+            raise
         return found
 
     def _reuse(self, place: Place) -> Wire | None:
@@ -102,11 +105,14 @@ class Connections:
         call.let_go(wire.sock)
         with self._lock:
             self._busy.discard(wire)
-            idle = self._idle.setdefault(place, [])
+            idle = self._idle.get(place, [])
             keep = wire.is_free and len(idle) < self._options.connections
             if keep:
-                idle.append(wire)
-        if not keep:
+                self._idle[place] = [*idle, wire]
+            dropped = [] if keep else [wire]
+            if len(self._idle) > MAX_PLACES:
+                dropped += self._idle.pop(next(iter(self._idle)))
+        for wire in dropped:
             wire.close()
 
     def spare(self) -> int:
@@ -125,7 +131,13 @@ class Connections:
         if urllib.request.proxy_bypass_environment(f"{place.host}:{place.port}", known):  # type: ignore[attr-defined]
             return None
         found = known.get(place.scheme) or known.get("all")
-        return found if found is None or "://" in found else f"http://{found}"
+        if not found:
+            return None
+        found = found if "://" in found else f"http://{found}"
+        kind = found.partition("://")[0].lower()
+        if kind != "http" and (kind, place.scheme) != ("https", "http"):
+            raise ConfigError(f"the environment names a {kind}:// proxy for {place.scheme}:// URLs: name an http:// one, or set NO_PROXY")
+        return found
 
     def _open(self, place: Place, call: Call) -> Wire:
         proxy, timeout = self.proxy(place), call.timeout(self._options.connect_timeout)
@@ -150,8 +162,6 @@ class Connections:
             raise
 
     def _tunnel(self, wire: Wire, place: Place, proxy: str) -> socket.socket:
-        if isinstance(wire.sock, ssl.SSLSocket):
-            raise ConfigError("an https:// URL cannot be asked through a proxy that is itself https://: name it as http://")
         target = place.name if place.name.endswith(f":{place.port}") else f"{place.name}:{place.port}"
         head = wire.ask("CONNECT", target, {"Host": target, **proxy_headers(proxy)})
         if head.status != 200:

@@ -22,9 +22,9 @@ class Download:
        on where it ended. Without one, ranges could mix two versions: the object is asked for whole.
     """
 
-    def __init__(self, exchange: Exchange, call: Call, url: str, sink: Sink, kept: Partial | None) -> None:
+    def __init__(self, exchange: Exchange, call: Call, url: str, sink: Sink, kept: Partial | None, *, whole: bool = False) -> None:
         self._exchange, self._call, self._url, self._sink, self._kept = exchange, call, url, sink, kept
-        self._whole = False  # ask without Range
+        self._whole = whole  # ask without Range
         self._info = ObjectInfo(url, None)
         self._wanted: tuple[Span, ...] = ()
 
@@ -70,7 +70,8 @@ class Download:
         size = answer.length if not answer.encoding else None
         spans = self._begin(info_of(self._url, answer.headers, size))
         if size is not None and self._info.strong:
-            share(iter([partial(self._bring, Span(0, size), answer)] if spans else []), 0, self._call)
+            if spans:
+                self._bring(Span(0, size), answer)
         else:
             self._take_stream(answer)
         return False
@@ -110,7 +111,6 @@ class Download:
 
     def _write(self, at: int, block: Buffer) -> None:
         """To the sink, but what it has already."""
-        self._call.check()
         end = at + len(block)
         for span in self._wanted:
             if span.length < 0 or (span.start <= at and end <= span.end):
@@ -122,14 +122,16 @@ class Download:
     def _bring_all(self, spans: tuple[Span, ...], got: Span, answer: Answer) -> None:
         if (got,) == spans:  # all of a small object
             return self._bring(got, answer)
-        rest = list(parts((piece for span in spans for piece in _without(span, got)), self._call.options.part))
+        options = self._call.options
+        rest = [piece for span in spans for piece in _without(span, got)]
         opened = any(span.start < got.end and got.start < span.end for span in spans)
-        threads = min(self._call.options.streams - 1, len(rest), self._exchange.pool.spare())
+        needed = -(-sum(span.length for span in rest) // options.part)
+        threads = min(options.streams - 1, needed, self._exchange.pool.spare())
 
         def work() -> Iterator[Work]:
             if opened:
                 yield partial(self._bring, got, answer)
-            for span in rest:
+            for span in parts(rest, options.part):
                 yield partial(self._bring, span)
 
         return share(work(), threads, self._call)

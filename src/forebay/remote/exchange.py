@@ -44,21 +44,34 @@ class Exchange:
     ) -> Answer:
         """The answer, if its status is in ``ok``. Follows redirects; takes the user's credentials to no other host.
         Raises `RemoteError`, or `Trouble` where another attempt may go well."""
-        target, home = url, None
-        for _ in range(MAX_HOPS):
+        moved = call.moved.get(url) if method == "GET" else None
+        if moved is not None:
+            try:
+                return self._follow(call, method, url, moved, headers, ok, body)
+            except (errors.AccessDenied, errors.NotFound):  # such as a signature that is too old by now
+                call.moved.pop(url, None)
+        return self._follow(call, method, url, url, headers, ok, body)
+
+    def _follow(
+        self, call: Call, method: str, url: str, target: str, headers: Mapping[str, str], ok: Container[int], body: bytes | None
+    ) -> Answer:
+        """Ask ``target``, on behalf of ``url``, and wherever that redirects to."""
+        home = None
+        for hop in range(MAX_HOPS):
             where, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
-            parts = urlsplit(where)
-            place = _place(call, parts, redirected=home is not None)
-            home = home or place
+            parts, place = _split(call, where)
+            home = home or (place if self._sign else _split(call, url)[1])
             standing = self._standing(parts, place, at_home=place == home)
             answer = self._send(call, method, parts, place, {**standing, **signed}, body)
             if answer.status in ok:
+                if hop and self._sign is None:
+                    call.moved[url] = where
                 return answer
             with answer:
                 if answer.status not in REDIRECTS or "Location" not in answer.headers:
                     raise self._refusal(call, url, answer)
                 answer.drain()
-            target = urljoin(where, answer.headers["Location"])
+            target = _joined(call, where, answer.headers["Location"])
             if answer.status == 303 and method != "HEAD":
                 method, body = "GET", None
         raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_HOPS} times", url=call.url)
@@ -130,13 +143,21 @@ def meaning(url: str, status: int, reason: str, headers: Mapping[str, str]) -> E
     return errors.RemoteError(f"{url}: {said}", url=url, status=status)
 
 
-def _place(call: Call, parts: SplitResult, *, redirected: bool) -> Place:
+def _split(call: Call, url: str) -> tuple[SplitResult, Place]:
     try:
-        return Place.of(parts.scheme, parts.netloc)
-    except ValueError as error:
-        if redirected:
-            raise errors.RemoteProtocolError(f"{call.url} redirects to what is no HTTP URL", url=call.url) from None
-        raise errors.ConfigError(f"{call.url}: {error}", url=call.url) from None
+        parts = urlsplit(url)
+        return parts, Place.of(parts.scheme, parts.netloc)
+    except ValueError:  # its text may hold what stands in the URL
+        raise errors.ConfigError(f"{call.url} names no host: https://host/path is wanted", url=call.url) from None
+
+
+def _joined(call: Call, url: str, location: str) -> str:
+    try:
+        found = urljoin(url, location)
+        Place.of(*urlsplit(found)[:2])
+    except ValueError:
+        raise errors.RemoteProtocolError(f"{call.url} redirects to what is no HTTP URL", url=call.url) from None
+    return found
 
 
 def _netrc(host: str) -> tuple[str, str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from email.utils import formatdate
 
 from forebay import errors
@@ -12,8 +12,8 @@ from forebay.remote.answers import info_of, is_etag, is_same, ranged
 from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.download import Download, changed
 from forebay.remote.exchange import Exchange, Judge, Sign
+from forebay.remote.urls import canonical
 
-CHECK_TIMEOUT = 10.0  # seconds for asking whether a known version is still current: who asks can do without the answer
 CHANGES = 2  # an object that changes more often while it is fetched is given up
 
 
@@ -36,8 +36,7 @@ class HttpRemote:
         self, options: RemoteOptions | None = None, sign: Sign | None = None, judge: Judge | None = None, *, raw: bool = False
     ) -> None:
         self.options = options or RemoteOptions()
-        limit = min(CHECK_TIMEOUT, self.options.total_timeout or CHECK_TIMEOUT)
-        self._checking = replace(self.options, attempts=min(2, self.options.attempts), total_timeout=limit)
+        self._checking = self.options.brief()
         self._exchange = Exchange(self.options, sign, judge, raw=raw)
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
@@ -65,12 +64,13 @@ class HttpRemote:
             return None if answer.status == 304 else info_of(url, answer.headers, answer.length)
 
     def fetch(self, url: str, sink: Sink) -> Transfer:
-        """See `Remote.fetch`. An object that changes meanwhile is begun anew, twice at most: then `RemoteChanged`."""
+        """See `Remote.fetch`. An object that changes meanwhile is begun anew, the second time as one stream, which cannot mix
+        versions (a server behind which several have ETags of their own seems to change all the time); then `RemoteChanged`."""
         call, kept = Call(url, self.options), sink.partial
         for turn in range(CHANGES + 1):
             with call:
                 try:
-                    call.retrying(Download(self._exchange, call, url, sink, kept))
+                    call.retrying(Download(self._exchange, call, url, sink, kept, whole=turn == CHANGES))
                     break
                 except errors.RemoteChanged:
                     if turn == CHANGES:
@@ -100,6 +100,10 @@ class HttpRemote:
             size = ranged(answer, span, call.url).total if answer.status == 206 else answer.length
             if validator is not None and info_of(url, answer.headers, size).validator != validator:
                 raise changed(call.url)
+            if answer.encoding and answer.status == 206:
+                raise errors.RemoteProtocolError(f"{call.url}: a range of a compressed body tells nothing", url=call.url, status=206)
+            if answer.encoding:
+                return b"".join(map(bytes, answer.content()))[span.start : span.end]
             if answer.status == 200:
                 answer.skip(span.start)
             data = b"".join(map(bytes, answer.blocks(span.length)))
@@ -109,7 +113,8 @@ class HttpRemote:
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """HTTP knows no listing: raises `RemoteError`."""
-        raise errors.RemoteError(f"{Call(url, self.options).url}: HTTP cannot list what begins with a URL", url=Call(url, self.options).url)
+        key = canonical(url)
+        raise errors.RemoteError(f"{key}: HTTP cannot list what begins with a URL", url=key)
 
     def request(
         self,
