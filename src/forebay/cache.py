@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from forebay import _config, errors, remote
+from forebay._engine.faults import FULL
 from forebay._engine.fill import Waiting
 from forebay._engine.leases import Lease
 from forebay._engine.memo import no_hit
@@ -326,7 +327,9 @@ def _open_store(
     )
     try:
         return Store.open(place, settings, shared=shared, read_only=read_only)
-    except errors.CacheFault as error:
+    except (errors.CacheFault, OSError) as error:
+        if isinstance(error, errors.RootError) or not (isinstance(error, errors.CacheFault) or error.errno in FULL):
+            raise
         log.warning("the cache in %s cannot be used, reading past it: %s", place, error)
         return PassThrough(str(error))
 

@@ -387,6 +387,9 @@ class _RangeFile(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
+    def readall(self) -> bytes:
+        return b"".join(iter(lambda: self.read(RANGE) or b"", b""))  # the default asks for 8 KiB at a time
+
     def readinto(self, buffer: Any) -> int:
         wanted = min(len(buffer), self._size - self._at)
         if wanted <= 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from forebay import errors
@@ -54,7 +55,7 @@ class Want:
 @dataclass(frozen=True, slots=True)
 class Short:
     """What is lacking. ``quota`` and ``bytes`` in bytes, ``count`` in entries: positive where something has to go.
-    ``leaving``: bytes that are on their way out already."""
+    ``leaving``: bytes that are on their way out already. ``disk``: bytes below ``min_free``."""
 
     quota: int
     bytes: int
@@ -62,6 +63,7 @@ class Short:
     leaving: int
     free: int
     budget: int
+    disk: int = 0
 
     @property
     def fits(self) -> bool:
@@ -78,6 +80,8 @@ class _Attempt:
     partials: list[Reservation] = field(default_factory=list)
     picks: Counter[Scope] = field(default_factory=Counter)  # since the last victim of the scope
     pick: set[Scope] = field(default_factory=set)
+    given: int = 0  # bytes of victims, while the disk was short
+    wanted: int = 0  # what the disk lacked at first
     stuck: Short | None = None
     hopeless: bool = False
 
@@ -101,6 +105,7 @@ class Budget:
         self._eviction, self._ranking, self._words = eviction, ranking, words
         self._keys = locks.LockFile(root.lock("keys"))  # a reaper's own description: see the module `leases`
         self._block = host.disk(root.path).block
+        self.drop_dead: Callable[[], None] = lambda: None  # lets go of what this process has mapped of victims
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 
@@ -122,7 +127,7 @@ class Budget:
         if want is not None and totals.quota is not None:
             quota = totals.space + reservations.reserved_in(txn, want.space, id) + want.size - want.replaced - totals.quota
         count = totals.count + (want is not None and not want.replaces) - totals.max_entries if totals.max_entries is not None else 0
-        return Short(quota, max(used + charge - totals.budget, floor), count, totals.leaving, totals.budget - used, totals.budget)
+        return Short(quota, max(used + charge - totals.budget, floor), count, totals.leaving, totals.budget - used, totals.budget, floor)
 
     # -- reserving -------------------------------------------------------------------------------------------------
 
@@ -185,6 +190,7 @@ class Budget:
         attempt.pick = set()
         doomed: list[Doomed] = []
         partials: list[Reservation] = []
+        id = attempt.id
         try:
             with self._catalog.write() as txn:
                 self._eviction.delete(txn, attempt.doomed)
@@ -199,7 +205,7 @@ class Budget:
                     self._find_room(txn, want, attempt, short, doomed, partials)
         except DiskFull:
             self._eviction.release(doomed)
-            doomed = []
+            doomed, attempt.id = [], id  # a reservation that was entered meanwhile is rolled back too
             if not self._catalog.drop_ballast():  # with a full disk even a DELETE needs a page of the journal
                 raise
         finally:
@@ -258,9 +264,16 @@ class Budget:
                 self._stuck_unless(bool(doomed), attempt, short)
                 return
         lacking = short.bytes - short.leaving
+        if 0 < short.disk == short.bytes:
+            # The disk may get nothing back from a victim: another process has it mapped. Then more victims would not help either.
+            attempt.wanted = attempt.wanted or lacking
+            if attempt.given >= attempt.wanted:
+                attempt.stuck = short
+                return
         self._take_partials(txn, _Freed(charge=lacking, count=short.count), freed, partials)
         scope = Scope() if evicts_own or space is None else Scope(but=space.id)
         self._doom(txn, scope, want, attempt, freed, doomed, _Freed(charge=lacking, count=short.count))
+        attempt.given += freed.charge
         if freed.charge < lacking or freed.count < short.count:
             self._stuck_unless(bool(doomed or partials) or short.leaving > 0, attempt, short)
 
@@ -296,6 +309,8 @@ class Budget:
 
     def _unlink(self, attempt: _Attempt) -> None:
         self._eviction.unlink(attempt.doomed)
+        if attempt.wanted:
+            self.drop_dead()
         for partial in attempt.partials:
             stages.remove_partial(self._root, partial.keyhash, partial.id)
             blobs.remove_blob(self._root, partial.id, partial.suffix)  # its writer died between rename and commit
@@ -333,6 +348,9 @@ class Budget:
                 "it can never be kept: raise the budget or the quota",
                 hopeless=True,
             )
+        if short.disk > 0:
+            free, todo = min(short.free, want.size - short.disk), "the disk is full: free some of it, or lower min_free"
+            return errors.NoSpace.of(want.key, want.size, free, short.budget, todo)
         return errors.NoSpace.of(want.key, want.size, short.free, short.budget)
 
     def wait_for_room(self, want: Want, timeout: float | None) -> None:

@@ -110,6 +110,7 @@ class Engine:
         self._eviction = Eviction(root, self._catalog, self._slots, self._leases, self.words)
         self._ranking = Ranking(self._catalog, self._slots)
         self._budget = Budget(root, self._catalog, self._owners, self._eviction, self._ranking, self.words, self.counters)
+        self._budget.drop_dead = self.memo.drop_dead
         self._fill = Fill(root, self._catalog, self._owners, self.words, self.counters)
         self._publisher = Publisher(root, self._catalog, self._slots, self._leases, self._owners, self._budget, self._eviction)
         self._catalog.sweeper = self._eviction.sweep

@@ -122,6 +122,11 @@ class Memo:
             return
         with self._mutex:
             self._evictions = evictions
+        self.drop_dead()
+
+    def drop_dead(self) -> None:
+        """Drop what was evicted now: the disk is short, and gets no block of an unlinked file back while it is mapped."""
+        with self._mutex:
             for found in [f for f in self._all_locked() if not f.is_current()]:
                 self._forget_locked(found)
 

@@ -1,0 +1,146 @@
+"""Scenario 13: the disk is full, or another program fills it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay._kernel import host
+from forebay.testing import ScriptedServer
+
+MiB = 1 << 20
+
+
+def fill_up(place: Path) -> Path:
+    """Another program takes the whole disk."""
+    path = place / "somebody-elses"
+    with open(path, "wb", buffering=0) as file:
+        size = MiB
+        while size >= 4096:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
+    return path
+
+
+def test_s13_a_budget_larger_than_the_disk(tmpfs: Callable[[str], Path], server: ScriptedServer, children: Callable[..., Any], warnings: Any) -> None:
+    place = tmpfs("64m")
+    bodies = [random.Random(i).randbytes(3 * MiB + i) for i in range(30)]
+    urls = [server.put(f"/{i}.bin", body) for i, body in enumerate(bodies)]
+
+    def train(seed: int) -> tuple[int, list[str]]:
+        order = random.Random(seed).choices(range(30), k=60)
+        with warnings() as said, forebay.Cache(place / "root", budget="1GiB", min_free=0) as cache:
+            for i in order:
+                assert cache.read(urls[i]) == bodies[i]
+                cache.put(f"value-{seed}-{i}", bodies[i][: 1 << (8 + i % 10)])
+            return cache.stats().hits, said
+
+    for child in [children(lambda seed=seed: train(seed)) for seed in range(3)]:
+        hits, said = child.result(120)
+        assert hits
+        assert len(said) <= 2  # one warning of each kind: a read past the cache, a value that is not kept
+    with forebay.Cache(place / "root") as cache:
+        assert cache.check(deep=True) == []
+
+
+def test_s13_another_program_fills_the_disk(tmpfs: Callable[[str], Path], server: ScriptedServer, warnings: Any) -> None:
+    place = tmpfs("64m")
+    bodies = [random.Random(i).randbytes(MiB + i) for i in range(40)]
+    urls = [server.put(f"/{i}.bin", body) for i, body in enumerate(bodies)]
+    with warnings() as said, forebay.Cache(place / "root", budget="1GiB", min_free=0) as cache:
+        for url, body in zip(urls[:20], bodies[:20], strict=True):
+            assert cache.read(url) == body
+        taken = fill_up(place)
+        for url, body in zip(urls, bodies, strict=True):
+            assert cache.read(url) == body
+            with cache.open(url) as file:
+                assert file.read() == body
+            cache.put(url, body[:1000])
+        assert len(said) <= 2
+        taken.unlink()
+        for _ in range(2):
+            for url, body in zip(urls[:10], bodies[:10], strict=True):
+                assert cache.read(url) == body
+        assert all(cache.entry(url) is not None for url in urls[:10])  # it works again by itself
+        assert cache.check(deep=True) == []
+
+
+def test_s13_min_free_stays_free(tmpfs: Callable[[str], Path], server: ScriptedServer) -> None:
+    place = tmpfs("64m")
+    bodies = [random.Random(i).randbytes(MiB + i) for i in range(60)]
+    urls = [server.put(f"/{i}.bin", body) for i, body in enumerate(bodies)]
+    with forebay.Cache(place / "root", budget="1GiB", min_free="10%") as cache:
+        for url, body in zip(urls, bodies, strict=True):
+            assert cache.read(url) == body
+            assert host.disk(place).free >= 0.09 * 64 * MiB  # less what the catalog's journal takes
+        kept = len(cache.entries())
+        assert 30 < kept < 58
+        other = place / "somebody-elses"
+        other.write_bytes(bytes(host.disk(place).free - MiB))
+        for url, body in zip(urls[:12], bodies[:12], strict=True):
+            assert cache.read(url) == body
+        assert len(cache.entries()) < kept  # it shrank itself
+        assert host.disk(place).free >= 0.08 * 64 * MiB
+        other.unlink()
+        cache.read(urls[0])
+        assert cache.check(deep=True) == []
+
+
+def test_s13_min_free_larger_than_what_is_there(tmpfs: Callable[[str], Path], server: ScriptedServer, warnings: Any) -> None:
+    place = tmpfs("64m")
+    body = os.urandom(MiB)
+    url = server.put("/x.bin", body)
+    with warnings() as said, forebay.Cache(place / "root", min_free="99%") as cache:
+        for _ in range(3):
+            assert cache.read(url) == body
+        assert cache.entries() == []
+    assert len(said) == 1
+
+
+def test_s13_no_room_to_make_a_root(tmpfs: Callable[[str], Path], server: ScriptedServer, warnings: Any) -> None:
+    place = tmpfs("1m")
+    (place / "root").mkdir(mode=0o700)
+    fill_up(place)
+    body = os.urandom(MiB)
+    url = server.put("/x.bin", body)
+    with warnings() as said, forebay.Cache(place / "root") as cache:
+        for _ in range(3):
+            assert cache.read(url) == body
+        assert cache.put("key", b"value") is False
+        assert cache.get_or_put("key", lambda: b"value") == b"value"
+    assert 1 <= len(said) <= 3
+
+
+@pytest.mark.parametrize("kind", ["ENOSPC", "EDQUOT"])
+def test_s13_a_quota_of_the_file_system(root: Path, server: ScriptedServer, warnings: Any, kind: str) -> None:
+    """What cannot be mounted here is raised where files are changed."""
+    import errno
+
+    bodies = [os.urandom(MiB) for _ in range(6)]
+    urls = [server.put(f"/{i}.bin", body) for i, body in enumerate(bodies)]
+    number = getattr(errno, kind)
+
+    def refuse(call: str, subject: str) -> None:
+        if call in ("pwrite", "allocate", "create"):
+            raise OSError(number, os.strerror(number))
+
+    with warnings() as said, forebay.Cache(root) as cache:
+        assert cache.read(urls[0]) == bodies[0]
+        host.on_step(refuse)
+        try:
+            for url, body in zip(urls, bodies, strict=True):
+                assert cache.read(url) == body
+        finally:
+            host.on_step(None)
+        assert len(said) == 1
+        assert cache.stats().fallbacks == 5
+        assert cache.read(urls[5]) == bodies[5]
+        assert cache.entry(urls[5]) is not None

@@ -1,0 +1,118 @@
+"""Scenario 15: one item is larger than the budget. (A prefetch of it comes later; warming stands in for it.)"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay.testing import ScriptedServer
+
+MiB = 1 << 20
+BUDGET = 8 * MiB
+
+
+@pytest.fixture
+def cache(root: Path, server: ScriptedServer) -> Any:
+    """Three small ones are in it."""
+    with forebay.Cache(root, budget=BUDGET) as cache:
+        for i in range(3):
+            cache.read(server.put(f"/{i}.bin", bytes([i]) * MiB))
+        yield cache
+
+
+@pytest.mark.parametrize("script", [{}, {"chunked": True, "ranges": False}, {"ranges": False}, {"etag": None}], ids=str)
+def test_s15_twice_the_budget_is_read_past_the_cache(
+    cache: forebay.Cache, server: ScriptedServer, warnings: Any, script: dict[str, Any]
+) -> None:
+    body = os.urandom(2 * BUDGET)
+    url = server.put("/large.bin", body, **script)
+    before = [entry.name for entry in cache.entries()]
+    with warnings() as said:
+        for _ in range(2):
+            assert cache.read(url) == body
+        with cache.open(url) as file:
+            assert file.read() == body
+    if not script.get("chunked"):  # of which nobody knows how large it will be
+        assert [entry.name for entry in cache.entries()] == before  # nothing went for it
+        assert cache.stats().evictions == 0
+    assert cache.stats().fallbacks == 3
+    assert cache.stats().bytes_reserved == 0
+    assert len(said) == 1
+    assert url in said[0]
+    assert f"{BUDGET:,}" in said[0]
+    if not script.get("chunked"):
+        assert f"{len(body):,}" in said[0]
+    assert cache.read(server.put("/3.bin", b"3" * MiB)) == b"3" * MiB
+    assert cache.entry(server.url + "/3.bin") is not None  # the cache goes on
+
+
+def test_s15_a_stream_of_it_reads_only_what_is_wanted(cache: forebay.Cache, server: ScriptedServer) -> None:
+    body = os.urandom(64 * MiB)
+    url = server.put("/large.bin", body)
+    sent = server.sent
+    with cache.open(url) as file:
+        file.seek(40 * MiB)
+        assert file.read(1000) == body[40 * MiB : 40 * MiB + 1000]
+    assert server.sent - sent < 32 * MiB
+
+
+def test_s15_a_path_of_it_cannot_be_had(cache: forebay.Cache, server: ScriptedServer) -> None:
+    body = os.urandom(2 * BUDGET)
+    with pytest.raises(forebay.errors.NoSpace) as caught:
+        cache.local(server.put("/large.bin", body))
+    error = caught.value
+    assert (error.need, error.budget) == (len(body), BUDGET)
+    assert error.errno == 28
+    assert f"{len(body):,}" in str(error)
+    assert f"{BUDGET:,}" in str(error)
+    assert len(cache.entries()) == 3
+
+
+def test_s15_a_value_of_it_is_not_kept(cache: forebay.Cache, warnings: Any) -> None:
+    with warnings() as said:
+        for _ in range(3):
+            assert cache.put("large", bytes(2 * BUDGET)) is False
+            assert cache.get_or_put("large", lambda: bytes(2 * BUDGET)) == bytes(2 * BUDGET)
+    assert len(said) == 1
+    assert cache.get("large") is None
+    assert cache.stats().store_failures == 6
+    assert len(cache.entries()) == 3
+
+
+def test_s15_a_value_that_does_not_fit_leaves_the_old_one(cache: forebay.Cache) -> None:
+    assert cache.put("key", b"old" * 1000)
+    assert not cache.put("key", bytes(2 * BUDGET))
+    assert cache.get("key") == b"old" * 1000
+
+
+def test_s15_larger_than_the_quota_of_its_space(cache: forebay.Cache, warnings: Any) -> None:
+    space = cache.space("features", quota=MiB)
+    assert space.put("a", bytes(MiB // 2))
+    with warnings() as said:
+        assert not space.put("large", bytes(2 * MiB))
+    assert len(said) == 1
+    assert space.keys() == ["a"]
+
+
+def test_s15_exactly_the_budget_fits(root: Path) -> None:
+    with forebay.Cache(root, budget=BUDGET) as cache:
+        assert cache.put("first", bytes(MiB))
+        assert cache.put("all", bytes(BUDGET - 4096))  # its chunk map needs a block
+        assert [entry.key for entry in cache.entries()] == ["all"]
+
+
+def test_s15_warming_it_holds_nothing_up(root: Path, server: ScriptedServer, tmp_path: Path, command: Callable[..., Any]) -> None:
+    urls = [server.put(f"/{i}.bin", os.urandom(100_000)) for i in range(20)]
+    large = server.put("/large.bin", os.urandom(2 * BUDGET))
+    (tmp_path / "list").write_text("\n".join([large, *urls]))
+    done = command("warm", "--jobs", 1, "--root", root, "--json", tmp_path / "list", env={**os.environ, "FOREBAY_BUDGET": str(BUDGET)})
+    assert done.returncode == 1
+    assert large in done.stderr
+    outcomes = {outcome["url"]: outcome["state"] for outcome in json.loads(done.stdout)}
+    assert outcomes == {large: "past"} | dict.fromkeys(urls, "fetched")
