@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -75,6 +76,18 @@ def test_ranges_come_at_once(server: ScriptedServer, http: HttpRemote) -> None:
     server.go.set()
     fetching.join()
     assert sink.data == BODY
+
+
+def test_s27_several_streams_where_each_is_slow(server: ScriptedServer) -> None:
+    """A server that gives each connection so much and no more: 4 times the speed of one stream, at least."""
+    url = server.put("/a", bytes(8 << 20), rate=4 << 20)
+
+    def seconds(options: RemoteOptions) -> float:
+        began = time.monotonic()
+        HttpRemote(options).fetch(url, MemorySink())
+        return time.monotonic() - began
+
+    assert seconds(RemoteOptions(part=1 << 19, streams=1)) >= 4 * seconds(RemoteOptions(part=1 << 19))
 
 
 def test_many_threads_share_a_remote(server: ScriptedServer, http: HttpRemote) -> None:
@@ -207,7 +220,16 @@ def test_what_has_no_strong_validator_is_not_put_together(server: ScriptedServer
     assert [request.headers.get("Range") is None for request in server.requests] == [False, True]
 
 
-LIES = ["bytes 1-65536/655377", "bytes 0-65535/10", "bytes 0-9/655377", "bytes 0-65534/655377", "items 0-1/2", "-", "bytes */*"]
+LIES = [
+    "bytes 1-65536/655377",
+    "bytes 0-65535/10",
+    "bytes 0-65535/0",
+    "bytes 0-9/655377",
+    "bytes 0-65534/655377",
+    "items 0-1/2",
+    "-",
+    "bytes */*",
+]
 
 
 @pytest.mark.parametrize("lie", LIES)

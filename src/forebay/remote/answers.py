@@ -28,7 +28,7 @@ class Answer:
         self.status, self.reason, self.headers, self.length = head
         encoding = self.headers.get("Content-Encoding", "").strip().lower()
         self.encoding = "" if raw or encoding == "identity" else encoding
-        self._wire, self._call = wire, call
+        self._wire, self.call = wire, call
         self._done: Callable[[], None] | None = done
 
     def __enter__(self) -> Self:
@@ -46,17 +46,17 @@ class Answer:
     def blocks(self, limit: int | None = None, *, count: bool = True) -> Iterator[memoryview]:
         """The body as sent, as it comes; at most ``limit`` bytes. Each block is good until the next is asked for.
         ``count``: as received. Raises `Trouble` where it ends too early."""
-        options, left = self._call.options, 1 << 62 if limit is None else limit
+        options, left = self.call.options, 1 << 62 if limit is None else limit
         while left > 0:
-            self._call.check()
+            self.call.check()
             if options.total_timeout is not None:
-                self._wire.sock.settimeout(self._call.timeout(options.read_timeout))
+                self._wire.sock.settimeout(self.call.timeout(options.read_timeout))
             with network_errors():
                 block = self._wire.block(left)
             if not block:
                 return
             if count:
-                self._call.count(received=len(block))
+                self.call.count(received=len(block))
             left -= len(block)
             yield block
 
@@ -104,16 +104,16 @@ class Ranged(NamedTuple):
     total: int | None
 
 
-def ranged(answer: Answer, asked: Span, url: str) -> Ranged:
-    """The beginning of ``asked``, or all of it. Raises `RemoteProtocolError` if the answer holds something else. ``url``: without
-    secrets."""
+def ranged(answer: Answer, asked: Span) -> Ranged:
+    """The beginning of ``asked``, or all of it. Raises `RemoteProtocolError` if the answer holds something else."""
     said = answer.headers.get("Content-Range", "no Content-Range")
     found = _RANGE.match(said.strip())
     if found is not None:
         start, end, total = int(found[1]), int(found[2]) + 1, None if found[3] == "*" else int(found[3])
-        fits = start == asked.start and start < end <= min(asked.end, total or end)
+        fits = start == asked.start and start < end <= min(asked.end, end if total is None else total)
         if fits and answer.length in (None, end - start):
             return Ranged(Span(start, end - start), total)
+    url = answer.call.url
     raise RemoteProtocolError(
         f"{url}: bytes {asked.start}-{asked.end - 1} asked for, {said!r} answered with {answer.length} bytes", url=url, status=answer.status
     )

@@ -55,7 +55,7 @@ class RemoteOptions:
     attempts: int = 5
     backoff: float = 0.25
     connections: int = 16
-    streams: int = 4
+    streams: int = 8
     part: int = 8 << 20
     buffer: int = 256 << 10
     proxies: bool = True

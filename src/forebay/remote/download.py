@@ -84,7 +84,7 @@ class Download:
             at += len(block)
 
     def _take_range(self, answer: Answer, asked: Span) -> bool:
-        got, total = ranged(answer, asked, self._call.url)
+        got, total = ranged(answer, asked)
         info = info_of(self._url, answer.headers, total)
         kept = self._kept
         if kept is not None and (info.validator != kept.validator or total != kept.size):
@@ -175,7 +175,7 @@ class Download:
         return answer
 
     def _check_range(self, answer: Answer, span: Span) -> None:
-        total = ranged(answer, span, self._call.url).total
+        total = ranged(answer, span).total
         if info_of(self._url, answer.headers, total).validator != self._info.validator or total != self._info.size or answer.encoding:
             raise changed(self._call.url)
 

@@ -60,7 +60,7 @@ class Exchange:
         for hop in range(MAX_HOPS):
             where, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
             parts, place = _split(call, where)
-            home = home or (place if self._sign else _split(call, url)[1])
+            home = home or (place if self._sign or target is url else _split(call, url)[1])
             standing = self._standing(parts, place, at_home=place == home)
             answer = self._send(call, method, parts, place, {**standing, **signed}, body)
             if answer.status in ok:

@@ -57,7 +57,7 @@ class HttpRemote:
                 return None
             if answer.status == 206:
                 answer.drain()
-                return info_of(url, answer.headers, ranged(answer, Span(0, 1), call.url).total)
+                return info_of(url, answer.headers, ranged(answer, Span(0, 1)).total)
             if answer.status == 200:
                 return info_of(url, answer.headers, answer.length if not answer.encoding else None)
         with self._exchange.ask(call, "GET", url, conditions, ok=(200, 304)) as answer:  # empty: no byte to ask for
@@ -97,7 +97,7 @@ class HttpRemote:
             if answer.status == 412:
                 answer.drain()
                 raise changed(call.url)
-            size = ranged(answer, span, call.url).total if answer.status == 206 else answer.length
+            size = ranged(answer, span).total if answer.status == 206 else answer.length
             if validator is not None and info_of(url, answer.headers, size).validator != validator:
                 raise changed(call.url)
             if answer.encoding and answer.status == 206:
