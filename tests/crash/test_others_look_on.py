@@ -10,7 +10,7 @@ import pytest
 
 from forebay._engine.store import Store
 from tests.crash.conftest import Scene, victim_of
-from tests.harness import KiB, MiB, Child, Gate, assert_counted, bytes_of, death_of, fork_to_die, in_child, opened
+from tests.harness import Child, Gate, KiB, MiB, assert_counted, bytes_of, death_of, fork_to_die, in_child, opened
 
 OLD, NEW, SMALL = os.urandom(100 * KiB), os.urandom(120 * KiB), os.urandom(500)
 MOST = 200

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forebay._engine.store import Store
 from tests.crash.conftest import victim_of
-from tests.harness import KiB, Child, assert_counted, bytes_of, fork, in_child, opened
+from tests.harness import Child, KiB, assert_counted, bytes_of, fork, in_child, opened
 
 WRITERS = 12
 ROUNDS = 44
@@ -77,7 +77,7 @@ def test_s03_writers_killed_at_500_random_moments(quick_path: Path) -> None:
     kills = 0
     for _ in range(ROUNDS):
         ours, its = os.pipe()
-        children: list[Child] = [fork(lambda n=n: write_for_ever(place, n, acknowledged, its)) for n in range(WRITERS)]  # type: ignore[misc]
+        children = [fork(lambda n=n, its=its: write_for_ever(place, n, acknowledged, its)) for n in range(WRITERS)]  # type: ignore[misc]
         os.close(its)
         for _ in range(WRITERS):
             assert os.read(ours, 1) == b"."

@@ -19,7 +19,7 @@ from forebay._engine.leases import Lease
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
-from tests.harness import KiB, MiB, Child, assert_counted, assert_settled, bytes_of, data_usage, fork, in_child, opened
+from tests.harness import Child, KiB, MiB, assert_counted, assert_settled, bytes_of, data_usage, fork, in_child, opened
 
 BUDGET = 6 * MiB
 WORKERS = 8
