@@ -40,13 +40,13 @@ class Space:
             return None
         return self._hit(found)
 
-    def put(self, key: str, data: Buffer) -> bool:
+    def put(self, key: str, data: Buffer, *, timeout: float | None = None) -> bool:
         """Keep bytes under a key, in place of what was there. False, with one warning, where they cannot be kept: then what was there
-        stays."""
+        stays. With the policy ``wait`` it blocks while all bytes are held, at most ``timeout`` seconds."""
         _checked(key)
         view = _as_bytes(data)
         try:
-            self._origin.store.put(self.name, key, view)
+            self._origin.store.put(self.name, key, view, timeout=timeout)
         except errors.CacheFault as error:
             self._origin.store.count("store_failures")
             self._origin.warn(f"put {type(error).__name__}", "%s is not kept: %s", f"{self.name}:{key}", error)

@@ -36,7 +36,7 @@ class Census:
 
     def usage(self) -> Usage:
         totals = spaces.totals(self._catalog)
-        return Usage(totals.entries, totals.granted + totals.pending, totals.budget, tuple(spaces.every(self._catalog)))
+        return Usage(totals.entries, totals.granted, totals.budget, tuple(spaces.every(self._catalog)))
 
     def counts(self) -> dict[str, int]:
         """The totals of processes that are gone, and the pages of those that live."""
