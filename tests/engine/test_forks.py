@@ -1,0 +1,303 @@
+"""s17: fork with threads at work, spawn, forkserver, handles that travel; forks by C; leases over forks and at exit."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay._engine.store import Store
+from forebay._model import ObjectInfo
+from tests.harness import HANG, Child, Crew, Gate, KiB, MiB, assert_counted, assert_settled, bytes_of, fork, in_child, opened
+
+BLOB = os.urandom(60 * KiB)
+
+
+@pytest.fixture
+def crew() -> Iterator[Callable[[Callable[[], object]], Child]]:
+    found = Crew()
+    yield found
+    found.dismiss()
+
+
+def use(store: Store, number: int) -> None:
+    """What a worker does after the fork: with handles of before, and what it remembers."""
+    assert bytes_of(store, "before") == BLOB
+    store.put("v", f"child{number}", BLOB)
+    assert bytes_of(store, f"child{number}") == BLOB
+    lease = store.lease("v", "before")
+    assert lease is not None
+    assert Path(lease).read_bytes() == BLOB
+
+
+def fork_while_threads_work(place: Path, forks: int) -> None:
+    stop = threading.Event()
+    faults: list[BaseException] = []
+
+    def put(store: Store, number: int) -> None:
+        try:
+            while not stop.is_set():
+                for n in range(8):
+                    store.put("v", f"{number}-{n}", BLOB if n % 2 else b"small" * 50)
+                    bytes_of(store, f"{number}-{n - 1}")
+        except BaseException as error:
+            faults.append(error)
+
+    def fetch(store: Store) -> None:
+        """A long one: there is always a write under way when the process forks."""
+        try:
+            while not stop.is_set():
+                hold = store.hold("v", "fetched")
+                with store.writing("v", "fetched") as writing:
+                    writing.begin(ObjectInfo("", 3 * MiB, '"1"', strong=True))
+                    for at in range(0, 3 * MiB, 256 * KiB):
+                        writing.write(at, bytes(256 * KiB))
+                    writing.publish()
+                hold.release()
+        except BaseException as error:
+            faults.append(error)
+
+    with opened(place, 10 * MiB) as store:
+        store.put("v", "before", BLOB, life="pinned")
+        threads = [threading.Thread(target=put, args=(store, n)) for n in range(3)] + [threading.Thread(target=fetch, args=(store,))]
+        for thread in threads:
+            thread.start()
+        try:
+            for number in range(forks):
+                fork(lambda number=number: use(store, number)).result(30)  # type: ignore[misc]
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(HANG)
+        assert not any(thread.is_alive() for thread in threads)
+        assert faults == []
+        assert store.check(deep=True) == []
+
+
+def test_s17_forks_while_threads_write_and_fetch(quick_path: Path) -> None:
+    place = quick_path / "root"
+    in_child(lambda: fork_while_threads_work(place, 60))
+    in_child(lambda: settle(place))
+    assert_settled(place, 10 * MiB)
+
+
+def settle(place: Path) -> None:
+    with opened(place) as store:
+        store.put("v", "next", b"1")
+        store.put("v", "next", b"2")
+        assert store.check(deep=True) == []
+
+
+def test_s17_a_lease_pins_for_parent_and_child_alike(quick_path: Path, crew: Callable[..., Child]) -> None:
+    """The parent lets go, the child's pin stands; the child dies, and the entry can be evicted."""
+    place, said, go = quick_path / "root", Gate(), Gate()
+
+    def parent() -> None:
+        with opened(place, MiB) as store:
+            store.put("v", "a", BLOB)
+            lease = store.lease("v", "a")
+            assert lease is not None
+
+            def child() -> None:
+                said.open()
+                go.wait()
+                assert Path(lease).read_bytes() == BLOB
+                signal.pause()
+
+            pid = fork(child).pid
+            said.wait()
+            lease.close()
+            (quick_path / "pid").write_text(str(pid))
+            said.open()
+            signal.pause()
+
+    def press(kept: bool) -> None:
+        with opened(place) as store:
+            for n in range(30):
+                store.put("v", f"k{n}", bytes(90 * KiB))
+            assert (bytes_of(store, "a") == BLOB) is kept
+            assert store.check(deep=True) == []
+
+    crew(parent)
+    said.wait()
+    in_child(lambda: press(True))
+    go.open()
+    os.kill(int((quick_path / "pid").read_text()), signal.SIGKILL)
+    in_child(lambda: press(False))
+    for gate in (said, go):
+        gate.close()
+
+
+def test_s17_a_dead_parents_locks_do_not_live_on_in_the_child(quick_path: Path, crew: Callable[..., Child]) -> None:
+    """A fetcher forks and is killed: its key is free at once, and what it wrote is a partial."""
+    place, said = quick_path / "root", Gate()
+
+    def fetcher() -> None:
+        with opened(place, 8 * MiB) as store:
+            store.hold("v", "a")
+            with store.writing("v", "a") as writing:
+                writing.begin(ObjectInfo("", 3 * MiB, '"1"', strong=True))
+                writing.write(0, bytes(MiB))
+                pid = os.fork()
+                if not pid:
+                    signal.pause()
+                (quick_path / "pid").write_text(str(pid))
+                said.open()
+                signal.pause()
+
+    def successor() -> None:
+        with opened(place) as store:
+            store.hold("v", "a", timeout=5).release()
+            with store.writing("v", "a") as writing:
+                assert writing.partial is not None
+                assert [(span.start, span.length) for span in writing.begin(ObjectInfo("", 3 * MiB, '"1"', strong=True))] == [
+                    (MiB, 2 * MiB)
+                ]
+                writing.write(MiB, bytes(2 * MiB))
+                writing.publish()
+            assert bytes_of(store, "a") == bytes(3 * MiB)
+            assert store.check(deep=True) == []
+
+    child = crew(fetcher)
+    said.wait()
+    os.kill(child.pid, signal.SIGKILL)
+    try:
+        in_child(successor)
+    finally:
+        os.kill(int((quick_path / "pid").read_text()), signal.SIGKILL)
+    assert_settled(place, 8 * MiB)
+    said.close()
+
+
+def test_s17_a_child_uses_the_store_while_the_parent_does(quick_path: Path) -> None:
+    place = quick_path / "root"
+
+    def parent() -> None:
+        with opened(place, 8 * MiB) as store:
+            store.put("v", "before", BLOB)
+            use(store, 0)
+            children = [fork(lambda n=n: [use(store, n) for _ in range(5)]) for n in range(1, 5)]  # type: ignore[misc]
+            for _ in range(20):
+                use(store, 0)
+            for child in children:
+                child.result()
+            assert {entry.key for entry in store.entries()} == {"before", *(f"child{n}" for n in range(5))}
+            assert store.check(deep=True) == []
+
+    in_child(parent)
+    assert_settled(place, 8 * MiB)
+
+
+def test_a_fork_by_c_code_is_passed_by(quick_path: Path) -> None:
+    """It runs no hook: calls fail as faults of the cache, and neither the parent's lease nor its catalog is harmed."""
+    place = quick_path / "root"
+
+    def parent() -> int:
+        with opened(place, MiB) as store:
+            store.put("v", "a", BLOB)
+            lease = store.lease("v", "a")
+            assert lease is not None
+            pid = ctypes.CDLL(None).fork()
+            if not pid:
+                code = 1
+                try:
+                    for call in (lambda: store.put("v", "b", b"1"), lambda: store.lease("v", "a"), lambda: store.view("v", "b")):
+                        with pytest.raises(errors.CacheFault):
+                            call()
+                    lease.close()
+                    store.close()
+                    code = 0
+                finally:
+                    os._exit(code)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+            def press() -> None:
+                with opened(place) as other:
+                    for n in range(30):
+                        other.put("v", f"k{n}", bytes(90 * KiB))
+
+            subprocess.run([sys.executable, "-c", PRESS, str(place)], check=True)
+            assert Path(lease).read_bytes() == BLOB
+            store.put("v", "b", b"1")
+            assert store.check(deep=True) == []
+            return status
+
+    assert in_child(parent) == 0
+
+
+PRESS = """
+import sys
+from forebay._engine.store import Settings, Store
+store = Store.open(sys.argv[1], Settings())
+for n in range(30):
+    store.put("v", f"k{n}", bytes(90 << 10))
+store.close()
+"""
+
+
+def test_interpreter_exit_with_leases_and_buffers_held(quick_path: Path) -> None:
+    """Nothing is said, nothing hangs, and all is let go."""
+    place = quick_path / "root"
+    script = """
+import sys, threading
+from forebay._engine.store import Settings, Store
+store = Store.open(sys.argv[1], Settings(budget=1 << 20, min_free=0))
+for n in range(10):
+    store.put("v", f"k{n}", bytes(60 << 10))
+leases = [store.lease("v", f"k{n}") for n in range(10)]
+views = [store.view("v", f"k{n}").view for n in range(10)]
+class Late:
+    def __del__(self):
+        leases[0].close()
+late = Late()
+knot = [leases, views]
+knot.append(knot)
+threading.Thread(target=lambda: store.lease("v", "k1"), daemon=True).start()
+"""
+    found = subprocess.run([sys.executable, "-X", "dev", "-c", script, place], capture_output=True, text=True, timeout=HANG, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+    def look() -> None:
+        with opened(place) as store:
+            store.put("v", "brim", bytes(MiB))
+            assert store.check(deep=True) == []
+
+    in_child(look)
+    assert_settled(place, MiB)
+
+
+def work_with_a_cache(cache: forebay.Cache, number: int) -> bytes:
+    assert cache.put(f"from {number}", b"%d" % number)
+    found = cache.get("before")
+    assert found is not None
+    return bytes(found)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_s17_a_cache_travels_to_workers(quick_path: Path, method: str) -> None:
+    place = quick_path / "root"
+    with forebay.Cache(place, budget=MiB, min_free=0) as cache:
+        cache.put("before", BLOB)
+        context = multiprocessing.get_context(method)
+        with context.Pool(3) as pool:
+            found = pool.starmap(work_with_a_cache, [(cache, n) for n in range(6)])
+            pool.close()
+            pool.join()
+        assert found == [BLOB] * 6
+        assert [bytes(cache.get(f"from {n}") or b"") for n in range(6)] == [b"%d" % n for n in range(6)]
+        assert cache.check(deep=True) == []
+        again = pickle.loads(pickle.dumps(cache))
+        assert (again.path, again.budget) == (cache.path, cache.budget)
+        again.close()
+    assert_counted(place, MiB)
