@@ -26,6 +26,7 @@ ORDER = """
     _engine.budget _engine.fill < _engine.publish _engine.settings _engine.census < _engine.reading < _engine.check < _engine.engine
     _engine.engine < _engine.store _engine.passthrough
     _config _kernel.waits < remote < testing < cli
+    _engine.leases < files < origin
     _engine.store _engine.passthrough remote < origin < spaces < cache < cli
     _engine.fill < reports < warming < cache
 """

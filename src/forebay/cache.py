@@ -81,36 +81,41 @@ class Cache:
     def read(
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, sha256: str | None = None,
         etag: str | None = None, timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False,
+        filesystem: Any = None,
     ) -> memoryview:  # fmt: skip
         """The bytes of an object, read-only: over the mapping where it is kept, without a copy; they stay good after an eviction.
 
         ``refresh``: ask the remote now. ``sha256``, ``etag``: what is expected; else `ChecksumMismatch`. ``bypass``: neither look
-        into the cache nor write to it. ``force``: keep a local file too. ``pin``: never evict it. Raises `RemoteError`.
-        A hit takes no lock and no system call."""
-        if max_age is None and not (refresh or sha256 or etag or bypass or pin):
+        into the cache nor write to it. ``force``: keep a local file too. ``pin``: never evict it. ``filesystem``: an fsspec or pyarrow
+        filesystem object, of which ``url`` is a path. Raises `RemoteError`. A hit takes no lock and no system call."""
+        if max_age is None and not (refresh or sha256 or etag or bypass or pin or filesystem):
             found = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path finds nothing
             if found is not None:
                 return found
         ask = self._ask(max_age, refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin)
-        return self._origin.read(self._target(url), ask)
+        return self._origin.read(self._target(url, filesystem), ask)
 
-    def open(self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, **how: Any) -> BinaryIO:
+    def open(
+        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **how: Any
+    ) -> BinaryIO:  # fmt: skip
         """A binary file object on the kept copy; where there is no room, one that reads ranges of the remote. See `read`."""
-        return self._origin.open(self._target(url), self._ask(max_age, refresh, **how))
+        return self._origin.open(self._target(url, filesystem), self._ask(max_age, refresh, **how))
 
-    def local(self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, **how: Any) -> Lease:
+    def local(
+        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **how: Any
+    ) -> Lease:  # fmt: skip
         """A path of the kept copy, for a ``with`` or ``os.fspath``: it exists, unchanged, until it is closed or dropped.
 
         A local file is its own path, unless ``force``. Raises `NoSpace` where it cannot be kept, `WaitTimeout`, `RemoteError`."""
-        target, ask = self._target(url), self._ask(max_age, refresh, **how)
+        target, ask = self._target(url, filesystem), self._ask(max_age, refresh, **how)
         return self._origin.local(target, ask)
 
     def pull(
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False,
-        on_progress: OnProgress | None = None, **how: Any,
+        on_progress: OnProgress | None = None, filesystem: Any = None, **how: Any,
     ) -> Entry | None:  # fmt: skip
         """Have an object in the cache; gives its entry, None where there is no room for it. See `read`."""
-        target = self._target(url)
+        target = self._target(url, filesystem)
         told = Teller(target.key, on_progress)
         ask = self._ask(max_age, refresh, force=True, on_wait=told.waiting, on_progress=told.fetching, **how)
         try:
@@ -279,9 +284,9 @@ class Cache:
         self._check_open()
         return space
 
-    def _target(self, url: str | os.PathLike[str]) -> Target:
+    def _target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
         self._check_open()
-        return self._origin.target(url)
+        return self._origin.target(url, filesystem)
 
     def _split(self, name: str) -> tuple[str, str]:
         """The space and the key that a name means: ``space:key`` where there is such a space, else a URL."""
@@ -289,7 +294,8 @@ class Cache:
         space, colon, key = name.partition(":")
         if colon and not key.startswith("//") and any(s.name == space for s in self._store.usage().spaces):
             return space, key
-        return URLS, remote.canonical(name)
+        # The key of what a filesystem object or a span gave is no URL: as `entries` shows it.
+        return URLS, name if self._store.entry(URLS, name) is not None else remote.canonical(name)
 
     def _ask(
         self, max_age: float | str | None, refresh: bool, *, sha256: str | None = None, etag: str | None = None,

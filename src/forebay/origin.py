@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -20,12 +20,12 @@ from forebay._engine.passthrough import MemorySink, PassThrough
 from forebay._engine.publish import Writing
 from forebay._engine.store import Store
 from forebay._model import Entry, ObjectInfo, Partial, Remote, Span, Transfer, Victim
+from forebay.files import RANGE, LeasedFile, RangeFile
 
 log = logging.getLogger("forebay.origin")
 T = TypeVar("T")
 
 URLS = "urls"
-RANGE = 4 << 20
 POSTPONED = 30_000_000_000
 """Nanoseconds until a remote that could not be reached is asked again whether an object has changed."""
 
@@ -82,15 +82,17 @@ class Origin:
     store: Store | PassThrough
     options: remote.RemoteOptions
     upstream: Store | None = None
-    filesystem: Any = None
     _warned: set[str] = field(default_factory=set)
     _targets: dict[str, Target] = field(default_factory=dict)
 
     # -- what a URL is ---------------------------------------------------------------------------------------------
 
-    def target(self, url: str | os.PathLike[str]) -> Target:
-        """What this URL or path means. Raises `ConfigError`, or `MissingExtra` for a scheme whose package is not there."""
+    def target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
+        """What this URL or path means, or this path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, or `MissingExtra`
+        for a scheme whose package is not there."""
         text = os.fspath(url)
+        if filesystem is not None:
+            return Target(text, *remote.on_filesystem(filesystem, text, self.options))
         known = self._targets.get(text)
         if known is not None:
             return known
@@ -143,7 +145,7 @@ class Origin:
         if ask.bypass:
             return self._stream(target, ask)
         try:
-            return cast(BinaryIO, io.BufferedReader(_LeasedFile(self.lease(target, ask))))
+            return cast(BinaryIO, io.BufferedReader(LeasedFile(self.lease(target, ask))))
         except (errors.CacheFault, errors.WaitTimeout) as error:
             return self._past(target, ask, error, self._stream)
 
@@ -263,6 +265,9 @@ class Origin:
             except errors.RemoteError as error:
                 self._count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
                 raise
+            except errors.CacheFault:
+                self._count(Transfer(requests=1))  # that there is no room is learnt from the first answer
+                raise
             finally:
                 self.store.count("wait_ns_remote", time.time_ns() - began)
             self._count(transfer)
@@ -332,13 +337,50 @@ class Origin:
         self._count(Transfer(requests=1))
         if info is None or info.size is None:
             return io.BytesIO(self._direct(target, ask))
-        return cast(BinaryIO, io.BufferedReader(_RangeFile(self, target, info), RANGE))
+        return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, info, self._count), RANGE))
 
     def local(self, target: Target, ask: Ask) -> Lease:
         """A lease on the kept copy; a local file is its own path."""
         if target.in_place and not ask.force:
             return in_place(target.in_place)
         return self.lease(target, ask)
+
+    # -- doors for the rooms above ---------------------------------------------------------------------------------
+
+    def span(self, target: Target, span: Span, ask: Ask, *, validator: str | None = None) -> memoryview:
+        """Some bytes of an object, as an entry of their own; ``validator``: of which version. Raises `RemoteChanged` if it is gone."""
+        key = f"{target.key}#bytes={span.start}-{span.end - 1}" + (f"&version={validator}" if validator else "")
+
+        def look() -> memoryview | None:
+            found = self.store.view(URLS, key)
+            return memoryview(found.view) if found is not None and self._is_fresh(found.entry, ask) else None
+
+        def make() -> memoryview:
+            if ask.offline:
+                raise errors.Offline.of(key)
+            data = target.remote.read(target.url, span, validator=validator)
+            self._count(Transfer(requests=1, received=len(data)))
+            try:
+                self.store.put(URLS, key, data, validator=validator)
+            except errors.CacheFault as error:
+                self.fall_back(error, key)
+            return memoryview(data)
+
+        try:
+            return look() or self.store.single(URLS, key, look, make, timeout=ask.timeout)
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            self.fall_back(error, key)
+            return memoryview(target.remote.read(target.url, span, validator=validator))
+
+    def adopt(self, space: str, key: str, path: str) -> Entry:
+        """A local file as an entry: its bytes are copied and hashed. Raises `CacheFault`, `NotFound`."""
+        with self.store.writing(space, key, suffix=remote.suffix(path), resume=False) as writing:
+            remote.resolve(path, self.options).fetch(path, writing)
+            return writing.publish()
+
+    def listing(self, url: str) -> Iterator[ObjectInfo]:
+        """All objects whose URL begins with ``url``, with their validators. Raises `RemoteError`."""
+        return remote.resolve(url, self.options).list(url)
 
     @staticmethod
     def victim(entry: Entry) -> Victim:
@@ -349,56 +391,6 @@ class Origin:
         entry = self.store.entry(URLS, target.key)
         if entry is not None:
             self.store.set_validated(entry, 0)
-
-
-class _LeasedFile(io.FileIO):
-    """The kept copy, open; its lease ends when the file is closed."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-        super().__init__(os.fspath(lease), "rb")
-
-    def close(self) -> None:
-        super().close()
-        self._lease.close()
-
-
-class _RangeFile(io.RawIOBase):
-    """An object that is not kept: each read asks the remote for a range, of the version that was opened."""
-
-    def __init__(self, origin: Origin, target: Target, info: ObjectInfo) -> None:
-        assert info.size is not None
-        self._origin, self._target, self._size, self._at = origin, target, info.size, 0
-        self._validator = info.validator if info.strong else None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"cannot seek to {base + offset}, before the beginning")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readall(self) -> bytes:
-        return b"".join(iter(lambda: self.read(RANGE) or b"", b""))  # the default asks for 8 KiB at a time
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._size - self._at)
-        if wanted <= 0:
-            return 0
-        data = self._target.remote.read(self._target.url, Span(self._at, wanted), validator=self._validator)
-        self._origin._count(Transfer(requests=1, received=len(data)))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
 
 def _sha256_of(path: str) -> str:

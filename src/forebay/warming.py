@@ -24,15 +24,14 @@ def warm(pull: Callable[[Url], Entry | None], urls: Iterable[Url], jobs: int) ->
             for future in wait(flying, return_when=FIRST_COMPLETED).done:
                 _settle(flying.pop(future), future, done, failed)
 
-    with ThreadPoolExecutor(max_workers=max(jobs, 1), thread_name_prefix="forebay-warm") as pool:
-        try:
-            for url in urls:
-                flying[pool.submit(pull, url)] = os.fspath(url)
-                land(2 * jobs)
-            land(0)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ThreadPoolExecutor(max_workers=max(jobs, 1), thread_name_prefix="forebay-warm")
+    try:
+        for url in urls:
+            flying[pool.submit(pull, url)] = os.fspath(url)
+            land(2 * jobs)
+        land(0)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt nobody waits for what runs
     return WarmReport(tuple(done), tuple(failed))
 
 

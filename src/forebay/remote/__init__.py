@@ -4,12 +4,14 @@
 - `base`: options, one call with its retries, the edge where foreign errors become ours
 - `transfer`: several ranges at once
 - `connections` < `answers` < `exchange` < `download` < `http`: one object over HTTP
-- `s3`: the same data plane, with AWS signatures
+- `sigv4`, `aws`, `s3_answers` < `s3_upload` < `s3`: the same data plane, with AWS credentials and signatures
 - `local`: files of this host
-- `filesystems`: fsspec and pyarrow
+- `clients` < `helper` < `filesystems`: fsspec and pyarrow, in a process of their own where a fork would break them
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from forebay._model import Remote
 from forebay.remote.base import RemoteOptions as RemoteOptions
@@ -28,6 +30,19 @@ def resolve(url: str, options: RemoteOptions | None = None) -> Remote:
     found = _made.get(key)
     # two threads may both make one: setdefault lets the first win, and the other's holds nothing yet
     return found if found is not None else _made.setdefault(key, _make(*key))
+
+
+def on_filesystem(filesystem: Any, path: str, options: RemoteOptions | None = None) -> tuple[str, str, Remote]:
+    """A path of a filesystem object of fsspec or pyarrow: its key, the suffix of its name, and the remote that serves it.
+
+    Two objects with other settings (another endpoint, other credentials) have other keys. Settings reach the key by hash only."""
+    from xxhash import xxh3_64_hexdigest
+
+    from forebay.remote.filesystems import FilesystemRemote, pickled, protocols_of
+
+    kind = next(iter(protocols_of(filesystem)), "filesystem")
+    name = f"{kind}://{(path.partition('://')[2] or path).lstrip('/')}"
+    return f"{name}#{xxh3_64_hexdigest(pickled(filesystem))}", suffix(name), FilesystemRemote(filesystem, options)
 
 
 def _make(kind: str, options: RemoteOptions) -> Remote:

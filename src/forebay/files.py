@@ -1,0 +1,66 @@
+"""File objects that the cache hands out: over a kept copy, or over ranges of a remote."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from typing import Any
+
+from forebay._engine.leases import Lease
+from forebay._model import ObjectInfo, Remote, Span, Transfer
+
+RANGE = 4 << 20
+"""Bytes of one read ahead where an object is not kept."""
+
+
+class LeasedFile(io.FileIO):
+    """The kept copy, open; its lease ends when the file is closed."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        super().__init__(os.fspath(lease), "rb")
+
+    def close(self) -> None:
+        super().close()
+        self._lease.close()
+
+
+class RangeFile(io.RawIOBase):
+    """An object that is not kept: each read asks the remote for a range, of the version that was opened.
+
+    ``count`` is told of each request. Raises `RemoteChanged` once the remote has another version."""
+
+    def __init__(self, remote: Remote, url: str, info: ObjectInfo, count: Callable[[Transfer], None]) -> None:
+        assert info.size is not None
+        self._remote, self._url, self._size, self._at, self._count = remote, url, info.size, 0, count
+        self._validator = info.validator if info.strong else None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"cannot seek to {base + offset}, before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readall(self) -> bytes:
+        return b"".join(iter(lambda: self.read(RANGE) or b"", b""))  # the default asks for 8 KiB at a time
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), self._size - self._at)
+        if wanted <= 0:
+            return 0
+        data = self._remote.read(self._url, Span(self._at, wanted), validator=self._validator)
+        self._count(Transfer(requests=1, received=len(data)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

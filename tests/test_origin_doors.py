@@ -1,0 +1,94 @@
+"""What the rooms above ask of `Origin`: spans of an object, local files as entries, listings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay._engine.store import Settings, Store
+from forebay._model import Span
+from forebay.origin import Ask, Origin
+from forebay.remote import RemoteOptions
+from forebay.testing import ScriptedServer
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Iterator[Origin]:
+    store = Store.open(tmp_path / "root", Settings(budget=8 << 20, min_free=0))
+    yield Origin(store, RemoteOptions(attempts=1))
+    assert store.check(deep=True) == []
+    store.close()
+
+
+def test_a_span_is_fetched_once_and_is_of_one_version(origin: Origin) -> None:
+    with ScriptedServer() as server:
+        target = origin.target(server.put("/shard.tar", bytes(range(256)) * 100))
+        info = target.remote.stat(target.url)
+        assert info is not None
+        for _ in range(2):
+            assert bytes(origin.span(target, Span(256, 3), Ask(), validator=info.validator)) == b"\0\1\2"
+        assert server.gets == 1
+        server.put("/shard.tar", b"another" * 1000)
+        with pytest.raises(errors.RemoteChanged):
+            origin.span(target, Span(512, 3), Ask(), validator=info.validator)
+
+
+def test_a_local_file_is_adopted(origin: Origin, tmp_path: Path) -> None:
+    source = tmp_path / "model.bin"
+    source.write_bytes(b"weights" * 10_000)
+    entry = origin.adopt("models", "m", str(source))
+    source.unlink()
+    assert entry.size == 70_000
+    with origin.store.lease("models", "m") as lease:  # type: ignore[union-attr]
+        assert Path(lease.path).read_bytes() == b"weights" * 10_000
+        assert lease.path.endswith(".bin")
+    with pytest.raises(errors.NotFound):
+        origin.adopt("models", "n", str(source))
+    assert origin.store.entry("models", "n") is None
+
+
+def test_a_listing_has_validators(origin: Origin, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("b", "a"):
+        (tmp_path / "data" / name).write_bytes(b"x")
+    found = list(origin.listing(str(tmp_path / "data")))
+    assert [Path(info.url.removeprefix("file://")).name for info in found] == ["a", "b"]
+    assert all(info.validator and info.size == 1 for info in found)
+
+
+def test_a_filesystem_object_is_a_source(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/dir/a.bin", b"hello" * 1000)
+    with forebay.Cache(tmp_path / "root", budget="8MB", min_free=0) as cache:
+        assert bytes(cache.read("/dir/a.bin", filesystem=memory)) == b"hello" * 1000
+        with cache.local("dir/a.bin", filesystem=memory) as path, open(path, "rb") as file:
+            assert file.read(5) == b"hello"
+        (entry,) = cache.entries()
+        assert cache.evict(entry.name).removed == (entry.name,)
+        assert cache.check(deep=True) == []
+
+
+def test_filesystems_with_other_settings_have_other_keys(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one" / "x").write_bytes(b"one")
+    (tmp_path / "two" / "x").write_bytes(b"two")
+    one = fsspec.filesystem("dir", path=str(tmp_path / "one"), target_protocol="file")
+    two = fsspec.filesystem("dir", path=str(tmp_path / "two"), target_protocol="file")
+    with forebay.Cache(tmp_path / "root", budget="8MB", min_free=0) as cache:
+        assert bytes(cache.read("x", filesystem=one)) == b"one"
+        assert bytes(cache.read("x", filesystem=two)) == b"two"
+
+
+def test_a_pyarrow_filesystem_is_a_source(tmp_path: Path) -> None:
+    fs = pytest.importorskip("pyarrow.fs")
+    (tmp_path / "x.bin").write_bytes(b"arrow")
+    with forebay.Cache(tmp_path / "root", budget="8MB", min_free=0) as cache:
+        assert bytes(cache.read(str(tmp_path / "x.bin"), filesystem=fs.LocalFileSystem())) == b"arrow"
+        assert len(cache.entries()) == 1
