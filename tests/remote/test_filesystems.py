@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.harness import fork, in_child
-from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 from forebay import errors, remote
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
 from forebay.remote.filesystems import FilesystemRemote, Here, There
 from forebay.testing import MemorySink, ScriptedServer
+from tests.harness import fork, in_child
+from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 fsspec = pytest.importorskip("fsspec")
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.harness import fork, in_child
-from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 from forebay import errors
 from forebay._model import Span
@@ -27,6 +25,8 @@ from forebay.remote import RemoteOptions, filesystems, helper
 from forebay.remote.base import Trouble
 from forebay.remote.filesystems import FilesystemRemote
 from forebay.testing import MemorySink, ScriptedServer
+from tests.harness import fork, in_child
+from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 fsspec = pytest.importorskip("fsspec")
 

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.harness import fork
-from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 from forebay import errors, remote
 from forebay._model import Partial, Span
@@ -28,6 +26,8 @@ from forebay.remote import RemoteOptions
 from forebay.remote.aws import Place
 from forebay.remote.s3 import Name, S3Remote
 from forebay.testing import MemorySink
+from tests.harness import fork
+from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 pytest.importorskip("botocore")
 
@@ -127,6 +127,10 @@ def test_a_key_is_taken_as_it_is(aws: RgwServer, s3: S3Remote, put: Callable[...
     assert [info.url for info in s3.list(url)] == [url]
 
 
+def test_the_scheme_in_any_case(aws: RgwServer, s3: S3Remote, put: Callable[..., str]) -> None:
+    assert fetched(s3, put("Any Case").replace("s3://", "S3://")) == b"thirteen bytes"
+
+
 def test_conditions(aws: RgwServer, s3: S3Remote, put: Callable[..., str]) -> None:
     url = put("conditions", b"0123456789")
     first = s3.stat(url)
@@ -211,7 +215,7 @@ def test_versions(aws: RgwServer, client: Any, s3: S3Remote) -> None:
 def test_what_is_not_there(aws: RgwServer, s3: S3Remote, bucket: str) -> None:
     with pytest.raises(errors.NotFound, match="NoSuchKey"):
         fetched(s3, f"s3://{bucket}/none")
-    with pytest.raises(errors.NotFound):
+    with pytest.raises(errors.NotFound, match="404: there is no such object"):
         s3.stat(f"s3://{bucket}/none")
     with pytest.raises(errors.NotFound, match="NoSuchBucket"):
         list(s3.list("s3://no-such-bucket-anywhere/x"))
@@ -463,6 +467,11 @@ def regional(request: pytest.FixtureRequest, no_aws: Path, monkeypatch: pytest.M
         yield asked
         server.shutdown()
         thread.join()
+
+
+def test_threads_find_the_region_at_once(regional: list[str], s3: S3Remote) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda n: fetched(s3, f"s3://bucket/{n}"), range(8))) == {b"thirteen bytes"}
 
 
 def test_a_bucket_in_another_region_is_found(regional: list[str], s3: S3Remote) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from forebay._model import Buffer, ObjectInfo, Sink, Span, Transfer
 from forebay.errors import RemoteChanged, RemoteError, RemoteTimeout
 from forebay.remote import helper
 from forebay.remote.base import Call, RemoteOptions, Trouble
-from forebay.remote.clients import client_of
+from forebay.remote.clients import BLOCK, client_of
 from forebay.remote.transfer import parts, share
 
 log = logging.getLogger("forebay.remote.filesystems")
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 CHANGES = 2  # an object that changes more often while it is fetched is given up
 SLOWEST = 100_000
-"""Bytes a second. A helper tells nothing of a part before it has it whole, so a part may take this much longer than ``read_timeout``."""
+"""Bytes a second. The helper tells nothing of a range before it has it whole, so a range may take so much longer than ``read_timeout``."""
 
 HERE = frozenset({"file", "local", "memory", "mock", "data"})  # no connections: forks do no harm, and `memory` is in this process only
 WRAPPERS = frozenset({"zip", "tar", "libarchive", "dir"})  # as good as what they wrap
@@ -64,7 +65,7 @@ class FilesystemRemote:
         self._options = options or RemoteOptions()
         self._settings = dict(storage_options or {})
         self._fixed = None if filesystem is None else _way_to(filesystem)
-        self._scheme = None if filesystem is None else protocols_of(filesystem)[0]
+        self._scheme = "" if filesystem is None else re.sub(r"[^\w+.-]", "", protocols_of(filesystem)[0])
         self._here = Here(None, self._settings)
         self._there = There(pickle.dumps((None, self._settings)))
 
@@ -72,12 +73,12 @@ class FilesystemRemote:
         schemes = {link.partition("://")[0] for link in url.split("::")}
         return self._fixed or (self._here if schemes <= HERE | WRAPPERS else self._there)
 
-    def _begin(self, url: str) -> Call:
-        return Call(url if "://" in url else f"{self._scheme}://{url}", self._options)
+    def _begin(self, url: str, options: RemoteOptions | None = None) -> Call:
+        return Call(url if "://" in url else f"{self._scheme}://{url}", options or self._options)
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`. The validator is the filesystem's ETag, else made of time and size."""
-        with self._begin(url) as call:
+        with self._begin(url, self._options if known is None else self._options.brief()) as call:
             info = self._look(call, url)
         return None if known is not None and info.validator == known else info
 
@@ -159,7 +160,7 @@ class FilesystemRemote:
             return data
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """See `Remote.list`. Raises `NotFound` where there is no such directory."""
+        """See `Remote.list`."""
         with self._begin(url) as call:
             call.count(requests=1)
             try:
@@ -258,17 +259,17 @@ class There:
         return bool(self._items(call, "parallel", url)[0][0])
 
     def _items(self, call: Call, verb: str, url: str) -> list[Any]:
-        return [json.loads(item) for item in self._ask(call, verb, url)]
+        return [json.loads(item) for item in self._ask(call, call.options.read_timeout, verb, url)]
 
     def read(self, call: Call, url: str, span: Span) -> Iterator[Buffer]:
-        return self._ask(call, "read", url, span.start, span.length)
+        patience = call.options.read_timeout + (BLOCK if span.length < 0 else span.length) / SLOWEST
+        return self._ask(call, patience, "read", url, span.start, span.length)
 
     def list(self, call: Call, url: str) -> Iterator[ObjectInfo]:
-        return (ObjectInfo(*json.loads(item)) for item in self._ask(call, "list", url))
+        return (ObjectInfo(*json.loads(item)) for item in self._ask(call, call.options.read_timeout, "list", url))
 
-    def _ask(self, call: Call, *request: str | int) -> Iterator[bytearray]:
-        """The answer's items or blocks."""
-        patience = call.options.read_timeout + call.options.part / SLOWEST
+    def _ask(self, call: Call, patience: float, *request: str | int) -> Iterator[bytearray]:
+        """The answer's items or blocks. ``patience``: seconds for each."""
         with _channel(call) as channel:
             with _helper_errors():
                 helper.send(channel, helper.REQUEST, json.dumps(request).encode())
@@ -290,8 +291,10 @@ def _helper_errors() -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise Trouble("nothing came for too long", RemoteTimeout) from error
-    except (OSError, EOFError) as error:
+    except EOFError as error:
         raise Trouble("its helper process went away") from error
+    except OSError as error:
+        raise Trouble(f"its helper process cannot be used: {error.strerror}") from error
 
 
 @contextmanager

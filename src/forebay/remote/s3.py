@@ -19,7 +19,7 @@ from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.http import HttpRemote, Reply
 from forebay.remote.s3_answers import conflict, listed, text_of, xml_of
 from forebay.remote.s3_upload import Source, Upload
-from forebay.remote.urls import canonical
+from forebay.remote.urls import canonical, scheme
 
 log = logging.getLogger("forebay.remote.s3")
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class S3Remote:
         """Where to send a request for ``url``, an ``s3://`` one or one that S3 redirects to, and with which headers."""
         place, sent = self._account.place(), dict(headers)
         query = sent.pop(QUERY, "")
-        if url.startswith("s3://"):
+        if scheme(url) == "s3":
             name = Name.of(url)
             region = self._regions.get(name.bucket, place.region)
             target = place.address(name.bucket, quote(name.key.encode("utf-8", "surrogateescape"), safe="/-_.~"), region)
@@ -141,7 +141,7 @@ class S3Remote:
         shown, bucket = canonical(url), Name.of(url).bucket
         code = text_of(body, "Code")
         region = headers.get("x-amz-bucket-region") or text_of(body, "Region")
-        if status in (301, 307, 400) and region and region != self._regions.get(bucket, self._account.place().region):
+        if region and (status in (301, 307) or code == "AuthorizationHeaderMalformed"):
             self._regions[bucket] = region
             return _Moved(f"{shown}: its bucket lies in the region {region}", url=shown, status=status)
         if code in ("RequestTimeout", "ConditionalRequestConflict", "OperationAborted"):
@@ -149,7 +149,7 @@ class S3Remote:
         if status == 412:
             return conflict(url, status)
         if status == 404 or (status == 405 and headers.get("x-amz-delete-marker") == "true"):
-            return errors.NotFound(f"{shown}: S3 answers {code or 'that it was deleted'}", url=shown, status=status)
+            return errors.NotFound(f"{shown}: S3 answers {code or status}: there is no such object", url=shown, status=status)
         if status in (401, 403) or code in _EXPIRED:
             return errors.AccessDenied(f"{shown}: S3 answers {code or status}: {self._hint(code)}", url=shown, status=status)
         return None

@@ -107,6 +107,7 @@ class Upload:
 
     def _abort(self, upload_id: str) -> None:
         try:
-            self._request("DELETE", self._url, query={"uploadId": upload_id})
+            with Call(self._url, self._options.brief()) as call:
+                self._request("DELETE", self._url, query={"uploadId": upload_id}, call=call)
         except errors.RemoteError as error:
             log.warning("%s: the parts of an upload that failed are still there: %s", canonical(self._url), error)

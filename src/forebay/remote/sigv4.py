@@ -11,7 +11,6 @@ from functools import lru_cache
 from urllib.parse import urlsplit
 
 EMPTY = hashlib.sha256(b"").hexdigest()
-UNSIGNED = "UNSIGNED-PAYLOAD"
 BODY = "x-amz-content-sha256"
 
 
