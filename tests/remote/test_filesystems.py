@@ -390,6 +390,13 @@ def test_a_filesystem_that_does_not_pickle_stays_in_its_process(caplog: pytest.L
     assert fetched(place, "a") == b"abc"
 
 
+def test_a_filesystem_object_has_a_key_of_its_own() -> None:
+    one, other = (fsspec.filesystem("http", client_kwargs={"headers": {"x": x}}) for x in "12")
+    keys = {remote.on_filesystem(made, "http://a/b")[0] for made in (one, one, other, Bound())}
+    assert len(keys) == 3
+    assert remote.on_filesystem(one, "http://a/b")[0] == in_child(lambda: remote.on_filesystem(one, "http://a/b")[0])
+
+
 MINE = """
 import fsspec
 

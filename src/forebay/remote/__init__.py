@@ -38,11 +38,11 @@ def on_filesystem(filesystem: Any, path: str, options: RemoteOptions | None = No
     Two objects with other settings (another endpoint, other credentials) have other keys. Settings reach the key by hash only."""
     from xxhash import xxh3_64_hexdigest
 
-    from forebay.remote.filesystems import FilesystemRemote, pickled, protocols_of
+    from forebay.remote.filesystems import FilesystemRemote, identity, protocols_of
 
     kind = next(iter(protocols_of(filesystem)), "filesystem")
     name = f"{kind}://{(path.partition('://')[2] or path).lstrip('/')}"
-    return f"{name}#{xxh3_64_hexdigest(pickled(filesystem))}", suffix(name), FilesystemRemote(filesystem, options)
+    return f"{name}#{xxh3_64_hexdigest(identity(filesystem))}", suffix(name), FilesystemRemote(filesystem, options)
 
 
 def _make(kind: str, options: RemoteOptions) -> Remote:

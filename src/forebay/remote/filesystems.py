@@ -228,6 +228,15 @@ def pickled(value: object) -> bytes:
     return bytes(dumps(value))
 
 
+def identity(filesystem: Any) -> bytes:
+    """What tells a filesystem with its settings from others: the same in all processes, if it can be pickled."""
+    try:
+        return pickled(filesystem)
+    except Exception as error:  # noqa: BLE001 (whatever the filesystem's own pickling raises)
+        log.debug("%s is known in this process only: %s", type(filesystem).__name__, error)
+        return f"{type(filesystem).__qualname__} {os.getpid()} {id(filesystem)}".encode()
+
+
 def is_here(filesystem: Any) -> bool:
     """Whether a filesystem has no connections that a fork would break."""
     for name in ("base_fs", "fs", "handler"):  # what a wrapper of pyarrow or fsspec wraps
