@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from forebay import errors
 from forebay._engine.memo import Remembered
@@ -16,8 +17,11 @@ class Space:
     """Values of one space. Made by `Cache.space`; callable from any thread, usable in both processes after a fork, picklable with
     its cache."""
 
-    def __init__(self, origin: Origin, name: str) -> None:
-        self._origin, self.name = origin, name
+    def __init__(self, origin: Origin, name: str, home: Any = None) -> None:
+        self._origin, self.name, self._home = origin, name, home
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._home, self.name)
         self._quick = origin.store.hitter(name)
 
     def get(self, key: str) -> memoryview | None:
@@ -94,6 +98,11 @@ class Space:
         self._origin.store.count("hits")
         self._origin.store.count("bytes_hit", found.size)
         return memoryview(found.view)
+
+
+def _arrive(home: Any, name: str) -> Space:
+    found: Space = home.space(name)
+    return found
 
 
 def _checked(key: str) -> str:
