@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.kernel.children import Child, Line, fork_in_c, in_child
 
 from forebay._kernel import host, mappings
+from tests.kernel.children import Child, Line, fork_in_c, in_child
 
 MiB = 1 << 20
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.kernel.children import Child, Line, fork_in_c, in_child, orphan
 
 from forebay._kernel import host, locks
 from forebay._kernel.locks import LockFile
+from tests.kernel.children import Child, Line, fork_in_c, in_child, orphan
 
 FAR = (1 << 62) + 12345
 
@@ -620,8 +620,30 @@ def test_s30_finalizers_in_many_threads_leave_no_lock_and_block_nobody(path: Pat
     assert [offset for n in range(6) for offset in range(100 * n, 100 * n + 7) if not is_free(path, offset)] == []
 
 
+class Impatient:
+    """A mutex for one thread, in which any wait is a deadlock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if blocking and self._lock.locked():
+            raise AssertionError("a wait for the mutex that this thread holds")
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 def test_s30_a_finalizer_inside_the_lock_itself_waits_for_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = LockFile(path)
+    file._mutex = Impatient()  # type: ignore[assignment]
     file.try_lock(7, exclusive=False)
     ask = locks._set
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import descriptors, mapped
-from tests.kernel.children import Child, Line, in_child
 
 from forebay._kernel import mappings
 from forebay._kernel.locks import LockFile
+from tests.conftest import descriptors, mapped
+from tests.kernel.children import Child, Line, in_child
 
 CONTENT = bytes(range(256)) * 40
 

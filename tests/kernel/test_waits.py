@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.kernel.children import Child, Line, in_child
 
 from forebay import errors
 from forebay._kernel import locks, waits
 from forebay._kernel.locks import LockFile
 from forebay._kernel.waits import Words, wait_for, wait_for_async
+from tests.kernel.children import Child, Line, in_child
 
 WORD = 5
 FOR_EVER = 3600.0
@@ -65,6 +65,32 @@ def test_a_parent_and_its_child_never_bump_to_the_same_value(words: Words) -> No
 
     theirs = [*in_child(work), *in_child(work), *work()]
     assert len(set(theirs)) == 150
+
+
+class Racing:
+    """The words of a process that is overtaken between each load and the store that follows it."""
+
+    def __init__(self, real: memoryview, other: Words) -> None:
+        self._real, self._other = real, other
+        self.waiter_saw = -1
+
+    def __getitem__(self, index: int) -> int:
+        loaded = self._real[index]
+        self._other.bump(index)
+        self.waiter_saw = self._real[index]
+        return loaded
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._real[index] = value
+
+
+def test_two_bumps_at_once_are_two_changes(path: Path, words: Words) -> None:
+    """P1 loads / P2 bumps / a waiter loads / P1 stores: if both stored the same value, the waiter would sleep on."""
+    late = Words(path)
+    racing = Racing(late._words, words)
+    late._words = racing  # type: ignore[assignment]
+    late.bump(WORD)
+    assert words.value(WORD) != racing.waiter_saw
 
 
 def test_words_that_were_cut_short_are_refused(path: Path) -> None:
