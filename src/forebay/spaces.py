@@ -19,10 +19,10 @@ class Space:
 
     def __init__(self, origin: Origin, name: str, home: Any = None) -> None:
         self._origin, self.name, self._home = origin, name, home
+        self._quick = origin.store.hitter(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (self._home, self.name)
-        self._quick = origin.store.hitter(name)
 
     def get(self, key: str) -> memoryview | None:
         """The bytes under this key, read-only; None if there are none. They stay good after an eviction."""
