@@ -21,7 +21,7 @@ import pytest
 
 from forebay import errors
 from forebay._model import Span
-from forebay.remote import RemoteOptions, filesystems, helper
+from forebay.remote import RemoteOptions, helper, helper_process
 from forebay.remote.base import Trouble
 from forebay.remote.filesystems import FilesystemRemote
 from forebay.testing import MemorySink, ScriptedServer
@@ -43,8 +43,8 @@ def http() -> FilesystemRemote:
 
 
 def helper_pid() -> int:
-    assert filesystems._processes._process is not None
-    return filesystems._processes._process.pid
+    assert helper_process._processes._process is not None
+    return helper_process._processes._process.pid
 
 
 def is_gone(pid: int, within: float = HANG) -> bool:
@@ -149,10 +149,10 @@ TALK = """
 import os, sys, time
 import fsspec
 from forebay._model import Span
-from forebay.remote import filesystems
+from forebay.remote import filesystems, helper_process
 remote = filesystems.FilesystemRemote(fsspec.filesystem("http"))
 remote.read(sys.argv[1], Span(0, 1))
-print(filesystems._processes._process.pid, flush=True)
+print(helper_process._processes._process.pid, flush=True)
 """
 
 
@@ -227,7 +227,7 @@ def test_a_fetch_goes_on_when_its_helper_is_killed(http: FilesystemRemote, serve
 def test_nothing_is_started_for_what_is_asked_here() -> None:
     def work() -> bool:
         fsspec.filesystem("memory").pipe_file("/helper/a", b"x")
-        return FilesystemRemote().read("memory://helper/a", Span(0, 1)) == b"x" and filesystems._processes._process is None
+        return FilesystemRemote().read("memory://helper/a", Span(0, 1)) == b"x" and helper_process._processes._process is None
 
     assert in_child(work)
 

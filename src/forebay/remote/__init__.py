@@ -6,7 +6,7 @@
 - `connections` < `answers` < `exchange` < `download` < `http`: one object over HTTP
 - `sigv4`, `aws`, `s3_answers` < `s3_upload` < `s3`: the same data plane, with AWS credentials and signatures
 - `local`: files of this host
-- `clients` < `helper` < `filesystems`: fsspec and pyarrow, in a process of their own where a fork would break them
+- `clients` < `helper` < `helper_process` < `filesystems`: fsspec and pyarrow, in a process of their own where a fork would break them
 """
 
 from __future__ import annotations
