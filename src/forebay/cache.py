@@ -160,7 +160,7 @@ class Cache:
         size = _config.parse_size(quota, total=self.budget, name="quota") if quota is not None else None
         if isinstance(self._store, Store):
             self._store.space(name, policy=policy, quota=size)
-        return Space(self._origin, name)
+        return Space(self._origin, name, self)
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
