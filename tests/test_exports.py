@@ -76,12 +76,12 @@ def test_the_python_in_the_pages_is_python(page: Path) -> None:
         compile(block, str(page), "exec")
 
 
-def tests_in_the_design() -> list[str]:
+def named_in_the_design() -> list[str]:
     rows = [line for line in (REPO / "docs" / "design.md").read_text().splitlines() if re.match(r"\| \d+ \|", line)]
     return sorted(set(re.findall(r"`(\w+/test_\w+\.py(?:::\w+)?)`", "\n".join(rows))))
 
 
-@pytest.mark.parametrize("name", tests_in_the_design())
+@pytest.mark.parametrize("name", named_in_the_design())
 def test_the_tests_that_the_design_names_are_there(name: str) -> None:
     file, _, test = name.partition("::")
     assert f"def {test or 'test_'}" in (REPO / "tests" / file).read_text()
