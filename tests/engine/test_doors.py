@@ -127,7 +127,7 @@ def test_a_key_lock_is_awaited_while_the_loop_goes_on(store: Store) -> None:
     async def main() -> int:
         hold, turns = store.hold("values", "k"), 0
         waiting = asyncio.create_task(store.hold_async("values", "k", timeout=20))
-        for turns in range(1, 4):
+        for turns in range(1, 4):  # noqa: B007 - told at the end
             await asyncio.sleep(0)
         hold.release()
         (await waiting).release()

@@ -220,7 +220,9 @@ def tmpfs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[
     def mount(size: str) -> Path:
         place = tmp_path / f"tmpfs-{len(mounted)}"
         place.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "forebay-test", place], capture_output=True, text=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "forebay-test", place], capture_output=True, text=True
+        )
         if done.returncode:
             pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
         mounted.append(place)

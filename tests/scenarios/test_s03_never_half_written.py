@@ -113,7 +113,9 @@ def test_s03_a_truncated_file_is_caught_on_read_and_fetched_again(
     assert server.gets == 2
 
 
-def test_s03_a_flipped_byte_is_caught_at_the_first_use(root: Path, server: ScriptedServer, children: Callable[..., Any], warnings: Any) -> None:
+def test_s03_a_flipped_byte_is_caught_at_the_first_use(
+    root: Path, server: ScriptedServer, children: Callable[..., Any], warnings: Any
+) -> None:
     body = os.urandom(500_000)
     url = server.put("/x.bin", body)
 

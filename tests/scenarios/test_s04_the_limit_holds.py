@@ -95,7 +95,9 @@ def test_s04_a_sampler_beside_eight_processes(
         assert disk_usage(root / "blobs") == blobs
 
 
-def test_s04_a_burst_of_reservations_at_once(root: Path, server: ScriptedServer, children: Callable[..., Any], barrier: Callable[..., Any]) -> None:
+def test_s04_a_burst_of_reservations_at_once(
+    root: Path, server: ScriptedServer, children: Callable[..., Any], barrier: Callable[..., Any]
+) -> None:
     """16 fetches of 3 MiB into 24 MiB at one instant: what does not fit is served past the cache, or waits for no eviction for ever."""
     bodies = [random.Random(i).randbytes(3 * MiB) for i in range(16)]
     urls = [server.put(f"/{i}.bin", body, latency=0.2) for i, body in enumerate(bodies)]

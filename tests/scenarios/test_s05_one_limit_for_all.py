@@ -37,7 +37,9 @@ def test_s05_eight_ranks_with_four_workers_each(root: Path, children: Callable[.
         assert 14 <= len(cache.entries()) <= 16
 
 
-def test_s05_the_last_to_set_it_wins_and_both_are_named(root: Path, children: Callable[..., Any], flag: Callable[[], Any], warnings: Any) -> None:
+def test_s05_the_last_to_set_it_wins_and_both_are_named(
+    root: Path, children: Callable[..., Any], flag: Callable[[], Any], warnings: Any
+) -> None:
     other_set = flag()
 
     def other() -> list[str]:

@@ -20,7 +20,9 @@ MiB = 1 << 20
 MANY = 32
 
 
-def test_s06_32_processes_one_download(root: Path, server: ScriptedServer, children: Callable[..., Any], barrier: Callable[..., Any]) -> None:
+def test_s06_32_processes_one_download(
+    root: Path, server: ScriptedServer, children: Callable[..., Any], barrier: Callable[..., Any]
+) -> None:
     body = os.urandom(24 * MiB)
     url = server.put("/big.bin", body)
     start = barrier(MANY)
@@ -143,7 +145,9 @@ def test_s06_a_function_runs_once_per_node(root: Path, tmp_path: Path, children:
     assert len(list(tmp_path.glob("ran-*"))) == 1
 
 
-def test_s06_another_computes_when_the_first_is_killed(root: Path, tmp_path: Path, children: Callable[..., Any], flag: Callable[[], Any]) -> None:
+def test_s06_another_computes_when_the_first_is_killed(
+    root: Path, tmp_path: Path, children: Callable[..., Any], flag: Callable[[], Any]
+) -> None:
     inside, dead = flag(), flag()
 
     def rank() -> bytes:

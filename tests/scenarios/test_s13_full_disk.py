@@ -30,7 +30,9 @@ def fill_up(place: Path) -> Path:
     return path
 
 
-def test_s13_a_budget_larger_than_the_disk(tmpfs: Callable[[str], Path], server: ScriptedServer, children: Callable[..., Any], warnings: Any) -> None:
+def test_s13_a_budget_larger_than_the_disk(
+    tmpfs: Callable[[str], Path], server: ScriptedServer, children: Callable[..., Any], warnings: Any
+) -> None:
     place = tmpfs("64m")
     bodies = [random.Random(i).randbytes(3 * MiB + i) for i in range(30)]
     urls = [server.put(f"/{i}.bin", body) for i, body in enumerate(bodies)]

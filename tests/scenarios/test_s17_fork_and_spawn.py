@@ -29,9 +29,9 @@ def test_s17_a_handle_that_was_used_works_on_both_sides_of_a_fork(root: Path, se
         buffer = cache.read(urls[0])
 
         def worker(number: int) -> int:
-            assert Path(lease).read_bytes() == bodies[0]
-            assert buffer == bodies[0]
-            assert os.pread(file.fileno(), 1 << 20, 0) == bodies[0]
+            assert Path(lease).read_bytes() == bodies[0]  # noqa: F821 - deleted below, when the workers are done
+            assert buffer == bodies[0]  # noqa: F821 - deleted below, when the workers are done
+            assert os.pread(file.fileno(), 1 << 20, 0) == bodies[0]  # noqa: F821 - deleted below, when the workers are done
             for i in range(16):
                 assert cache.read(urls[(i + number) % 16]) == bodies[(i + number) % 16]
                 assert cache.put(f"{number}-{i}", bytes([i]) * 1000)
@@ -165,7 +165,9 @@ LOADER = """
 """
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.stress), pytest.param("forkserver", marks=pytest.mark.stress)])
+@pytest.mark.parametrize(
+    "method", ["fork", pytest.param("spawn", marks=pytest.mark.stress), pytest.param("forkserver", marks=pytest.mark.stress)]
+)
 def test_s17_s29_a_data_loader(root: Path, server: ScriptedServer, tmp_path: Path, method: str) -> None:
     pytest.importorskip("torch.utils.data")
     urls = [server.put(f"/{i}.bin", bytes([i]) * 1000) for i in range(24)]

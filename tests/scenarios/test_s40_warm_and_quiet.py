@@ -80,7 +80,9 @@ def at_a_terminal(arguments: list[str], **environ: str) -> str:
     """What a terminal shows of a command."""
     ours, its = pty.openpty()
     command = [sys.executable, "-m", "forebay.cli", *arguments]
-    with subprocess.Popen(command, stdout=its, stderr=its, stdin=its, env={**os.environ, "TERM": "xterm", "COLUMNS": "120", **environ}) as child:
+    with subprocess.Popen(
+        command, stdout=its, stderr=its, stdin=its, env={**os.environ, "TERM": "xterm", "COLUMNS": "120", **environ}
+    ) as child:
         os.close(its)
         shown = b""
         try:
@@ -103,7 +105,9 @@ def test_s40_bars_only_where_somebody_looks(root: Path, server: ScriptedServer, 
     assert "━" not in at_a_terminal(["pull", "--root", str(root), "--json", urls[4]])
 
 
-def test_s40_ranks_of_a_job_show_nothing(root: Path, server: ScriptedServer, children: Callable[..., Any], barrier: Callable[..., Any]) -> None:
+def test_s40_ranks_of_a_job_show_nothing(
+    root: Path, server: ScriptedServer, children: Callable[..., Any], barrier: Callable[..., Any]
+) -> None:
     """At a terminal, too: bars are for who asks for them."""
     url = server.put("/x.bin", os.urandom(MiB), latency=0.3)
     start = barrier(8)
