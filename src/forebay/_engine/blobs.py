@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -42,7 +43,12 @@ def link_blob(root: Root, source: Path, id: int, suffix: str = "") -> Path:
 def open_blob(root: Root, id: int, suffix: str = "") -> int:
     """A descriptor to read from. Raises FileNotFoundError where there is no such blob, `Damaged` where it is no file."""
     path = root.blob(id, suffix)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Damaged(f"{path} is a symbolic link: none is followed", key=str(path)) from error
+        raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise Damaged(f"{path} is not a file", key=str(path))

@@ -35,6 +35,7 @@ AT_ONCE = 512
 PICKS = 3
 """How often the coldest are picked anew before they are held to be all in use."""
 PATIENCE = 10.0
+_FOR_THE_JOURNAL = 1 << 20  # to evict takes room too
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +267,7 @@ class Budget:
         lacking = short.bytes - short.leaving
         if 0 < short.disk == short.bytes:
             # The disk may get nothing back from a victim: another process has it mapped. Then more victims would not help either.
-            attempt.wanted = attempt.wanted or lacking
+            attempt.wanted = attempt.wanted or lacking + _FOR_THE_JOURNAL
             if attempt.given >= attempt.wanted:
                 attempt.stuck = short
                 return

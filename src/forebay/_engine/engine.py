@@ -140,7 +140,7 @@ class Engine:
         try:
             self._slots.ensure(0)
         except errors.CacheFault as error:
-            log.warning("%s: making it anew", error)
+            log.warning("%s: making it anew", str(error))
             with self._catalog.writer():
                 self._slots.remove_foreign()
             self._slots.ensure(0)
@@ -172,10 +172,11 @@ class Engine:
         with self._mending, faults(str(self.root.path)):
             if self.mends != mends:
                 return
-            log.warning("%s: opening it anew", error)
+            log.warning("%s: opening it anew", str(error))
             root = open_root(self.root.path, shared=self.root.shared)
-            if root.id != self.root.id or not self._slots.is_same():
-                self._catalog.close()
+            if root.id != self.root.id or not self._slots.is_same() or not self._catalog.has_its_lock():
+                for part in (self._fill, self._budget, self._leases, self._catalog):
+                    part.close()
                 self._wire(root)
             elif error.damaged:
                 self._catalog.rebuild()

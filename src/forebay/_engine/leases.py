@@ -95,6 +95,7 @@ class Leases:
         # A replacer or evictor that died between emptying the slot and its commit left a live row whose slot is empty. Under
         # the writer lock nobody is between the two, so the row is right.
         with self._catalog.writer():
+            self._catalog.check_same()
             entry = entries.find(self._catalog, space, key)
             if entry is not None and self._slots.id_of(entry.slot) != entry.id:
                 self._slots.set_id(entry.slot, entry.id)

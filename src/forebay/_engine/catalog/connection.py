@@ -98,6 +98,7 @@ class Catalog:
         self._seen: tuple[int, int] | None = None
         self._commits = 0
         self._without_ballast = False
+        self._still = False
         self._pid = os.getpid()
         self.sweeper: Callable[[], object] | None = None
 
@@ -153,7 +154,10 @@ class Catalog:
         host.rename(draft, self._path)
 
     def _connect_locked(self) -> None:
-        if self._immutable:
+        # Who closes a catalog last removes its journal. Where that is gone nobody writes, and in a directory that only may be read
+        # SQLite could not make one.
+        self._still = self._immutable or (self._root.read_only and not os.path.exists(self._journal))
+        if self._still:
             uri = f"file:{_quoted(self._path)}?immutable=1"
         else:
             uri = f"file:{_quoted(self._path)}?mode={'ro' if self._root.read_only else 'rw'}"
@@ -185,6 +189,8 @@ class Catalog:
     def _connection_locked(self) -> sqlite3.Connection:
         if self._pid != os.getpid():  # forked behind Python's back: SQLite's state here is the parent's, not to be used nor closed
             raise errors.CacheFault("this process was forked by C code: it reads past the cache")
+        if self._still and not self._immutable and os.path.exists(self._journal):
+            self._close_locked()  # somebody writes now
         if self._con is None:
             self._connect_locked()
         assert self._con is not None
@@ -227,7 +233,7 @@ class Catalog:
     def write(self) -> Iterator[Txn]:
         """One transaction under the writer lock. Leaves by an exception: nothing of it is kept."""
         with self.writer():
-            self._still_ours()
+            self.check_same()
             with self._mutex, _translated():
                 con = self._connection_locked()
                 con.execute("BEGIN IMMEDIATE")
@@ -246,10 +252,11 @@ class Catalog:
             try:
                 self.sweeper()
             except (errors.CacheFault, OSError) as error:  # what the caller wrote stands; the next writer sweeps
-                log.warning("sweeping %s failed: %s", self._root.path, error)
+                log.warning("sweeping %s failed: %s", self._root.path, str(error))
 
-    def _still_ours(self) -> None:
-        """The path must still name the file that we have open: else commits would go to a file that nobody will see again."""
+    def check_same(self) -> None:
+        """The path must still name the file that we have open: else commits would go to a file that nobody will see again.
+        Raises `CatalogBroken`: numbers of spaces and owners that came from the old one mean nothing in the new one."""
         if not self._writer.is_same():
             raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
         try:
@@ -259,6 +266,11 @@ class Catalog:
         with self._mutex:
             if self._seen is not None and self._seen != (where.st_dev, where.st_ino):
                 self._close_locked()
+                raise CatalogBroken(f"the catalog {self._path} was replaced")
+
+    def has_its_lock(self) -> bool:
+        """Whether the writer lock is still the one that other processes take."""
+        return self._writer.is_same()
 
     # -- room ------------------------------------------------------------------------------------------------------
 
