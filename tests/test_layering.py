@@ -43,7 +43,13 @@ THIRD_PARTY = {
     "pyarrow": ("remote.clients",),
     "cloudpickle": ("remote.filesystems", "tasks"),
 }
-LOADED_WITH = {"xxhash": ("_engine", "remote", "origin", "cache"), "typer": ("cli",), "click": ("cli",), "rich": ("cli",)}
+LOADED_WITH = {
+    "xxhash": ("_engine", "remote", "origin", "cache"),
+    "typer": ("cli",),
+    "click": ("cli",),
+    "rich": ("cli",),
+    "urllib3": ("remote.connections", "remote.answers"),
+}
 
 CHANGING = frozenset(
     {"chmod", "chown", "copy_file_range", "fchmod", "fchown", "ftruncate", "lchown", "link", "makedirs", "mkdir", "mkfifo", "mknod"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import pickle
 import socket
 import ssl
@@ -9,11 +10,12 @@ import threading
 import time
 
 import pytest
+from urllib3 import exceptions
 
 from forebay import errors, remote
 from forebay.remote import RemoteOptions
-from forebay.remote.base import Call, Stopped, Trouble, network_errors
-from forebay.remote.wire import BadAnswer, Cut
+from forebay.remote.base import Call, Stopped, Trouble
+from forebay.remote.connections import network_errors
 
 URL = "https://me:5ec3e7@host/a?token=5ec3e7"
 
@@ -62,13 +64,13 @@ def test_one_remote_for_each_scheme_and_options() -> None:
 @pytest.mark.parametrize(
     ("raised", "becomes"),
     [
-        (TimeoutError("x"), errors.RemoteTimeout),
+        (exceptions.ReadTimeoutError(None, "/", "x"), errors.RemoteTimeout),  # type: ignore[arg-type]
         (ConnectionRefusedError(111, "Connection refused"), errors.RemoteUnavailable),
-        (Cut(), errors.RemoteUnavailable),
-        (Cut(7), errors.RemoteUnavailable),
-        (socket.gaierror(-2, "unknown"), errors.RemoteUnavailable),
-        (ssl.SSLError(1, "wrong version"), errors.RemoteUnavailable),
-        (BadAnswer("x"), errors.RemoteProtocolError),
+        (exceptions.IncompleteRead(3, 7), errors.RemoteUnavailable),
+        (exceptions.ProtocolError("x", http.client.IncompleteRead(b"", 7)), errors.RemoteUnavailable),
+        (exceptions.ProtocolError("x", http.client.RemoteDisconnected("x")), errors.RemoteUnavailable),
+        (exceptions.ProtocolError("x", http.client.BadStatusLine("x")), errors.RemoteProtocolError),
+        (exceptions.SSLError(ssl.SSLError(1, "wrong version")), errors.RemoteUnavailable),
     ],
 )
 def test_the_edge(raised: Exception, becomes: type[errors.RemoteError]) -> None:

@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.servers.nginx import Nginx
-from tests.servers.nginx import nginx as running
 
 from forebay import errors
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
 from forebay.remote.http import HttpRemote
 from forebay.testing import MemorySink
+from tests.servers.nginx import Nginx
+from tests.servers.nginx import nginx as running
 
 PART = 1 << 20
 BODY = random.Random(3).randbytes(10 * PART + 17)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from urllib3 import BaseHTTPResponse
+
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.errors import RemoteProtocolError
-from forebay.remote.base import Call, Trouble, network_errors
-from forebay.remote.wire import Head, Wire
+from forebay.remote.base import Call, Trouble
+from forebay.remote.connections import Connections, network_errors
 
 DRAIN = 64 << 10  # a body that nobody wants is read up to this, so that its connection can be kept
 _RANGE = re.compile(r"bytes\s+(\d+)-(\d+)/(\d+|\*)\Z", re.IGNORECASE)
@@ -24,12 +27,22 @@ class Answer:
 
     A context manager: left, its connection is kept if the body was read to its end, else closed."""
 
-    def __init__(self, head: Head, wire: Wire, call: Call, done: Callable[[], None], *, raw: bool = False) -> None:
-        self.status, self.reason, self.headers, self.length = head
+    def __init__(self, response: BaseHTTPResponse, pool: Connections, call: Call, *, raw: bool = False) -> None:
+        self.status, self.reason, self.headers = response.status, response.reason or "", response.headers
+        self.length = response.length_remaining
         encoding = self.headers.get("Content-Encoding", "").strip().lower()
         self.encoding = "" if raw or encoding == "identity" else encoding
-        self._wire, self.call = wire, call
-        self._done: Callable[[], None] | None = done
+        self._response, self.call = response, call
+        self._using = ExitStack()
+        self._using.enter_context(pool.busy())
+        self._sock = getattr(response.connection, "sock", None)  # None: there is no body, and the connection is free again
+        if self._sock is not None:
+            self._using.callback(call.let_go, self._sock)
+            try:
+                call.hold(self._sock)
+            except BaseException:
+                self.close()
+                raise
 
     def __enter__(self) -> Self:
         return self
@@ -39,9 +52,9 @@ class Answer:
 
     def close(self) -> None:
         """Idempotent."""
-        done, self._done = self._done, None
-        if done is not None:
-            done()
+        with self._using.pop_all():
+            if self._response.length_remaining != 0 or not self._response.closed:
+                self._response.close()  # a connection with a body that nobody read to its end is of no more use
 
     def blocks(self, limit: int | None = None, *, count: bool = True) -> Iterator[memoryview]:
         """The body as sent, as it comes; at most ``limit`` bytes. Each block is good until the next is asked for.
@@ -49,10 +62,10 @@ class Answer:
         options, left = self.call.options, 1 << 62 if limit is None else limit
         while left > 0:
             self.call.check()
-            if options.total_timeout is not None:
-                self._wire.sock.settimeout(self.call.timeout(options.read_timeout))
+            if options.total_timeout is not None and self._sock is not None:
+                self._sock.settimeout(self.call.timeout(options.read_timeout))
             with network_errors():
-                block = self._wire.block(left)
+                block = memoryview(self._response.read1(min(left, options.buffer), decode_content=False))
             if not block:
                 return
             if count:

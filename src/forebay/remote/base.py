@@ -7,7 +7,6 @@ import os
 import random
 import re
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,6 @@ from typing import Self, TypeVar
 from forebay import errors
 from forebay._model import Transfer
 from forebay.remote.urls import canonical
-from forebay.remote.wire import BadAnswer, Cut
 
 log = logging.getLogger("forebay.remote")
 T = TypeVar("T")
@@ -120,27 +118,6 @@ class Trouble(Exception):
 
 class Stopped(Exception):
     """This call is being given up: another of its threads failed, or its caller was interrupted."""
-
-
-@contextmanager
-def network_errors() -> Iterator[None]:
-    """The edge: what sockets, TLS and `Wire` raise becomes `Trouble`. No sink is called in here: its errors are its own."""
-    try:
-        yield
-    except errors.ForebayError:
-        raise
-    except ssl.SSLCertVerificationError as error:
-        raise Trouble(f"its certificate is not trusted: {error.verify_message}", again=False) from error
-    except TimeoutError as error:
-        raise Trouble("nothing came for too long", errors.RemoteTimeout) from error
-    except socket.gaierror as error:
-        raise Trouble(f"its host name cannot be resolved: {error.strerror}") from error
-    except OSError as error:
-        raise Trouble(f"the connection failed: {error.strerror or error}") from error
-    except Cut as error:
-        raise Trouble("the connection was cut" + (f" {error.left:,} bytes before the end" if error.left else "")) from error
-    except BadAnswer as error:
-        raise Trouble(f"an answer that is not HTTP: {error}", errors.RemoteProtocolError) from error
 
 
 class Call:

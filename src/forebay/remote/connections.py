@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import base64
+import http.client
+import logging
 import os
-import select
-import socket
+import re
 import ssl
 import threading
 import urllib.request
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from forebay.errors import ConfigError
-from forebay.remote.base import Call, RemoteOptions, Trouble, network_errors
-from forebay.remote.wire import Wire
+from urllib3 import BaseHTTPResponse, HTTPConnectionPool, PoolManager, ProxyManager, Timeout, exceptions
 
+from forebay.errors import ConfigError, ForebayError, RemoteProtocolError, RemoteTimeout
+from forebay.remote.base import Call, RemoteOptions, Trouble
+
+_TUNNEL = re.compile(r"Tunnel connection failed: (\d{3}[^'\")]*)")
 MAX_PLACES = 100  # hosts with idle connections
 _PORTS = {"http": 80, "https": 443}
 
@@ -50,75 +56,78 @@ def _place(scheme: str, netloc: str) -> Place:
 
 
 class Connections:
-    """Idle connections, taken and given back. Any thread; after a fork the child begins with none, however it was forked."""
+    """urllib3's pools, by host. Any thread; after a fork the child begins with none, however it was forked."""
 
     def __init__(self, options: RemoteOptions) -> None:
         self._options = options
-        self._context: ssl.SSLContext | None = None
         self._proxies: dict[Place, str | None] = {}
+        self._inherited: list[object] = []  # a parent's pools: their locks may be held by threads that are not here
         self._forget()
         _pools.add(self)
 
     def _forget(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards what follows
-        self._idle: dict[Place, list[Wire]] = {}
-        self._busy: weakref.WeakSet[Wire] = weakref.WeakSet()
+        self._managers: dict[str | None, PoolManager] = {}
+        self._known: dict[Place, HTTPConnectionPool] = {}
+        self._busy = 0
 
-    def close_in_child(self) -> None:
-        """Close the parent's sockets here (they stay open there), so that the remote sees when the parent closes one."""
-        for wire in [*self._busy, *(found for idle in self._idle.values() for found in idle)]:
-            if wire.sock.fileno() >= 0:
-                os.close(wire.sock.detach())
+    def leave_to_parent(self) -> None:
+        """In a child: close the parent's idle sockets here (they stay open there), so that a remote sees when he closes one."""
+        for pool in self._known.values():
+            for connection in getattr(pool.pool, "queue", ()):  # looked at without its lock, which a thread of the parent's may hold
+                if (sock := getattr(connection, "sock", None)) is not None and sock.fileno() >= 0:
+                    os.close(sock.detach())
+        self._inherited.append(self._managers)
         self._forget()
 
-    def take(self, place: Place, call: Call) -> Wire:
-        """A connection to ``place``, now working for ``call``. Raises `Trouble`."""
+    def ask(self, call: Call, place: Place, method: str, target: str, headers: Mapping[str, str], body: bytes | None) -> BaseHTTPResponse:
+        """Send a request and wait for the head of its answer; the body is still to come. Raises `Trouble`."""
         if self._pid != os.getpid():  # forked by C, which runs no hook
-            self._forget()
-        found = self._reuse(place)
-        if found is None:
-            with call.connecting(), network_errors():
-                found = self._open(place, call)
-        with self._lock:
-            self._busy.add(found)
+            self.leave_to_parent()
+        pool = self._known.get(place) or self._pool(place)
+        patience = Timeout(connect=call.timeout(self._options.connect_timeout), read=call.timeout(self._options.read_timeout))
+        with call.connecting(), network_errors(), _unheard():
+            return pool.urlopen(
+                method, target, body, headers, retries=False, redirect=False, assert_same_host=False, timeout=patience,
+                preload_content=False, decode_content=False,
+            )  # fmt: skip
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around the use of one connection."""
+        self._add(1)
         try:
-            call.hold(found.sock)
-        except BaseException:
-            found.close()
-            raise
-        return found
+            yield
+        finally:
+            self._add(-1)
 
-    def _reuse(self, place: Place) -> Wire | None:
-        while True:
-            with self._lock:
-                idle = self._idle.get(place)
-                if not idle:
-                    return None
-                found = idle.pop()
-            if not _is_readable(found.sock):
-                return found
-            found.close()  # the server closed it, or said something that nobody asked for
-
-    def give(self, place: Place, wire: Wire, call: Call) -> None:
-        """Done with ``wire``: kept for the next request if its answer was read to the end, else closed."""
-        call.let_go(wire.sock)
+    def _add(self, count: int) -> None:
         with self._lock:
-            self._busy.discard(wire)
-            idle = self._idle.get(place, [])
-            keep = wire.is_free and len(idle) < self._options.connections
-            if keep:
-                self._idle[place] = [*idle, wire]
-            dropped = [] if keep else [wire]
-            if len(self._idle) > MAX_PLACES:
-                dropped += self._idle.pop(next(iter(self._idle)))
-        for wire in dropped:
-            wire.close()
+            self._busy += count
 
     def spare(self) -> int:
         """How many more may be used at once."""
         with self._lock:
-            return self._options.connections - len(self._busy)
+            return self._options.connections - self._busy
+
+    def _pool(self, place: Place) -> HTTPConnectionPool:
+        proxy = self.proxy(place)
+        with self._lock:
+            manager = self._managers.get(proxy)
+            if manager is None:
+                manager = self._managers[proxy] = self._manager(proxy)
+            if len(self._known) >= MAX_PLACES:
+                self._known.clear()
+            found = self._known[place] = manager.connection_from_host(place.host, place.port, place.scheme)
+        return found
+
+    def _manager(self, proxy: str | None) -> PoolManager:
+        how: dict[str, Any] = {
+            "num_pools": MAX_PLACES, "maxsize": self._options.connections, "block": False, "blocksize": self._options.buffer,
+            "ca_certs": os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE"),
+        }  # fmt: skip
+        return PoolManager(**how) if proxy is None else ProxyManager(proxy, proxy_headers=proxy_headers(proxy), **how)
 
     def proxy(self, place: Place) -> str | None:
         """The proxy that the environment named for ``place`` when it was first asked."""
@@ -135,49 +144,76 @@ class Connections:
             return None
         found = found if "://" in found else f"http://{found}"
         kind = found.partition("://")[0].lower()
-        if kind != "http" and (kind, place.scheme) != ("https", "http"):
+        if kind not in ("http", "https"):
             raise ConfigError(f"the environment names a {kind}:// proxy for {place.scheme}:// URLs: name an http:// one, or set NO_PROXY")
         return found
 
-    def _open(self, place: Place, call: Call) -> Wire:
-        proxy, timeout = self.proxy(place), call.timeout(self._options.connect_timeout)
-        if proxy is None:
-            return self._wire(self._connect(place, timeout))
-        wire = self._wire(self._connect(Place.of(*urlsplit(proxy)[:2]), timeout))
-        if place.scheme == "http":
-            return wire
-        try:
-            return self._wire(self._secure(self._tunnel(wire, place, proxy), place))
-        except BaseException:
-            wire.close()
-            raise
 
-    def _connect(self, place: Place, timeout: float) -> socket.socket:
-        sock = socket.create_connection((place.host, place.port), timeout)
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return self._secure(sock, place) if place.scheme == "https" else sock
-        except BaseException:
-            sock.close()
-            raise
+class _Discreet(logging.Filter):
+    """Lets nothing pass that urllib3 says of our requests: it names whole URLs, signatures included. Of others' requests all passes."""
 
-    def _tunnel(self, wire: Wire, place: Place, proxy: str) -> socket.socket:
-        target = place.name if place.name.endswith(f":{place.port}") else f"{place.name}:{place.port}"
-        head = wire.ask("CONNECT", target, {"Host": target, **proxy_headers(proxy)})
-        if head.status != 200:
-            raise Trouble(f"its proxy answers {head.status} {head.reason}", again=head.status >= 500, status=head.status)
-        return wire.sock
+    asking = threading.local()
 
-    def _secure(self, sock: socket.socket, place: Place) -> socket.socket:
-        return self._tls().wrap_socket(sock, server_hostname=place.host)
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(self.asking, "ours", False)
 
-    def _wire(self, sock: socket.socket) -> Wire:
-        return Wire(sock, self._options.buffer)
 
-    def _tls(self) -> ssl.SSLContext:
-        if self._context is None:
-            self._context = ssl.create_default_context(cafile=os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE"))
-        return self._context
+for _name in ("urllib3.connectionpool", "urllib3.util.retry"):
+    logging.getLogger(_name).addFilter(_Discreet())
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    _Discreet.asking.ours = True
+    try:
+        yield
+    finally:
+        _Discreet.asking.ours = False
+
+
+@contextmanager
+def network_errors() -> Iterator[None]:
+    """The edge: what urllib3 raises becomes `Trouble`. No sink is called in here: its errors are its own."""
+    try:
+        yield
+    except ForebayError:
+        raise  # some are OSErrors too
+    except exceptions.HTTPError as error:
+        raise _trouble(error) from error
+    except http.client.HTTPException as error:
+        raise Trouble("an answer that is not HTTP", RemoteProtocolError) from error
+    except OSError as error:
+        raise Trouble(f"the connection failed: {error.strerror or type(error).__name__}") from error
+
+
+def _trouble(error: exceptions.HTTPError) -> Trouble:
+    """In our words: urllib3's may name the whole URL, secrets included."""
+    cause = _cause(error)
+    if isinstance(error, exceptions.SSLError):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return Trouble(f"its certificate is not trusted: {cause.verify_message}", again=False)
+        return Trouble("TLS failed")
+    if isinstance(error, exceptions.NameResolutionError):
+        return Trouble("its host name cannot be resolved")
+    if isinstance(error, exceptions.TimeoutError) and not isinstance(error, exceptions.NewConnectionError):
+        return Trouble("nothing came for too long", RemoteTimeout)
+    if isinstance(error, exceptions.ProxyError):
+        said = _TUNNEL.search(str(cause))
+        return Trouble(f"its proxy answers {said[1]}" if said else "its proxy cannot be reached", again=said is None or said[1] >= "5")
+    for found in (error, cause):
+        if isinstance(found, (exceptions.IncompleteRead, http.client.IncompleteRead)):
+            return Trouble("the connection was cut" + (f" {found.expected:,} bytes before the end" if found.expected else ""))
+    if isinstance(cause, http.client.RemoteDisconnected):
+        return Trouble("the connection was cut")
+    if isinstance(cause, http.client.HTTPException) or isinstance(error, (exceptions.InvalidHeader, exceptions.InvalidChunkLength)):
+        return Trouble("an answer that is not HTTP", RemoteProtocolError)
+    return Trouble(f"the connection failed: {getattr(cause, 'strerror', None) or type(cause or error).__name__}")
+
+
+def _cause(error: exceptions.HTTPError) -> BaseException | None:
+    if isinstance(error, exceptions.ProxyError):
+        return error.original_error
+    return next((arg for arg in error.args if isinstance(arg, Exception)), None) or error.__cause__ or error.__context__
 
 
 def proxy_headers(proxy: str) -> dict[str, str]:
@@ -193,15 +229,9 @@ def basic(user: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
-def _is_readable(sock: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _close_all_in_child() -> None:
+def _leave_all_to_parent() -> None:
     for pool in list(_pools):
-        pool.close_in_child()
+        pool.leave_to_parent()
 
 
-os.register_at_fork(after_in_child=_close_all_in_child)
+os.register_at_fork(after_in_child=_leave_all_to_parent)

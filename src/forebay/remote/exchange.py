@@ -11,8 +11,8 @@ from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
 from forebay import errors
 from forebay.remote.answers import Answer, retry_after
-from forebay.remote.base import Call, RemoteOptions, Trouble, network_errors
-from forebay.remote.connections import Connections, Place, basic, proxy_headers
+from forebay.remote.base import Call, RemoteOptions, Trouble
+from forebay.remote.connections import Connections, Place, basic
 
 log = logging.getLogger("forebay.remote")
 
@@ -80,19 +80,10 @@ class Exchange:
         if "host" not in headers and "Host" not in headers:
             headers = {"Host": place.name, **headers}
         target = (quote(parts.path, _SAFE) or "/") + (f"?{quote(parts.query, _SAFE)}" if parts.query else "")
-        proxy = self.pool.proxy(place) if place.scheme == "http" else None
-        if proxy is not None:
-            target, headers = f"http://{place.name}{target}", {**headers, **proxy_headers(proxy)}
-        wire = self.pool.take(place, call)
-        try:
-            wire.sock.settimeout(call.timeout(self.options.read_timeout))
-            call.count(requests=1)
-            with network_errors():
-                head = wire.ask(method, target, headers, body)
-        except BaseException:
-            self.pool.give(place, wire, call)
-            raise
-        return Answer(head, wire, call, lambda: self.pool.give(place, wire, call), raw=self._raw)
+        if place.scheme == "http" and self.pool.proxy(place) is not None:
+            target = f"http://{place.name}{target}"
+        call.count(requests=1)
+        return Answer(self.pool.ask(call, place, method, target, headers, body), self.pool, call, raw=self._raw)
 
     def _standing(self, parts: SplitResult, place: Place, *, at_home: bool) -> dict[str, str]:
         """What goes with every request: our headers and the user's; to another host than the first only what netrc has for that one."""
