@@ -70,8 +70,10 @@ class Cache:
         store = _open_store(place, budget, min_free, max_entries, shared, read_only) if enabled else PassThrough()
         self._store: Store | PassThrough = store
         self.path = store.root.path if isinstance(store, Store) else place.absolute()
-        above = Store.open(upstream, Settings(), read_only=True) if upstream is not None else None
-        self._origin = Origin(store, remote_options or remote.RemoteOptions.from_environment(), above)
+        above = _open_store(Path(upstream), None, None, None, False, True) if upstream is not None else None
+        self._origin = Origin(
+            store, remote_options or remote.RemoteOptions.from_environment(), above if isinstance(above, Store) else None
+        )  # fmt: skip
         self._hit = store.hitter(URLS)
         self._closed = False
         self._values = Space(self._origin, VALUES)
@@ -123,7 +125,7 @@ class Cache:
                 told.say("done", lease.entry.size, lease.entry.size)
                 return self._store.entry(URLS, target.key) or lease.entry
         except errors.NoSpace as error:
-            log.warning("%s is not kept: %s", target.key, error)
+            log.warning("%s is not kept: %s", target.key, str(error))
             told.say("direct", 0, None)
             return None
 
@@ -336,7 +338,7 @@ def _open_store(
     except (errors.CacheFault, OSError) as error:
         if isinstance(error, errors.RootError) or not (isinstance(error, errors.CacheFault) or error.errno in FULL):
             raise
-        log.warning("the cache in %s cannot be used, reading past it: %s", place, error)
+        log.warning("the cache in %s cannot be used, reading past it: %s", place, str(error))  # the error itself would keep its frames
         return PassThrough(str(error))
 
 
