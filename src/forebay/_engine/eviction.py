@@ -68,7 +68,7 @@ class Eviction:
 
     def delete(self, txn: Txn, doomed: Iterable[Doomed]) -> None:
         for one in doomed:
-            entries.delete(txn, one.id)
+            entries.delete(txn, one.id, one.kind)
 
     def release(self, doomed: Sequence[Doomed]) -> None:
         """After the commit of `delete`, or of a `doom` that came to nothing."""

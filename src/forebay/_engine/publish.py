@@ -73,7 +73,7 @@ class Publisher:
         with self._catalog.write() as txn:
             want = self._want(txn, label, len(data), inline=True)
             if self._budget.fits(txn, want):
-                entry = self._insert(txn, label, txn.take("next_id"), "value", len(data), checksum, validator, data)
+                entry = self._insert(txn, label, txn.take("next_id"), "value", len(data), checksum, validator, data, want)
                 return _noting_leftovers(txn, entry)
         reserved = self._budget.reserve(want)
         try:
@@ -106,11 +106,14 @@ class Publisher:
         return Want(label.space, label.key, keyhash, size, label.suffix, old.id if old else 0, old.size if old else 0, inline)
 
     def _insert(
-        self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None
-    ) -> Entry:
-        """Enter the row and its slot, and let the version before go. Nothing of it is seen before the commit but empty slots."""
+        self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None,
+        want: Want | None = None,
+    ) -> Entry:  # fmt: skip
+        """Enter the row and its slot, and let the version before go. Nothing of it is seen before the commit but empty slots.
+
+        ``want``: made in this very transaction, so that it tells whether there is a version before."""
         now = host.now_ns()
-        old = entries.find(txn, label.space, label.key)
+        old = entries.find(txn, label.space, label.key) if want is None or want.replaces else None
         if old is not None:
             entries.supersede(txn, old)
             self._slots.clear(old.slot, old.id)

@@ -82,8 +82,8 @@ class Txn:
 
     def take(self, name: str) -> int:
         """The next number of a sequence in ``meta``."""
-        (value,) = self.all("UPDATE meta SET value = value + 1 WHERE name = ? RETURNING value", name)[0]
-        return int(value)
+        self.run("UPDATE meta SET value = value + 1 WHERE name = ?", name)  # with RETURNING it takes thrice as long
+        return int(self.all("SELECT value FROM meta WHERE name = ?", name)[0][0])
 
 
 class Catalog:

@@ -46,8 +46,11 @@ def live(rows: Rows, space: int | None = None) -> list[Entry]:
 
 def take_slot(txn: Txn) -> int:
     """A free slot: one that was given back, else a new one."""
-    freed = txn.all("DELETE FROM free_slots WHERE slot = (SELECT slot FROM free_slots LIMIT 1) RETURNING slot")
-    return int(freed[0][0]) if freed else txn.take("next_slot") - 1
+    freed = txn.all("SELECT slot FROM free_slots LIMIT 1")
+    if not freed:
+        return txn.take("next_slot") - 1
+    txn.run("DELETE FROM free_slots WHERE slot = ?", freed[0][0])
+    return int(freed[0][0])
 
 
 def insert(txn: Txn, space: int, entry: Entry, data: bytes | memoryview | None = None) -> None:
@@ -64,7 +67,7 @@ def insert(txn: Txn, space: int, entry: Entry, data: bytes | memoryview | None =
 def supersede(txn: Txn, entry: Entry) -> None:
     """Make room for a new version under the same key. A small value goes at once; a file when its last lease does."""
     if entry.kind == "value":
-        delete(txn, entry.id)
+        delete(txn, entry.id, entry.kind)
     else:
         txn.run(f"UPDATE entries SET state = {SUPERSEDED} WHERE id = ? AND state = {LIVE}", entry.id)
 
@@ -80,10 +83,12 @@ def doom(txn: Txn, id: int) -> bool:
     )
 
 
-def delete(txn: Txn, id: int) -> None:
+def delete(txn: Txn, id: int, kind: str) -> None:
     """The end of an entry: its slot and its bytes are free after this."""
-    txn.run("DELETE FROM payloads WHERE id = ?", id)
-    txn.run("DELETE FROM links WHERE tree = ?", id)
+    if kind == "value":
+        txn.run("DELETE FROM payloads WHERE id = ?", id)
+    elif kind == "tree":
+        txn.run("DELETE FROM links WHERE tree = ?", id)
     txn.run("DELETE FROM entries WHERE id = ?", id)
 
 
