@@ -161,8 +161,19 @@ def _foreign(place: Path) -> Iterator[str]:
     for name in sorted(os.listdir(place)):
         if name in _DIRECTORIES and stat.S_ISDIR((place / name).lstat().st_mode):
             yield from (f"{name}/{inner}" for inner in os.listdir(place / name) if not _DIRECTORIES[name](inner))
+            if name == "blobs":
+                yield from _foreign_in_fans(place / name)
         elif not (_FILES.fullmatch(name) or is_scrap(name)):
             yield name
+
+
+def _foreign_in_fans(blobs: Path) -> Iterator[str]:
+    for fan in sorted({*FANS} & set(os.listdir(blobs))):
+        found = blobs / fan
+        if not stat.S_ISDIR(found.lstat().st_mode):
+            yield f"blobs/{fan}"
+        else:
+            yield from (f"blobs/{fan}/{name}" for name in os.listdir(found) if parse_blob_name(name) is None)
 
 
 def _lay_out(root: Root) -> None:

@@ -1,0 +1,199 @@
+"""Scenario 10: a second user of the machine: by default nothing is shared, in a group's root everything is."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay.testing import ScriptedServer
+
+pytestmark = pytest.mark.root
+MiB = 1 << 20
+A, B, GROUP = 61_001, 61_002, 61_003
+
+
+def as_user(uid: int, work: Callable[[], Any], *, umask: int = 0o022) -> Callable[[], Any]:
+    """``work``, as a user whose first group is the common one."""
+
+    def run() -> Any:
+        os.umask(umask)
+        os.setgroups([])
+        os.setgid(GROUP)
+        os.setuid(uid)
+        os.environ["NETRC"] = "/nonexistent"
+        return work()
+
+    return run
+
+
+@pytest.fixture
+def scratch(public: Path) -> Path:
+    """A directory such as /local_scratch: everybody may write to it."""
+    place = public / "scratch"
+    place.mkdir()
+    place.chmod(0o1777)
+    return place
+
+
+@pytest.fixture
+def project(public: Path) -> Path:
+    """A group's directory."""
+    place = public / "project"
+    place.mkdir()
+    os.chown(place, A, GROUP)
+    place.chmod(0o2770)
+    return place
+
+
+@pytest.mark.parametrize("by", ["scratch", "home"])
+def test_s10_by_default_nothing_is_shared(
+    scratch: Path, public: Path, server: ScriptedServer, children: Callable[..., Any], by: str
+) -> None:
+    url = server.put("/x.bin", b"data" * 10_000)
+
+    def script() -> str:
+        home = public / f"home-{os.getuid()}"
+        os.environ |= {"HOME": str(home), "TMPDIR": str(scratch)}
+        os.environ.pop("XDG_CACHE_HOME", None)
+        with forebay.Cache(scratch if by == "scratch" else None) as cache:
+            assert cache.read(url) == b"data" * 10_000
+            cache.put("key", b"value")
+            assert cache.stats().hits == 0
+            for path in [cache.path, *cache.path.rglob("*")]:
+                status = path.lstat()
+                assert status.st_uid == os.getuid()
+            assert stat.S_IMODE(cache.path.stat().st_mode) == 0o700
+            return str(cache.path)
+
+    for uid in (A, B):
+        (public / f"home-{uid}").mkdir()
+        os.chown(public / f"home-{uid}", uid, GROUP)
+    shm = set(os.listdir("/dev/shm"))
+    first = children(as_user(A, script)).result()
+    second = children(as_user(B, script)).result()
+    assert first != second
+    if by == "scratch":
+        assert (first, second) == (f"{scratch}/forebay-{A}", f"{scratch}/forebay-{B}")
+    assert not any("forebay" in name for name in set(os.listdir("/dev/shm")) - shm)
+    assert server.gets == 2
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_s10_a_groups_root(project: Path, server: ScriptedServer, children: Callable[..., Any], umask: int) -> None:
+    urls = [server.put(f"/{i}.bin", os.urandom(50_000 if i else 2 * MiB)) for i in range(6)]
+
+    def first() -> None:
+        with forebay.Cache(project / "root", shared=True, budget="8MiB") as cache:
+            for url in urls[:3]:
+                cache.read(url)
+            cache.put("key", b"value")
+            cache.put("large", bytes(100_000))
+
+    def second() -> None:
+        with forebay.Cache(project / "root", shared=True) as cache:
+            for url in urls[:3]:
+                cache.read(url)
+            assert cache.stats().hits == 3
+            assert cache.get("key") == b"value"
+            assert cache.get("large") == bytes(100_000)
+            for url in urls[3:]:
+                cache.read(url)
+            assert cache.evict(urls[0]).removed == (urls[0],)  # the other's
+            cache.put("key", b"mine now")
+            cache.pin(urls[1])
+            assert cache.check(deep=True) == []
+
+    def third() -> None:
+        with forebay.Cache(project / "root", shared=True) as cache:
+            assert cache.get("key") == b"mine now"
+            assert cache.evict(urls[5]).removed == (urls[5],)
+            for i in range(12):
+                assert cache.put(str(i), os.urandom(MiB))
+            assert cache.check(deep=True) == []
+
+    children(as_user(A, first, umask=umask)).result()
+    gets = server.gets
+    children(as_user(B, second, umask=umask)).result()
+    assert server.gets == gets + 3
+    children(as_user(A, third, umask=umask)).result()
+    root = project / "root"
+    assert stat.S_IMODE(root.stat().st_mode) == 0o2770
+    for path in root.rglob("*"):
+        status = path.lstat()
+        mode = stat.S_IMODE(status.st_mode)
+        assert status.st_gid == GROUP, path
+        assert mode & 0o007 == 0 or "blobs" in path.parts or path.name == "CACHEDIR.TAG", (path, oct(mode))
+        if path.is_dir():
+            assert mode & 0o070 == 0o070, (path, oct(mode))
+        elif "blobs" in path.parts:
+            assert mode & 0o040, (path, oct(mode))
+        else:
+            assert mode & 0o060 == 0o060, (path, oct(mode))
+
+
+def test_s10_one_waits_for_the_other(project: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
+    body = os.urandom(3 * MiB)
+    url = server.put("/x.bin", body, stall_after=MiB, stalls=1)
+
+    def read() -> bytes:
+        with forebay.Cache(project / "root", shared=True) as cache:
+            return bytes(cache.read(url))
+
+    def waited() -> str:
+        with forebay.Cache(project / "root", shared=True) as cache, pytest.raises(forebay.errors.WaitTimeout) as caught:
+            cache.local(url, timeout=0.3)
+        return caught.value.holder
+
+    first = children(as_user(A, read))
+    assert server.stalled.wait(60)
+    holder = children(as_user(B, waited)).result()
+    assert str(first.pid) in holder  # by the catalog: another user's open files are not to be seen
+    second = children(as_user(B, read))
+    time.sleep(0.3)
+    server.go.set()
+    assert first.result() == second.result() == body
+    assert server.gets == 1
+
+
+def test_s10_a_dead_users_fetch_is_resumed_by_another(project: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
+    body = os.urandom(12 * MiB)
+    url = server.put("/x.bin", body, stall_after=4 * MiB)
+
+    def read() -> bytes:
+        with forebay.Cache(project / "root", shared=True, budget="64MiB") as cache:
+            return bytes(cache.read(url))
+
+    first = children(as_user(A, read))
+    assert server.stalled.wait(60)
+    time.sleep(0.3)
+    first.kill()
+    server.objects["/x.bin"].stall_after = None
+    server.go.set()
+    assert children(as_user(B, read)).result() == body
+
+
+def test_s10_another_users_root_is_refused_with_what_to_do(public: Path, children: Callable[..., Any]) -> None:
+    place = public / "as-home"
+    place.mkdir()
+    os.chown(place, A, A)
+
+    def make() -> None:
+        with forebay.Cache(place / "root"):
+            pass
+
+    def refused() -> str:
+        with pytest.raises(forebay.errors.RootRefused) as caught:
+            forebay.Cache(place / "root")
+        return str(caught.value)
+
+    children(as_user(A, make)).result()
+    said = children(as_user(B, refused)).result()
+    assert str(A) in said
+    assert "shared=True" in said

@@ -1,0 +1,93 @@
+"""Scenario 30: finalizers take no lock that they might wait for, and raise nothing at the interpreter's exit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay.testing import ScriptedServer
+
+MiB = 1 << 20
+
+
+@pytest.fixture
+def collecting() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
+def test_s30_leases_dropped_by_many_threads(seconds: int, root: Path, server: ScriptedServer, collecting: None) -> None:
+    bodies = [os.urandom(200_000 + i) for i in range(12)]
+    urls = [server.put(f"/{i}.bin", body) for i, body in enumerate(bodies)]
+    until = time.monotonic() + seconds
+    faults: list[BaseException] = []
+    done = [0] * 6
+
+    class Ring:
+        """A lease that only the collector finds."""
+
+        def __init__(self, lease: object) -> None:
+            self.lease, self.me = lease, self
+
+    def work(number: int, cache: forebay.Cache) -> None:
+        choose = random.Random(number)
+        try:
+            while time.monotonic() < until:
+                i = choose.randrange(12)
+                Ring(cache.local(urls[i]))
+                file = cache.open(urls[i])
+                assert file.read(10) == bodies[i][:10]
+                Ring(file)
+                del file
+                assert cache.read(urls[i]) == bodies[i]
+                cache.put(str(choose.randrange(20)), bodies[i])
+                done[number] += 1
+        except BaseException as error:
+            faults.append(error)
+
+    with forebay.Cache(root, budget="2MiB") as cache:
+        threads = [threading.Thread(target=work, args=(number, cache)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(seconds + 60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert faults == []
+        assert all(done)
+        gc.collect()
+        cache.get("nothing")
+        assert not any(entry.leased for entry in cache.entries())
+        assert len(cache.clear().execute().spared) == 0
+
+
+EXITS = {
+    "leases and files": "held = [cache.local(url), cache.open(url), cache.read(url)]",
+    "a ring": "ring = [cache.local(url)]; ring.append(ring)",
+    "a module": "import os; os.held = cache.local(url)",
+    "a thread that has one": "import threading; t = threading.Thread(target=lambda: cache.local(url)); t.start(); t.join(); held = cache.local(url)",
+    "a daemon that goes on": "cache.read(url); import threading; threading.Thread(target=lambda: [cache.local(url) for _ in iter(int, 1)], daemon=True).start()",
+    "__del__": "K = type('K', (), {'__del__': lambda self: self.lease.close()}); k = K(); k.lease = cache.local(url)",
+    "an exception": "held = cache.local(url); import sys; sys.exit(0)",
+}
+
+
+@pytest.mark.parametrize("what", EXITS)
+def test_s30_the_interpreter_exits_with_leases_held(root: Path, server: ScriptedServer, run: Callable[..., Any], what: str) -> None:
+    url = server.put("/x.bin", os.urandom(2 * MiB))
+    script = f"import sys, forebay\ncache = forebay.Cache(sys.argv[1])\nurl = sys.argv[2]\n{EXITS[what]}\n"
+    done = run(script, root, url)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    with forebay.Cache(root) as cache:
+        assert cache.evict(url).removed == (url,)
