@@ -123,7 +123,7 @@ class Cache:
         try:
             with self._origin.lease(target, ask) as lease:
                 told.say("done", lease.entry.size, lease.entry.size)
-                return self._store.entry(URLS, target.key) or lease.entry
+                return lease.entry
         except errors.NoSpace as error:
             log.warning("%s is not kept: %s", target.key, str(error))
             told.say("direct", 0, None)

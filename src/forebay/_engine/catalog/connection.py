@@ -52,6 +52,16 @@ def one(rows: Rows, sql: str, *values: Any) -> Any:
 
 
 @contextlib.contextmanager
+def _taken(lock: threading.Lock, timeout: float) -> Iterator[None]:
+    if not lock.acquire(timeout=timeout):
+        raise errors.CacheFault(f"the catalog is busy: other threads of this process have written for {timeout:.0f} s")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
 def _translated() -> Iterator[None]:
     try:
         yield
@@ -96,6 +106,7 @@ class Catalog:
         self._mutex = threading.RLock()  # guards _con, _seen, _pid
         self._con: sqlite3.Connection | None = None
         self._seen: tuple[int, int] | None = None
+        self._turn = threading.Lock()  # one thread of a process at a time asks for the writer lock: a bump would wake all of them
         self._commits = 0
         self._without_ballast = False
         self._still = False
@@ -208,12 +219,13 @@ class Catalog:
         """The writer lock, alone: of all threads and processes one holds it. Raises `CacheFault` after ``timeout``."""
         if self._root.read_only:
             raise errors.CacheFault(f"{self._root.path} is read-only")
-        self._take_writer(timeout)
-        try:
-            yield
-        finally:
-            self._writer.unlock(0)
-            self._words.bump(WRITER_WORD)
+        with _taken(self._turn, timeout):
+            self._take_writer(timeout)
+            try:
+                yield
+            finally:
+                self._writer.unlock(0)
+                self._words.bump(WRITER_WORD)
 
     def _take_writer(self, timeout: float) -> None:
         if self._writer.try_lock(0, exclusive=True):
@@ -340,7 +352,7 @@ class Catalog:
         self._mutex.release()
 
     def after_fork_child(self) -> None:
-        self._mutex = threading.RLock()
+        self._mutex, self._turn = threading.RLock(), threading.Lock()
         self._con, self._seen, self._pid = None, None, os.getpid()
         self._writer.after_fork_child(keep=False)
 
