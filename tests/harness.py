@@ -4,6 +4,7 @@ knows nothing of the engine's code."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import re
@@ -24,6 +25,9 @@ HANG = 60.0
 """Seconds after which a child is taken to hang: a guard, not a measure."""
 KiB, MiB = 1 << 10, 1 << 20
 
+
+_prctl = ctypes.CDLL(None).prctl
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG: a test that fails leaves nobody behind
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
@@ -87,6 +91,7 @@ def _fork(work: Callable[[int], object]) -> Child:
     if pid:
         os.close(its)
         return Child(pid, ours)
+    _prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     try:
         os.close(ours)
         answer = (True, work(its))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from forebay import errors
-from forebay._engine import ranking
+from forebay._engine import budget, ranking
 from forebay._engine.catalog import reservations
 from forebay._engine.store import Store
+from forebay._kernel import host
 from forebay._model import ObjectInfo
-from tests.harness import KiB, MiB, bytes_of, opened
+from tests.harness import Gate, KiB, MiB, assert_settled, bytes_of, data_usage, fork, in_child, opened
 
 
 @pytest.fixture
@@ -78,6 +81,61 @@ def test_a_replaced_entry_of_the_only_one_allowed(tmp_path: Path, size: int) -> 
         assert bytes_of(store, "a") == b"2" * size
         store.put("v", "b", b"3" * size)
         assert [entry.key for entry in store.entries("v")] == ["b"]
+
+
+def test_a_lease_is_never_taken_on_a_version_that_was_replaced(store: Store) -> None:
+    """P1 reads the row / P2 replaces it, while P3 leases the old one, so that its file stays / P1 locks: it must look again."""
+    store.put("v", "a", bytes(30 * KiB))
+    old = store.lease("v", "a")
+    assert old is not None
+    store.put("v", "a", b"1" * 30 * KiB)
+    assert store._leases._try(old.entry) is None
+    new = store.lease("v", "a")
+    assert new is not None
+    assert Path(new).read_bytes() == b"1" * 30 * KiB
+    assert Path(old).read_bytes() == bytes(30 * KiB)
+    new.close()
+    old.close()
+    store.put("v", "next", b"")
+
+
+def test_doomed_bytes_count_until_they_are_unlinked(quick_path: Path) -> None:
+    """An evictor is stopped before it unlinks: nobody gets the room of what still lies there."""
+    place, said = quick_path / "root", Gate()
+
+    def evictor() -> None:
+        def hook(call: str, subject: str) -> None:
+            if call == "unlink":
+                said.open()
+                signal.pause()
+
+        with opened(place, MiB) as store:
+            for n in range(9):
+                store.put("v", f"k{n}", bytes(100 * KiB))
+            host.on_step(hook)
+            store.put("v", "large", bytes(300 * KiB))
+
+    def other() -> None:
+        budget.PATIENCE = 0.3
+        with opened(place) as store:
+            for n in range(3):
+                with contextlib.suppress(errors.CacheFault):
+                    store.put("v", f"new{n}", bytes(100 * KiB))
+                assert data_usage(place) <= MiB
+                assert store.check(deep=True) == []
+
+    child = fork(evictor)
+    said.wait()
+    in_child(other)
+    child.kill()
+    said.close()
+    in_child(lambda: brim(place))
+    assert_settled(place, MiB)
+
+
+def brim(place: Path) -> None:
+    with opened(place) as store:
+        store.put("v", "brim", bytes(MiB))
 
 
 def test_a_partial_of_the_only_entry_allowed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from forebay import errors
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
-from tests.harness import KiB, MiB, Child, Crew, Gate, assert_counted, assert_settled, bytes_of, data_usage, fork, in_child, opened
+from tests.harness import Child, Crew, Gate, KiB, MiB, assert_counted, assert_settled, bytes_of, data_usage, fork, in_child, opened
 
 BLOB, OTHER, SMALL = os.urandom(100 * KiB), os.urandom(110 * KiB), os.urandom(700)
 
@@ -314,7 +314,7 @@ def test_s13_no_inodes_left(tmpfs: Callable[[str], Path]) -> None:
     def work() -> None:
         with opened(place, 1 << 30) as store:
             kept = put_many(store, 300, 20 * KiB)
-            assert 0 < kept
+            assert kept > 0
             assert store.check(deep=True) == []
             for n in range(300):
                 assert bytes_of(store, f"n{n}") in (None, bytes([n % 256]) * 20 * KiB)
@@ -508,8 +508,9 @@ def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, cr
 
 KEYS = [
     "a", "A", "a/", "a//", "/a", "a?x=1", "a?x=2", "ä", "a\u0308", "../a", "../../etc/passwd", "/etc/passwd", ".", "..", "", " ", "a ", "a\n",
-    "a\0b", "a\0c", "x" * 200 + "1", "x" * 200 + "2", "y" * 5000, "%2e%2e/a", "a%00", "\u202ea", "😀", "CON", "a:b", "v:a", "a;b", "--", "'; DROP TABLE entries; --",
-    "https://h/a", "http://h/a", "https://h/A", "https://H2/a", "\udcff",
+    "a\0b", "a\0c",
+    "x" * 200 + "1", "x" * 200 + "2", "y" * 5000, "%2e%2e/a", "a%00", "\u202ea", "😀", "CON", "a:b", "v:a", "a;b", "--",
+    "'; DROP TABLE entries; --", "https://h/a", "http://h/a", "https://h/A", "https://H2/a", "\udcff",
 ]  # fmt: skip
 
 
@@ -523,8 +524,8 @@ def test_s35_keys_that_nearly_agree_stay_apart(quick_path: Path) -> None:
                 try:
                     store.put("v", key, bytes([n]) * size)
                     kept.append((n, key))
-                except (errors.ForebayError, ValueError, UnicodeError) as error:
-                    assert key == "\udcff", error  # it cannot be written as UTF-8
+                except UnicodeError:
+                    assert key == "\udcff"  # it cannot be written as UTF-8
             assert [bytes_of(store, key) == bytes([n]) * size for n, key in kept] == [True] * len(kept)
             assert len(store.entries("v")) == len(kept) >= len(KEYS) - 1
         for space in ("V", "v ", "../v", "w"):
