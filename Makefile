@@ -49,7 +49,7 @@ stress: $(VENV)/.dev deps ## minutes of random load, kills and a sampler beside 
 	$(PY) -m pytest -m stress --timeout 1800 $(PYTEST_ARGS)
 
 mutants: $(VENV)/.dev deps ## each deliberate breach of the code must turn its test red
-	$(PY) -m pytest -m mutant --timeout 1800 $(PYTEST_ARGS)
+	$(PY) tools/mutants.py
 
 bench-engine: $(VENV)/.dev ## hits, puts, evictions, leases beside floors and peers of the same run
 	$(PY) benchmarks/engine.py

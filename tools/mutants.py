@@ -1,0 +1,339 @@
+"""Deliberate breaches of the invariants: each must turn a named test red. One that survives is a missing test.
+
+    python tools/mutants.py                 all of them
+    python tools/mutants.py budget lease    those whose name contains one of these words
+    python tools/mutants.py --list          what there is
+
+Each breach is applied to a copy of the tree, its test is run there, and must fail; before, the same test must pass on the copy as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TAKEN = ("src", "tests", "tools", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md")
+SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``invariant``: its number in the design. ``old`` occurs exactly once in ``file``, which lies under src/forebay."""
+
+    invariant: int
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+STEPS = "tests/crash/test_every_step.py::"
+OTHERS = "tests/crash/test_others_look_on.py::"
+FAULTS = "tests/engine/test_faults.py::"
+FORKS = "tests/engine/test_forks.py::"
+BUDGET = "tests/engine/test_budget.py::"
+
+MUTANTS = (
+    # 1. Atomic publish
+    Mutant(
+        1, "finish without the last byte", "_engine/stages.py",
+        "        if lacking:\n", "        if lacking and size < 0:\n",
+        "tests/engine/test_stages.py::test_a_missing_byte_forbids_to_finish",
+    ),
+    Mutant(
+        1, "the row before the file", "_engine/publish.py",
+        "        blobs.publish(self._root, writing.stage.path, reserved.id, label.suffix)\n        named.append(writing)\n",
+        '        txn.run("COMMIT")\n        blobs.publish(self._root, writing.stage.path, reserved.id, label.suffix)\n'
+        '        txn.run("BEGIN IMMEDIATE")\n        named.append(writing)\n',
+        f"{STEPS}test_put[blob]",
+    ),
+    Mutant(
+        1, "serve without a look at the checksum", "_engine/reading.py",
+        "        if blobs.checksum_of(data) != entry.checksum:\n", "        if len(data) != entry.size:\n",
+        f"{FAULTS}test_s03_a_damaged_blob_is_never_served[flipped]",
+    ),
+    Mutant(
+        1, "map without a look at the size", "_engine/blobs.py",
+        "        if size != entry.size:\n", "        if size < 0:\n",
+        "tests/engine/test_blobs.py::test_a_blob_of_another_size_is_damaged",
+    ),
+    # 2. One fetch
+    Mutant(
+        2, "no second look under the lock", "_engine/fill.py",
+        "            if found is not None:\n                return found\n            if waiting_since",
+        "            if waiting_since",
+        "tests/scenarios/test_s06_one_fetch.py::test_s06_a_function_runs_once_per_node",
+    ),
+    Mutant(
+        2, "a chunk is marked before it is written", "_engine/stages.py",
+        "            host.pwrite(fd, view, offset)\n            with self._idle:\n                self._take_in_locked(written, view)\n",
+        "            with self._idle:\n                self._take_in_locked(written, view)\n            host.pwrite(fd, view, offset)\n",
+        f"{STEPS}test_a_successor_resumes",
+    ),
+    Mutant(
+        2, "a partial is gone on from whatever the validator", "_engine/stages.py",
+        "        if kept and (kept.size, kept.validator) == (total, validator):\n", "        if kept and kept.size == total:\n",
+        "tests/engine/test_stages.py::test_nothing_is_gone_on_from_when_the_object_is_another",
+    ),
+    Mutant(
+        2, "a failure is not shared", "_engine/fill.py",
+        "        if found is None or found[0] < since:\n            return\n", "        if found is not None or since >= 0:\n            return\n",
+        "tests/scenarios/test_s06_one_fetch.py::test_s06_a_failure_reaches_all_who_waited_once",
+    ),
+    # 3. No stale state
+    Mutant(
+        3, "nobody is ever found dead", "_engine/owners.py",
+        "            if id == self._id or not self._probe.try_lock(id, exclusive=True):\n                continue\n            try:\n",
+        "            if id or not self._probe.try_lock(id, exclusive=True):\n                continue\n            try:\n",
+        f"{STEPS}test_publish_through_a_writing",
+    ),
+    Mutant(
+        3, "a dead parent's lock lives on in the child", "_kernel/locks.py",
+        "        second, later = self._second, self._later\n        self._close_locked()\n",
+        "        second, later = self._second, self._later\n",
+        f"{FORKS}test_s17_a_dead_parents_locks_do_not_live_on_in_the_child",
+    ),
+    # 4. Never over budget
+    Mutant(
+        4, "doomed bytes are forgotten", "_engine/budget.py",
+        "        used = totals.entries + totals.granted", "        used = totals.entries - totals.leaving + totals.granted",
+        f"{BUDGET}test_doomed_bytes_count_until_they_are_unlinked",
+    ),
+    Mutant(
+        4, "promised bytes are forgotten", "_engine/budget.py",
+        "        used = totals.entries + totals.granted + totals.pending", "        used = totals.entries",
+        "tests/stress/test_many_processes.py::test_s04_a_pause_between_samples_is_no_gap",
+    ),
+    Mutant(
+        4, "a body of unknown length grows unasked", "_engine/publish.py",
+        "            self._stage.on_grow = self._grow\n", "            self._stage.on_grow = None\n",
+        f"{STEPS}test_grow_of_unknown_length",
+    ),
+    Mutant(
+        4, "sizes are counted, not blocks", "_engine/budget.py",
+        "        return -(-size // self._block) * self._block\n", "        return size\n",
+        f"{STEPS}test_publish_through_a_writing",
+    ),
+    Mutant(
+        4, "max_entries does not count what is promised", "_engine/catalog/spaces.py",
+        "count - left + waiting", "count - left - 1",
+        "tests/stress/test_many_processes.py::test_s38_max_entries_is_exact_under_8_writers",
+    ),
+    # 5. A lease pins
+    Mutant(
+        5, "evict what is leased", "_engine/leases.py",
+        "        return self._evicting[id % FILES].try_lock(id, exclusive=True)\n",
+        "        self._evicting[id % FILES].try_lock(id, exclusive=True)\n        return True\n",
+        f"{OTHERS}test_a_lease_pins[press]",
+    ),
+    Mutant(
+        5, "lease without a second look", "_engine/leases.py",
+        "        if self._slots.id_of(entry.slot) != entry.id:\n            file.unlock(entry.id)\n            return None\n", "",
+        f"{BUDGET}test_a_lease_is_never_taken_on_a_version_that_was_replaced",
+    ),
+    Mutant(
+        5, "a replaced entry goes though it is leased", "_engine/eviction.py",
+        "        mine = [(id, slot, what) for id, slot, what in rows if self._leases.try_evict(id)]\n",
+        "        mine = [(id, slot, what) for id, slot, what in rows if self._leases.try_evict(id) or True]\n",
+        f"{OTHERS}test_a_lease_pins[replace]",
+    ),
+    # 6. The cache never breaks the job
+    Mutant(
+        6, "errors of the disk reach the caller", "_engine/faults.py",
+        "        raise found from error\n", "        raise\n",
+        f"{FAULTS}test_any_change_may_fail[blob-EDQUOT]",
+    ),
+    Mutant(
+        6, "a damaged catalog is not made anew", "_engine/engine.py",
+        "            elif error.damaged:\n", "            elif error.damaged and not error.args:\n",
+        f"{FAULTS}test_two_processes_go_on_after_harm[catalog.sqlite-scribble]",
+    ),
+    # 7. kill -9 anywhere
+    Mutant(
+        7, "nobody ends what the dead began", "_engine/catalog/connection.py",
+        "        if txn.leftovers and self.sweeper is not None:\n", "        if txn.leftovers and self.sweeper is None:\n",
+        f"{STEPS}test_replace[blob-blob]",
+    ),
+    Mutant(
+        7, "unlink before the commit", "_engine/eviction.py",
+        "        self._slots.clear(slot, id)\n        return True\n\n    def unlink",
+        "        self._slots.clear(slot, id)\n        blobs.remove_blob(self._root, id)\n        return True\n\n    def unlink",
+        f"{STEPS}test_evict_under_pressure",
+    ),
+    Mutant(
+        7, "an empty slot does not heal", "_engine/leases.py",
+        "                self._slots.set_id(entry.slot, entry.id)\n            return entry\n", "                return None\n            return entry\n",
+        f"{STEPS}test_replace[blob-blob]",
+    ),
+    Mutant(
+        7, "an old journal meets a new catalog", "_engine/catalog/connection.py",
+        "            host.unlink(self._path + ending)\n", "            continue\n",
+        "tests/crash/test_creation.py::test_somebody_deletes_a_part_of_it[catalog.sqlite]",
+    ),
+    Mutant(
+        7, "a replaced entry keeps its slot", "_engine/publish.py",
+        "            self._slots.clear(old.slot, old.id)\n        slot = entries.take_slot(txn)\n", "        slot = entries.take_slot(txn)\n",
+        f"{OTHERS}test_who_remembers_reads_exact_bytes[replace]",
+    ),
+    # 8. A hit takes no lock and no system call
+    Mutant(
+        8, "a hit asks the kernel", "_engine/memo.py",
+        "            slot[USED] = now\n", "            slot[USED] = now\n            __import__('os').getppid()\n",
+        "tests/engine/test_hit_path.py::test_a_hit_makes_no_system_call",
+    ),
+    Mutant(
+        8, "a hit copies", "_engine/memo.py",
+        "            return memoryview(found.view)\n", "            return memoryview(bytes(found.view))\n",
+        "tests/engine/test_hit_path.py::test_two_hits_are_views_of_the_same_bytes",
+    ),
+    # 9. Fork, spawn, pickle
+    Mutant(
+        9, "a fork does not wait for the catalog", "_engine/engine.py",
+        "        for part in self._forking:  # the catalog first: a thread inside a transaction takes the mutexes of the others\n",
+        "        for part in reversed(self._forking):\n",
+        f"{FORKS}test_s17_forks_while_threads_write_and_fetch",
+    ),
+    Mutant(
+        9, "the child has no part in its parent's leases", "_kernel/locks.py",
+        "        if keep and self._held:\n            self._second", "        if keep and not self._held:\n            self._second",
+        "tests/kernel/test_locks.py::test_a_lease_outlives_the_parent_in_the_child_and_ends_with_it",
+    ),
+    Mutant(
+        9, "a fork by C code goes unseen", "_kernel/host.py",
+        "    return _hooked_pid != os.getpid()\n", "    return _hooked_pid < 0\n",
+        f"{FORKS}test_a_fork_by_c_code_is_passed_by",
+    ),
+    # 10. Nobody else's bytes
+    Mutant(
+        10, "foreign files are built upon", "_engine/root.py",
+        "    if foreign:\n        found = f", "    if foreign and new is None:\n        found = f",
+        "tests/engine/test_root.py::test_s15_foreign_files_are_refused_and_left_alone",
+    ),
+    Mutant(
+        10, "a symbolic link is followed", "_engine/blobs.py",
+        "        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)\n    except OSError",
+        "        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)\n    except OSError",
+        f"{FAULTS}test_s03_a_damaged_blob_is_never_served[a link elsewhere]",
+    ),
+    Mutant(
+        10, "another user's root is taken", "_engine/root.py",
+        "    if found.st_uid == os.geteuid() or (", "    if found.st_uid >= 0 or (",
+        "tests/engine/test_root.py::test_a_root_of_another_user_is_refused",
+    ),
+    # 11. Nobody waits in silence
+    Mutant(
+        11, "waiting is not said", "_kernel/waits.py",
+        '            log.warning("waiting %.0f s', '            log.debug("waiting %.0f s',
+        f"{FAULTS}test_s08_a_stopped_fetcher_is_named",
+    ),
+    Mutant(
+        11, "a time-out is not kept", "_kernel/waits.py",
+        "        if self._timeout is not None and waited >= self._timeout:\n", "        if self._timeout is not None and waited >= self._timeout * 1e6:\n",
+        f"{FAULTS}test_s08_a_stopped_fetcher_is_named",
+    ),
+)  # fmt: skip
+
+
+def misfits(root: Path = ROOT) -> list[str]:
+    """Mutants whose old text does not occur exactly once, and invariants that have none."""
+    found = []
+    for mutant in MUTANTS:
+        count = (root / "src/forebay" / mutant.file).read_text().count(mutant.old)
+        if count != 1:
+            found.append(f"{mutant.name}: its old text occurs {count} times in {mutant.file}")
+        if not (root / mutant.test.partition("::")[0]).exists():
+            found.append(f"{mutant.name}: there is no {mutant.test}")
+    missing = set(range(1, 12)) - {mutant.invariant for mutant in MUTANTS}
+    return found + [f"invariant {number} has no mutant" for number in sorted(missing)]
+
+
+def copy_tree(place: Path) -> None:
+    for name in TAKEN:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy(source, place / name)
+
+
+def run(place: Path, test: str) -> tuple[int, float, str]:
+    """pytest's exit status in the copy, seconds, and what it said. What hangs is red."""
+    began = time.monotonic()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=--import-mode=importlib",
+        "--timeout",
+        "100",
+        test,
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONDONTWRITEBYTECODE": "1"}
+    with tempfile.TemporaryFile() as said:  # no pipe: a child that outlives its test would keep it open
+        try:
+            status = subprocess.run(command, cwd=place, env=environment, stdout=said, stderr=said, timeout=SECONDS, check=False).returncode
+        except subprocess.TimeoutExpired:
+            status = 1
+        said.seek(0)
+        return status, time.monotonic() - began, said.read().decode(errors="replace")
+
+
+def judge(place: Path, mutant: Mutant) -> tuple[str, float]:
+    """``killed`` if the test is red on the breach, ``survived`` if it is green, else what went wrong."""
+    file = place / "src/forebay" / mutant.file
+    whole = file.read_text()
+    file.write_text(whole.replace(mutant.old, mutant.new))
+    try:
+        status, seconds, _ = run(place, mutant.test)
+    finally:
+        file.write_text(whole)
+    return {0: "SURVIVED", 1: "killed"}.get(status, f"pytest ended with {status}"), seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only mutants whose name or test contains one of these")
+    parser.add_argument("--list", action="store_true", help="list them and end")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTANTS if not arguments.words or any(word in m.name or word in m.test for word in arguments.words)]
+    if arguments.list:
+        for mutant in chosen:
+            print(f"{mutant.invariant:>2}  {mutant.name:<50} {mutant.test}")
+        return 0
+    if wrong := misfits():
+        print("\n".join(wrong), file=sys.stderr)
+        return 2
+    bad = 0
+    with tempfile.TemporaryDirectory(prefix="forebay-mutants-") as folder:
+        place = Path(folder)
+        copy_tree(place)
+        green: dict[str, bool] = {}
+        for mutant in chosen:
+            if mutant.test not in green:
+                status, _, said = run(place, mutant.test)
+                green[mutant.test] = status == 0
+                if status:
+                    print(said[-3000:], file=sys.stderr)
+            verdict, seconds = judge(place, mutant) if green[mutant.test] else ("its test is red without it", 0.0)
+            bad += verdict != "killed"
+            print(f"{mutant.invariant:>2}  {mutant.name:<50} {verdict:<10} {seconds:6.1f} s  {mutant.test}", flush=True)
+    print(f"{len(chosen) - bad} of {len(chosen)} killed")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
