@@ -44,7 +44,9 @@ def test_s09_the_default_place_moves_with_one_warning(tmp_path: Path, warnings: 
     assert list(home.iterdir()) == []
 
 
-def test_s09_as_an_upstream_it_serves_without_locks(root: Path, tmp_path: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
+def test_s09_as_an_upstream_it_serves_without_locks(
+    root: Path, tmp_path: Path, server: ScriptedServer, children: Callable[..., Any]
+) -> None:
     url = server.put("/x.bin", b"data" * 100_000)
     upstream = tmp_path / "upstream"
 

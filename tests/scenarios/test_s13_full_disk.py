@@ -48,7 +48,7 @@ def test_s13_a_budget_larger_than_the_disk(
     for child in [children(lambda seed=seed: train(seed)) for seed in range(3)]:
         hits, said = child.result(120)
         assert hits
-        assert len(said) <= 2  # one warning of each kind: a read past the cache, a value that is not kept
+        assert len(said) <= 3  # one of each kind: a value that is not kept, an object for which the disk, or the catalog, has no room
     with forebay.Cache(place / "root") as cache:
         assert cache.check(deep=True) == []
 
@@ -66,7 +66,7 @@ def test_s13_another_program_fills_the_disk(tmpfs: Callable[[str], Path], server
             with cache.open(url) as file:
                 assert file.read() == body
             cache.put(url, body[:1000])
-        assert len(said) <= 2
+        assert len(said) <= 3
         taken.unlink()
         for _ in range(2):
             for url, body in zip(urls[:10], bodies[:10], strict=True):

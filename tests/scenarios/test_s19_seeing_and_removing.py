@@ -41,7 +41,9 @@ def said(done: Any, *, code: int = 0) -> Any:
     return json.loads(done.stdout)
 
 
-def test_s19_all_verbs_beside_a_running_job(root: Path, job: list[str], command: Callable[..., Any], disk_usage: Callable[[Path], int]) -> None:
+def test_s19_all_verbs_beside_a_running_job(
+    root: Path, job: list[str], command: Callable[..., Any], disk_usage: Callable[[Path], int]
+) -> None:
     at = ("--root", root, "--json")
     listed = said(command("ls", *at))
     assert {entry["name"] for entry in listed} == {*job, "values:small"}

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import forebay
-from forebay.remote import http
+from forebay.remote import base
 from forebay.testing import ScriptedServer
 
 QUICK = forebay.RemoteOptions(connect_timeout=0.3, read_timeout=0.3, attempts=2, backoff=0.01)
@@ -122,7 +122,7 @@ def test_s22_the_check_does_not_take_the_patience_of_a_download(
     root: Path, url: str, body: bytes, hole: BlackHole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its own options a download would wait here for minutes."""
-    monkeypatch.setattr(http, "CHECK_TIMEOUT", 1.0)
+    monkeypatch.setattr(base, "CHECK_TIMEOUT", 1.0)
     with forebay.Cache(root, remote_options=forebay.RemoteOptions(read_timeout=31)) as cache:
         cache.invalidate(url)
         began = time.monotonic()

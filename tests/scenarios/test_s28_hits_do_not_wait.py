@@ -32,22 +32,28 @@ with forebay.Cache(sys.argv[1], max_age="forever") as cache:
 """
 
 
-@pytest.mark.parametrize("how", ["read", "get"])
-def test_s28_no_system_call(root: Path, tmp_path: Path, server: ScriptedServer, how: str) -> None:
+def traced(trace: Path, *job: object) -> list[str]:
+    """The system calls of the job's thousand hits."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
+    strace = ["strace", "-qq", "-o", str(trace), sys.executable, "-c", *map(str, job)]
+    done = subprocess.run(strace, capture_output=True, text=True, timeout=100)
+    if "ptrace" in done.stderr.lower() and "not permitted" in done.stderr:
+        pytest.skip("strace is not permitted here")
+    assert done.returncode == 0, done.stderr
+    text = trace.read_text()
+    return text[text.index("/begin-of-the-hits") : text.index("/end-of-the-hits")].splitlines()[1:-1]
+
+
+@pytest.mark.parametrize("how", ["read", "get"])
+def test_s28_no_system_call(root: Path, tmp_path: Path, server: ScriptedServer, how: str) -> None:
     url = server.put("/x.bin", os.urandom(100_000))
     with forebay.Cache(root) as cache:
         cache.read(url)
         for i in range(100):
             cache.put(str(i), os.urandom(100_000))
     trace = tmp_path / "trace"
-    done = subprocess.run(["strace", "-qq", "-o", trace, sys.executable, "-c", SCRIPT, root, how, url], capture_output=True, text=True, timeout=100)
-    if "ptrace" in done.stderr.lower() and "not permitted" in done.stderr:
-        pytest.skip("strace is not permitted here")
-    assert done.returncode == 0, done.stderr
-    text = trace.read_text()
-    between = text[text.index("/begin-of-the-hits") : text.index("/end-of-the-hits")].splitlines()[1:-1]
+    between = traced(trace, SCRIPT, root, how, url)
     calls = [line for line in between if not re.match(r"(brk|mmap|munmap|madvise|mremap)\(", line)]  # Python's own memory
     assert len(calls) <= 12, calls[:20]  # the look for evictions, once a second at most
     assert not any("F_OFD_SETLK" in line or "futex" in line for line in calls)
@@ -82,20 +88,13 @@ def test_s28_a_stopped_writer_delays_no_reader(
 
 
 def test_s28_a_lease_costs_two_system_calls(root: Path, tmp_path: Path, server: ScriptedServer) -> None:
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed")
     url = server.put("/x.bin", os.urandom(2_000_000))
     with forebay.Cache(root) as cache:
         cache.read(url)
     script = SCRIPT.replace('(lambda i: cache.read(sys.argv[3])) if sys.argv[2] == "read" else (lambda i: cache.get(str(i % 100)))', "ask")
     script = script.replace("with forebay", "def ask(i):\n    with cache.local(sys.argv[3]):\n        return b'x' * 100_000\nwith forebay")
     trace = tmp_path / "trace"
-    done = subprocess.run(["strace", "-qq", "-o", trace, sys.executable, "-c", script, root, "local", url], capture_output=True, text=True, timeout=100)
-    if "ptrace" in done.stderr.lower() and "not permitted" in done.stderr:
-        pytest.skip("strace is not permitted here")
-    assert done.returncode == 0, done.stderr
-    text = trace.read_text()
-    between = text[text.index("/begin-of-the-hits") : text.index("/end-of-the-hits")].splitlines()[1:-1]
+    between = traced(trace, script, root, "local", url)
     locks = sum("F_OFD_SETLK" in line for line in between)
     assert locks == 2000  # taken and let go
     assert not any("F_WRLCK" in line for line in between)

@@ -72,14 +72,16 @@ def test_s30_leases_dropped_by_many_threads(seconds: int, root: Path, server: Sc
         assert len(cache.clear().execute().spared) == 0
 
 
+THREADS = "import threading; "
 EXITS = {
     "leases and files": "held = [cache.local(url), cache.open(url), cache.read(url)]",
     "a ring": "ring = [cache.local(url)]; ring.append(ring)",
     "a module": "import os; os.held = cache.local(url)",
-    "a thread that has one": "import threading; t = threading.Thread(target=lambda: cache.local(url)); t.start(); t.join(); held = cache.local(url)",
-    "a daemon that goes on": "cache.read(url); import threading; threading.Thread(target=lambda: [cache.local(url) for _ in iter(int, 1)], daemon=True).start()",
+    "a thread that had one": THREADS + "t = threading.Thread(target=lambda: held.append(cache.local(url))); held = []; t.start(); t.join()",
+    "a daemon that goes on": THREADS
+    + "cache.read(url); threading.Thread(target=lambda: [cache.local(url) for _ in iter(int, 1)], daemon=True).start()",
     "__del__": "K = type('K', (), {'__del__': lambda self: self.lease.close()}); k = K(); k.lease = cache.local(url)",
-    "an exception": "held = cache.local(url); import sys; sys.exit(0)",
+    "an exception": "held = cache.local(url); sys.exit(0)",
 }
 
 

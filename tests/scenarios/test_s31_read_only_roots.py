@@ -28,7 +28,9 @@ def picture(place: Path) -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.fixture(params=["closed", "killed"])
-def filled(public: Path, server: ScriptedServer, children: Callable[..., Any], request: pytest.FixtureRequest) -> Iterator[tuple[Path, list[str], list[bytes]]]:
+def filled(
+    public: Path, server: ScriptedServer, children: Callable[..., Any], request: pytest.FixtureRequest
+) -> Iterator[tuple[Path, list[str], list[bytes]]]:
     """A root that an administrator filled, that nobody may write to and everybody may read."""
     if os.geteuid() != 0:
         pytest.skip("needs another user: root's modes stop root from nothing")
@@ -90,9 +92,7 @@ def test_s31_misses_go_to_the_source(filled: Any, children: Callable[..., Any], 
     assert len(children(reader, user=NOBODY).result()) <= 1
 
 
-def test_s31_a_second_tier_that_can_be_written_to(
-    filled: Any, children: Callable[..., Any], server: ScriptedServer, public: Path
-) -> None:
+def test_s31_a_second_tier_that_can_be_written_to(filled: Any, children: Callable[..., Any], server: ScriptedServer, public: Path) -> None:
     place, urls, bodies = filled
     url = server.put("/other.bin", b"other" * 1000)
     mine = public / "mine"
@@ -115,7 +115,9 @@ def test_s31_a_second_tier_that_can_be_written_to(
     assert picture(place) == before
 
 
-def test_s31_an_upstream_that_grew_old_is_asked_for_once(filled: Any, children: Callable[..., Any], server: ScriptedServer, public: Path) -> None:
+def test_s31_an_upstream_that_grew_old_is_asked_for_once(
+    filled: Any, children: Callable[..., Any], server: ScriptedServer, public: Path
+) -> None:
     place, urls, bodies = filled
     mine = public / "mine"
     mine.mkdir()

@@ -34,7 +34,14 @@ def test_s32_planted_pickles_stay_bytes(root: Path, tmp_path: Path, server: Scri
             cache.put(str(i), data)
             cache.put(f"large {i}", data + bytes(50_000))
     # Planted where files lie, and in every text of the catalog.
-    for place in ("blobs/00/0000000000000000", "blobs/00/0000000000000000.pkl", "tmp/evil.pkl", "trees/evil.pkl", "evil.pkl", "slots/evil.pkl"):
+    for place in (
+        "blobs/00/0000000000000000",
+        "blobs/00/0000000000000000.pkl",
+        "tmp/evil.pkl",
+        "trees/evil.pkl",
+        "evil.pkl",
+        "slots/evil.pkl",
+    ):
         (root / place).write_bytes(evil[-1])
     with sqlite3.connect(root / "catalog.sqlite") as catalog:
         for column in ("meta", "validator"):

@@ -16,11 +16,49 @@ from forebay.testing import ScriptedServer
 
 LONG = "k" * 200
 KEYS = [
-    "key", "KEY", "Key", "key/", "key//", "/key", "key ", " key", "key\n", "ke/y", "key?a=1", "key?a=2", "key#a", "http://h/key", "https://h/key",
-    "s3://h/key", "http://g/key", unicodedata.normalize("NFC", "ké"), unicodedata.normalize("NFD", "ké"), LONG, LONG + "a", LONG + "b", LONG * 20 + "a",
-    LONG * 20 + "b", "", ".", "..", "../key", "../../../../tmp/forebay-escaped", "/etc/passwd", "a/../key", "a\0b", "a\0c", "CON", "%2e%2e/key",
-    "values:key", "urls:key", "🗝", "~", "$HOME", "key;rm", "'; DROP TABLE entries; --",
-]  # fmt: skip
+    "key",
+    "KEY",
+    "Key",
+    "key/",
+    "key//",
+    "/key",
+    "key ",
+    " key",
+    "key\n",
+    "ke/y",
+    "key?a=1",
+    "key?a=2",
+    "key#a",
+    "http://h/key",
+    "https://h/key",
+    "s3://h/key",
+    "http://g/key",
+    unicodedata.normalize("NFC", "ké"),
+    unicodedata.normalize("NFD", "ké"),
+    LONG,
+    LONG + "a",
+    LONG + "b",
+    LONG * 20 + "a",
+    LONG * 20 + "b",
+    "",
+    ".",
+    "..",
+    "../key",
+    "../../../../tmp/forebay-escaped",
+    "/etc/passwd",
+    "a/../key",
+    "a\0b",
+    "a\0c",
+    "CON",
+    "%2e%2e/key",
+    "values:key",
+    "urls:key",
+    "🗝",
+    "~",
+    "$HOME",
+    "key;rm",
+    "'; DROP TABLE entries; --",
+]
 
 
 def test_s35_keys_of_values(root: Path, tmp_path: Path) -> None:
@@ -35,10 +73,27 @@ def test_s35_keys_of_values(root: Path, tmp_path: Path) -> None:
 
 
 PATHS = [
-    "/dir/x.bin", "/dir/X.bin", "/Dir/x.bin", "/dir/x.bin/", "/dir//x.bin", "/dir/x.bin?v=1", "/dir/x.bin?v=2", "/dir/x.bin?V=1", "/dir/x.bin?",
-    "/dir/" + quote("é"), "/dir/" + quote("é"), "/" + LONG + "a", "/" + LONG + "b", "/" + LONG + LONG + "/a", "/" + LONG + LONG + "/b",
-    "/a/../x.bin", "/x.bin", "/%78.bin", "/x.bin.gz", "/..%2F..%2Fx.bin",
-]  # fmt: skip
+    "/dir/x.bin",
+    "/dir/X.bin",
+    "/Dir/x.bin",
+    "/dir/x.bin/",
+    "/dir//x.bin",
+    "/dir/x.bin?v=1",
+    "/dir/x.bin?v=2",
+    "/dir/x.bin?V=1",
+    "/dir/x.bin?",
+    "/dir/" + quote("é"),
+    "/dir/" + quote("é"),
+    "/" + LONG + "a",
+    "/" + LONG + "b",
+    "/" + LONG + LONG + "/a",
+    "/" + LONG + LONG + "/b",
+    "/a/../x.bin",
+    "/x.bin",
+    "/%78.bin",
+    "/x.bin.gz",
+    "/..%2F..%2Fx.bin",
+]
 
 
 def test_s35_urls(root: Path, tmp_path: Path, server: ScriptedServer) -> None:

@@ -14,7 +14,9 @@ import forebay
 from forebay.testing import ScriptedServer
 
 
-def test_s38_max_entries_under_eight_writers(root: Path, server: ScriptedServer, children: Callable[..., Any], barrier: Callable[..., Any]) -> None:
+def test_s38_max_entries_under_eight_writers(
+    root: Path, server: ScriptedServer, children: Callable[..., Any], barrier: Callable[..., Any]
+) -> None:
     urls = [server.put(f"/{i}.bin", os.urandom(20_000)) for i in range(30)]
     start = barrier(8)
 
@@ -27,7 +29,7 @@ def test_s38_max_entries_under_eight_writers(root: Path, server: ScriptedServer,
                 assert cache.put(f"{number} {i}", choose.randbytes(choose.choice([10, 1000, 20_000])))
                 if i % 10 == 0:
                     cache.read(choose.choice(urls))
-                    most = max(most, cache.stats().entries)
+                    most = max(most, len(cache.entries()))
         return most
 
     assert max(child.result() for child in [children(lambda n=n: writer(n)) for n in range(8)]) <= 100
@@ -45,7 +47,7 @@ def test_s38_a_lower_number_is_applied_at_once(root: Path) -> None:
         assert sorted(int(entry.key) for entry in cache.entries()) == list(range(30, 50))
 
 
-@pytest.mark.parametrize("count", [4000, pytest.param(100_000, marks=[pytest.mark.stress, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=[pytest.mark.stress, pytest.mark.timeout(900)])])
 def test_s38_small_values_need_no_inodes(count: int, root: Path) -> None:
     with forebay.Cache(root, budget="4GiB") as cache:
         for i in range(10):
@@ -60,7 +62,7 @@ def test_s38_small_values_need_no_inodes(count: int, root: Path) -> None:
 
 def test_s38_small_values_are_counted_as_what_they_take(root: Path, disk_usage: Callable[[Path], int]) -> None:
     with forebay.Cache(root, budget="24MiB") as cache:
-        for i in range(6000):
+        for i in range(4500):
             cache.put(str(i), random.Random(i).randbytes(8000))
         assert cache.stats().bytes_used <= 24 << 20
         assert cache.stats().entries < 3100
