@@ -154,7 +154,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "a damaged catalog is not made anew", "_engine/engine.py",
-        "            elif error.damaged:\n", "            elif error.damaged and not error.args:\n",
+        "            self.mend(error, mends)\n", "            raise\n",
         f"{FAULTS}test_two_processes_go_on_after_harm[catalog.sqlite-scribble]",
     ),
     # 7. kill -9 anywhere

@@ -14,7 +14,7 @@ from forebay._engine import budget, ranking
 from forebay._engine.catalog import reservations
 from forebay._engine.store import Store
 from forebay._kernel import host
-from forebay._model import ObjectInfo
+from forebay._model import ObjectInfo, Victim
 from tests.harness import Gate, KiB, MiB, assert_settled, bytes_of, data_usage, fork, in_child, opened
 
 
@@ -63,6 +63,16 @@ def test_leases_alone_make_it_full(store: Store) -> None:
     store.put("v", "new", bytes(300 * KiB))
 
 
+@pytest.mark.parametrize("left", [0, 4711], ids=["empty", "a dead writer's"])
+def test_an_entry_whose_slot_a_dead_evictor_emptied_can_go(store: Store, left: int) -> None:
+    for n in range(9):
+        store.put("v", f"k{n}", bytes(100 * KiB))
+    for entry in store.entries("v"):
+        store._slots.set_id(entry.slot, left)
+    store.put("v", "brim", bytes(MiB))
+    assert [entry.key for entry in store.entries("v")] == ["brim"]
+
+
 def test_lru_is_exact(store: Store) -> None:
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
@@ -100,10 +110,10 @@ def test_a_lease_is_never_taken_on_a_version_that_was_replaced(store: Store) -> 
 
 
 def test_doomed_bytes_count_until_they_are_unlinked(quick_path: Path) -> None:
-    """An evictor is stopped before it unlinks: nobody gets the room of what still lies there."""
+    """A remover is stopped before it unlinks: nobody gets the room of what still lies there."""
     place, said = quick_path / "root", Gate()
 
-    def evictor() -> None:
+    def remover() -> None:
         def hook(call: str, subject: str) -> None:
             if call == "unlink":
                 said.open()
@@ -113,7 +123,7 @@ def test_doomed_bytes_count_until_they_are_unlinked(quick_path: Path) -> None:
             for n in range(9):
                 store.put("v", f"k{n}", bytes(100 * KiB))
             host.on_step(hook)
-            store.put("v", "large", bytes(300 * KiB))
+            store.remove([Victim(e.name, e.size, e.charge, e.used, e.id) for e in store.entries()[:3]])
 
     def other() -> None:
         budget.PATIENCE = 0.3
@@ -124,7 +134,7 @@ def test_doomed_bytes_count_until_they_are_unlinked(quick_path: Path) -> None:
                 assert data_usage(place) <= MiB
                 assert store.check(deep=True) == []
 
-    child = fork(evictor)
+    child = fork(remover)
     said.wait()
     in_child(other)
     child.kill()

@@ -61,7 +61,8 @@ class Ranking:
                 if not picked:
                     return
                 cold = picked.popleft()
-            if self._slots.id_of(cold.slot) == cold.id and (not exact or self._slots.used(cold.slot) == cold.used):
+            # Its slot may be empty, or a dead writer's: he had emptied it and did not commit. Whether the entry is there says its row.
+            if not exact or self._slots.used(cold.slot) == cold.used:
                 yield cold
 
     def after_fork_child(self) -> None:
