@@ -1,4 +1,5 @@
-"""Scenario 1: a killed run leaves nothing that hinders the next one. (Claims on shared memory come later.)"""
+"""Scenario 1: a killed run leaves nothing that hinders the next one. (That it writes nowhere but in the root: scenario 21.
+Claims on shared memory come later.)"""
 
 from __future__ import annotations
 
