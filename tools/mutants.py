@@ -86,7 +86,8 @@ MUTANTS = (
     ),
     Mutant(
         2, "a failure is not shared", "_engine/fill.py",
-        "        if found is None or found[0] < since:\n            return\n", "        if found is not None or since >= 0:\n            return\n",
+        "        if found is None or found[0] < since:\n            return\n",
+        "        if found is not None or since >= 0:\n            return\n",
         "tests/scenarios/test_s06_one_fetch.py::test_s06_a_failure_reaches_all_who_waited_once",
     ),
     # 3. No stale state
@@ -171,7 +172,8 @@ MUTANTS = (
     ),
     Mutant(
         7, "an empty slot does not heal", "_engine/leases.py",
-        "                self._slots.set_id(entry.slot, entry.id)\n            return entry\n", "                return None\n            return entry\n",
+        "                self._slots.set_id(entry.slot, entry.id)\n            return entry\n",
+        "                return None\n            return entry\n",
         f"{STEPS}test_replace[blob-blob]",
     ),
     Mutant(
@@ -181,7 +183,8 @@ MUTANTS = (
     ),
     Mutant(
         7, "a replaced entry keeps its slot", "_engine/publish.py",
-        "            self._slots.clear(old.slot, old.id)\n        slot = entries.take_slot(txn)\n", "        slot = entries.take_slot(txn)\n",
+        "            self._slots.clear(old.slot, old.id)\n        slot = entries.take_slot(txn)\n",
+        "        slot = entries.take_slot(txn)\n",
         f"{OTHERS}test_who_remembers_reads_exact_bytes[replace]",
     ),
     # 8. A hit takes no lock and no system call
@@ -204,12 +207,13 @@ MUTANTS = (
     ),
     Mutant(
         9, "the child has no part in its parent's leases", "_kernel/locks.py",
-        "        if keep and self._held:\n            self._second", "        if keep and not self._held:\n            self._second",
-        "tests/kernel/test_locks.py::test_a_lease_outlives_the_parent_in_the_child_and_ends_with_it",
+        "        if keep and second is not None:\n            self._fd, self._held = second",
+        "        if not keep and second is not None:\n            self._fd, self._held = second",
+        f"{FORKS}test_s17_a_lease_pins_for_parent_and_child_alike",
     ),
     Mutant(
-        9, "a fork by C code goes unseen", "_kernel/host.py",
-        "    return _hooked_pid != os.getpid()\n", "    return _hooked_pid < 0\n",
+        9, "an unlock after a fork by C code drops the parent's lease", "_kernel/locks.py",
+        "        while self._later and self._pid == os.getpid() and self", "        while self._later and self",
         f"{FORKS}test_a_fork_by_c_code_is_passed_by",
     ),
     # 10. Nobody else's bytes
@@ -237,7 +241,8 @@ MUTANTS = (
     ),
     Mutant(
         11, "a time-out is not kept", "_kernel/waits.py",
-        "        if self._timeout is not None and waited >= self._timeout:\n", "        if self._timeout is not None and waited >= self._timeout * 1e6:\n",
+        "        if self._timeout is not None and waited >= self._timeout:\n",
+        "        if self._timeout is not None and waited >= self._timeout * 1e6:\n",
         f"{FAULTS}test_s08_a_stopped_fetcher_is_named",
     ),
 )  # fmt: skip
