@@ -12,6 +12,7 @@ import sqlite3
 import struct
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -116,11 +117,14 @@ def hit(folder: Path, quick: bool) -> list[Line]:
     import diskcache
 
     import forebay
+    from forebay.testing import ScriptedServer
 
     (path,) = files_of(folder / "files", 1, 100 * KB)
     cache = forebay.Cache(folder / "root", budget=100 * MB, max_age="forever")
     peer, read = diskcache.Cache(str(folder / "diskcache")), opened(fsspec_filecache(folder / "fsspec"))
-    cache.read(path, force=True)
+    with ScriptedServer() as server:
+        url = server.put("/shards/00017.tar", Path(path).read_bytes())
+        cache.read(url)
     peer.set(path, Path(path).read_bytes())
     read(path)
     kept = {("urls", path): memoryview(Path(path).read_bytes())}
@@ -129,7 +133,7 @@ def hit(folder: Path, quick: bool) -> list[Line]:
     line.timings = interleave(
         3 if quick else 15,
         {
-            "Forebay": Part(OURS, doing(cache.read, n, path), n),
+            "Forebay": Part(OURS, doing(cache.read, n, url), n),
             "dict look-up and slice": Part(FLOOR, doing(lambda key: kept["urls", key][:], n, path), n),
             "fsspec filecache": Part(PEER, doing(read, few, path), few),
             "diskcache": Part(PEER, doing(peer.get, few, path), few),
@@ -151,12 +155,12 @@ def first(folder: Path, quick: bool) -> list[Line]:
     per_round = count // 8
     cache = forebay.Cache(folder / "root", max_age="forever")
     peer, read = diskcache.Cache(str(folder / "diskcache")), opened(fsspec_filecache(folder / "fsspec"))
-    cache.read(paths[-1])
+    cache.read(paths[-1], force=True)
     line = Line("first hit of an entry in a process, 100 KB", "<= 150 us")
     line.timings = interleave(
         6,
         {
-            "Forebay": Part(OURS, each(cache.read, iter(paths), per_round), per_round),
+            "Forebay": Part(OURS, each(partial(cache.read, force=True), iter(paths), per_round), per_round),
             "open + map": Part(FLOOR, each(open_and_map, iter(paths), per_round), per_round),
             "fsspec filecache": Part(PEER, each(read, iter(paths), per_round), per_round),
             "diskcache": Part(PEER, each(peer.get, iter(paths), per_round), per_round),
@@ -272,12 +276,12 @@ def filled_root(root: Path, count: int, *, budget: int, size: int = 64) -> Path:
 
 
 def _put_many(root: Path, count: int, budget: int, size: int) -> None:
-    import forebay
+    from forebay._engine.store import Settings, Store
 
-    with forebay.Cache(root, budget=budget) as cache:
-        data = b"x" * size
-        for number in range(count):
-            assert cache.put(f"key-{number}", data)
+    store, data = Store.open(root, Settings(budget)), b"x" * size
+    for start in range(0, count, 500):
+        store.put_many("values", [(f"key-{number}", data) for number in range(start, min(start + 500, count))])
+    store.close()
 
 
 # -- puts --------------------------------------------------------------------------------------------------------------
@@ -513,13 +517,14 @@ def leases(folder: Path, quick: bool) -> list[Line]:
             member.start()
         ready.wait()
         try:
-            line = new_leases(cache, folder, paths[-fresh:], 3 if quick else 10)
+            lines = new_leases(cache, folder, paths[-fresh:], 3 if quick else 10)
         finally:
             done.set()
         for member in crew:
             member.join()
-    line.what = f"{processes * held:,} leases held by {processes} processes: a new lease (`cache.local`), taken and let go"
-    return [line]
+    for line in lines:
+        line.what = f"{processes * held:,} leases held by {processes} processes: a new lease (`cache.local`), {line.what}"
+    return lines
 
 
 def _holder(folder: Path, paths: list[str], ready: Any, done: Any) -> None:
@@ -532,24 +537,26 @@ def _holder(folder: Path, paths: list[str], ready: Any, done: Any) -> None:
         assert len(held) == len(paths)
 
 
-def new_leases(cache: Any, folder: Path, paths: list[str], rounds: int) -> Line:
+def new_leases(cache: Any, folder: Path, paths: list[str], rounds: int) -> list[Line]:
+    """On entries that this process has used before; and on others, whose bytes are verified at their first use."""
+
     def lease(path: str) -> None:
         with cache.local(path, force=True):
             pass
 
     per_round = len(paths) // (rounds + 1)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
-    line = Line("", "<= 100 us")
-    line.timings = interleave(
-        rounds,
-        {
-            "Forebay": Part(OURS, each(lease, iter(paths), per_round), per_round),
-            "lock + unlock": Part(FLOOR, doing(_lock_and_unlock, per_round, lock), per_round),
-            "open + map": Part(FLOOR, each(open_and_map, itertools.cycle(paths), per_round), per_round),
-        },
-    )
-    line.met = line.ours.median <= 100e-6
-    return line
+    floors = {
+        "lock + unlock": Part(FLOOR, doing(_lock_and_unlock, per_round, lock), per_round),
+        "open + map": Part(FLOOR, each(open_and_map, itertools.cycle(paths), per_round), per_round),
+    }
+    cache.read(paths[-1], force=True)
+    lines = []
+    for what, must in (("of an entry new to this process", "-"), ("of an entry that it knows", "<= 100 us")):
+        ours = Part(OURS, each(lease, iter(paths), per_round), per_round)
+        lines.append(Line(f"{what}, taken and let go", must, interleave(rounds, {"Forebay": ours, **floors})))
+    lines[-1].met = lines[-1].ours.median <= 100e-6
+    return lines
 
 
 def _lock_and_unlock(fd: int) -> None:
