@@ -207,8 +207,8 @@ MUTANTS = (
     ),
     Mutant(
         9, "the child has no part in its parent's leases", "_kernel/locks.py",
-        "        if keep and second is not None:\n            self._fd, self._held = second",
-        "        if not keep and second is not None:\n            self._fd, self._held = second",
+        "            return fd, _take(fd, {offset: hold for offset, hold in self._held.items() if not hold[1]})\n",
+        "            return fd, {}\n",
         f"{FORKS}test_s17_a_lease_pins_for_parent_and_child_alike",
     ),
     Mutant(

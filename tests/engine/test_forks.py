@@ -101,7 +101,7 @@ def settle(place: Path) -> None:
 
 def test_s17_a_lease_pins_for_parent_and_child_alike(quick_path: Path, crew: Callable[..., Child]) -> None:
     """The parent lets go, the child's pin stands; the child dies, and the entry can be evicted."""
-    place, said, go = quick_path / "root", Gate(), Gate()
+    place, leased, said, go = quick_path / "root", Gate(), Gate(), Gate()
 
     def parent() -> None:
         with opened(place, MiB) as store:
@@ -110,13 +110,13 @@ def test_s17_a_lease_pins_for_parent_and_child_alike(quick_path: Path, crew: Cal
             assert lease is not None
 
             def child() -> None:
-                said.open()
+                leased.open()
                 go.wait()
                 assert Path(lease).read_bytes() == BLOB
                 signal.pause()
 
             pid = fork(child).pid
-            said.wait()
+            leased.wait()
             lease.close()
             (quick_path / "pid").write_text(str(pid))
             said.open()
@@ -135,7 +135,7 @@ def test_s17_a_lease_pins_for_parent_and_child_alike(quick_path: Path, crew: Cal
     go.open()
     os.kill(int((quick_path / "pid").read_text()), signal.SIGKILL)
     in_child(lambda: press(False))
-    for gate in (said, go):
+    for gate in (leased, said, go):
         gate.close()
 
 
