@@ -46,7 +46,7 @@ def test_fetch(server: ScriptedServer, http: HttpRemote, size: int) -> None:
 def test_connections_are_kept(server: ScriptedServer, http: HttpRemote) -> None:
     seen = set()
     url = server.put("/a", SMALL)
-    server.on_request = lambda request: seen.add(threading.get_ident())
+    server.on_request = lambda request: seen.add(threading.current_thread())
     for _ in range(5):
         http.fetch(url, MemorySink())
         http.stat(url)

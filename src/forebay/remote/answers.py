@@ -53,7 +53,9 @@ class Answer:
     def close(self) -> None:
         """Idempotent."""
         with self._using.pop_all():
-            if self._response.length_remaining != 0 or not self._response.closed:
+            if self._response.length_remaining == 0:
+                self._response.drain_conn()  # nothing is left, of a HEAD for one: the connection can be kept
+            elif not self._response.closed:
                 self._response.close()  # a connection with a body that nobody read to its end is of no more use
 
     def blocks(self, limit: int | None = None, *, count: bool = True) -> Iterator[memoryview]:
