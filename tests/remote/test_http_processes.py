@@ -86,7 +86,7 @@ def test_s17_a_child_that_runs_no_fork_hook(server: ScriptedServer, monkeypatch:
 
 
 def test_a_fork_closes_the_parents_connections_in_the_child_only(server: ScriptedServer) -> None:
-    url, http = server.put("/a", BODIES[0]), HttpRemote(OPTIONS)
+    url, http = server.put("/a", b"small: one connection"), HttpRemote(OPTIONS)
     http.fetch(url, MemorySink())
     port = int(server.url.rpartition(":")[2])
 
