@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from forebay._model import Span
 from forebay.remote.base import Call, Stopped
 
 Work = Callable[[], None]
+GRACE = 0.3  # seconds
 
 
 def parts(spans: Iterable[Span], size: int) -> Iterator[Span]:
@@ -63,7 +65,8 @@ class _Crew:
             self._call.abort()
 
     def leave(self, helpers: list[threading.Thread]) -> None:
-        """Wait for all that may still write."""
+        """Wait for all that may still write; a moment also for those that wait for an answer's head, which nobody can wake."""
+        until = time.monotonic() + GRACE
         for helper in helpers:
-            while helper.is_alive() and not self._call.is_connecting(helper):
+            while helper.is_alive() and (not self._call.is_connecting(helper) or time.monotonic() < until):
                 helper.join(0.05)
