@@ -146,9 +146,7 @@ class Crew:
 
     def dismiss(self) -> None:
         for child in self._born:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGCONT)
-            child.kill()
+            child.kill()  # one that is stopped too
 
 
 class Gate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -160,8 +159,6 @@ class Herd:
 
     def kill(self) -> None:
         for child in self.children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGCONT)
             child.kill()
 
 
