@@ -74,14 +74,14 @@ def test_one_remote_for_each_scheme_and_options() -> None:
     ],
 )
 def test_the_edge(raised: Exception, becomes: type[errors.RemoteError]) -> None:
-    with pytest.raises(Trouble) as caught, network_errors():
+    with pytest.raises(Trouble) as caught, network_errors:
         raise raised
     assert caught.value.error is becomes
 
 
 def test_our_own_errors_and_those_of_programs_pass_the_edge() -> None:
     for error in (errors.NoSpace.of("a", 1, 0, 0), errors.RemoteTimeout("x"), RuntimeError("x"), KeyboardInterrupt()):
-        with pytest.raises(type(error)) as caught, network_errors():
+        with pytest.raises(type(error)) as caught, network_errors:
             raise error
         assert caught.value is error
 

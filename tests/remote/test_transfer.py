@@ -104,7 +104,7 @@ def test_who_still_connects_is_left_behind_and_works_no_more(call: Call) -> None
         if threading.get_ident() == here:
             assert connecting.wait(10)
             raise KeyboardInterrupt
-        with call.connecting():
+        with call.connecting:
             connecting.set()
             connected.wait(10)
         call.check()

@@ -6,8 +6,8 @@ import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -18,6 +18,7 @@ from forebay.errors import RemoteProtocolError
 from forebay.remote.base import Call, Trouble
 from forebay.remote.connections import Connections, network_errors
 
+SMALL = 64 << 10  # pieces are put together up to this: each block costs its taker more than a copy
 DRAIN = 64 << 10  # a body that nobody wants is read up to this, so that its connection can be kept
 _RANGE = re.compile(r"bytes\s+(\d+)-(\d+)/(\d+|\*)\Z", re.IGNORECASE)
 
@@ -32,12 +33,10 @@ class Answer:
         self.length = response.length_remaining
         encoding = self.headers.get("Content-Encoding", "").strip().lower()
         self.encoding = "" if raw or encoding == "identity" else encoding
-        self._response, self.call = response, call
-        self._using = ExitStack()
-        self._using.enter_context(pool.busy())
+        self._response, self._pool, self.call, self._open = response, pool, call, True
+        pool.busy(1)
         self._sock = getattr(response.connection, "sock", None)  # None: there is no body, and the connection is free again
         if self._sock is not None:
-            self._using.callback(call.let_go, self._sock)
             try:
                 call.hold(self._sock)
             except BaseException:
@@ -52,28 +51,51 @@ class Answer:
 
     def close(self) -> None:
         """Idempotent."""
-        with self._using.pop_all():
-            if self._response.length_remaining == 0:
+        if not self._open:
+            return
+        self._open = False
+        try:
+            if self._response.connection is None:
+                pass  # its body was read to the end, which gave it back
+            elif self._response.length_remaining == 0:
                 self._response.drain_conn()  # nothing is left, of a HEAD for one: the connection can be kept
-            elif not self._response.closed:
+            else:
                 self._response.close()  # a connection with a body that nobody read to its end is of no more use
+        finally:
+            self._pool.busy(-1)
+            if self._sock is not None:
+                self.call.let_go(self._sock)
 
-    def blocks(self, limit: int | None = None, *, count: bool = True) -> Iterator[memoryview]:
-        """The body as sent, as it comes; at most ``limit`` bytes. Each block is good until the next is asked for.
-        ``count``: as received. Raises `Trouble` where it ends too early."""
-        options, left = self.call.options, 1 << 62 if limit is None else limit
-        while left > 0:
-            self.call.check()
-            if options.total_timeout is not None and self._sock is not None:
-                self._sock.settimeout(self.call.timeout(options.read_timeout))
-            with network_errors():
-                block = memoryview(self._response.read1(min(left, options.buffer), decode_content=False))
-            if not block:
+    def blocks(self, limit: int | None = None, *, count: bool = True) -> Iterator[bytes]:
+        """The body as sent, as it comes; at most ``limit`` bytes. ``count``: as received.
+        Raises `Trouble` where it ends too early, after all that came before."""
+        left, trouble = 1 << 62 if limit is None else limit, None
+        while left > 0 and trouble is None:
+            pieces, size, room = [], 0, min(left, self.call.options.buffer)
+            try:
+                while size < min(room, SMALL) and (piece := self._piece(room - size)):
+                    pieces.append(piece)
+                    size += len(piece)
+            except Trouble as error:
+                trouble = error
+            if pieces:
+                if count:
+                    self.call.count(received=size)
+                left -= size
+                yield b"".join(pieces)
+            elif trouble is None:
                 return
-            if count:
-                self.call.count(received=len(block))
-            left -= len(block)
-            yield block
+        if trouble is not None:
+            raise trouble
+
+    def _piece(self, size: int) -> bytes:
+        """What is there, at most ``size`` bytes; waits for the first. Empty: the body has ended."""
+        self.call.check()
+        options = self.call.options
+        if options.total_timeout is not None and self._sock is not None:
+            self._sock.settimeout(self.call.timeout(options.read_timeout))
+        with network_errors:
+            return self._response.read1(size, decode_content=False)
 
     def skip(self, count: int) -> None:
         """Read ``count`` bytes that are not wanted, or all where there are fewer."""
@@ -91,10 +113,10 @@ class Answer:
 
     def drain(self) -> bytes:
         """The beginning of a body that tells nothing of the object; what of it is short enough is read to its end."""
-        return b"".join(map(bytes, self.blocks(DRAIN, count=False)))
+        return b"".join(self.blocks(DRAIN, count=False))
 
 
-def _inflated(blocks: Iterator[memoryview]) -> Iterator[bytes]:
+def _inflated(blocks: Iterator[bytes]) -> Iterator[bytes]:
     inflate = zlib.decompressobj(wbits=47)  # gzip or zlib, as its header says
     for block in blocks:
         rest: Buffer = block
@@ -161,6 +183,7 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
     return None if moment is None else max(0.0, moment - time.time())
 
 
+@lru_cache(maxsize=1024)
 def _seconds(date: str | None) -> float | None:
     if not date:
         return None

@@ -9,8 +9,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
@@ -120,6 +119,22 @@ class Stopped(Exception):
     """This call is being given up: another of its threads failed, or its caller was interrupted."""
 
 
+class Connecting:
+    """Around what nobody can wake: connecting, resolving a name. Who ends the call does not wait for a thread in here."""
+
+    def __init__(self) -> None:
+        self._threads: set[int] = set()  # `add`, `discard` and `in` are atomic
+
+    def __enter__(self) -> None:
+        self._threads.add(threading.get_ident())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._threads.discard(threading.get_ident())
+
+    def __contains__(self, thread: threading.Thread) -> bool:
+        return thread.ident in self._threads
+
+
 class Call:
     """One call of a remote: its deadline, what it counts, and its end. Shared by the threads that work for it.
 
@@ -129,11 +144,11 @@ class Call:
         self._url, self.options = url, options
         self.transfer = Transfer()
         self.moved: dict[str, str] = {}  # where redirects led: the next range need not go that way again
+        self.connecting = Connecting()
         self._began = time.monotonic()
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards what follows, and the counts
         self._sockets: set[socket.socket] = set()
-        self._connecting: set[int] = set()
 
     @cached_property
     def url(self) -> str:
@@ -187,22 +202,6 @@ class Call:
             self.transfer.requests += requests
             self.transfer.received += received
             self.transfer.retries += retries
-
-    @contextmanager
-    def connecting(self) -> Iterator[None]:
-        """Around what nobody can wake: connecting, resolving a name. Who ends the call does not wait for a thread in here."""
-        me = threading.get_ident()
-        with self._lock:
-            self._connecting.add(me)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._connecting.discard(me)
-
-    def is_connecting(self, thread: threading.Thread) -> bool:
-        with self._lock:
-            return thread.ident in self._connecting
 
     def hold(self, sock: socket.socket) -> None:
         """``sock`` works for this call. Raises `Stopped` if that is given up."""

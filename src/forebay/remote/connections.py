@@ -11,14 +11,13 @@ import ssl
 import threading
 import urllib.request
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from urllib3 import BaseHTTPResponse, HTTPConnectionPool, PoolManager, ProxyManager, Timeout, exceptions
+from urllib3 import BaseHTTPResponse, HTTPConnectionPool, PoolManager, ProxyManager, Retry, Timeout, exceptions
 
 from forebay.errors import ConfigError, ForebayError, RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import Call, RemoteOptions, Trouble
@@ -26,12 +25,12 @@ from forebay.remote.base import Call, RemoteOptions, Trouble
 _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3}[^'\")]*)")
 MAX_PLACES = 100  # hosts with idle connections
 _PORTS = {"http": 80, "https": 443}
+_ONCE = Retry(False, redirect=False)
 
 _pools: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Whom to connect to. ``name``: host and port as a URL has them, without a default port."""
 
     scheme: str
@@ -60,6 +59,7 @@ class Connections:
 
     def __init__(self, options: RemoteOptions) -> None:
         self._options = options
+        self._patience = Timeout(connect=options.connect_timeout, read=options.read_timeout)
         self._proxies: dict[Place, str | None] = {}
         self._inherited: list[object] = []  # a parent's pools: their locks may be held by threads that are not here
         self._forget()
@@ -86,23 +86,17 @@ class Connections:
         if self._pid != os.getpid():  # forked by C, which runs no hook
             self.leave_to_parent()
         pool = self._known.get(place) or self._pool(place)
-        patience = Timeout(connect=call.timeout(self._options.connect_timeout), read=call.timeout(self._options.read_timeout))
-        with call.connecting(), network_errors(), _unheard():
+        patience = self._patience
+        if call.remaining() is not None:
+            patience = Timeout(connect=call.timeout(self._options.connect_timeout), read=call.timeout(self._options.read_timeout))
+        with call.connecting, network_errors, _unheard:
             return pool.urlopen(
-                method, target, body, headers, retries=False, redirect=False, assert_same_host=False, timeout=patience,
+                method, target, body, headers, retries=_ONCE, redirect=False, assert_same_host=False, timeout=patience,
                 preload_content=False, decode_content=False,
             )  # fmt: skip
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Around the use of one connection."""
-        self._add(1)
-        try:
-            yield
-        finally:
-            self._add(-1)
-
-    def _add(self, count: int) -> None:
+    def busy(self, count: int) -> None:
+        """So many more (or less) connections are in use."""
         with self._lock:
             self._busy += count
 
@@ -162,28 +156,32 @@ for _name in ("urllib3.connectionpool", "urllib3.util.retry"):
     logging.getLogger(_name).addFilter(_Discreet())
 
 
-@contextmanager
-def _unheard() -> Iterator[None]:
-    _Discreet.asking.ours = True
-    try:
-        yield
-    finally:
+class _Unheard:
+    def __enter__(self) -> None:
+        _Discreet.asking.ours = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _Discreet.asking.ours = False
 
 
-@contextmanager
-def network_errors() -> Iterator[None]:
+class _NetworkErrors:
     """The edge: what urllib3 raises becomes `Trouble`. No sink is called in here: its errors are its own."""
-    try:
-        yield
-    except ForebayError:
-        raise  # some are OSErrors too
-    except exceptions.HTTPError as error:
-        raise _trouble(error) from error
-    except http.client.HTTPException as error:
-        raise Trouble("an answer that is not HTTP", RemoteProtocolError) from error
-    except OSError as error:
-        raise Trouble(f"the connection failed: {error.strerror or type(error).__name__}") from error
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or isinstance(error, ForebayError):  # some of ours are OSErrors too
+            return
+        if isinstance(error, exceptions.HTTPError):
+            raise _trouble(error) from error
+        if isinstance(error, http.client.HTTPException):
+            raise Trouble("an answer that is not HTTP", RemoteProtocolError) from error
+        if isinstance(error, OSError):
+            raise Trouble(f"the connection failed: {error.strerror or type(error).__name__}") from error
+
+
+_unheard, network_errors = _Unheard(), _NetworkErrors()
 
 
 def _trouble(error: exceptions.HTTPError) -> Trouble:

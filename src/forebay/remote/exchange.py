@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import netrc
 import os
+import re
 from collections.abc import Callable, Container, Mapping
 from typing import TypeAlias
-from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 from forebay import errors
 from forebay.remote.answers import Answer, retry_after
@@ -23,11 +24,11 @@ may turn a URL of another scheme into an HTTP one."""
 Judge: TypeAlias = Callable[[str, int, Mapping[str, str], bytes], Exception | None]
 """(URL, status, headers, beginning of the body) of a refusal -> the error to raise (`Trouble`: try again); None: as HTTP has it."""
 
-OWN = {"User-Agent": "forebay", "Accept": "*/*", "Accept-Encoding": "identity"}
+OWN = {"User-Agent": "forebay", "Accept-Encoding": "identity"}
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_HOPS = 10
+_URL = re.compile(r"(\w+)://([^/?#]*)([^#]*)")
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529})
-_SAFE = "/%:=&?~#+!$,;'@()*[]"
 
 
 class Exchange:
@@ -37,7 +38,7 @@ class Exchange:
         self.options = options
         self.pool = Connections(options)
         self._sign, self._judge, self._raw = sign, judge, raw
-        self._known: dict[tuple[str, str, bool], dict[str, str]] = {}
+        self._known: dict[tuple[Place, str, bool], dict[str, str]] = {}
 
     def ask(
         self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None
@@ -59,10 +60,10 @@ class Exchange:
         home = None
         for hop in range(MAX_HOPS):
             where, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
-            parts, place = _split(call, where)
-            home = home or (place if self._sign or target is url else _split(call, url)[1])
-            standing = self._standing(parts, place, at_home=place == home)
-            answer = self._send(call, method, parts, place, {**standing, **signed}, body)
+            place, user, name = _split(call, where)
+            home = home or (place if self._sign or target is url else _split(call, url)[0])
+            standing = self._standing(place, user, at_home=place == home)
+            answer = self._send(call, method, place, name, {**standing, **signed}, body)
             if answer.status in ok:
                 if hop and self._sign is None:
                     call.moved[url] = where
@@ -76,39 +77,38 @@ class Exchange:
                 method, body = "GET", None
         raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_HOPS} times", url=call.url)
 
-    def _send(self, call: Call, method: str, parts: SplitResult, place: Place, headers: Mapping[str, str], body: bytes | None) -> Answer:
-        if "host" not in headers and "Host" not in headers:
-            headers = {"Host": place.name, **headers}
-        target = (quote(parts.path, _SAFE) or "/") + (f"?{quote(parts.query, _SAFE)}" if parts.query else "")
+    def _send(self, call: Call, method: str, place: Place, target: str, headers: Mapping[str, str], body: bytes | None) -> Answer:
         if place.scheme == "http" and self.pool.proxy(place) is not None:
             target = f"http://{place.name}{target}"
         call.count(requests=1)
         return Answer(self.pool.ask(call, place, method, target, headers, body), self.pool, call, raw=self._raw)
 
-    def _standing(self, parts: SplitResult, place: Place, *, at_home: bool) -> dict[str, str]:
+    def _standing(self, place: Place, user: str, *, at_home: bool) -> dict[str, str]:
         """What goes with every request: our headers and the user's; to another host than the first only what netrc has for that one."""
-        key = (parts.scheme, parts.netloc, at_home)
+        key = (place, user, at_home)
         found = self._known.get(key)
         if found is None:
             if len(self._known) > 1000:
                 self._known.clear()
-            found = self._known[key] = self._find_standing(parts, place, at_home)
+            found = self._known[key] = self._find_standing(place, user, at_home)
         return found
 
-    def _find_standing(self, parts: SplitResult, place: Place, at_home: bool) -> dict[str, str]:
+    def _find_standing(self, place: Place, user: str, at_home: bool) -> dict[str, str]:
         mine = dict(self.options.headers) if at_home else {}
         names = {name.lower() for name in mine}
-        found = {name: value for name, value in OWN.items() if name.lower() not in names}
+        own = OWN if self._sign else {"Host": place.name, **OWN}  # the host is a part of what is signed
+        found = {name: value for name, value in own.items() if name.lower() not in names}
         if self._sign is None and "authorization" not in names:
-            found |= self._credentials(parts, at_home)
+            found |= self._credentials(place, user, at_home)
         return found | mine
 
-    def _credentials(self, parts: SplitResult, at_home: bool) -> dict[str, str]:
+    def _credentials(self, place: Place, user: str, at_home: bool) -> dict[str, str]:
         if at_home and self.options.token:
             return {"Authorization": f"Bearer {self.options.token}"}
-        if parts.username:
-            return {"Authorization": basic(unquote(parts.username), unquote(parts.password or ""))}
-        known = _netrc(parts.hostname or "") if self.options.netrc else None
+        if user:
+            name, _, password = user.partition(":")
+            return {"Authorization": basic(unquote(name), unquote(password))}
+        known = _netrc(place.host) if self.options.netrc else None
         return {"Authorization": basic(*known)} if known else {}
 
     def _refusal(self, call: Call, url: str, answer: Answer) -> Exception:
@@ -134,12 +134,15 @@ def meaning(url: str, status: int, reason: str, headers: Mapping[str, str]) -> E
     return errors.RemoteError(f"{url}: {said}", url=url, status=status)
 
 
-def _split(call: Call, url: str) -> tuple[SplitResult, Place]:
+def _split(call: Call, url: str) -> tuple[Place, str, str]:
+    """(whom to ask, user info, for what)"""
+    found = _URL.match(url)
     try:
-        parts = urlsplit(url)
-        return parts, Place.of(parts.scheme, parts.netloc)
+        scheme, netloc, target = found.groups() if found else ("", "", "")
+        place = Place.of(scheme.lower(), netloc)
     except ValueError:  # its text may hold what stands in the URL
         raise errors.ConfigError(f"{call.url} names no host: https://host/path is wanted", url=call.url) from None
+    return place, netloc.rpartition("@")[0], target if target.startswith("/") else f"/{target}"
 
 
 def _joined(call: Call, url: str, location: str) -> str:

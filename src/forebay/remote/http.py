@@ -106,7 +106,7 @@ class HttpRemote:
                 return b"".join(map(bytes, answer.content()))[span.start : span.end]
             if answer.status == 200:
                 answer.skip(span.start)
-            data = b"".join(map(bytes, answer.blocks(span.length)))
+            data = b"".join(answer.blocks(span.length))
         if size is not None and len(data) < min(span.end, size) - span.start:
             raise Trouble("less than was asked for")
         return data

@@ -68,5 +68,5 @@ class _Crew:
         """Wait for all that may still write; a moment also for those that wait for an answer's head, which nobody can wake."""
         until = time.monotonic() + GRACE
         for helper in helpers:
-            while helper.is_alive() and (not self._call.is_connecting(helper) or time.monotonic() < until):
+            while helper.is_alive() and (helper not in self._call.connecting or time.monotonic() < until):
                 helper.join(0.05)
