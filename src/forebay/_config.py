@@ -29,6 +29,8 @@ _UNITS: dict[str, int] = {
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
 
+_SHA256 = re.compile("[0-9a-fA-F]{64}")
+
 _TRUE = frozenset({"1", "on", "yes", "true"})
 _FALSE = frozenset({"", "0", "off", "no", "false"})
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -89,6 +91,20 @@ def parse_age(value: float | str, *, name: str = "age") -> float:
     if match is None or match[2] not in _SECONDS:
         raise _wrong(name, value, 'an age is seconds, or text such as "90s", "15m", "12h", "30d" or "forever"')
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_timeout(value: float | None, *, name: str = "timeout") -> float | None:
+    """Seconds to wait, or None: as long as it takes. Raises `ConfigError` for what is no number, or below zero."""
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise _wrong(name, value, "a timeout is seconds as a number that is not negative, or None")
+
+
+def parse_sha256(value: str, *, name: str = "sha256") -> str:
+    """A SHA-256 as 64 hexadecimal digits, in lower case. Raises `ConfigError` for anything else."""
+    if isinstance(value, str) and _SHA256.fullmatch(value):
+        return value.lower()
+    raise _wrong(name, value, "a SHA-256 is 64 hexadecimal digits")
 
 
 def format_age(seconds: float) -> str:

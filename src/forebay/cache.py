@@ -18,7 +18,7 @@ from forebay._engine.memo import no_hit
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host
-from forebay._model import Buffer, Entry, Problem, Report
+from forebay._model import Buffer, Entry, Problem, Report, Victim
 from forebay.origin import URLS, Ask, Origin, Target
 from forebay.reports import OnProgress as OnProgress
 from forebay.reports import Plan as Plan
@@ -26,7 +26,7 @@ from forebay.reports import Progress as Progress
 from forebay.reports import Stats as Stats
 from forebay.reports import Teller, coldest_until
 from forebay.reports import WarmReport as WarmReport
-from forebay.spaces import Space
+from forebay.spaces import Space, checked
 from forebay.warming import warm
 
 log = logging.getLogger("forebay.cache")
@@ -57,6 +57,8 @@ class Cache:
         timeout: float | None = None, remote_options: remote.RemoteOptions | None = None, enabled: bool = True,
     ) -> None:  # fmt: skip
         said = _config.Settings.from_environment()
+        if root is not None and not os.fspath(root):
+            raise errors.ConfigError("root='' names no directory: '.' is the current one", name="root", value="")
         place = Path(root) if root is not None else said.home or _config.default_root(is_network=_is_network)
         self._how: dict[str, Any] = {
             "shared": shared, "read_only": read_only, "upstream": upstream, "offline": offline, "max_age": max_age, "timeout": timeout,
@@ -65,7 +67,9 @@ class Cache:
         self.offline = said.offline if offline is None else offline
         age = said.max_age if max_age is None else _config.parse_age(max_age, name="max_age")
         self._max_age = int(min(age * _SECOND, _FOREVER))
-        self._timeout = timeout
+        self._timeout = _config.parse_timeout(timeout)
+        if max_entries is not None and max_entries < 0:
+            raise errors.ConfigError(f"max_entries={max_entries} makes no sense: it is not negative", name="max_entries", value=max_entries)
         budget, min_free = said.budget if budget is None else budget, said.min_free if min_free is None else min_free
         store = _open_store(place, budget, min_free, max_entries, shared, read_only) if enabled else PassThrough()
         self._store: Store | PassThrough = store
@@ -134,6 +138,8 @@ class Cache:
     ) -> WarmReport:  # fmt: skip
         """Have many objects in the cache, ``jobs`` at a time. What is there already costs nothing: an interrupted call is taken up again
         by the same call."""
+        if isinstance(urls, str | os.PathLike):
+            raise errors.ConfigError("warm takes several URLs: a list, even of one", name="urls", value=os.fspath(urls))
         return warm(lambda url: self.pull(url, on_progress=on_progress, **how), urls, jobs)
 
     def invalidate(self, url: str | os.PathLike[str]) -> None:
@@ -159,6 +165,8 @@ class Cache:
     def space(self, name: str, *, quota: int | str | None = None, policy: str | None = None) -> Space:
         """A named part of the cache, with a quota of its own (bytes) and a policy: ``lru``, ``freeze`` or ``wait``."""
         self._check_open()
+        if not name or ":" in checked(name):
+            raise errors.ConfigError(f"the space {name!r} cannot be named: not empty, and without ':'", name="name", value=name)
         size = _config.parse_size(quota, total=self.budget, name="quota") if quota is not None else None
         if isinstance(self._store, Store):
             self._store.space(name, policy=policy, quota=size)
@@ -169,7 +177,14 @@ class Cache:
     def entries(self, space: str | None = None) -> list[Entry]:
         """What is kept, the least recently used first; ``leased`` says whether anybody holds it now."""
         self._check_open()
-        return [_leased(self._store, entry) for entry in self._store.entries(space)]
+        return [_leased(self._store, entry) for entry in self._entries(space)]
+
+    def _entries(self, space: str | None) -> list[Entry]:
+        # the store makes a space that it is asked for; looking must not
+        return self._store.entries(space) if space is None or self._has_space(space) else []
+
+    def _has_space(self, name: str) -> bool:
+        return any(space.name == name for space in self._store.usage().spaces)
 
     def entry(self, name: str) -> Entry | None:
         """One entry by its name: a URL, or ``space:key``."""
@@ -235,7 +250,7 @@ class Cache:
         """What would go: so much of the coldest that ``need`` bytes are free for new ones; or all that ``where``, ``space`` or ``all``
         says. Pinned entries stay. Nothing is removed before `Plan.execute`."""
         self._check_open()
-        cold = [e for e in self._store.entries(space) if e.life != "pinned" and (where is None or where(e))]
+        cold = [e for e in self._entries(space) if e.life != "pinned" and (where is None or where(e))]
         if need is not None:
             now = self._store.usage()
             lacking = now.used + now.reserved + _config.parse_size(need, total=now.budget, name="need") - now.budget
@@ -246,10 +261,14 @@ class Cache:
         return Plan(tuple(Origin.victim(entry) for entry in cold), self._store.remove)
 
     def prune(self) -> Plan:
-        """What is over the limits, after what dead processes left was removed."""
-        self._check_open()
+        """What is over the budget now. `Plan.execute` removes it, and what dead processes left half done; unfinished downloads stay,
+        to be gone on from, until their room is wanted."""
+        return Plan(self.plan().victims, self._tidy)
+
+    def _tidy(self, victims: tuple[Victim, ...]) -> Report:
+        report = self._store.remove(victims)
         self._store.make_room()
-        return self.plan()
+        return report
 
     def clear(self, space: str | None = None) -> Plan:
         """Everything in one space, or in all: a plan to be executed."""
@@ -288,13 +307,15 @@ class Cache:
 
     def _target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
         self._check_open()
+        if not os.fspath(url):
+            raise errors.ConfigError("an empty URL names nothing", name="url", value="")
         return self._origin.target(url, filesystem)
 
     def _split(self, name: str) -> tuple[str, str]:
         """The space and the key that a name means: ``space:key`` where there is such a space, else a URL."""
         self._check_open()
         space, colon, key = name.partition(":")
-        if colon and not key.startswith("//") and any(s.name == space for s in self._store.usage().spaces):
+        if colon and self._has_space(space) and (not key.startswith("//") or self._store.entry(space, key) is not None):
             return space, key
         # The key of what a filesystem object or a span gave is no URL: as `entries` shows it.
         return URLS, name if self._store.entry(URLS, name) is not None else remote.canonical(name)
@@ -307,9 +328,9 @@ class Cache:
         offline = self.offline if offline is None else offline
         age = self._max_age if max_age is None else _config.parse_age(max_age, name="max_age") * _SECOND
         since = -1 if offline else time.time_ns() if refresh else 1 if age >= _FOREVER else max(1, time.time_ns() - int(age))
-        return Ask(
-            since, offline, sha256, etag, self._timeout if timeout is None else timeout, bypass, force, pin, on_wait, on_progress
-        )  # fmt: skip
+        sha256 = None if sha256 is None else _config.parse_sha256(sha256)
+        patience = self._timeout if timeout is None else _config.parse_timeout(timeout)
+        return Ask(since, offline, sha256, etag, patience, bypass, force, pin, on_wait, on_progress)
 
 
 def _arrive(path: str, how: dict[str, Any]) -> Cache:

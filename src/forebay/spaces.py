@@ -24,6 +24,9 @@ class Space:
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (self._home, self.name)
 
+    def __repr__(self) -> str:
+        return f"<forebay.Space {self.name!r}>"
+
     def get(self, key: str) -> memoryview | None:
         """The bytes under this key, read-only; None if there are none. They stay good after an eviction."""
         quick = self._quick(key, FOREVER)
@@ -31,7 +34,7 @@ class Space:
             return quick
         store = self._origin.store
         try:
-            found = store.view(self.name, _checked(key))
+            found = store.view(self.name, checked(key))
         except errors.CacheFault as error:
             self._origin.fall_back(error, f"{self.name}:{key}")
             found = None
@@ -47,7 +50,7 @@ class Space:
     def put(self, key: str, data: Buffer, *, timeout: float | None = None) -> bool:
         """Keep bytes under a key, in place of what was there. False, with one warning, where they cannot be kept: then what was there
         stays. With the policy ``wait`` it blocks while all bytes are held, at most ``timeout`` seconds."""
-        _checked(key)
+        checked(key)
         view = _as_bytes(data)
         try:
             self._origin.store.put(self.name, key, view, timeout=timeout)
@@ -60,6 +63,7 @@ class Space:
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
         """The bytes under this key; else what ``fn`` gives, kept. Of all processes one runs it; see `Cache.get_or_put`."""
         store = self._origin.store
+        checked(key)
         ran: list[memoryview] = []
 
         def look() -> memoryview | None:
@@ -76,7 +80,8 @@ class Space:
             return ran[0]
 
         try:
-            return look() or store.single(self.name, _checked(key), look, make, timeout=timeout)
+            found = look()
+            return found if found is not None else store.single(self.name, key, look, make, timeout=timeout)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             # What fn itself raised of these kinds would be run a second time: it used this cache, and was told why it cannot help.
             self._origin.fall_back(error, f"{self.name}:{key}")
@@ -105,7 +110,8 @@ def _arrive(home: Any, name: str) -> Space:
     return found
 
 
-def _checked(key: str) -> str:
+def checked(key: str) -> str:
+    """A key, or the name of a space, that can be kept. Raises `ConfigError`."""
     try:
         key.encode()
     except (AttributeError, UnicodeEncodeError) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -134,11 +136,24 @@ def test_names_that_a_directory_cannot_hold(run: Run, server: ScriptedServer, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_a_copy_that_fails_leaves_nothing(run: Run, server: ScriptedServer, tmp_path: Path) -> None:
-    (tmp_path / "out" / "a").mkdir(parents=True)  # a directory lies where the file should go
+def test_a_copy_that_fails_leaves_nothing(run: Run, server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(part: Path, target: Path) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "replace", replace)
     ran = run("pull", *urls_of(server, "a"), "--to", f"{tmp_path}/out/")
     assert ran.code == 1
-    assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "a"]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["file/a", "file/deeper/", "out/"])
+def test_to_where_no_file_can_be_is_told_before_anything_is_fetched(run: Run, server: ScriptedServer, tmp_path: Path, to: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "out" / "a").mkdir(parents=True)
+    ran = run("pull", *urls_of(server, "a"), "--to", f"{tmp_path}/{to}")
+    assert ran.code == 2
+    assert "--to" in ran.err
+    assert server.requests == []
 
 
 def test_what_has_no_room_is_a_failure_but_for_a_copy(

@@ -12,7 +12,7 @@ import pytest
 import forebay
 from forebay import Cache
 from forebay._model import Entry
-from forebay.cli import ls
+from forebay.cli import ls, render
 from forebay.testing import ScriptedServer
 
 from .conftest import COMMAND, Run
@@ -119,7 +119,36 @@ def test_a_reader_who_has_gone_before_the_first_line(cache: Cache, home: Path) -
     os.close(ours)
     ls = subprocess.run([*COMMAND, "ls"], stdout=its, stderr=subprocess.PIPE, check=False)
     os.close(its)
-    assert (ls.stderr, ls.returncode) == (b"", 1)
+    assert (ls.stderr, ls.returncode) == (b"", 141)  # as of a tool that SIGPIPE ends
+
+
+def test_nobody_reads_the_errors(cache: Cache) -> None:
+    ours, its = os.pipe()
+    os.close(ours)
+    assert subprocess.run([*COMMAND, "pull", "/nowhere"], stderr=its, check=False).returncode == 141
+    assert subprocess.run([*COMMAND, "ls"], stderr=its, check=False).returncode == 0
+    os.close(its)
+
+
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 1), (">&-", 1), ("2>&-", 1), ("<&- >&- 2>&-", 1)])
+def test_streams_that_the_shell_closed(cache: Cache, closed: str, code: int) -> None:
+    cache.put("k", b"v")
+    shell = " ".join([*COMMAND, "clear", closed])
+    ran = subprocess.run(["sh", "-c", shell], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert ran.returncode == code
+    assert "fault" not in ran.stderr
+    assert bytes(cache.get("k") or b"") == b"v"
+    assert cache.check(deep=True) == []  # what was to be printed went into no file of the cache
+
+
+def test_a_log_that_nobody_reads_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def print(self, *args: object, **how: object) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(render.LOG_LINES, "target", Gone())
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    render.LOG_LINES.emit(logging.LogRecord("forebay", logging.WARNING, "", 0, "a warning", (), None))
 
 
 def test_a_reader_who_has_had_enough(cache: Cache, home: Path) -> None:
@@ -130,7 +159,7 @@ def test_a_reader_who_has_had_enough(cache: Cache, home: Path) -> None:
     ls.stdout.readline()
     ls.stdout.close()
     assert ls.stderr is not None
-    assert (ls.stderr.read(), ls.wait()) == (b"", 1)
+    assert (ls.stderr.read(), ls.wait()) == (b"", 141)
     ls.stderr.close()
 
 

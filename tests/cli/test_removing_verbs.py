@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -114,8 +115,19 @@ def test_rm_dry_run_of_names(run: Run, cache: Cache, urls: list[str]) -> None:
 
 def test_prune_of_a_tidy_cache_removes_nothing(run: Run, cache: Cache, urls: list[str]) -> None:
     ran = run("prune")
-    assert ran.code == 0
+    assert (ran.code, ran.out) == (0, "0 entries removed, 0 B freed\n")
     assert kept(cache) == urls
+    assert run("prune", "--dry-run").out == "0 entries would go, 0 B\n"
+
+
+def test_s19_prune_of_what_is_over_the_budget_shows_before_it_removes(run: Run, home: Path, cache: Cache, urls: list[str]) -> None:
+    with cache.local(urls[0]), cache.local(urls[1]), cache.local(urls[2]), Cache(home, budget=150_000):
+        pass
+    shown = run("prune", "--dry-run", "--json").json
+    assert [victim["name"] for victim in shown["victims"]] == urls[:2]
+    assert kept(cache) == urls
+    assert run("prune", "--json", "--yes").json["removed"] == urls[:2]
+    assert kept(cache) == urls[2:]
 
 
 def test_prune_frees_what_was_used_longest_ago(run: Run, cache: Cache, urls: list[str]) -> None:
@@ -137,6 +149,15 @@ def test_prune_by_filter_and_space(run: Run, cache: Cache, urls: list[str]) -> N
     assert run("prune", "--filter", "size<1kB", "--yes").code == 0
     assert kept(cache) == urls
     assert run("prune", "--space", "values").code == 2
+
+
+@pytest.mark.parametrize("verb", [("ls",), ("clear", "--yes"), ("prune", "--yes", "--filter", "size>0")])
+def test_a_space_that_is_not_there(run: Run, cache: Cache, urls: list[str], verb: tuple[str, ...]) -> None:
+    ran = run(*verb, "--space", "feathers")
+    assert ran.code == 3
+    assert "'feathers', but: urls" in ran.err
+    assert "forebay du" in ran.err
+    assert sorted(cache.stats().spaces) == ["urls"]  # looking for it made none
 
 
 def test_clear_leaves_what_is_pinned_or_in_use(run: Run, cache: Cache, urls: list[str]) -> None:

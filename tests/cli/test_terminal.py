@@ -48,6 +48,16 @@ def test_s40_the_second_terminal_waits_and_says_for_whom(home: Path, server: Scr
     assert server.sent == 4 * MiB
 
 
+def test_a_bar_stays_on_one_line_of_a_narrow_terminal(home: Path, server: ScriptedServer, stalling: str) -> None:
+    with Terminal("pull", stalling) as first:
+        assert server.stalled.wait(HANG)
+        with Terminal("pull", stalling, COLUMNS="80") as second:
+            shown = COLOUR.sub("", second.read(until="for process"))
+            assert "2.1 MB / 4.19 MB" in shown
+            server.go.set()
+            assert (first.end(), second.end()) == (0, 0)
+
+
 def test_no_color(home: Path, server: ScriptedServer) -> None:
     with Terminal("pull", server.put("/a", b"x" * 1000), NO_COLOR="1") as terminal:
         assert terminal.end() == 0, terminal.seen

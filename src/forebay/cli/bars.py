@@ -37,7 +37,7 @@ class Bars:
     def __init__(self, objects: int, *, quiet: bool = False) -> None:
         self._console = console(stderr=True)
         self._progress = Progress(
-            TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=20), _Amount(), _Rate(),
+            TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=20), _Amount(table_column=Column(no_wrap=True)), _Rate(),
             _State(table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=self._console, disable=quiet or not wants_bars(),
         )  # fmt: skip

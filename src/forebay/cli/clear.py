@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forebay.cli.options import DryRunOption, JsonOption, RootOption, SpaceOption, YesOption, opened
+from forebay.cli.options import DryRunOption, JsonOption, RootOption, SpaceOption, YesOption, check_space, opened
 from forebay.cli.removal import carry_out
 from forebay.cli.render import Output
 
@@ -16,4 +16,5 @@ def clear(
 ) -> None:
     """Remove everything, or one space, after asking. What is pinned, or used by some process, stays."""
     with opened(root) as cache:
+        check_space(cache, space)
         carry_out(cache.clear(space), Output(as_json), dry_run=dry_run, yes=yes)

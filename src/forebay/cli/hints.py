@@ -12,6 +12,7 @@ FAILED = 1
 USAGE = 2
 ABSENT = 3
 INTERRUPTED = 130
+PIPE = 141  # as a shell shows what SIGPIPE ended
 
 COMPLETE = "_FOREBAY_COMPLETE"
 """The variable by which a shell asks for completions."""
@@ -23,6 +24,14 @@ class NoCache(errors.ForebayError, FileNotFoundError):
     @classmethod
     def of(cls, path: str) -> NoCache:
         return cls(f"there is no cache at {path}", path=path)
+
+
+class NoSuchSpace(errors.NotCached):
+    """The cache has no space of this name."""
+
+    @classmethod
+    def of(cls, key: str, there: Sequence[str] = ()) -> NoSuchSpace:
+        return cls(f"there is no space {key!r}, but: {', '.join(there) or 'none at all'}", key=key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,7 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     (errors.CacheFault, Hint("`forebay doctor` looks for the cause, `forebay verify --repair` mends the cache")),
     (errors.WaitTimeout, Hint("wait for the holder, or end it: what it has fetched is kept")),
     (errors.Offline, Hint("`forebay warm` fills a cache before the network is gone", ABSENT)),
+    (NoSuchSpace, Hint("`forebay du` lists the spaces", ABSENT)),
     (errors.NotCached, Hint("`forebay pull URL` fetches it", ABSENT)),
     (errors.ChecksumMismatch, Hint("check the expected sum; `forebay pull --refresh URL` asks the source again")),
     (errors.NotFound, Hint("check the URL")),

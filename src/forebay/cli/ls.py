@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from forebay.cli.filters import parse_filters
-from forebay.cli.options import FilterOption, JsonOption, RootOption, SpaceOption, argument, matching, opened, option
+from forebay.cli.options import FilterOption, JsonOption, RootOption, SpaceOption, argument, check_space, matching, opened, option
 from forebay.cli.render import Output
 
 
@@ -33,6 +33,7 @@ def ls(
     """List what the cache holds."""
     passes = parse_filters(filters)
     with opened(root) as cache:
+        check_space(cache, space)
         entries = [e for e in matching(cache.entries(space), names or []) if passes(e) and (e.leased or not leased)]
     if sort is Order.NAME:
         entries.sort(key=lambda entry: entry.name, reverse=reverse)

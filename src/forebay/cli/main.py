@@ -14,7 +14,7 @@ from typer.completion import completion_init  # type: ignore[attr-defined]  # th
 import forebay
 from forebay._config import Settings
 from forebay.cli import clear, completion, demo, doctor, du, ls, path, pin, prune, pull, render, rm, stats, unpin, verify, warm
-from forebay.cli.hints import COMPLETE, FAILED, INTERRUPTED, OK, USAGE, hint_for, is_expected
+from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, hint_for, is_expected
 
 log = logging.getLogger("forebay.cli")
 
@@ -56,6 +56,18 @@ def _log_to_stderr() -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line; its exit code. No exception of our own gets out."""
     try:
+        return _run(arguments)
+    except BrokenPipeError:
+        # Whoever reads has had enough (`forebay ls | head`). The interpreter's last flush must not fail too.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        return PIPE
+
+
+def _run(arguments: list[str] | None) -> int:
+    try:
         if COMPLETE in os.environ:
             completion_init()
         code: int = app(arguments, prog_name="forebay", complete_var=COMPLETE, standalone_mode=False) or OK
@@ -65,10 +77,12 @@ def run(arguments: list[str] | None = None) -> int:
         return USAGE
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    except SystemExit as ending:
+        if isinstance(ending.__context__, BrokenPipeError):  # typer would end the process there, with 1
+            raise ending.__context__ from None
+        raise
     except BrokenPipeError:
-        # Whoever reads has had enough (`forebay ls | head`). The interpreter's last flush must not fail too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        raise
     except Exception as error:  # noqa: BLE001 - the top: every fault becomes two lines and a code, the log has the rest
         return _say_failure(error)
     if code == INTERRUPTED:  # some typers give the code, others raise
@@ -93,6 +107,9 @@ def _say_failure(error: Exception) -> int:
 
 def main() -> NoReturn:
     """The console script."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell (`>&-`): the next file of ours must not get its number
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
     code = run()
     sys.stderr.flush()
     if code == INTERRUPTED and threading.active_count() > 1:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forebay._config import Settings, default_root
-from forebay.cli.hints import ABSENT, NoCache
+from forebay.cli.hints import ABSENT, NoCache, NoSuchSpace
 from forebay.cli.render import Output, say_error
 from forebay.errors import NotCached
 
@@ -76,6 +76,13 @@ def opened(root: Path | None, *, make: bool = False, **arguments: Any) -> Iterat
         arguments.setdefault("read_only", not os.access(path, os.W_OK))  # an administrator's: look at it all the same
     with Cache(path, **arguments) as cache:
         yield cache
+
+
+def check_space(cache: Cache, name: str | None) -> None:
+    """Raises `NoSuchSpace`: a mistyped name is not a space with nothing in it."""
+    there = sorted(cache.stats().spaces)
+    if name is not None and name not in there:
+        raise NoSuchSpace.of(name, there)
 
 
 def matching(entries: list[Entry], names: list[str]) -> list[Entry]:

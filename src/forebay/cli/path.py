@@ -11,7 +11,7 @@ from forebay.errors import ConfigError, NotCached
 
 
 def path(
-    name: Annotated[str | None, argument("NAME", help="A URL; nothing: the cache's own directory.")] = None,
+    name: Annotated[str | None, argument("NAME", help="A URL (a program's values have no files); none: the cache's directory.")] = None,
     root: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -25,7 +25,7 @@ def path(
             if entry is None:
                 raise NotCached.of(name)
             if entry.space != "urls":
-                raise ConfigError(f"{name} is a value of a program, not a file", name="NAME", value=name)
+                raise ConfigError(f"{name} is a value that a program put: only what came from a URL has a file", name="NAME", value=name)
             with cache.local(name, force=True) as lease:
                 found = os.fspath(lease)
     output.document({"name": name, "path": found})

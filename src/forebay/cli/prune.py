@@ -6,7 +6,7 @@ from typing import Annotated
 
 from forebay._config import parse_size
 from forebay.cli.filters import parse_filters
-from forebay.cli.options import DryRunOption, FilterOption, JsonOption, RootOption, SpaceOption, YesOption, opened, option
+from forebay.cli.options import DryRunOption, FilterOption, JsonOption, RootOption, SpaceOption, YesOption, check_space, opened, option
 from forebay.cli.removal import carry_out
 from forebay.cli.render import Output
 from forebay.errors import ConfigError
@@ -21,14 +21,15 @@ def prune(
     root: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what the cache can do without: unfinished downloads, leftovers, what is over the budget; or as --free and --filter say.
+    """Remove what is over the limits, and what killed processes left half done; or as --free and --filter say.
 
-    What some process is using stays.
+    What some process is using stays. Unfinished downloads stay too, to be gone on from, until their room is wanted.
     """
     passes = parse_filters(filters) if filters else None
     if space is not None and free is None and passes is None:
         raise ConfigError("--space goes with --free or --filter; `forebay clear --space` removes it all", name="--space", value=space)
     with opened(root) as cache:
+        check_space(cache, space)
         if free is None and passes is None:
             plan = cache.prune()
         else:

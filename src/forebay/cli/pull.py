@@ -34,6 +34,8 @@ def pull(
     if sha256 is not None and (len(urls) > 1 or not _is_sha256(sha256)):
         raise ConfigError("--sha256 takes 64 hexadecimal digits, and one URL", name="--sha256", value=sha256)
     targets = _targets(urls, to) if to is not None else {}
+    for target in targets.values():
+        _check_writable(target)
     with opened(root, make=True) as cache:
 
         def fetch(url: str, told: OnProgress) -> Entry | None:
@@ -58,6 +60,14 @@ def _targets(urls: list[str], to: str) -> dict[str, Path]:
     if len(set(targets.values())) < len(urls):
         raise ConfigError("two of the URLs end in the same name: --to one directory cannot hold both", name="--to", value=to)
     return targets
+
+
+def _check_writable(target: Path) -> None:
+    """Before anything is fetched, not after."""
+    there = next(path for path in target.absolute().parents if path.exists())
+    if target.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        wrong = f"{target} is a directory" if target.is_dir() else f"no file can be made in {there}"
+        raise ConfigError(f"--to {target}: {wrong}", name="--to", value=str(target))
 
 
 def _file_name(url: str) -> str:

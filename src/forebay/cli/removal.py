@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def carry_out(plan: Plan, output: Output, *, dry_run: bool, yes: bool) -> Report | None:
-    """What really happened; None where nothing was to be done, or with ``dry_run``. Exits where nobody agrees."""
-    if dry_run or not plan.victims:
+    """What really happened; None with ``dry_run``. Exits where nobody agrees; where nothing would go nobody is asked."""
+    if dry_run:
         output.document({"victims": plan.victims, "frees": plan.frees})
         output.victims(plan.victims, plan.frees)
         return None
-    if not yes:
+    if plan.victims and not yes:
         output.victims(plan.victims, plan.frees)
-    if not confirmed("Remove them?", yes=yes):
+    if plan.victims and not confirmed("Remove them?", yes=yes):
         raise typer.Exit(FAILED)
     report = plan.execute()
     output.document(report)

@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 UNLIMITED = 100_000  # columns where no terminal sets a width: nothing is cut or folded in a pipe
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process here, with 1
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console on today's ``sys.stdout`` or ``sys.stderr``. Colour as rich decides: ``NO_COLOR``, ``TERM``, a terminal."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else UNLIMITED, highlight=False, markup=False, emoji=False)
+    return _Console(stderr=stderr, width=None if stream.isatty() else UNLIMITED, highlight=False, markup=False, emoji=False)
 
 
 def plain(text: object) -> str:
@@ -73,8 +78,11 @@ class LogLines(logging.Handler):
         lines = [f"{record.levelname.lower()}: {record.getMessage()}"]
         if record.exc_info:
             lines += logging.Formatter().formatException(record.exc_info).splitlines()
-        for line in lines:
-            (self.target or console(stderr=True)).print(Text(plain(line), style="yellow"), soft_wrap=True)
+        try:
+            for line in lines:
+                (self.target or console(stderr=True)).print(Text(plain(line), style="yellow"), soft_wrap=True)
+        except OSError:  # nobody reads any more: whoever logs this must not fail for it
+            self.handleError(record)
 
 
 LOG_LINES = LogLines()
@@ -141,7 +149,8 @@ class Output:
 
     def victims(self, victims: Sequence[Victim], frees: int) -> None:
         now = time.time()
-        self.table(("SIZE>", "USED>", "NAME"), ((format_size(v.size), _ago(now, v.used), v.name) for v in victims))
+        if victims:
+            self.table(("SIZE>", "USED>", "NAME"), ((format_size(v.size), _ago(now, v.used), v.name) for v in victims))
         self.line(f"{_count(len(victims), 'entry', 'entries')} would go, {format_size(frees)}")
 
     def report(self, report: Report, *, pinned: Collection[str] = ()) -> None:

@@ -1,0 +1,113 @@
+"""`Cache` and `Space`: what they refuse, what names mean, what a plan does; the rest is in the scenarios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay import Cache
+from forebay.errors import ConfigError
+from forebay.testing import ScriptedServer
+
+SUM = "0" * 64
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Cache]:
+    with Cache(tmp_path / "root", budget="8MiB", min_free=0) as cache:
+        yield cache
+        assert cache.check(deep=True) == []
+
+
+@pytest.mark.parametrize(
+    "made",
+    [{"root": ""}, {"budget": -1}, {"budget": 1.5}, {"max_entries": -1}, {"timeout": -1}, {"timeout": "soon"}, {"timeout": float("nan")},
+     {"max_age": "x"}],
+)  # fmt: skip
+def test_a_cache_that_makes_no_sense_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, object]) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=next(iter(made))):
+        Cache(**({"root": tmp_path / "root"} | made))  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: cache.read(""),
+        lambda cache: cache.read("http://127.0.0.1:9/x", sha256="abc"),
+        lambda cache: cache.open("http://127.0.0.1:9/x", sha256=SUM[:-1] + "g"),
+        lambda cache: cache.read("http://127.0.0.1:9/x", timeout=-1),
+        lambda cache: cache.warm("http://127.0.0.1:9/x"),
+        lambda cache: cache.space(""),
+        lambda cache: cache.space("a:b"),
+        lambda cache: cache.space("a\ud800"),
+        lambda cache: cache.space("s", quota="much"),
+        lambda cache: cache.space("s", policy="mru"),
+        lambda cache: cache.put("k", "text"),
+        lambda cache: cache.get_or_put("a\ud800", lambda: b""),
+    ],
+)
+def test_a_call_that_makes_no_sense_asks_nobody(cache: Cache, call: Callable[[Cache], object]) -> None:
+    with pytest.raises(ConfigError):
+        call(cache)
+    assert cache.stats().requests == 0
+    assert sorted(cache.stats().spaces) in ([], ["urls"], ["values"])
+
+
+def test_looking_into_a_space_that_is_not_there_makes_none(cache: Cache) -> None:
+    assert cache.entries("features") == []
+    assert cache.clear("features").victims == ()
+    assert "features" not in cache.stats().spaces
+
+
+@pytest.mark.parametrize("key", ["//host/a", "/", "a:b", "values:a"])
+def test_a_name_leads_back_to_the_value(cache: Cache, key: str) -> None:
+    cache.put(key, b"v")
+    [entry] = cache.entries()
+    assert cache.entry(entry.name) == entry
+    assert cache.evict(entry.name).removed == (entry.name,)
+
+
+def test_a_url_is_a_url_also_where_a_space_is_called_like_its_scheme(cache: Cache, tmp_path: Path) -> None:
+    cache.space("http").put("k", b"v")
+    with ScriptedServer() as server:
+        url = server.put("/a", b"x")
+        cache.read(url)
+        assert [entry.space for entry in (cache.entry(url), cache.entry("http:k")) if entry] == ["urls", "http"]
+
+
+def test_an_empty_value_is_a_hit(cache: Cache) -> None:
+    cache.put("k", b"")
+    assert bytes(cache.get_or_put("k", lambda: b"made")) == b""
+    assert (cache.stats().hits, cache.stats().misses) == (1, 0)
+
+
+def test_a_space_says_what_it_is(cache: Cache) -> None:
+    assert repr(cache.space("features")) == "<forebay.Space 'features'>"
+
+
+def test_a_plan_to_prune_removes_nothing(cache: Cache, tmp_path: Path) -> None:
+    for key in "abc":
+        cache.put(key, bytes(100_000))
+        cache.pin(f"values:{key}")
+    with Cache(tmp_path / "root", budget=250_000):  # what is pinned stays, above the budget
+        pass
+    for key in "abc":
+        cache.unpin(f"values:{key}")
+    plan = cache.prune()
+    assert [victim.name for victim in plan.victims] == ["values:a"]
+    assert len(cache.entries()) == 3
+    assert plan.execute().removed == ("values:a",)
+
+
+def test_read_only_says_so_also_to_prune(tmp_path: Path) -> None:
+    with Cache(tmp_path / "root", budget="1MB", min_free=0):
+        pass
+    with Cache(tmp_path / "root", read_only=True) as cache:
+        plan = cache.prune()
+        with pytest.raises(forebay.errors.CacheFault, match="read-only"):
+            plan.execute()
