@@ -46,15 +46,33 @@ MUTANTS = (
     # 1. Atomic publish
     Mutant(
         1, "finish without the last byte", "_engine/stages.py",
-        "        if lacking:\n", "        if lacking and size < 0:\n",
+        '        if lacking:\n            raise CacheFault(f"{self.path}',
+        '        if lacking and size < 0:\n            raise CacheFault(f"{self.path}',
         "tests/engine/test_stages.py::test_a_missing_byte_forbids_to_finish",
     ),
     Mutant(
         1, "the row before the file", "_engine/publish.py",
-        "        blobs.publish(self._root, writing.stage.path, reserved.id, label.suffix)\n        named.append(writing)\n",
-        '        txn.run("COMMIT")\n        blobs.publish(self._root, writing.stage.path, reserved.id, label.suffix)\n'
+        "        blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)\n        named.append(writing)\n",
+        '        txn.run("COMMIT")\n        blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)\n'
         '        txn.run("BEGIN IMMEDIATE")\n        named.append(writing)\n',
         f"{STEPS}test_put[blob]",
+    ),
+    Mutant(
+        1, "a small file is entered before it is written", "_engine/publish.py",
+        "            blobs.write(self.root, id, small.data, label.suffix)\n            writing.named(id)\n            return self.insert(",
+        "            writing.named(id)\n            txn.then = lambda: blobs.write(self.root, id, small.data, label.suffix)\n"
+        "            return self.insert(",
+        f"{STEPS}test_put[small blob]",
+    ),
+    Mutant(
+        1, "a small file is written without an intent", "_engine/intent.py",
+        "        self._slots.set_intent(id)\n", "        self._slots.set_intent(0)\n",
+        f"{STEPS}test_put[small blob]",
+    ),
+    Mutant(
+        4, "what a small write left is not removed", "_engine/intent.py",
+        "            if not entries.is_known(self._catalog, id):\n", "            if id < 0:\n",
+        f"{STEPS}test_put[small blob]",
     ),
     Mutant(
         1, "serve without a look at the checksum", "_engine/reading.py",
@@ -105,22 +123,22 @@ MUTANTS = (
     ),
     # 4. Never over budget
     Mutant(
-        4, "doomed bytes are forgotten", "_engine/budget.py",
+        4, "doomed bytes are forgotten", "_engine/room.py",
         "        used = totals.entries + totals.granted", "        used = totals.entries - totals.leaving + totals.granted",
         f"{BUDGET}test_doomed_bytes_count_until_they_are_unlinked",
     ),
     Mutant(
-        4, "promised bytes are forgotten", "_engine/budget.py",
+        4, "promised bytes are forgotten", "_engine/room.py",
         "        used = totals.entries + totals.granted + totals.pending", "        used = totals.entries",
         "tests/stress/test_many_processes.py::test_s04_a_pause_between_samples_is_no_gap",
     ),
     Mutant(
         4, "a body of unknown length grows unasked", "_engine/publish.py",
-        "            self._stage.on_grow = self._grow\n", "            self._stage.on_grow = None\n",
+        "        self._stage.on_grow = self._grow\n", "        self._stage.on_grow = None\n",
         f"{STEPS}test_grow_of_unknown_length",
     ),
     Mutant(
-        4, "sizes are counted, not blocks", "_engine/budget.py",
+        4, "sizes are counted, not blocks", "_engine/room.py",
         "        return -(-size // self._block) * self._block\n", "        return size\n",
         f"{STEPS}test_publish_through_a_writing",
     ),
@@ -150,7 +168,7 @@ MUTANTS = (
     # 6. The cache never breaks the job
     Mutant(
         6, "errors of the disk reach the caller", "_engine/faults.py",
-        "        raise found from error\n", "        raise\n",
+        "        if not isinstance(error, OSError) or", "        if error is not None or",
         f"{FAULTS}test_any_change_may_fail[blob-EDQUOT]",
     ),
     Mutant(
@@ -182,9 +200,14 @@ MUTANTS = (
         "tests/crash/test_creation.py::test_somebody_deletes_a_part_of_it[catalog.sqlite]",
     ),
     Mutant(
+        7, "a value that makes way keeps its slot", "_engine/eviction.py",
+        "        if not entries.drop_value(txn, id):\n            return False\n        self._slots.clear(slot, id)\n",
+        "        if not entries.drop_value(txn, id):\n            return False\n",
+        "tests/engine/test_displace.py::test_who_remembers_what_made_way_finds_nothing",
+    ),
+    Mutant(
         7, "a replaced entry keeps its slot", "_engine/publish.py",
-        "            self._slots.clear(old.slot, old.id)\n        slot = entries.take_slot(txn)\n",
-        "        slot = entries.take_slot(txn)\n",
+        "            self._slots.clear(old.slot, old.id)\n            txn.leftovers", "            txn.leftovers",
         f"{OTHERS}test_who_remembers_reads_exact_bytes[replace]",
     ),
     # 8. A hit takes no lock and no system call

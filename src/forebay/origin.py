@@ -97,7 +97,7 @@ class Origin:
         if known is not None:
             return known
         key = remote.canonical(text)
-        found = Target(text, key, remote.suffix(text), remote.resolve(text, self.options), remote.local_path(text))
+        found = Target(text, key, remote.suffix_of_key(key), remote.resolve(text, self.options), remote.local_path(text))
         if len(self._targets) >= 10_000:
             self._targets.clear()
         self._targets[text] = found
@@ -280,7 +280,7 @@ class Origin:
     def _check_sha256(self, target: Target, ask: Ask, writing: Writing) -> None:
         if ask.sha256 is None:
             return
-        found = _sha256_of(writing.path())
+        found = writing.sha256()
         if found != ask.sha256.lower():
             writing.discard()
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")

@@ -16,6 +16,7 @@ from tests.harness import KiB, MiB, bytes_of, write_whole
 NewScene = Callable[[int], Scene]
 SMALL, OTHER = b"small" * 100, b"other" * 200
 BLOB, NEWER = os.urandom(100 * KiB), os.urandom(150 * KiB)
+LARGE = os.urandom(300 * KiB)  # staged, where BLOB is written in the transaction that publishes it
 BODY = os.urandom(3 * MiB + 12345)
 
 
@@ -23,7 +24,7 @@ def nothing(store: Store) -> None:
     """An empty root."""
 
 
-@pytest.mark.parametrize("data", [SMALL, BLOB], ids=["value", "blob"])
+@pytest.mark.parametrize("data", [SMALL, BLOB, LARGE], ids=["value", "small blob", "blob"])
 def test_put(scene: NewScene, data: bytes) -> None:
     def after(store: Store) -> None:
         assert bytes_of(store, "a") in (None, data)
@@ -31,7 +32,7 @@ def test_put(scene: NewScene, data: bytes) -> None:
     scene(MiB).play(nothing, lambda store: store.put("v", "a", data), after)
 
 
-@pytest.mark.parametrize("new", [SMALL, NEWER], ids=["value", "blob"])
+@pytest.mark.parametrize("new", [SMALL, NEWER, LARGE], ids=["value", "small blob", "blob"])
 @pytest.mark.parametrize("old", [OTHER, BLOB], ids=["value", "blob"])
 def test_replace(scene: NewScene, old: bytes, new: bytes) -> None:
     def before(store: Store) -> None:
@@ -50,6 +51,21 @@ def test_the_next_write_needs_what_the_dead_replacer_left(scene: NewScene) -> No
         assert bytes_of(store, "a") in (BLOB, NEWER)
 
     scene(MiB).play(lambda store: store.put("v", "a", BLOB), lambda store: store.put("v", "a", NEWER), after, small_first=False)
+
+
+@pytest.mark.parametrize("room", [MiB, 300 * KiB], ids=["ample", "short"])
+def test_publish_small_through_a_writing(scene: NewScene, room: int) -> None:
+    """It comes into memory; where there is no room, victims go first."""
+
+    def before(store: Store) -> None:
+        store.put("v", "b", BLOB)
+        store.put("v", "c", BLOB)
+
+    def after(store: Store) -> None:
+        assert bytes_of(store, "a") in (None, NEWER)
+        assert bytes_of(store, "c") == BLOB
+
+    scene(room).play(before, lambda store: write_whole(store, "a", NEWER), after)
 
 
 def test_publish_through_a_writing(scene: NewScene) -> None:

@@ -489,11 +489,12 @@ def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, cr
     said.wait()
 
     def reader() -> None:
-        from forebay._engine.catalog import connection
+        from forebay._engine.catalog import writer
 
-        connection.Catalog._take_writer.__defaults__ = None
-        assert connection.WRITER_WAIT == 10.0
-        connection.Catalog.writer.__wrapped__.__defaults__ = (0.5,)  # type: ignore[attr-defined]
+        assert writer.PATIENCE == 10.0
+        writer.PATIENCE = 0.5
+        with pytest.raises(errors.CacheFault, match=rf"busy.*{child.pid}"), opened(place):
+            pass
         found = sqlite3.connect(f"file:{place}/catalog.sqlite?mode=ro", uri=True).execute("SELECT count(*) FROM entries").fetchall()
         assert found == [(8,)]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay._engine.catalog import connection
+from forebay._engine.catalog import writer
 from forebay.testing import ScriptedServer
 
 MiB = 1 << 20
@@ -107,8 +107,7 @@ def test_s08_a_process_that_holds_the_writer_lock(
     root: Path, server: ScriptedServer, children: Callable[..., Any], flag: Callable[[], Any], warnings: Any, end: signal.Signals,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    writer = connection.Catalog.writer
-    monkeypatch.setattr(connection.Catalog, "writer", lambda self, timeout=2.0: writer(self, min(timeout, 2.0)))
+    monkeypatch.setattr(writer, "PATIENCE", 2.0)
     inside = flag()
     bodies = [os.urandom(100_000), os.urandom(50_000)]
     old, new = (server.put(f"/{i}.bin", body) for i, body in enumerate(bodies))

@@ -28,6 +28,22 @@ def publish(root: Root, staged: Path, id: int, suffix: str = "") -> Path:
     return path
 
 
+def write(root: Root, id: int, data: Buffer, suffix: str = "") -> None:
+    """A whole file at once, under its final name. Caller: holds the writer lock and has said what he intends."""
+    fd = host.create(root.blob_name(id, suffix), root.blob_mode)
+    try:
+        host.pwrite(fd, data, 0)
+    finally:
+        os.close(fd)
+
+
+def remove_whatever_suffix(root: Root, id: int) -> None:
+    """Remove the file of ``id`` where nobody noted its suffix. Caller: holds the writer lock, and no row names the file."""
+    for found, path in _in_fan(root, id & 0xFF):
+        if found == id:
+            host.unlink(path)
+
+
 def unpublish(root: Root, staged: Path, id: int, suffix: str = "") -> None:
     """Take the name away again: the row could not be committed."""
     host.rename(root.blob(id, suffix), staged)
@@ -42,16 +58,16 @@ def link_blob(root: Root, source: Path, id: int, suffix: str = "") -> Path:
 
 def open_blob(root: Root, id: int, suffix: str = "") -> int:
     """A descriptor to read from. Raises FileNotFoundError where there is no such blob, `Damaged` where it is no file."""
-    path = root.blob(id, suffix)
+    path = root.blob_name(id, suffix)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise Damaged(f"{path} is a symbolic link: none is followed", key=str(path)) from error
+            raise Damaged(f"{path} is a symbolic link: none is followed", key=path) from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise Damaged(f"{path} is not a file", key=str(path))
+        raise Damaged(f"{path} is not a file", key=path)
     return fd
 
 
@@ -72,21 +88,25 @@ def map_blob(root: Root, entry: Entry) -> memoryview:
 
 def remove_blob(root: Root, id: int, suffix: str = "") -> bool:
     """Remove the file; False if it was gone. Caller: holds the lock of ``id`` exclusively."""
-    return host.unlink(root.blob(id, suffix))
+    return host.unlink(root.blob_name(id, suffix))
 
 
 def list_blobs(root: Root) -> Iterator[tuple[int, Path]]:
     """Every file under ``blobs/`` that has one of our names, as ``(id, path)``; other files are none of our business."""
     for fan in range(256):
-        directory = root.blobs_dir / f"{fan:02x}"
-        try:
-            names = os.listdir(directory)
-        except FileNotFoundError:
-            continue
-        for name in names:
-            found = parse_blob_name(name)
-            if found and found.id & 0xFF == fan:
-                yield found.id, directory / name
+        yield from _in_fan(root, fan)
+
+
+def _in_fan(root: Root, fan: int) -> Iterator[tuple[int, Path]]:
+    directory = root.blobs_dir / f"{fan:02x}"
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return
+    for name in names:
+        found = parse_blob_name(name)
+        if found and found.id & 0xFF == fan:
+            yield found.id, directory / name
 
 
 def verify_blob(path: Path, size: int, checksum: bytes) -> bool:

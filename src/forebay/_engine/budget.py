@@ -1,8 +1,7 @@
 """Room: reserve it, make it by evicting, give it back. Never more than the budget, for all processes together.
 
-Used = published + reserved + doomed + superseded + what the catalog occupies above its allowance. Where something has to go,
-reserving takes two transactions: the first enters the reservation as pending, so that others count it, and dooms the victims;
-their files are unlinked outside the writer lock; the second deletes their rows and grants.
+Where something has to go, reserving takes two transactions: the first enters the reservation as pending, so that others count it,
+and dooms the victims; their files are unlinked outside the writer lock; the second deletes their rows and grants.
 """
 
 from __future__ import annotations
@@ -22,53 +21,17 @@ from forebay._engine.eviction import SPACE_WORD, Doomed, Eviction
 from forebay._engine.owners import Owners
 from forebay._engine.policy import Policy
 from forebay._engine.ranking import Ranking, Scope
+from forebay._engine.room import Room, Short, Want
 from forebay._engine.root import Root
-from forebay._kernel import host, locks, waits
+from forebay._kernel import locks, waits
 
 log = logging.getLogger("forebay.budget")
 
-ALLOWANCE = 8 << 20
-"""Bytes of the catalog, small values apart, that the budget does not count."""
-ROW = 256
-"""What a small value costs beside its bytes."""
 AT_ONCE = 512
 PICKS = 3
 """How often the coldest are picked anew before they are held to be all in use."""
 PATIENCE = 10.0
 _FOR_THE_JOURNAL = 1 << 20  # to evict takes room too
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """What a write asks room for. ``size`` in bytes; ``replaces``: the id that will be superseded, no victim, its ``replaced`` bytes
-    do not count against the quota."""
-
-    space: int
-    key: str
-    keyhash: int
-    size: int
-    suffix: str = ""
-    replaces: int = 0
-    replaced: int = 0
-    inline: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Short:
-    """What is lacking. ``quota`` and ``bytes`` in bytes, ``count`` in entries: positive where something has to go.
-    ``leaving``: bytes that are on their way out already. ``disk``: bytes below ``min_free``."""
-
-    quota: int
-    bytes: int
-    count: int
-    leaving: int
-    free: int
-    budget: int
-    disk: int = 0
-
-    @property
-    def fits(self) -> bool:
-        return self.quota <= 0 and self.bytes <= 0 and self.count <= 0
 
 
 @dataclass(slots=True)
@@ -105,36 +68,10 @@ class Budget:
         self._root, self._catalog, self._owners, self._counters = root, catalog, owners, counters
         self._eviction, self._ranking, self._words = eviction, ranking, words
         self._keys = locks.LockFile(root.lock("keys"))  # a reaper's own description: see the module `leases`
-        self._block = host.disk(root.path).block
+        self.room = Room(root, catalog)
         self.drop_dead: Callable[[], None] = lambda: None  # lets go of what this process has mapped of victims
 
-    # -- sizes -----------------------------------------------------------------------------------------------------
-
-    def charge(self, size: int, inline: bool = False) -> int:
-        """What ``size`` bytes count while they are written: whole blocks and the chunk map, or bytes and a row for a small value."""
-        return size + ROW if inline else stages.footprint(size, self._block)
-
-    def charge_published(self, size: int) -> int:
-        """What a finished file of ``size`` bytes counts."""
-        return -(-size // self._block) * self._block
-
-    def short(self, txn: Txn, want: Want | None, id: int = 0) -> Short:
-        """What is lacking for ``want``, or for nothing new; older pending reservations are served before ``id``."""
-        totals = spaces.totals(txn, id or None, want.space if want else 0)
-        charge = self.charge(want.size, want.inline) if want else 0
-        used = totals.entries + totals.granted + totals.pending + max(0, totals.pages - ALLOWANCE)
-        floor = totals.min_free + (charge if want else 0) - host.disk(self._root.path).free
-        quota = 0
-        if want is not None and totals.quota is not None:
-            quota = totals.space + reservations.reserved_in(txn, want.space, id) + want.size - want.replaced - totals.quota
-        count = totals.count + (want is not None and not want.replaces) - totals.max_entries if totals.max_entries is not None else 0
-        return Short(quota, max(used + charge - totals.budget, floor), count, totals.leaving, totals.budget - used, totals.budget, floor)
-
     # -- reserving -------------------------------------------------------------------------------------------------
-
-    def fits(self, txn: Txn, want: Want) -> bool:
-        """Whether ``want`` fits as it is. For a small value, whose row is its reservation."""
-        return self.short(txn, want).fits
 
     def reserve(self, want: Want) -> Reservation:
         """Room for ``want``, evicting what may go. Raises `NoSpace` where not enough may; for what is larger than the whole budget
@@ -197,9 +134,9 @@ class Budget:
                 self._eviction.delete(txn, attempt.doomed)
                 for partial in attempt.partials:
                     reservations.delete(txn, partial.id)
-                short = self.short(txn, want, attempt.id)
+                short = self.room.short(txn, want, attempt.id)
                 if not short.fits and self._owners.reap(txn):
-                    short = self.short(txn, want, attempt.id)
+                    short = self.room.short(txn, want, attempt.id)
                 if short.fits:
                     return self._grant(txn, want, attempt)
                 if self._enter_pending(txn, want, attempt, short):
@@ -220,14 +157,14 @@ class Budget:
             return _NOTHING
         if not attempt.id:
             return self._enter(txn, want, attempt, granted=True)
-        reservations.set_size(txn, attempt.id, want.size, self.charge(want.size, want.inline), True)
+        reservations.set_size(txn, attempt.id, want.size, self.room.charge(want.size, want.inline), True)
         found = reservations.by_id(txn, attempt.id)
         if found is None:
             raise errors.CacheFault(f"the reservation of {want.key!r} is gone: the catalog was made anew meanwhile")
         return found
 
     def _enter(self, txn: Txn, want: Want, attempt: _Attempt, *, granted: bool) -> Reservation:
-        attempt.id, charge = txn.take("next_id"), self.charge(want.size, want.inline)
+        attempt.id, charge = txn.take("next_id"), self.room.charge(want.size, want.inline)
         row = Reservation(
             attempt.id, attempt.me, want.space, want.key, want.keyhash, granted, want.size, charge, want.suffix, time.time()
         )  # fmt: skip
@@ -240,7 +177,7 @@ class Budget:
             return True
         limits = spaces.totals(txn, space=want.space)
         quota = limits.quota if limits.quota is not None else want.size
-        if self.charge(want.size, want.inline) > limits.budget or want.size > quota or limits.max_entries == 0:
+        if self.room.charge(want.size, want.inline) > limits.budget or want.size > quota or limits.max_entries == 0:
             attempt.stuck, attempt.hopeless = short, True
             return False
         if not attempt.id:
@@ -271,11 +208,11 @@ class Budget:
             if attempt.given >= attempt.wanted:
                 attempt.stuck = short
                 return
-        self._take_partials(txn, _Freed(charge=lacking, count=short.count), freed, partials)
+        self._take_partials(txn, _Freed(charge=lacking, count=short.rows), freed, partials)
         scope = Scope() if evicts_own or space is None else Scope(but=space.id)
-        self._doom(txn, scope, want, attempt, freed, doomed, _Freed(charge=lacking, count=short.count))
+        self._doom(txn, scope, want, attempt, freed, doomed, _Freed(charge=lacking, count=short.rows))
         attempt.given += freed.charge
-        if freed.charge < lacking or freed.count < short.count:
+        if freed.charge < lacking or freed.count < short.rows:
             self._stuck_unless(bool(doomed or partials) or short.leaving > 0, attempt, short)
 
     def _stuck_unless(self, moving: bool, attempt: _Attempt, short: Short) -> None:

@@ -15,10 +15,13 @@ from forebay._engine.budget import Budget
 from forebay._engine.catalog import Catalog, CatalogBroken, people, spaces
 from forebay._engine.census import Census
 from forebay._engine.counters import Counters
+from forebay._engine.displace import Displacing
 from forebay._engine.eviction import Eviction
 from forebay._engine.faults import faults
 from forebay._engine.fill import Fill
+from forebay._engine.intent import Intent
 from forebay._engine.leases import Leases
+from forebay._engine.linking import Linking
 from forebay._engine.memo import Memo
 from forebay._engine.owners import Owners
 from forebay._engine.publish import Publisher
@@ -112,7 +115,11 @@ class Engine:
         self._budget = Budget(root, self._catalog, self._owners, self._eviction, self._ranking, self.words, self.counters)
         self._budget.drop_dead = self.memo.drop_dead
         self._fill = Fill(root, self._catalog, self._owners, self.words, self.counters)
-        self._publisher = Publisher(root, self._catalog, self._slots, self._leases, self._owners, self._budget, self._eviction)
+        displacing = Displacing(self._budget, self._eviction, self._ranking, self.counters)
+        intent = Intent(root, self._catalog, self._slots)
+        self._publisher = Publisher(root, self._catalog, self._slots, self._owners, self._budget, displacing, intent)
+        self._linking = Linking(root, self._catalog, self._slots, self._budget, self._publisher)
+        self._recover = intent.recover
         self._catalog.sweeper = self._eviction.sweep
         self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
         self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self.counters)
@@ -131,6 +138,7 @@ class Engine:
             return
         self._format.try_lock(0, exclusive=False)  # a later version migrates a root only when nobody holds this
         self._have_slots()
+        self._catalog.recover = self._recover
         self._catalog.make_ballast()
         self._owners.me()
         self._clean_after_reboot()

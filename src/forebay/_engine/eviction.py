@@ -75,8 +75,19 @@ class Eviction:
         for one in doomed:
             self._leases.evicted(one.id)
         if doomed:
-            self._slots.bump_evictions()
-            self._words.bump(SPACE_WORD)
+            self.tell()
+
+    def tell(self) -> None:
+        """Entries are gone: memos let go of them, and who waits for room looks again."""
+        self._slots.bump_evictions()
+        self._words.bump(SPACE_WORD)
+
+    def drop_value(self, txn: Txn, id: int, slot: int) -> bool:
+        """`doom` and `delete` in one for a small value: nobody can lease it, and no file has to go in between."""
+        if not entries.drop_value(txn, id):
+            return False
+        self._slots.clear(slot, id)
+        return True
 
     def remove(self, wanted: Sequence[tuple[int, int, Doomed]]) -> list[Doomed]:
         """Remove these entries, given as (id, slot, what it has on the disk); gives those that went."""

@@ -28,7 +28,8 @@ from forebay._kernel import locks, waits
 log = logging.getLogger("forebay.fill")
 T = TypeVar("T")
 
-KEY_WORDS = 1022  # futex words 2 to 1023 are the keys'
+FIRST_WORD = 3  # futex words from here on are the keys'
+KEY_WORDS = waits.COUNT - FIRST_WORD
 _working: contextvars.ContextVar[bool] = contextvars.ContextVar("forebay_working", default=False)
 
 
@@ -224,4 +225,4 @@ class Fill:
 
 
 def _word_of(keyhash: int) -> int:
-    return 2 + keyhash % KEY_WORDS
+    return FIRST_WORD + keyhash % KEY_WORDS

@@ -134,7 +134,11 @@ class Root:
         return self.lock(f"leases-{id % LEASE_FILES:02d}")
 
     def blob(self, id: int, suffix: str = "") -> Path:
-        return self.path / f"blobs/{id & 0xFF:02x}/{id:016x}{suffix}"
+        return Path(self.blob_name(id, suffix))
+
+    def blob_name(self, id: int, suffix: str = "") -> str:
+        """The path of a blob, for who asks for it so often that the time of a `Path` counts."""
+        return f"{self.path}/blobs/{id & 0xFF:02x}/{id:016x}{suffix}"
 
     def tree(self, id: int) -> Path:
         return self.path / f"trees/{id:016x}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
+import sys
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
@@ -30,16 +30,23 @@ class Lease:
 
     def __init__(self, leases: Leases, entry: Entry, path: str) -> None:
         self.entry, self.path = entry, path
-        self._release = weakref.finalize(self, leases.let_go_soon, entry.id)
-        self._release.atexit = False  # at exit the kernel lets go, whatever state the interpreter is in
+        self._release = [leases.let_go_soon]  # a list, since `pop` is one step: of two threads that close, one does
 
     def close(self) -> None:
         """Let go. A second call does nothing."""
-        self._release()
+        try:
+            release = self._release.pop()
+        except IndexError:
+            return
+        release(self.entry.id)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # at exit the kernel lets go, whatever state the interpreter is in
+            self.close()
 
     @property
     def closed(self) -> bool:
-        return not self._release.alive
+        return not self._release
 
     def __fspath__(self) -> str:
         if self.closed:
@@ -65,10 +72,10 @@ def in_place(path: str) -> Lease:
 
 class _InPlace(Lease):
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path, self._release = path, []
         info = os.stat(path)
         self.entry = Entry(0, "", path, "file", info.st_size, 0, 0, b"", None, info.st_mtime, "", "cached")
-        self._release = weakref.finalize(self, _nothing, 0)
+        self._release = [_nothing]
 
 
 def _nothing(id: int) -> None:
@@ -119,7 +126,7 @@ class Leases:
         if self._slots.id_of(entry.slot) != entry.id:
             file.unlock(entry.id)
             return None
-        where = self._root.tree(entry.id) if entry.kind == "tree" else self._root.blob(entry.id, entry.suffix)
+        where = self._root.tree(entry.id) if entry.kind == "tree" else self._root.blob_name(entry.id, entry.suffix)
         return Lease(self, entry, str(where))
 
     def hold(self, id: int) -> bool:
@@ -128,7 +135,7 @@ class Leases:
 
     def adopt(self, entry: Entry) -> Lease:
         """The lease of an entry whose byte `hold` locked."""
-        return Lease(self, entry, str(self._root.blob(entry.id, entry.suffix)))
+        return Lease(self, entry, self._root.blob_name(entry.id, entry.suffix))
 
     def let_go_soon(self, id: int) -> None:
         """Release without ever waiting for a lock: a finalizer may run inside anything."""

@@ -4,10 +4,13 @@ reserve       a row counts the bytes                        a crash leaves a cou
 stage         the file grows under tmp/                     a crash leaves a counted partial, resumed where it can be
 row, rename   uncommitted row, then the final name          a crash leaves the reservation, which names both places
 commit        the entry is visible, the reservation gone
+
+What is small comes into memory, and has its file written in the very transaction that publishes it: see `intent`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,24 +18,28 @@ from types import TracebackType
 from typing import Self
 
 from forebay import errors
-from forebay._engine import blobs, trees
-from forebay._engine.budget import Budget, Want
-from forebay._engine.catalog import Catalog, Txn, entries, reservations
+from forebay._engine import blobs
+from forebay._engine.budget import Budget
+from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.chunkmaps import CHUNK
-from forebay._engine.eviction import Eviction
+from forebay._engine.displace import Displacing
 from forebay._engine.faults import faults
 from forebay._engine.fill import hash_of
+from forebay._engine.intent import Intent
 from forebay._engine.leases import Lease, Leases
 from forebay._engine.owners import Owners
+from forebay._engine.room import Want
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
-from forebay._engine.stages import Stage
+from forebay._engine.stages import MemoryStage, Stage
 from forebay._kernel import host
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Span
 
 INLINE = 16 << 10
 """Values up to this size lie in the catalog: neither a block nor an inode each."""
+SMALL = 256 << 10
+"""Files up to this size come into memory first, and are written and published in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +58,10 @@ class Publisher:
     """Writes entries into one root. Callable from any thread."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, leases: Leases, owners: Owners, budget: Budget, eviction: Eviction
-    ) -> None:
-        self._root, self._catalog, self._slots, self._leases = root, catalog, slots, leases
-        self._owners, self._budget, self._eviction = owners, budget, eviction
+        self, root: Root, catalog: Catalog, slots: Slots, owners: Owners, budget: Budget, displacing: Displacing, intent: Intent
+    ) -> None:  # fmt: skip
+        self.root, self.rows, self._catalog, self._slots = root, catalog, catalog, slots
+        self._owners, self.budget, self._displacing, self._intent = owners, budget, displacing, intent
 
     def put(self, label: Label, data: Buffer, *, validator: str | None = None) -> Entry:
         """Store bytes that are at hand. Raises `NoSpace` or another `CacheFault`; then what was there before stays."""
@@ -71,18 +78,22 @@ class Publisher:
         data = bytes(view)
         checksum = blobs.checksum_of(data)
         with self._catalog.write() as txn:
-            want = self._want(txn, label, len(data), inline=True)
-            if self._budget.fits(txn, want):
-                entry = self._insert(txn, label, txn.take("next_id"), "value", len(data), checksum, validator, data, want)
-                return _noting_leftovers(txn, entry)
-        reserved = self._budget.reserve(want)
+            want = self.want(txn, label, len(data), inline=True)
+            fits, gone = self._displacing.make_room(txn, want)
+            if fits:
+                entry = self.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, want)
+        self._displacing.tell(gone)
+        if fits:
+            return entry
+        reserved = self.budget.reserve(want)
         try:
             with self._catalog.write() as txn:
-                entry = self._insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
+                entry = self.insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
                 reservations.delete(txn, reserved.id)
-                return _noting_leftovers(txn, entry)
+                txn.leftovers = entries.any_leftovers(txn)
+                return entry
         except BaseException:
-            self._budget.cancel(reserved.id)
+            self.budget.cancel(reserved.id)
             raise
 
     def put_many(self, items: Sequence[tuple[Label, Buffer]]) -> list[Entry]:
@@ -93,19 +104,20 @@ class Publisher:
             with self._catalog.write() as txn:
                 while left and memoryview(left[0][1]).nbytes <= INLINE:
                     label, data = left[0][0], bytes(left[0][1])
-                    if not self._budget.fits(txn, self._want(txn, label, len(data), inline=True)):
+                    want = self.want(txn, label, len(data), inline=True)
+                    if not self.budget.room.fits(txn, want):
                         break
-                    found.append(self._insert(txn, label, txn.take("next_id"), "value", len(data), blobs.checksum_of(data), None, data))
+                    found.append(self.insert(txn, label, txn.new_id(), "value", len(data), blobs.checksum_of(data), None, data, want))
                     left.popleft()
-                txn.leftovers = entries.any_leftovers(txn)
             return found + [self.put(label, data) for label, data in left]
 
-    def _want(self, rows: Txn | Catalog, label: Label, size: int, *, inline: bool = False) -> Want:
+    def want(self, rows: Rows, label: Label, size: int, *, inline: bool = False) -> Want:
+        """What a write of ``size`` bytes asks for, as things are."""
         old = entries.find(rows, label.space, label.key)
         keyhash = hash_of(label.space, label.key)
         return Want(label.space, label.key, keyhash, size, label.suffix, old.id if old else 0, old.size if old else 0, inline)
 
-    def _insert(
+    def insert(
         self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None,
         want: Want | None = None,
     ) -> Entry:  # fmt: skip
@@ -117,22 +129,36 @@ class Publisher:
         if old is not None:
             entries.supersede(txn, old)
             self._slots.clear(old.slot, old.id)
+            txn.leftovers |= old.kind != "value"
         slot = entries.take_slot(txn)
-        self._slots.ensure(slot)
-        charge = self._budget.charge(size, inline=True) if kind == "value" else self._budget.charge_published(size)
+        charge = self.budget.room.charge(size, inline=True) if kind == "value" else self.budget.room.charge_published(size)
         life = "pinned" if old is not None and old.life == "pinned" else label.life
         entry = Entry(
             id, label.space_name, label.key, kind, size, charge, slot, checksum, validator, now / 1e9, host.boot_id(), life,
             label.suffix, label.meta,
         )  # fmt: skip
         entries.insert(txn, label.space, entry, data)
-        self._slots.touch(slot, now)
-        self._slots.set_validated(slot, now)
-        self._slots.set_id(slot, id)
+        self._slots.settle(slot, id, now)
         return entry
+
+    def publish_small(self, writing: Writing, small: MemoryStage) -> Entry | None:
+        """Write and publish in one step what came into memory; None if there is no room for it as things are."""
+        size, checksum = small.finish()
+        label = writing.label
+        with self._catalog.write() as txn:
+            want = self.want(txn, label, size)
+            if not self.budget.room.fits(txn, want):
+                return None
+            id = txn.new_id()
+            self._intent.begin(txn, id)
+            blobs.write(self.root, id, small.data, label.suffix)
+            writing.named(id)
+            return self.insert(txn, label, id, "blob", size, checksum, writing.validator, want=want)
 
     def publish(self, writings: Sequence[Writing]) -> list[Entry]:
         """Give finished stages their names and their rows, all in one transaction."""
+        for writing in writings:
+            writing.to_disk()
         ready = [(writing, *writing.finish()) for writing in writings]
         named: list[Writing] = []
         try:
@@ -142,75 +168,19 @@ class Publisher:
                 return found
         except BaseException:
             for writing in named:
-                blobs.unpublish(self._root, writing.stage.path, writing.reserved.id, writing.label.suffix)
+                blobs.unpublish(self.root, writing.stage.path, writing.reserved.id, writing.label.suffix)
             raise
 
     def _publish_one(self, txn: Txn, writing: Writing, size: int, checksum: bytes, named: list[Writing]) -> Entry:
         label, reserved = writing.label, writing.reserved
         if reservations.by_id(txn, reserved.id) is None:
             raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was made anew meanwhile")
-        entry = self._insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
+        writing.named(reserved.id)
+        entry = self.insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
         reservations.delete(txn, reserved.id)
-        blobs.publish(self._root, writing.stage.path, reserved.id, label.suffix)
+        blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)
         named.append(writing)
         return entry
-
-    def plant(self, label: Label, members: Sequence[tuple[str, Entry]]) -> Entry:
-        """A tree of entries: its directories cost room, its files are theirs. Caller: holds leases on the members and the tree's key."""
-        keyhash = hash_of(label.space, label.key)
-        with faults(label.key):
-            names = [name for name, _ in members]
-            size = trees.footprint(names, host.disk(self._root.path).block)
-            reserved = self._budget.reserve(self._want(self._catalog, label, size))
-            try:
-                files = [(name, self._root.blob(entry.id, entry.suffix)) for name, entry in members]
-                trees.build(self._root, reserved.id, files, keyhash=keyhash)
-                with self._catalog.write() as txn:
-                    entry = self._insert(txn, label, reserved.id, "tree", size, b"", None)
-                    entries.link(txn, entry.id, [(name, member.id) for name, member in members])
-                    reservations.delete(txn, reserved.id)
-                    return _noting_leftovers(txn, entry)
-            except BaseException:
-                trees.remove(self._root, reserved.id, keyhash=keyhash)
-                self._budget.cancel(reserved.id)
-                raise
-
-    def rename(self, space: int, key: str, label: Label) -> bool:
-        """Let an entry have another name, in place of what had it. False if there is no such entry.
-
-        It gets another slot: memos of other processes know the old name by the old one."""
-        with faults(label.key), self._catalog.write() as txn:
-            entry = entries.find(txn, space, key)
-            if entry is None:
-                return False
-            old = entries.find(txn, label.space, label.key)
-            if old is not None and old.id != entry.id:
-                entries.supersede(txn, old)
-                self._slots.clear(old.slot, old.id)
-            slot = entries.take_slot(txn)
-            self._slots.ensure(slot)
-            self._slots.touch(slot, self._slots.used(entry.slot))
-            self._slots.set_validated(slot, self._slots.validated(entry.slot))
-            self._slots.clear(entry.slot, entry.id)
-            entries.rename(txn, entry, label.space, label.key, slot)
-            self._slots.set_id(slot, entry.id)
-            txn.leftovers = True
-            return True
-
-    def link(self, label: Label, source: Entry) -> Entry:
-        """The same bytes under another name: a hard link, charged to both spaces. Caller: holds a lease on ``source``."""
-        with faults(label.key, source.size):
-            reserved = self._budget.reserve(self._want(self._catalog, label, source.size))
-            try:
-                blobs.link_blob(self._root, self._root.blob(source.id, source.suffix), reserved.id, label.suffix)
-                with self._catalog.write() as txn:
-                    entry = self._insert(txn, label, reserved.id, "blob", source.size, source.checksum, source.validator)
-                    reservations.delete(txn, reserved.id)
-                    return _noting_leftovers(txn, entry)
-            except BaseException:
-                blobs.remove_blob(self._root, reserved.id, label.suffix)
-                self._budget.cancel(reserved.id)
-                raise
 
     def adopt(self, keyhash: int) -> tuple[Reservation, Stage] | None:
         """What a fetch of this key left whose process is gone or gave up. Caller: holds the key's lock."""
@@ -223,20 +193,15 @@ class Publisher:
             for reservation in left[:1]:
                 reservations.set_owner(txn, reservation.id, me)
         for reservation in left[:1]:
-            blobs.remove_blob(self._root, reservation.id, reservation.suffix)  # renamed by one who died before his commit
-            stage = Stage.resume(self._root, keyhash, reservation.id)
-            return reservation, stage or Stage.create(self._root, keyhash, reservation.id)
+            blobs.remove_blob(self.root, reservation.id, reservation.suffix)  # renamed by one who died before his commit
+            stage = Stage.resume(self.root, keyhash, reservation.id)
+            return reservation, stage or Stage.create(self.root, keyhash, reservation.id)
         return None
 
     def give_up(self, reserved: Reservation) -> None:
         """Leave a partial for a successor: counted, and the first to go when space is needed."""
         with self._catalog.write() as txn:
             reservations.set_owner(txn, reserved.id, None)
-
-
-def _noting_leftovers(txn: Txn, entry: Entry) -> Entry:
-    txn.leftovers = entries.any_leftovers(txn)
-    return entry
 
 
 class Writing:
@@ -251,6 +216,9 @@ class Writing:
         self._keyhash = hash_of(label.space, label.key)
         self._reserved: Reservation | None = None
         self._stage: Stage | None = None
+        self._small: MemoryStage | None = None
+        self._leases: Leases | None = None
+        self._leased = 0
         self._resumable = False
         self._published = False
         self.validator: str | None = None
@@ -265,31 +233,51 @@ class Writing:
 
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
         """See `Sink.begin`."""
-        self.info, size = info, info.size or 0
-        publisher, budget = self._publisher, self._publisher._budget
-        with faults(self.label.key, size):
-            if self._reserved is None:
-                self._reserved = budget.reserve(publisher._want(publisher._catalog, self.label, size))
-            elif self._reserved.size < size:
-                self._reserved = budget.resize(self._reserved, size)
-            if self._stage is None:
-                self._stage = Stage.create(publisher._root, self._keyhash, self._reserved.id)
-            self._stage.on_grow = self._grow
-            self._resumable = info.strong and info.validator is not None and size > CHUNK
-            wanted = self._stage.begin(info.size, info.validator if info.strong else None)
-            if self._reserved.size > size:  # after the stage let go of what was written: no byte is ever uncounted
-                self._reserved = budget.resize(self._reserved, size)
-            return wanted
+        self.info, self._small = info, None
+        with faults(self.label.key, info.size or 0):
+            if self._reserved is None and info.size is not None and self._comes_into_memory(info.size):
+                self._small = MemoryStage(info.size)
+                return self._small.missing()
+            return self._begin_on_disk(info)
+
+    def _comes_into_memory(self, size: int) -> bool:
+        want = Want(self.label.space, self.label.key, self._keyhash, size, self.label.suffix)
+        return size <= SMALL and self._publisher.budget.room.has_ample(want)
+
+    def _begin_on_disk(self, info: ObjectInfo) -> tuple[Span, ...]:
+        publisher, size = self._publisher, info.size or 0
+        budget = publisher.budget
+        if self._reserved is None:
+            self._reserved = budget.reserve(publisher.want(publisher.rows, self.label, size))
+        elif self._reserved.size < size:
+            self._reserved = budget.resize(self._reserved, size)
+        if self._stage is None:
+            self._stage = Stage.create(publisher.root, self._keyhash, self._reserved.id)
+        self._stage.on_grow = self._grow
+        self._resumable = info.strong and info.validator is not None and size > CHUNK
+        wanted = self._stage.begin(info.size, info.validator if info.strong else None)
+        if self._reserved.size > size:  # after the stage let go of what was written: no byte is ever uncounted
+            self._reserved = budget.resize(self._reserved, size)
+        return wanted
+
+    def to_disk(self) -> None:
+        """Go on as a stage with what came into memory: there is no room as things are, or others are published with it."""
+        small, self._small = self._small, None
+        if small is not None and self.info is not None:
+            small.finish()
+            self._begin_on_disk(self.info)
+            self.stage.write(0, small.data)
 
     def _grow(self, size: int) -> None:
-        self._reserved = self._publisher._budget.resize(self.reserved, size)
+        self._reserved = self._publisher.budget.resize(self.reserved, size)
 
     def write(self, offset: int, data: Buffer) -> None:
         """See `Sink.write`."""
+        stage = self._small or self.stage
         with faults(self.label.key, len(data)):
-            self.stage.write(offset, data)
+            stage.write(offset, data)
         if self._on_progress is not None:
-            self._on_progress(self.stage.done, self.stage.total)
+            self._on_progress(stage.done, stage.total)
 
     @property
     def stage(self) -> Stage:
@@ -301,9 +289,12 @@ class Writing:
         assert self._reserved is not None, "nothing was begun"
         return self._reserved
 
-    def path(self) -> str:
-        """Where the bytes are now, for a check before they are published."""
-        return str(self.stage.path)
+    def sha256(self) -> str:
+        """Of what came, for a check before it is published."""
+        if self._small is not None:
+            return hashlib.sha256(self._small.data).hexdigest()
+        with open(self.stage.path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def finish(self) -> tuple[int, bytes]:
         """See `Stage.finish`."""
@@ -312,8 +303,10 @@ class Writing:
     def publish(self, *, validator: str | None = None) -> Entry:
         """All bytes came and are right: make them an entry."""
         self.validator = validator
-        with faults(self.label.key, self.reserved.size):
-            (entry,) = self._publisher.publish([self])
+        with faults(self.label.key, (self.info and self.info.size) or 0):
+            entry = self._publisher.publish_small(self, self._small) if self._small is not None else None
+            if entry is None:
+                (entry,) = self._publisher.publish([self])
         self._published = True
         return entry
 
@@ -321,14 +314,20 @@ class Writing:
         """It was published together with others."""
         self._published = True
 
+    def named(self, id: int) -> None:
+        """It will have this id: the lease is taken now, before anybody can see the entry."""
+        if self._leases is not None:
+            self._leases.hold(id)
+            self._leased = id
+
     def publish_leased(self, leases: Leases, *, validator: str | None = None) -> Lease:
-        """The same, and a lease that is there before anybody else can see the entry."""
-        id = self.reserved.id
-        leases.hold(id)
+        """The same, and a lease that nobody can come before."""
+        self._leases = leases
         try:
             return leases.adopt(self.publish(validator=validator))
         except BaseException:
-            leases.let_go_soon(id)
+            if self._leased:
+                leases.let_go_soon(self._leased)
             raise
 
     def set_meta(self, meta: str) -> None:
@@ -352,4 +351,4 @@ class Writing:
                 return
             if self._stage is not None:
                 self._stage.discard()
-            self._publisher._budget.cancel(self._reserved.id)
+            self._publisher.budget.cancel(self._reserved.id)

@@ -65,5 +65,10 @@ class Ranking:
             if not exact or self._slots.used(cold.slot) == cold.used:
                 yield cold
 
+    def give_back(self, scope: Scope, cold: Cold) -> None:
+        """The last one that `coldest` gave was not taken."""
+        with self._mutex:
+            self._picked[scope].appendleft(cold)
+
     def after_fork_child(self) -> None:
         self._mutex = threading.Lock()

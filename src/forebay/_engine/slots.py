@@ -18,7 +18,7 @@ from forebay.errors import CacheFault
 RECORDS = 65_536
 ID, USED, VALIDATED = 0, 1, 2
 _MAGIC = int.from_bytes(b"FBSLOTS1", "little")
-_EVICTIONS = 2  # in chunk 0, after the magic and the root's id
+_EVICTIONS, _INTENT = 2, 3  # in chunk 0, after the magic and the root's id
 _HEADER = 4096 // 8
 _WORDS = 4
 _SIZE = 4096 + RECORDS * _WORDS * 8
@@ -66,6 +66,14 @@ class Slots:
         that two processes raise at once would come back to what a third one has seen."""
         host.set_word(self._words(0), _EVICTIONS, host.now_ns())
 
+    def intent(self) -> int:
+        """The id of the entry whose file is being written under the writer lock; 0: none."""
+        return int(self._words(0)[_INTENT])
+
+    def set_intent(self, id: int) -> None:
+        """Caller: holds the writer lock."""
+        host.set_word(self._words(0), _INTENT, id)
+
     def id_of(self, slot: int) -> int:
         """The id of the entry that lives in ``slot``; 0: none."""
         return self._get(slot, ID)
@@ -73,6 +81,13 @@ class Slots:
     def set_id(self, slot: int, id: int) -> None:
         """Let the entry ``id`` live in ``slot``. Caller: holds the writer lock."""
         words, base = self.record(slot)
+        host.set_word(words, base + ID, id)
+
+    def settle(self, slot: int, id: int, ns: int) -> None:
+        """Let the entry ``id``, used and validated at ``ns``, live in ``slot``. Caller: holds the writer lock."""
+        self.ensure(slot)
+        words, base = self.record(slot)
+        words[base + USED] = words[base + VALIDATED] = ns
         host.set_word(words, base + ID, id)
 
     def clear(self, slot: int, id: int) -> bool:

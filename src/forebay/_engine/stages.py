@@ -14,7 +14,7 @@ from typing import Self
 import xxhash
 
 from forebay._engine import chunkmaps
-from forebay._engine.blobs import BLOCK, digest_of_block
+from forebay._engine.blobs import BLOCK, checksum_of, digest_of_block
 from forebay._engine.chunkmaps import CHUNK as CHUNK
 from forebay._engine.chunkmaps import ChunkMap, Coverage
 from forebay._engine.layout import Root
@@ -239,6 +239,43 @@ class Stage:
             known = block.digest(min(BLOCK, size - start)) if block else None
             whole.update(known or digest_of_block(fd, start))
         return whole.digest()
+
+
+class MemoryStage:
+    """A write of few bytes, in memory: nothing of it is on the disk before it is published. `write` is callable from several threads."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.data = total, bytearray(total)
+        self._mutex = threading.Lock()  # guards _coverage
+        self._coverage = Coverage()
+
+    @property
+    def done(self) -> int:
+        """Bytes that came."""
+        with self._mutex:
+            return self._coverage.done
+
+    def missing(self) -> tuple[Span, ...]:
+        """The spans that were not written yet."""
+        with self._mutex:
+            return self._coverage.missing(self.total)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """Put ``data`` at ``offset``. Raises ValueError for bytes beyond the total."""
+        view = memoryview(data).cast("B")
+        end = offset + len(view)
+        if end > self.total:
+            raise ValueError(f"bytes up to {end:,} came for {self.total:,}")
+        self.data[offset:end] = view
+        with self._mutex:
+            self._coverage.add(offset, end)
+
+    def finish(self) -> tuple[int, bytes]:
+        """All bytes have come: ``(size, checksum)``. Raises `CacheFault` if any are missing."""
+        lacking = sum(span.length for span in self.missing())
+        if lacking:
+            raise CacheFault(f"{lacking:,} of {self.total:,} bytes never came")
+        return self.total, checksum_of(self.data)
 
 
 class _Block:

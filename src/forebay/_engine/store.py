@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from forebay import errors
 from forebay._engine import check, counters
-from forebay._engine.budget import Want
 from forebay._engine.catalog import CatalogBroken, entries, spaces
 from forebay._engine.census import Usage
 from forebay._engine.engine import Engine, mending
@@ -23,6 +22,7 @@ from forebay._engine.leases import Lease
 from forebay._engine.memo import Hit, Remembered, no_hit
 from forebay._engine.policy import Policy
 from forebay._engine.publish import Label, Writing
+from forebay._engine.room import Want
 from forebay._engine.settings import Settings as Settings
 from forebay._kernel import host
 from forebay._model import Buffer, Entry, Problem, Report, Victim
@@ -38,12 +38,13 @@ class Store(Engine):
 
     # -- spaces ----------------------------------------------------------------------------------------------------
 
-    @mending
     def space(self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | None = None) -> spaces.Space:
         """The space of this name, made if there is none; an explicit policy or quota is set for everybody."""
         known = self._spaces.get(name)
-        if known is not None and policy is None and quota is None:
-            return known
+        return known if known is not None and policy is None and quota is None else self._make_space(name, kind, policy, quota)
+
+    @mending
+    def _make_space(self, name: str, kind: str, policy: str | None, quota: int | None) -> spaces.Space:
         found = spaces.find(self._catalog, name)
         if self.root.read_only:
             return found or spaces.Space(0, name, kind, "lru", None)
@@ -175,7 +176,7 @@ class Store(Engine):
         Its files are no victims while it stands. Raises ValueError for names that could leave it."""
         self.check_usable(writing=True)
         place = self.space(space)
-        return self._publisher.plant(Label(place.id, place.name, key, meta=meta), [(name, lease.entry) for name, lease in members])
+        return self._linking.plant(Label(place.id, place.name, key, meta=meta), [(name, lease.entry) for name, lease in members])
 
     @mending
     def members(self, tree: Entry) -> list[tuple[str, int]]:
@@ -187,14 +188,14 @@ class Store(Engine):
         """The bytes of a leased entry under another name too: no copy, charged to both."""
         self.check_usable(writing=True)
         place = self.space(space)
-        return self._publisher.link(Label(place.id, place.name, key, suffix), lease.entry)
+        return self._linking.link(Label(place.id, place.name, key, suffix), lease.entry)
 
     @mending
     def rename(self, space: str, key: str, new_space: str, new_key: str) -> bool:
         """Let an entry have another name, in place of what had it; one step. False if there is no such entry."""
         self.check_usable(writing=True)
         place = self.space(new_space)
-        return self._publisher.rename(self.space(space).id, key, Label(place.id, place.name, new_key))
+        return self._linking.rename(self.space(space).id, key, Label(place.id, place.name, new_key))
 
     def publish_leased(self, writing: Writing, *, validator: str | None = None) -> Lease:
         """Publish, and give a lease that nobody can come before."""
@@ -287,7 +288,8 @@ class Store(Engine):
 
     def count(self, name: str, n: int = 1) -> None:
         """Count ``n`` more of what `counters.NAMES` calls ``name``."""
-        self.counters.add(counters.NAMES.index(name), n)
+        if n:
+            self.counters.add(counters.NAMES.index(name), n)
 
     @mending
     def counts(self) -> dict[str, int]:

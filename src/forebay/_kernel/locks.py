@@ -80,7 +80,8 @@ class LockFile:
             return False
         with self._mutex:
             got = self._try_locked(offset, exclusive)
-        self.drain()
+        if self._later:
+            self.drain()
         return got
 
     def _try_locked(self, offset: int, exclusive: bool) -> bool:
@@ -133,7 +134,8 @@ class LockFile:
             return
         with self._mutex:
             self._unlock_locked(offset)
-        self.drain()
+        if self._later:
+            self.drain()
 
     def _unlock_locked(self, offset: int) -> None:
         held = self._held.get(offset)

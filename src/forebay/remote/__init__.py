@@ -19,6 +19,7 @@ from forebay.remote.urls import canonical as canonical
 from forebay.remote.urls import local_path as local_path
 from forebay.remote.urls import scheme
 from forebay.remote.urls import suffix as suffix
+from forebay.remote.urls import suffix_of_key as suffix_of_key
 
 _made: dict[tuple[str, RemoteOptions], Remote] = {}
 

@@ -84,7 +84,12 @@ def _hash(text: str) -> str:
 def suffix(url: str | os.PathLike[str]) -> str:
     """The last suffix of the object's name, with the one before where the last says how it is compressed; "" if there is none
     that suits a file name. At most 16 of ``[A-Za-z0-9.]``."""
-    name = canonical(url).partition("?")[0].partition("://")[2].partition("/")[2].rpartition("/")[2]
+    return suffix_of_key(canonical(url))
+
+
+def suffix_of_key(key: str) -> str:
+    """`suffix` of what `canonical` gave."""
+    name = key.partition("?")[0].partition("://")[2].partition("/")[2].rpartition("/")[2]
     stem, last = _cut(name)
     if last.lower() not in _COMPRESSED:
         return last

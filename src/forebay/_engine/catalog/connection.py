@@ -1,4 +1,4 @@
-"""The connection to the catalog, the writer lock, and transactions.
+"""The connection to the catalog, and transactions.
 
 SQLite is never entered by a process that inherited its state over a fork: `before_fork` closes the connection, both sides
 reopen at the next call. The mutex is held only inside SQLite, never while waiting for the writer lock.
@@ -12,20 +12,22 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any, Protocol
 
 from forebay import errors
 from forebay._engine.catalog import schema
+from forebay._engine.catalog.writer import Holding, Writer
 from forebay._engine.root import Root
-from forebay._kernel import host, locks, waits
+from forebay._kernel import host, waits
 
 log = logging.getLogger("forebay.catalog")
 
 BALLAST = 4 << 20
 PAGE = 4096
-WAL_SOFT, WAL_HARD, TIDY_EVERY = 4 << 20, 12 << 20, 100
-WRITER_WAIT = 10.0
-WRITER_WORD = 0
+WAL_SOFT, WAL_HARD, TIDY_EVERY = 4 << 20, 12 << 20, 16
+CHECKPOINT_EVERY = 96
+IDS = 64
 _FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE}
 
 
@@ -44,28 +46,20 @@ class Rows(Protocol):
 
     def all(self, sql: str, *values: Any) -> list[Any]: ...
 
-
-def one(rows: Rows, sql: str, *values: Any) -> Any:
-    """The first row, or None."""
-    found = rows.all(sql, *values)
-    return found[0] if found else None
+    def one(self, sql: str, *values: Any) -> Any: ...
 
 
-@contextlib.contextmanager
-def _taken(lock: threading.Lock, timeout: float) -> Iterator[None]:
-    if not lock.acquire(timeout=timeout):
-        raise errors.CacheFault(f"the catalog is busy: other threads of this process have written for {timeout:.0f} s")
-    try:
-        yield
-    finally:
-        lock.release()
+class _translated:
+    """Around what SQLite does: its errors become ours. A class, since a generator takes thrice as long."""
 
+    __slots__ = ()
 
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
+    def __enter__(self) -> None:
+        """Nothing is to be done."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(error, sqlite3.Error):
+            return
         code = getattr(error, "sqlite_errorcode", 0)
         name = getattr(error, "sqlite_errorname", type(error).__name__)
         if code in _FULL:
@@ -78,22 +72,35 @@ def _translated() -> Iterator[None]:
 class Txn:
     """A transaction that writes. Valid inside its ``with`` only; its thread holds the writer lock."""
 
-    def __init__(self, con: sqlite3.Connection) -> None:
-        self._con = con
+    def __init__(self, con: sqlite3.Connection, ids: list[int]) -> None:
+        self._con, self._ids = con, ids
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
+        self.then: Callable[[], None] | None = None
+        """Called after the commit, still under the writer lock."""
 
     def all(self, sql: str, *values: Any) -> list[Any]:
         return self._con.execute(sql, values).fetchall()
+
+    def one(self, sql: str, *values: Any) -> Any:
+        """The first row, or None."""
+        return self._con.execute(sql, values).fetchone()
 
     def run(self, sql: str, *values: Any) -> int:
         """Change rows; gives how many."""
         return self._con.execute(sql, values).rowcount
 
-    def take(self, name: str) -> int:
-        """The next number of a sequence in ``meta``."""
-        self.run("UPDATE meta SET value = value + 1 WHERE name = ?", name)  # with RETURNING it takes thrice as long
-        return int(self.all("SELECT value FROM meta WHERE name = ?", name)[0][0])
+    def take(self, name: str, count: int = 1) -> int:
+        """The next number of a sequence in ``meta``: the last of ``count``."""
+        self.run("UPDATE meta SET value = value + ? WHERE name = ?", count, name)  # with RETURNING it takes thrice as long
+        return int(self.one("SELECT value FROM meta WHERE name = ?", name)[0])
+
+    def new_id(self) -> int:
+        """An id that none had before. A process takes many at once: others' ids do not tell which came first."""
+        if not self._ids:
+            last = self.take("next_id", IDS)
+            self._ids.extend(range(last, last - IDS, -1))
+        return self._ids.pop()
 
 
 class Catalog:
@@ -102,16 +109,17 @@ class Catalog:
     def __init__(self, root: Root, words: waits.Words, *, immutable: bool = False) -> None:
         self._root, self._words, self._immutable = root, words, immutable
         self._path, self._journal = str(root.catalog), f"{root.catalog}-wal"
-        self._writer = locks.LockFile(root.lock("writer"), writable=not root.read_only)
-        self._mutex = threading.RLock()  # guards _con, _seen, _pid
+        self._writer = Writer(root, words)
+        self._mutex = threading.RLock()  # guards _con, _seen, _pid, _ids
         self._con: sqlite3.Connection | None = None
         self._seen: tuple[int, int] | None = None
-        self._turn = threading.Lock()  # one thread of a process at a time asks for the writer lock: a bump would wake all of them
+        self._ids: list[int] = []  # that this process has taken and nobody has yet
         self._commits = 0
         self._without_ballast = False
         self._still = False
         self._pid = os.getpid()
         self.sweeper: Callable[[], object] | None = None
+        self.recover: Callable[[], None] | None = None
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
@@ -214,52 +222,41 @@ class Catalog:
         with self._mutex, _translated():
             return self._connection_locked().execute(sql, values).fetchall()
 
-    @contextlib.contextmanager
-    def writer(self, timeout: float = WRITER_WAIT) -> Iterator[None]:
-        """The writer lock, alone: of all threads and processes one holds it. Raises `CacheFault` after ``timeout``."""
-        if self._root.read_only:
-            raise errors.CacheFault(f"{self._root.path} is read-only")
-        with _taken(self._turn, timeout):
-            self._take_writer(timeout)
-            try:
-                yield
-            finally:
-                self._writer.unlock(0)
-                self._words.bump(WRITER_WORD)
+    def one(self, sql: str, *values: Any) -> Any:
+        """The first row, or None."""
+        found = self.all(sql, *values)
+        return found[0] if found else None
 
-    def _take_writer(self, timeout: float) -> None:
-        if self._writer.try_lock(0, exclusive=True):
-            return
-        try:
-            waits.wait_for(
-                lambda: self._writer.try_lock(0, exclusive=True) or None,
-                self._words,
-                WRITER_WORD,
-                what=lambda: ("the writer lock of the catalog", locks.describe_holders(self._root.lock("writer"), 0)),
-                timeout=timeout,
-            )
-        except errors.WaitTimeout as error:
-            raise errors.CacheFault(f"the catalog is busy: {error}") from error
+    def writer(self) -> Holding:
+        """The writer lock, alone: of all threads and processes one holds it. Raises `CacheFault` where it cannot be had."""
+        return self._writer.holding()
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Txn]:
         """One transaction under the writer lock. Leaves by an exception: nothing of it is kept."""
-        with self.writer():
+        with self._writer.holding():
             self.check_same()
+            if self.recover is not None:
+                self.recover()
             with self._mutex, _translated():
                 con = self._connection_locked()
                 con.execute("BEGIN IMMEDIATE")
-                txn = Txn(con)
+                txn = Txn(con, self._ids)
                 try:
                     yield txn
                     host.step("commit", self._path)
                     con.execute("COMMIT")
                     host.step("committed", self._path)
+                    if txn.then is not None:
+                        txn.then()
                 except BaseException:
+                    self._ids = []  # they may have been taken in this very transaction
                     if con.in_transaction:
                         con.execute("ROLLBACK")
                     raise
-        self._tidy_journal()
+        self._commits += 1
+        if self._commits % TIDY_EVERY == 0:
+            self._tidy_journal()
         if txn.leftovers and self.sweeper is not None:
             try:
                 self.sweeper()
@@ -290,7 +287,6 @@ class Catalog:
         """Copy the journal into the database from time to time, outside the writer lock; cut it where others kept it from beginning anew.
 
         The journal's size does not say how much of it is in use, so a process counts its own transactions."""
-        self._commits += 1
         if self._without_ballast and host.disk(self._root.path).free > 4 * BALLAST:
             self.make_ballast()
             self._without_ballast = False
@@ -299,7 +295,7 @@ class Catalog:
             if size >= WAL_HARD:
                 with self.writer():
                     self.all("PRAGMA wal_checkpoint(TRUNCATE)")
-            elif size >= WAL_SOFT and self._commits >= TIDY_EVERY:
+            elif size >= WAL_SOFT and self._commits >= CHECKPOINT_EVERY:
                 self.all("PRAGMA wal_checkpoint(PASSIVE)")
                 self._commits = 0
 
@@ -331,7 +327,7 @@ class Catalog:
     # -- process life ----------------------------------------------------------------------------------------------
 
     def _close_locked(self) -> None:
-        con, self._con, self._seen = self._con, None, None
+        con, self._con, self._seen, self._ids = self._con, None, None, []
         if con is not None and self._pid == os.getpid():
             with contextlib.suppress(sqlite3.Error):
                 con.close()
@@ -345,16 +341,16 @@ class Catalog:
     def before_fork(self) -> None:
         self._mutex.acquire()  # held over the fork: no thread is inside SQLite while the process is copied
         self._close_locked()
-        self._writer.before_fork(keep=False)
+        self._writer.before_fork()
 
     def after_fork_parent(self) -> None:
         self._writer.after_fork_parent()
         self._mutex.release()
 
     def after_fork_child(self) -> None:
-        self._mutex, self._turn = threading.RLock(), threading.Lock()
-        self._con, self._seen, self._pid = None, None, os.getpid()
-        self._writer.after_fork_child(keep=False)
+        self._mutex = threading.RLock()
+        self._con, self._seen, self._pid, self._ids = None, None, os.getpid(), []
+        self._writer.after_fork_child()
 
 
 def _quoted(path: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from forebay._engine.catalog.connection import Rows, Txn, one
+from forebay._engine.catalog.connection import Rows, Txn
 from forebay._engine.catalog.schema import DOOMED, LIVE, SUPERSEDED
 from forebay._model import Entry
 
@@ -15,19 +15,19 @@ _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
 
 def find(rows: Rows, space: int, key: str) -> Entry | None:
     """The live entry of this key."""
-    row = one(rows, f"{_FROM} WHERE e.space = ? AND e.key = ? AND e.state = {LIVE}", space, key)
+    row = rows.one(f"{_FROM} WHERE e.space = ? AND e.key = ? AND e.state = {LIVE}", space, key)
     return Entry(*row) if row else None
 
 
 def by_id(rows: Rows, id: int) -> Entry | None:
     """The entry with this id, while it is live."""
-    row = one(rows, f"{_FROM} WHERE e.id = ? AND e.state = {LIVE}", id)
+    row = rows.one(f"{_FROM} WHERE e.id = ? AND e.state = {LIVE}", id)
     return Entry(*row) if row else None
 
 
 def payload(rows: Rows, id: int) -> bytes | None:
     """The bytes of a small value."""
-    row = one(rows, "SELECT data FROM payloads WHERE id = ?", id)
+    row = rows.one("SELECT data FROM payloads WHERE id = ?", id)
     return bytes(row[0]) if row else None
 
 
@@ -46,11 +46,12 @@ def live(rows: Rows, space: int | None = None) -> list[Entry]:
 
 def take_slot(txn: Txn) -> int:
     """A free slot: one that was given back, else a new one."""
-    freed = txn.all("SELECT slot FROM free_slots LIMIT 1")
-    if not freed:
-        return txn.take("next_slot") - 1
-    txn.run("DELETE FROM free_slots WHERE slot = ?", freed[0][0])
-    return int(freed[0][0])
+    freed, new = txn.one("SELECT (SELECT slot FROM free_slots LIMIT 1), (SELECT value FROM meta WHERE name = 'next_slot')")
+    if freed is None:
+        txn.run("UPDATE meta SET value = ? WHERE name = 'next_slot'", new + 1)
+        return int(new)
+    txn.run("DELETE FROM free_slots WHERE slot = ?", freed)
+    return int(freed)
 
 
 def insert(txn: Txn, space: int, entry: Entry, data: bytes | memoryview | None = None) -> None:
@@ -90,6 +91,14 @@ def delete(txn: Txn, id: int, kind: str) -> None:
     elif kind == "tree":
         txn.run("DELETE FROM links WHERE tree = ?", id)
     txn.run("DELETE FROM entries WHERE id = ?", id)
+
+
+def drop_value(txn: Txn, id: int) -> bool:
+    """The end of a small value, all at once. False if it is gone, or anything holds it."""
+    dropped = txn.run(f"DELETE FROM entries WHERE id = ? AND kind = 'value' AND state = {LIVE} AND life = 'cached'", id)
+    if dropped:
+        txn.run("DELETE FROM payloads WHERE id = ?", id)
+    return bool(dropped)
 
 
 def leaving(rows: Rows, limit: int = 256) -> list[tuple[int, int, str, str, int]]:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from forebay._engine.catalog.connection import Rows, Txn, one
+from forebay._engine.catalog.connection import Rows, Txn
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def every(rows: Rows) -> list[Owner]:
 
 
 def by_id(rows: Rows, id: int) -> Owner | None:
-    row = one(rows, f"{_FROM} WHERE id = ?", id)
+    row = rows.one(f"{_FROM} WHERE id = ?", id)
     return Owner(*row) if row else None
 
 
@@ -57,7 +57,7 @@ def free_page(rows: Rows) -> int:
 
 def failure(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | None:
     """The last failure of a key: when, and the error as `errors.to_wire` wrote it."""
-    row = one(rows, "SELECT at, error FROM failures WHERE space = ? AND key = ?", space, key)
+    row = rows.one("SELECT at, error FROM failures WHERE space = ? AND key = ?", space, key)
     return (row[0], json.loads(row[1])) if row else None
 
 

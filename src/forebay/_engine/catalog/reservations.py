@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forebay._engine.catalog.connection import Rows, Txn, one
+from forebay._engine.catalog.connection import Rows, Txn
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def insert(txn: Txn, r: Reservation) -> None:
 
 
 def by_id(rows: Rows, id: int) -> Reservation | None:
-    row = one(rows, f"{_FROM} WHERE id = ?", id)
+    row = rows.one(f"{_FROM} WHERE id = ?", id)
     return Reservation(*row) if row else None
 
 
@@ -59,7 +59,7 @@ def owners(rows: Rows) -> list[int]:
 
 def reserved_in(rows: Rows, space: int, before: int) -> int:
     """Bytes that are promised in one space, by reservations older than ``before`` (0: by all)."""
-    row = one(rows, "SELECT coalesce(sum(size), 0) FROM reservations WHERE space = ?1 AND (?2 = 0 OR id < ?2)", space, before)
+    row = rows.one("SELECT coalesce(sum(size), 0) FROM reservations WHERE space = ?1 AND (?2 = 0 OR id < ?2)", space, before)
     return int(row[0])
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from forebay._engine.catalog.connection import PAGE, Rows, Txn, one
+from forebay._engine.catalog.connection import PAGE, Rows, Txn
 
 NEWEST = 1 << 62
 
@@ -25,23 +25,24 @@ class Space:
     entries: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(NamedTuple):
     """What is used, and what binds, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being
-    unlinked; ``granted`` and ``pending``: of reservations; ``pages``: of the catalog, beside small values; ``count``: of entries and
-    reservations; ``space``: of the live entries of one space, ``quota`` its own."""
+    unlinked; ``granted`` and ``pending``: of reservations; ``pages``: of the catalog, beside small values; ``rows``: of entries and
+    reservations; ``space``: of the live entries of one space, ``quota`` its own. ``leftovers``: something waits to be swept: replaced,
+    doomed, or held by somebody who may be gone."""
 
     entries: int
     leaving: int
     granted: int
     pending: int
     pages: int
-    count: int
+    rows: int
     budget: int
     min_free: int
     max_entries: int | None
     space: int
     quota: int | None
+    leftovers: bool
 
 
 # One statement: it is asked in every transaction that writes. Of scalar subqueries, since SQLite builds a table for each part of a
@@ -55,19 +56,19 @@ SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries)
     (SELECT page_count FROM pragma_page_count), (SELECT freelist_count FROM pragma_freelist_count),
     (SELECT value FROM meta WHERE name = 'budget'), (SELECT value FROM meta WHERE name = 'min_free'),
     (SELECT value FROM meta WHERE name = 'max_entries'),
-    coalesce(sum(bytes * (id = ?2)), 0), max(quota) FILTER (WHERE id = ?2)
+    coalesce(sum(bytes * (id = ?2)), 0), max(quota) FILTER (WHERE id = ?2), EXISTS (SELECT 1 FROM entries WHERE life = 'held')
 FROM spaces
 """
 _FROM = "SELECT id, name, kind, policy, quota, bytes, charge, entries FROM spaces"
 
 
 def find(rows: Rows, name: str) -> Space | None:
-    row = one(rows, f"{_FROM} WHERE name = ?", name)
+    row = rows.one(f"{_FROM} WHERE name = ?", name)
     return Space(*row) if row else None
 
 
 def by_id(rows: Rows, id: int) -> Space | None:
-    row = one(rows, f"{_FROM} WHERE id = ?", id)
+    row = rows.one(f"{_FROM} WHERE id = ?", id)
     return Space(*row) if row else None
 
 
@@ -86,16 +87,17 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None) -> None:
 
 def totals(rows: Rows, before: int | None = None, space: int = 0) -> Totals:
     """What is used now. ``before``: count only the pending reservations that are older than this one."""
-    row = one(rows, _TOTALS, NEWEST if before is None else before, space)
-    entries, inline, count, leaving, left, granted, pending, waiting, pages, spare, budget, min_free, max_entries, used, quota = row
+    row = rows.one(_TOTALS, NEWEST if before is None else before, space)
+    entries, inline, count, leaving, left, granted, pending, waiting, pages, spare, budget, min_free, max_entries, used, quota, held = row
     beside = (pages - spare) * PAGE - inline
     return Totals(
-        entries, leaving, granted, pending, beside, count - left + waiting, int(budget or 0), int(min_free or 0), max_entries, used, quota
+        entries, leaving, granted, pending, beside, count - left + waiting, int(budget or 0), int(min_free or 0), max_entries, used, quota,
+        bool(left or held),
     )  # fmt: skip
 
 
 def setting(rows: Rows, name: str) -> Any:
-    row = one(rows, "SELECT value FROM meta WHERE name = ?", name)
+    row = rows.one("SELECT value FROM meta WHERE name = ?", name)
     return row[0] if row else None
 
 

@@ -1,0 +1,82 @@
+"""Other ways to an entry than to write bytes: trees and second names of what is there, and new names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forebay._engine import blobs, trees
+from forebay._engine.budget import Budget
+from forebay._engine.catalog import Catalog, entries, reservations
+from forebay._engine.faults import faults
+from forebay._engine.fill import hash_of
+from forebay._engine.publish import Label, Publisher
+from forebay._engine.root import Root
+from forebay._engine.slots import Slots
+from forebay._kernel import host
+from forebay._model import Entry
+
+
+class Linking:
+    """Links entries of one root. Callable from any thread."""
+
+    def __init__(self, root: Root, catalog: Catalog, slots: Slots, budget: Budget, publisher: Publisher) -> None:
+        self._root, self._catalog, self._slots, self._budget, self._publisher = root, catalog, slots, budget, publisher
+
+    def plant(self, label: Label, members: Sequence[tuple[str, Entry]]) -> Entry:
+        """A tree of entries: its directories cost room, its files are theirs. Caller: holds leases on the members and the tree's key."""
+        keyhash = hash_of(label.space, label.key)
+        with faults(label.key):
+            names = [name for name, _ in members]
+            size = trees.footprint(names, host.disk(self._root.path).block)
+            reserved = self._budget.reserve(self._publisher.want(self._catalog, label, size))
+            try:
+                files = [(name, self._root.blob(entry.id, entry.suffix)) for name, entry in members]
+                trees.build(self._root, reserved.id, files, keyhash=keyhash)
+                with self._catalog.write() as txn:
+                    entry = self._publisher.insert(txn, label, reserved.id, "tree", size, b"", None)
+                    entries.link(txn, entry.id, [(name, member.id) for name, member in members])
+                    reservations.delete(txn, reserved.id)
+                    txn.leftovers = entries.any_leftovers(txn)
+                    return entry
+            except BaseException:
+                trees.remove(self._root, reserved.id, keyhash=keyhash)
+                self._budget.cancel(reserved.id)
+                raise
+
+    def rename(self, space: int, key: str, label: Label) -> bool:
+        """Let an entry have another name, in place of what had it. False if there is no such entry.
+
+        It gets another slot: memos of other processes know the old name by the old one."""
+        with faults(label.key), self._catalog.write() as txn:
+            entry = entries.find(txn, space, key)
+            if entry is None:
+                return False
+            old = entries.find(txn, label.space, label.key)
+            if old is not None and old.id != entry.id:
+                entries.supersede(txn, old)
+                self._slots.clear(old.slot, old.id)
+            slot = entries.take_slot(txn)
+            self._slots.ensure(slot)
+            self._slots.touch(slot, self._slots.used(entry.slot))
+            self._slots.set_validated(slot, self._slots.validated(entry.slot))
+            self._slots.clear(entry.slot, entry.id)
+            entries.rename(txn, entry, label.space, label.key, slot)
+            self._slots.set_id(slot, entry.id)
+            txn.leftovers = True
+            return True
+
+    def link(self, label: Label, source: Entry) -> Entry:
+        """The same bytes under another name: a hard link, charged to both spaces. Caller: holds a lease on ``source``."""
+        with faults(label.key, source.size):
+            reserved = self._budget.reserve(self._publisher.want(self._catalog, label, source.size))
+            try:
+                blobs.link_blob(self._root, self._root.blob(source.id, source.suffix), reserved.id, label.suffix)
+                with self._catalog.write() as txn:
+                    entry = self._publisher.insert(txn, label, reserved.id, "blob", source.size, source.checksum, source.validator)
+                    reservations.delete(txn, reserved.id)
+                    txn.leftovers = entries.any_leftovers(txn)
+                    return entry
+            except BaseException:
+                blobs.remove_blob(self._root, reserved.id, label.suffix)
+                self._budget.cancel(reserved.id)
+                raise

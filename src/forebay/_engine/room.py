@@ -1,0 +1,102 @@
+"""How much of the budget is used, and what a write lacks.
+
+Used = published + reserved + doomed + superseded + what the catalog occupies above its allowance.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from forebay._engine import stages
+from forebay._engine.catalog import Catalog, Rows, Txn, reservations, spaces
+from forebay._engine.root import Root
+from forebay._kernel import host
+
+ALLOWANCE = 8 << 20
+"""Bytes of the catalog, small values apart, that the budget does not count."""
+ROW = 256
+"""What a small value costs beside its bytes."""
+RECENT, MANY = 0.1, 64
+NO_LIMIT = 1 << 62
+
+
+class Want(NamedTuple):
+    """What a write asks room for. ``size`` in bytes; ``replaces``: the id that will be superseded, no victim, its ``replaced`` bytes
+    do not count against the quota."""
+
+    space: int
+    key: str
+    keyhash: int
+    size: int
+    suffix: str = ""
+    replaces: int = 0
+    replaced: int = 0
+    inline: bool = False
+
+
+class Short(NamedTuple):
+    """What is lacking. ``quota`` and ``bytes`` in bytes, ``rows`` in entries: positive where something has to go.
+    ``leaving``: bytes that are on their way out already. ``disk``: bytes below ``min_free``. ``leftovers``: see `spaces.Totals`."""
+
+    quota: int
+    bytes: int
+    rows: int
+    leaving: int
+    free: int
+    budget: int
+    disk: int = 0
+    leftovers: bool = False
+
+    @property
+    def fits(self) -> bool:
+        return self.quota <= 0 and self.bytes <= 0 and self.rows <= 0
+
+
+class Room:
+    """The room of one root, as things are. Callable from any thread."""
+
+    def __init__(self, root: Root, catalog: Catalog) -> None:
+        self._root, self._catalog = root, catalog
+        self._block = host.disk(root.path).block
+        self._seen = 0, 0.0, Short(0, 0, 0, 0, 0, 0)
+
+    def charge(self, size: int, inline: bool = False) -> int:
+        """What ``size`` bytes count while they are written: whole blocks and the chunk map, or bytes and a row for a small value."""
+        return size + ROW if inline else stages.footprint(size, self._block)
+
+    def charge_published(self, size: int) -> int:
+        """What a finished file of ``size`` bytes counts."""
+        return -(-size // self._block) * self._block
+
+    def short(self, rows: Rows, want: Want | None, id: int = 0) -> Short:
+        """What is lacking for ``want``, or for nothing new; older pending reservations are served before ``id``."""
+        totals = spaces.totals(rows, id or None, want.space if want else 0)
+        charge = self.charge(want.size, want.inline) if want else 0
+        used = totals.entries + totals.granted + totals.pending + max(0, totals.pages - ALLOWANCE)
+        floor = totals.min_free + (charge if want else 0) - host.disk(self._root.path).free
+        quota = -NO_LIMIT
+        if want is not None and totals.quota is not None:
+            quota = totals.space + reservations.reserved_in(rows, want.space, id) + want.size - want.replaced - totals.quota
+        rows_over = -NO_LIMIT
+        if totals.max_entries is not None:
+            rows_over = totals.rows + (want is not None and not want.replaces) - totals.max_entries
+        lacking = max(used + charge - totals.budget, floor)
+        return Short(quota, lacking, rows_over, totals.leaving, totals.budget - used, totals.budget, floor, totals.leftovers)
+
+    def fits(self, txn: Txn, want: Want) -> bool:
+        """Whether ``want`` fits as things are. For what is written in this very transaction: its row is its reservation."""
+        short = self.short(txn, want)
+        txn.leftovers |= short.leftovers
+        return short.fits
+
+    def has_ample(self, want: Want) -> bool:
+        """Whether there seems to be room. Asked without the writer lock, so it may be wrong a moment later; for as long as that, what was
+        seen does for others too where there was room for many of them."""
+        space, until, seen = self._seen
+        ample = max(seen.quota + MANY * want.size, seen.bytes + MANY * self.charge(want.size), seen.rows + MANY) <= 0
+        if space == want.space and time.monotonic() < until and ample:
+            return True
+        seen = self.short(self._catalog, want)
+        self._seen = want.space, time.monotonic() + RECENT, seen
+        return seen.fits

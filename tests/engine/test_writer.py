@@ -1,0 +1,153 @@
+"""The writer lock: bursts are let be, and nobody starves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from forebay import errors
+from forebay._engine.catalog import writer as module
+from forebay._engine.store import Store
+from tests.harness import Gate, MiB, bytes_of, fork, opened
+
+
+def test_one_that_writes_without_end_lets_a_hungry_one_in(quick_path: Path) -> None:
+    place, said = quick_path / "root", Gate()
+
+    def greedy() -> None:
+        with opened(place, 64 * MiB) as store:
+            store.put("v", "begun", b"x")
+            said.open()
+            while bytes_of(store, "end") is None:
+                with store._catalog.writer():
+                    pass
+
+    child = fork(greedy)
+    said.wait()
+    with opened(place) as store:
+        for n in range(20):
+            store.put("v", f"k{n}", b"x")
+        store.put("v", "end", b"x")
+    child.result()
+    said.close()
+
+
+def test_who_waits_says_that_he_is_hungry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who lets go wakes him: he need not find out by himself."""
+    with opened(tmp_path / "root", MiB) as store:
+        writer = store._catalog._writer
+        before = store.words.value(module.HUNGRY_WORD)
+        other = module.Writer(store.root, store.words)
+        hungry = threading.Event()
+        ask = module.Writer._ask_hungry
+
+        def asking(self: module.Writer) -> bool | None:
+            found = ask(self)
+            hungry.set()
+            return found
+
+        monkeypatch.setattr(module.Writer, "_ask_hungry", asking)
+        with writer.holding():
+            waiting = threading.Thread(target=lambda: _take(other))
+            waiting.start()
+            assert hungry.wait(60)
+            assert store.words.value(module.HUNGRY_WORD) != before
+            seen = store.words.value(module.WRITER_WORD)
+        assert store.words.value(module.WRITER_WORD) != seen
+        waiting.join()
+        with writer.holding():  # he said so once more when he was woken
+            pass
+        with writer.holding():
+            seen = store.words.value(module.WRITER_WORD)
+        assert store.words.value(module.WRITER_WORD) == seen  # nobody is hungry: nobody is woken
+
+
+def _take(writer: module.Writer) -> None:
+    with writer.holding():
+        writer.close()
+
+
+def test_a_killed_writer_lets_go(quick_path: Path) -> None:
+    place, said = quick_path / "root", Gate()
+
+    def dying() -> None:
+        with opened(place, MiB) as store, store._catalog.writer():
+            said.open()
+            signal.pause()
+
+    child = fork(dying)
+    said.wait()
+    os.kill(child.pid, signal.SIGKILL)
+    with opened(place) as store:
+        store.put("v", "k", b"x")
+    said.close()
+
+
+def test_it_says_who_has_it(tmp_path: Path) -> None:
+    with opened(tmp_path / "root", MiB) as store:
+        other = module.Writer(store.root, store.words)
+        with store._catalog.writer(), pytest.raises(errors.CacheFault, match=rf"busy.*{os.getpid()}"):
+            other.take(0.05)
+        other.take(0.05)
+        other.release()
+        other.close()
+
+
+def test_a_thread_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None:
+    with opened(tmp_path / "root", MiB) as store:
+        found: list[BaseException] = []
+
+        def other() -> None:
+            try:
+                store._catalog._writer.take(0.05)
+            except errors.CacheFault as error:
+                found.append(error)
+
+        with store._catalog.writer():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        assert "other threads of this process" in str(found[0])
+
+
+# -- ids ---------------------------------------------------------------------------------------------------------------
+
+
+def ids_of(store: Store) -> list[int]:
+    return [entry.id for entry in store.entries()]
+
+
+def test_no_id_is_given_twice(quick_path: Path) -> None:
+    """A process takes many at once: those that a forked child, a rolled back transaction or another process could take too are not its."""
+    place = quick_path / "root"
+    with opened(place, 8 * MiB) as store:
+        store.put("v", "a", b"x")
+
+        def child(name: str) -> None:
+            for n in range(100):
+                store.put("v", f"{name}{n}", b"x")
+
+        children = [fork(lambda name=name: child(name)) for name in ("c", "d")]  # type: ignore[misc]
+        for n in range(100):
+            store.put("v", f"p{n}", b"x")
+        for one in children:
+            one.result()
+        with pytest.raises(RuntimeError), store._catalog.write() as txn:
+            for _ in range(module_ids()):
+                txn.new_id()
+            raise RuntimeError
+        for n in range(100):
+            store.put("v", f"q{n}", b"x")
+        found = ids_of(store)
+        assert len(found) == len(set(found)) == 401
+        assert store.check(deep=True) == []
+
+
+def module_ids() -> int:
+    from forebay._engine.catalog import connection
+
+    return connection.IDS
