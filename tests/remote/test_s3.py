@@ -221,6 +221,13 @@ def test_what_is_not_there(aws: RgwServer, s3: S3Remote, bucket: str) -> None:
         list(s3.list("s3://no-such-bucket-anywhere/x"))
     with pytest.raises(errors.ConfigError, match="names no bucket"):
         s3.stat("s3:///key")
+    for bare in (f"s3://{bucket}", f"s3://{bucket}/"):
+        with pytest.raises(errors.ConfigError, match="names no object"):
+            s3.stat(bare)
+        with pytest.raises(errors.ConfigError, match="names no object"):
+            s3.read(bare, Span(0, 1))
+        with pytest.raises(errors.ConfigError, match="names no object"):
+            s3.fetch(bare, MemorySink())
 
 
 # -- who asks --------------------------------------------------------------------------------------------------------

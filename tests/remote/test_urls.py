@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,14 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_path(canonical(os.fsdecode(b"/\xff"))) == os.fsdecode(b"/\xff")
     with pytest.raises(ConfigError, match="other"):
         local_path("file://other/x")
+
+
+@pytest.mark.parametrize("ask", [canonical, local_path, scheme, suffix])
+def test_a_chain_of_fsspec_is_no_path(ask: Callable[[str], object]) -> None:
+    with pytest.raises(ConfigError, match=r"^s3://b/a is wanted, without the simplecache::"):
+        ask("simplecache::s3://KEY:5ec3e7@b/a")
+    assert scheme("zip://inner.csv::s3://b/a.zip") == "zip"  # fsspec's own way to look into an archive
+    assert scheme("a::b") == "file"
 
 
 def test_scheme() -> None:

@@ -55,6 +55,13 @@ class Name(NamedTuple):
         return cls(bucket, key[: version.start()] if version else key, version[1] if version else None)
 
 
+def _checked(url: str) -> str:
+    """The URL, if it names an object; a bucket alone can only be listed."""
+    if not Name.of(url).key:
+        raise errors.ConfigError(f"{canonical(url)} names no object: s3://bucket/key is wanted")
+    return url
+
+
 class _Moved(errors.RemoteProtocolError):
     """The bucket lies in another region than was asked: in one that is known now."""
 
@@ -73,15 +80,15 @@ class S3Remote:
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`."""
-        return _at_home(lambda: self._http.stat(url, known=known))
+        return _at_home(lambda: self._http.stat(_checked(url), known=known))
 
     def fetch(self, url: str, sink: Sink) -> Transfer:
         """See `Remote.fetch`."""
-        return _at_home(lambda: self._http.fetch(url, sink))
+        return _at_home(lambda: self._http.fetch(_checked(url), sink))
 
     def read(self, url: str, span: Span, *, validator: str | None = None) -> bytes:
         """See `Remote.read`."""
-        return _at_home(lambda: self._http.read(url, span, validator=validator))
+        return _at_home(lambda: self._http.read(_checked(url), span, validator=validator))
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`. A request for each 1,000 objects, sent when they are wanted."""

@@ -11,6 +11,7 @@ import xxhash
 from forebay.errors import ConfigError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::.*://")
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,15}\Z")
 _HASHED = re.compile(r"q=[0-9a-f]{32}\Z")
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".z"}
@@ -25,8 +26,11 @@ _AZURE |= {"skoid", "sktid", "skt", "ske", "sks", "skv"}
 
 
 def scheme(url: str) -> str:
-    """The scheme in lower case; ``file`` for a path."""
+    """The scheme in lower case; ``file`` for a path. Raises `ConfigError` for a chain of fsspec's, such as ``simplecache::s3://b/a``."""
     found = _SCHEME.match(url)
+    if found is None and _CHAIN.match(url):
+        outer, inner = url.partition("::")[0], canonical(url.rpartition("::")[2])
+        raise ConfigError(f"{inner} is wanted, without the {outer}:: before it: the cache is this one", url=inner)
     return found[1].lower() if found else "file"
 
 
