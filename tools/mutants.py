@@ -65,6 +65,11 @@ MUTANTS = (
         f"{STEPS}test_put[small blob]",
     ),
     Mutant(
+        1, "a sweeper takes a small file for an orphan before its row is committed", "_engine/eviction.py",
+        "as free, self._catalog.writer():\n", "as free:\n",
+        "tests/engine/test_writer.py::test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published",
+    ),
+    Mutant(
         1, "a small file is written without an intent", "_engine/intent.py",
         "        self._slots.set_intent(id)\n", "        self._slots.set_intent(0)\n",
         f"{STEPS}test_put[small blob]",
@@ -144,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "max_entries does not count what is promised", "_engine/catalog/spaces.py",
-        "count - left + waiting", "count - left - 1",
+        "rows - left + waiting, max", "rows - left - 1, max",
         "tests/stress/test_many_processes.py::test_s38_max_entries_is_exact_under_8_writers",
     ),
     # 5. A lease pins

@@ -12,6 +12,7 @@ import pytest
 from forebay import errors
 from forebay._engine.catalog import writer as module
 from forebay._engine.store import Store
+from forebay._kernel import host
 from tests.harness import Gate, MiB, bytes_of, fork, opened
 
 
@@ -112,6 +113,38 @@ def test_a_thread_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None
             thread.start()
             thread.join()
         assert "other threads of this process" in str(found[0])
+
+
+def test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1 writes a small file / P2 lists it, and finds no row / P1 commits."""
+    place, said = quick_path / "root", Gate()
+    body = os.urandom(100_000)
+
+    def writer() -> None:
+        def hook(call: str, subject: str) -> None:
+            if call == "commit":
+                host.on_step(None)
+                said.open()
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        with opened(place, MiB) as store:
+            host.on_step(hook)
+            store.put("v", "k", body)
+
+    with opened(place, MiB) as store:
+        store.space("v")
+        child = fork(writer)
+        said.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "PATIENCE", 0.2)
+            with pytest.raises(errors.CacheFault, match="busy"):
+                store._eviction.remove_orphans()
+        os.kill(child.pid, signal.SIGCONT)
+        child.result()
+        assert store._eviction.remove_orphans() == 0
+        assert bytes_of(store, "k") == body
+        assert store.check(deep=True) == []
+    said.close()
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------

@@ -35,8 +35,7 @@ class Census:
         return replace(entry, used=used / 1e9, validated=validated / 1e9)
 
     def usage(self) -> Usage:
-        totals = spaces.totals(self._catalog)
-        return Usage(totals.entries, totals.granted, totals.budget, tuple(spaces.every(self._catalog)))
+        return Usage(*spaces.usage(self._catalog), tuple(spaces.every(self._catalog)))
 
     def counts(self) -> dict[str, int]:
         """The totals of processes that are gone, and the pages of those that live."""

@@ -147,8 +147,9 @@ class Eviction:
         for id, what in found:
             if id in known:
                 continue
-            with self._leases.evicting(id) as free:
-                # Listed before its row was committed, and published since: look again, now that nobody else may touch it.
+            with self._leases.evicting(id) as free, self._catalog.writer():
+                # Listed before its row was committed, and published since: look again, now that nobody else may touch it. A small
+                # file lies under its name before its row is committed, but for the writer's lock.
                 if free and not entries.is_known(self._catalog, id):
                     self.unlink([what])
                     removed += 1

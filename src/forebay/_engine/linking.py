@@ -55,7 +55,7 @@ class Linking:
             if old is not None and old.id != entry.id:
                 entries.supersede(txn, old)
                 self._slots.clear(old.slot, old.id)
-            slot = entries.take_slot(txn)
+            slot = entries.free_slot(txn)
             self._slots.ensure(slot)
             self._slots.touch(slot, self._slots.used(entry.slot))
             self._slots.set_validated(slot, self._slots.validated(entry.slot))

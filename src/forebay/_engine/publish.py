@@ -130,7 +130,7 @@ class Publisher:
             entries.supersede(txn, old)
             self._slots.clear(old.slot, old.id)
             txn.leftovers |= old.kind != "value"
-        slot = entries.take_slot(txn)
+        slot = entries.free_slot(txn)
         charge = self.budget.room.charge(size, inline=True) if kind == "value" else self.budget.room.charge_published(size)
         life = "pinned" if old is not None and old.life == "pinned" else label.life
         entry = Entry(

@@ -13,8 +13,6 @@ from forebay._engine.catalog import Catalog, Rows, Txn, reservations, spaces
 from forebay._engine.root import Root
 from forebay._kernel import host
 
-ALLOWANCE = 8 << 20
-"""Bytes of the catalog, small values apart, that the budget does not count."""
 ROW = 256
 """What a small value costs beside its bytes."""
 RECENT, MANY = 0.1, 64
@@ -57,7 +55,7 @@ class Room:
     """The room of one root, as things are. Callable from any thread."""
 
     def __init__(self, root: Root, catalog: Catalog) -> None:
-        self._root, self._catalog = root, catalog
+        self._path, self._catalog = str(root.path), catalog
         self._block = host.disk(root.path).block
         self._seen = 0, 0.0, Short(0, 0, 0, 0, 0, 0)
 
@@ -73,8 +71,8 @@ class Room:
         """What is lacking for ``want``, or for nothing new; older pending reservations are served before ``id``."""
         totals = spaces.totals(rows, id or None, want.space if want else 0)
         charge = self.charge(want.size, want.inline) if want else 0
-        used = totals.entries + totals.granted + totals.pending + max(0, totals.pages - ALLOWANCE)
-        floor = totals.min_free + (charge if want else 0) - host.disk(self._root.path).free
+        used = totals.entries + totals.granted + totals.pending + totals.over
+        floor = totals.min_free + (charge if want else 0) - host.free_bytes(self._path)
         quota = -NO_LIMIT
         if want is not None and totals.quota is not None:
             quota = totals.space + reservations.reserved_in(rows, want.space, id) + want.size - want.replaced - totals.quota

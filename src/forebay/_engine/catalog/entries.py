@@ -44,14 +44,10 @@ def live(rows: Rows, space: int | None = None) -> list[Entry]:
     return [Entry(*row) for row in rows.all(f"{_FROM} WHERE e.state = {LIVE} {where}", *values)]
 
 
-def take_slot(txn: Txn) -> int:
-    """A free slot: one that was given back, else a new one."""
+def free_slot(txn: Txn) -> int:
+    """One that was given back, else a new one: free until an entry is inserted with it, or moved to it."""
     freed, new = txn.one("SELECT (SELECT slot FROM free_slots LIMIT 1), (SELECT value FROM meta WHERE name = 'next_slot')")
-    if freed is None:
-        txn.run("UPDATE meta SET value = ? WHERE name = 'next_slot'", new + 1)
-        return int(new)
-    txn.run("DELETE FROM free_slots WHERE slot = ?", freed)
-    return int(freed)
+    return int(new if freed is None else freed)
 
 
 def insert(txn: Txn, space: int, entry: Entry, data: bytes | memoryview | None = None) -> None:
@@ -148,7 +144,6 @@ def set_meta(txn: Txn, id: int, meta: str) -> None:
 def rename(txn: Txn, entry: Entry, space: int, key: str, slot: int) -> None:
     """Give a live entry another name and another slot. Caller: has superseded who had the name."""
     txn.run("UPDATE entries SET space = ?, key = ?, slot = ? WHERE id = ?", space, key, slot, entry.id)
-    txn.run("INSERT INTO free_slots VALUES (?)", entry.slot)
 
 
 def link(txn: Txn, tree: int, members: Iterable[tuple[str, int]]) -> None:

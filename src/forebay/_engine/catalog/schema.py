@@ -43,12 +43,18 @@ CREATE TABLE free_slots(slot INTEGER PRIMARY KEY);
 CREATE TRIGGER entry_comes AFTER INSERT ON entries BEGIN
     UPDATE spaces SET charge = charge + new.charge, bytes = bytes + new.size * (new.state = {LIVE}), entries = entries + 1,
         inline = inline + new.charge * (new.kind = 'value')
-    WHERE id = new.space; END;
+    WHERE id = new.space;
+    DELETE FROM free_slots WHERE slot = new.slot;
+    UPDATE meta SET value = new.slot + 1 WHERE name = 'next_slot' AND value <= new.slot; END;
 CREATE TRIGGER entry_goes AFTER DELETE ON entries BEGIN
     UPDATE spaces SET charge = charge - old.charge, bytes = bytes - old.size * (old.state = {LIVE}), entries = entries - 1,
         inline = inline - old.charge * (old.kind = 'value')
     WHERE id = old.space;
     INSERT INTO free_slots VALUES (old.slot); END;
+CREATE TRIGGER entry_moves AFTER UPDATE OF slot ON entries BEGIN
+    INSERT INTO free_slots VALUES (old.slot);
+    DELETE FROM free_slots WHERE slot = new.slot;
+    UPDATE meta SET value = new.slot + 1 WHERE name = 'next_slot' AND value <= new.slot; END;
 CREATE TRIGGER entry_changes AFTER UPDATE OF space, size, charge, state ON entries BEGIN
     UPDATE spaces SET charge = charge - old.charge, bytes = bytes - old.size * (old.state = {LIVE}), entries = entries - 1,
         inline = inline - old.charge * (old.kind = 'value')

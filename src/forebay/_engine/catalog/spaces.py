@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from forebay._engine.catalog.connection import PAGE, Rows, Txn
+from forebay._engine.catalog.schema import DOOMED, LIVE
 
 NEWEST = 1 << 62
+ALLOWANCE = 8 << 20
+"""Bytes of the catalog, small values apart, that the budget does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +30,15 @@ class Space:
 
 class Totals(NamedTuple):
     """What is used, and what binds, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being
-    unlinked; ``granted`` and ``pending``: of reservations; ``pages``: of the catalog, beside small values; ``rows``: of entries and
-    reservations; ``space``: of the live entries of one space, ``quota`` its own. ``leftovers``: something waits to be swept: replaced,
-    doomed, or held by somebody who may be gone."""
+    unlinked; ``granted`` and ``pending``: of reservations; ``over``: of the catalog beside small values, above `ALLOWANCE`; ``rows``:
+    of entries and reservations; ``space``: of the live entries of one space, ``quota`` its own. ``leftovers``: something waits to be
+    swept: replaced, doomed, or held by somebody who may be gone."""
 
     entries: int
     leaving: int
     granted: int
     pending: int
-    pages: int
+    over: int
     rows: int
     budget: int
     min_free: int
@@ -45,18 +48,25 @@ class Totals(NamedTuple):
     leftovers: bool
 
 
-# One statement: it is asked in every transaction that writes. Of scalar subqueries, since SQLite builds a table for each part of a
-# join: that takes ten times as long.
-_TOTALS = """
+# It is asked in every transaction that writes: so what is seldom there is only asked for where it is. Of scalar subqueries, since
+# SQLite builds a table for each part of a join: that takes ten times as long.
+_TOTALS = f"""
 SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries), 0),
-    (SELECT coalesce(sum(charge * (state = 2)), 0) FROM entries WHERE state > 0), (SELECT count(*) FROM entries WHERE state > 0),
-    (SELECT coalesce(sum(charge * granted), 0) FROM reservations WHERE id IS NOT ?1),
-    (SELECT coalesce(sum(charge * (1 - granted) * (id < ?1)), 0) FROM reservations WHERE id IS NOT ?1),
-    (SELECT coalesce(sum(granted OR id < ?1), 0) FROM reservations WHERE id IS NOT ?1),
-    (SELECT page_count FROM pragma_page_count), (SELECT freelist_count FROM pragma_freelist_count),
+    EXISTS (SELECT 1 FROM entries WHERE state > {LIVE}), EXISTS (SELECT 1 FROM entries WHERE life = 'held'),
+    EXISTS (SELECT 1 FROM reservations), (SELECT page_count FROM pragma_page_count),
     (SELECT value FROM meta WHERE name = 'budget'), (SELECT value FROM meta WHERE name = 'min_free'),
     (SELECT value FROM meta WHERE name = 'max_entries'),
-    coalesce(sum(bytes * (id = ?2)), 0), max(quota) FILTER (WHERE id = ?2), EXISTS (SELECT 1 FROM entries WHERE life = 'held')
+    coalesce(sum(bytes * (id = ?1)), 0), max(quota) FILTER (WHERE id = ?1)
+FROM spaces
+"""
+_LEAVING = f"SELECT count(*), coalesce(sum(charge * (state = {DOOMED})), 0) FROM entries WHERE state > {LIVE}"
+_PROMISED = """
+SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?1)), 0), coalesce(sum(granted OR id < ?1), 0)
+FROM reservations WHERE id IS NOT ?1
+"""
+_USAGE = """
+SELECT coalesce(sum(charge), 0), (SELECT coalesce(sum(charge * granted), 0) FROM reservations),
+    coalesce((SELECT value FROM meta WHERE name = 'budget'), 0)
 FROM spaces
 """
 _FROM = "SELECT id, name, kind, policy, quota, bytes, charge, entries FROM spaces"
@@ -85,15 +95,24 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None) -> None:
     txn.run("UPDATE spaces SET policy = coalesce(?, policy), quota = coalesce(?, quota) WHERE name = ?", policy, quota, name)
 
 
-def totals(rows: Rows, before: int | None = None, space: int = 0) -> Totals:
-    """What is used now. ``before``: count only the pending reservations that are older than this one."""
-    row = rows.one(_TOTALS, NEWEST if before is None else before, space)
-    entries, inline, count, leaving, left, granted, pending, waiting, pages, spare, budget, min_free, max_entries, used, quota, held = row
-    beside = (pages - spare) * PAGE - inline
-    return Totals(
-        entries, leaving, granted, pending, beside, count - left + waiting, int(budget or 0), int(min_free or 0), max_entries, used, quota,
-        bool(left or held),
-    )  # fmt: skip
+def totals(txn: Rows, before: int | None = None, space: int = 0) -> Totals:
+    """What is used now. ``before``: count only the pending reservations that are older than this one. Outside of a transaction its parts
+    may be of different moments."""
+    row = txn.one(_TOTALS, space)
+    charge, inline, rows, any_leaving, any_held, any_promised, pages, budget, min_free, max_entries, used, quota = row
+    left, leaving = txn.one(_LEAVING) if any_leaving else (0, 0)
+    granted, pending, waiting = txn.one(_PROMISED, NEWEST if before is None else before) if any_promised else (0, 0, 0)
+    over = pages * PAGE - inline - ALLOWANCE
+    if over > 0:
+        over -= PAGE * txn.one("PRAGMA freelist_count")[0]
+    rows, over, leftovers = rows - left + waiting, max(0, over), bool(any_leaving or any_held)
+    return Totals(charge, leaving, granted, pending, over, rows, budget or 0, min_free or 0, max_entries, used, quota, leftovers)
+
+
+def usage(rows: Rows) -> tuple[int, int, int]:
+    """Bytes of all entries, bytes that are promised, and the budget: of one moment."""
+    charge, granted, budget = rows.one(_USAGE)
+    return charge, granted, budget
 
 
 def setting(rows: Rows, name: str) -> Any:
