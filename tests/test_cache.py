@@ -90,6 +90,27 @@ def test_a_space_says_what_it_is(cache: Cache) -> None:
     assert repr(cache.space("features")) == "<forebay.Space 'features'>"
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda space: space.get("k"),
+        lambda space: space.put("k", b"v"),
+        lambda space: space.get_or_put("k", lambda: b"v"),
+        lambda space: space.evict("k"),
+        lambda space: space.keys(),
+        lambda space: "k" in space,
+    ],
+)
+def test_a_space_is_closed_with_its_cache(cache: Cache, tmp_path: Path, call: Callable[[object], object]) -> None:
+    other = Cache(tmp_path / "root")
+    space = other.space("features")
+    space.put("k", b"v")
+    assert bytes(space.get("k") or b"") == b"v"
+    other.close()
+    with pytest.raises(forebay.errors.Closed):
+        call(space)
+
+
 def test_a_plan_to_prune_removes_nothing(cache: Cache, tmp_path: Path) -> None:
     for key in "abc":
         cache.put(key, bytes(100_000))

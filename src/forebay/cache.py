@@ -79,7 +79,7 @@ class Cache:
             store, remote_options or remote.RemoteOptions.from_environment(), above if isinstance(above, Store) else None
         )  # fmt: skip
         self._hit = store.hitter(URLS)
-        self._closed = False
+        self.closed = False
         self._values = Space(self._origin, VALUES)
 
     # -- objects of remotes ----------------------------------------------------------------------------------------
@@ -278,8 +278,8 @@ class Cache:
 
     def close(self) -> None:
         """Let go of the root. Buffers, files and leases that were handed out stay good; any other call is `Closed`."""
-        if not self._closed:
-            self._closed, self._hit = True, no_hit
+        if not self.closed:
+            self.closed, self._hit = True, no_hit
             self._store.close()
             if self._origin.upstream is not None:
                 self._origin.upstream.close()
@@ -295,10 +295,10 @@ class Cache:
         return _arrive, (str(self.path), self._how)
 
     def __repr__(self) -> str:
-        return f"<forebay.Cache {str(self.path)!r}{' closed' if self._closed else ''}>"
+        return f"<forebay.Cache {str(self.path)!r}{' closed' if self.closed else ''}>"
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise errors.Closed.of("cache")
 
     def _open_space(self, space: Space) -> Space:

@@ -7,6 +7,8 @@ from typing import Any
 
 from forebay import errors
 from forebay._engine.memo import Remembered
+from forebay._engine.passthrough import PassThrough
+from forebay._engine.store import Store
 from forebay._model import Buffer
 from forebay.origin import Origin
 
@@ -29,10 +31,10 @@ class Space:
 
     def get(self, key: str) -> memoryview | None:
         """The bytes under this key, read-only; None if there are none. They stay good after an eviction."""
+        store = self._store()
         quick = self._quick(key, FOREVER)
         if quick is not None:
             return quick
-        store = self._origin.store
         try:
             found = store.view(self.name, checked(key))
         except errors.CacheFault as error:
@@ -50,19 +52,20 @@ class Space:
     def put(self, key: str, data: Buffer, *, timeout: float | None = None) -> bool:
         """Keep bytes under a key, in place of what was there. False, with one warning, where they cannot be kept: then what was there
         stays. With the policy ``wait`` it blocks while all bytes are held, at most ``timeout`` seconds."""
+        store = self._store()
         checked(key)
         view = _as_bytes(data)
         try:
-            self._origin.store.put(self.name, key, view, timeout=timeout)
+            store.put(self.name, key, view, timeout=timeout)
         except errors.CacheFault as error:
-            self._origin.store.count("store_failures")
+            store.count("store_failures")
             self._origin.warn(f"put {type(error).__name__}", "%s is not kept: %s", f"{self.name}:{key}", error)
             return False
         return True
 
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
         """The bytes under this key; else what ``fn`` gives, kept. Of all processes one runs it; see `Cache.get_or_put`."""
-        store = self._origin.store
+        store = self._store()
         checked(key)
         ran: list[memoryview] = []
 
@@ -89,15 +92,21 @@ class Space:
 
     def evict(self, key: str) -> bool:
         """Remove a key. False if there is none, or it is in use."""
-        entry = self._origin.store.entry(self.name, key)
-        return entry is not None and bool(self._origin.store.remove([self._origin.victim(entry)]).removed)
+        store = self._store()
+        entry = store.entry(self.name, key)
+        return entry is not None and bool(store.remove([self._origin.victim(entry)]).removed)
 
     def keys(self) -> list[str]:
         """All keys, from the least to the most recently used."""
-        return [entry.key for entry in self._origin.store.entries(self.name)]
+        return [entry.key for entry in self._store().entries(self.name)]
 
     def __contains__(self, key: str) -> bool:
-        return self._origin.store.entry(self.name, key) is not None
+        return self._store().entry(self.name, key) is not None
+
+    def _store(self) -> Store | PassThrough:
+        if self._home is not None and self._home.closed:
+            raise errors.Closed.of("cache")
+        return self._origin.store
 
     def _hit(self, found: Remembered) -> memoryview:
         self._origin.store.count("hits")
