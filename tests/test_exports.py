@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pickle
 import re
@@ -15,6 +16,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay.remote import RemoteOptions
 
 REPO = Path(__file__).parents[1]
 ERRORS = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.ForebayError)]
@@ -85,6 +87,16 @@ def named_in_the_design() -> list[str]:
 def test_the_tests_that_the_design_names_are_there(name: str) -> None:
     file, _, test = name.partition("::")
     assert f"def {test or 'test_'}" in (REPO / "tests" / file).read_text()
+
+
+def test_the_settings_in_the_code_are_those_on_the_page() -> None:
+    page = (REPO / "docs" / "settings.md").read_text()
+    code = "\n".join(file.read_text() for file in (REPO / "src" / "forebay").rglob("*.py"))
+    fields = {field.name for field in dataclasses.fields(RemoteOptions)}
+    arguments = set(inspect.signature(forebay.Cache).parameters) - {"remote_options"}
+    variables = set(re.findall(r"FOREBAY_[A-Z0-9_]*[A-Z0-9]", code)) - {"FOREBAY_COMPLETE"}
+    assert sorted(fields | arguments | variables) == sorted(set(re.findall(r"`(\w+)`", page)) & (fields | arguments | variables))
+    assert set(re.findall(r"FOREBAY_\w+", page)) <= variables
 
 
 def verbs_in_the_pages() -> list[str]:
