@@ -54,7 +54,7 @@ class RemoteOptions:
     connections: int = 16
     streams: int = 8
     part: int = 8 << 20
-    buffer: int = 256 << 10
+    buffer: int = 1 << 20
     proxies: bool = True
     netrc: bool = True
     anonymous: bool | None = None

@@ -127,6 +127,7 @@ class Download:
         opened = any(span.start < got.end and got.start < span.end for span in spans)
         needed = -(-sum(span.length for span in rest) // options.part)
         threads = min(options.streams - 1, needed, self._exchange.pool.spare())
+        _keep_freed(2 * options.buffer)
 
         def work() -> Iterator[Work]:
             if opened:
@@ -183,6 +184,12 @@ class Download:
 def changed(url: str) -> errors.RemoteChanged:
     """``url``: without secrets."""
     return errors.RemoteChanged(f"{url} became another object while it was read", url=url)
+
+
+def _keep_freed(size: int) -> None:
+    """Let glibc keep freed blocks of up to ``size`` bytes for the next ones. It would give each back to the kernel and have its pages
+    zeroed anew, which takes a fifth of the CPU of a large fetch."""
+    bytearray(size)  # never touched; what was freed once is no longer too large to be kept
 
 
 def _without(span: Span, got: Span) -> Iterator[Span]:
