@@ -205,6 +205,28 @@ def test_warm_all_below_a_directory(run: Run, cache: Cache, tmp_path: Path) -> N
     assert sorted(entry.size for entry in cache.entries()) == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("source", "why"), [("", "neither"), ("http://127.0.0.1:9/dir/", "HTTP lists nothing"), ("binary", "no text of URLs")]
+)
+def test_warm_of_what_is_no_list(run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, why: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    ran = run("warm", source)
+    assert ran.code == 2
+    assert why in ran.err
+    assert not home.exists()
+
+
+def test_warm_reads_a_pipe(run: Run, server: ScriptedServer, cache: Cache) -> None:
+    ours, its = os.pipe()
+    [url] = urls_of(server, "a")
+    os.write(its, url.encode())
+    os.close(its)
+    assert run("warm", f"/dev/fd/{ours}").code == 0  # as in `forebay warm <(list-shards)`
+    os.close(ours)
+    assert [entry.name for entry in cache.entries()] == [url]
+
+
 def test_warm_of_nothing_is_a_usage_error(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert run("warm", tmp_path / "none").code == 2

@@ -42,12 +42,17 @@ def warm(
 def _urls(source: str) -> Iterable[str]:
     if source == "-":
         return _lines(sys.stdin)
-    if "://" in source or Path(source).is_dir():
+    if source.lower().startswith(("http://", "https://")):
+        raise ConfigError(f"{source}: HTTP lists nothing: give a file of URLs, or - and the URLs", name="FILE|PREFIX", value=source)
+    if source and ("://" in source or Path(source).is_dir()):
         return _listing(source)
-    if not Path(source).is_file():
-        raise ConfigError(f"{source} is neither a file of URLs nor the URL of a prefix", name="FILE|PREFIX", value=source)
-    with open(source, encoding="utf-8") as file:
-        return list(_lines(file))
+    if not source or not Path(source).exists():
+        raise ConfigError(f"{source!r} is neither a file of URLs nor the URL of a prefix", name="FILE|PREFIX", value=source)
+    try:
+        with open(source, encoding="utf-8") as file:
+            return _lines(file)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is no text of URLs: {error}", name="FILE|PREFIX", value=source) from error
 
 
 def _lines(file: Iterable[str]) -> list[str]:
