@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from forebay import errors
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
+from forebay.remote.answers import SMALL
 from forebay.remote.http import HttpRemote
 from forebay.testing import MemorySink
 from tests.servers.nginx import Nginx
@@ -117,7 +119,10 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(errors.RemoteUnavailable, match="certificate is not trusted: self-signed certificate, after 1 attempt"):
             HttpRemote(OPTIONS).fetch(url, sink)
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(nginx.ca))
-        HttpRemote(OPTIONS).fetch(url, sink)
+        writes: list[int] = []
+        sink.on_write = lambda at, size: writes.append(size)
+        transfer = HttpRemote(replace(OPTIONS, part=SMALL)).fetch(url, sink)
         assert sink.data == BODY
+        assert len(writes) == transfer.requests  # though TLS gives 16 KiB at a time
         with pytest.raises(errors.RemoteUnavailable, match="not trusted"):
             HttpRemote(OPTIONS).stat(url.replace("127.0.0.1", "localhost"))
