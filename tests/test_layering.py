@@ -25,6 +25,7 @@ ORDER = """
     _engine.memo _engine.catalog < _engine.owners < _engine.leases < _engine.eviction _engine.ranking < _engine.budget _engine.fill
     _engine.catalog _engine.stages < _engine.room < _engine.budget < _engine.displace < _engine.publish < _engine.linking < _engine.engine
     _engine.catalog _engine.slots _engine.blobs < _engine.intent < _engine.publish
+    errors < _engine.combining < _engine.publish
     _engine.budget _engine.fill < _engine.publish _engine.settings _engine.census < _engine.reading < _engine.check < _engine.engine
     _engine.engine < _engine.store _engine.passthrough
     _config _kernel.waits < remote < testing < cli

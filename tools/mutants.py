@@ -59,9 +59,8 @@ MUTANTS = (
     ),
     Mutant(
         1, "a small file is entered before it is written", "_engine/publish.py",
-        "            blobs.write(self.root, id, small.data, label.suffix)\n            writing.named(id)\n            return self.insert(",
-        "            writing.named(id)\n            txn.then = lambda: blobs.write(self.root, id, small.data, label.suffix)\n"
-        "            return self.insert(",
+        "        blobs.write(self.root, id, one.data, label.suffix)\n",
+        "        txn.then = lambda: blobs.write(self.root, id, one.data, label.suffix)\n",
         f"{STEPS}test_put[small blob]",
     ),
     Mutant(
@@ -71,12 +70,12 @@ MUTANTS = (
     ),
     Mutant(
         1, "a small file is written without an intent", "_engine/intent.py",
-        "        self._slots.set_intent(id)\n", "        self._slots.set_intent(0)\n",
+        "        self._slots.set_intent(ids)\n", "        self._slots.set_intent(range(0))\n",
         f"{STEPS}test_put[small blob]",
     ),
     Mutant(
         4, "what a small write left is not removed", "_engine/intent.py",
-        "            if not entries.is_known(self._catalog, id):\n", "            if id < 0:\n",
+        "                if not entries.is_known(self._catalog, id):\n", "                if id < 0:\n",
         f"{STEPS}test_put[small blob]",
     ),
     Mutant(

@@ -56,13 +56,13 @@ def _check_rows(catalog: Catalog, slots: Slots, root: Root) -> Iterator[Problem]
         yield Problem("payload", str(key), "a row and its payload are not both there")
 
 
-def _check_names(root: Root, catalog: Catalog, intent: int) -> Iterator[Problem]:
-    """Files and rows name each other. ``intent``: a file that the next writer removes if it has no row."""
+def _check_names(root: Root, catalog: Catalog, intent: range) -> Iterator[Problem]:
+    """Files and rows name each other. ``intent``: files that the next writer removes if they have no row."""
     files = dict(blobs.list_blobs(root))
     rows = {row[0]: row for row in catalog.all("SELECT id, state, kind, suffix, key FROM entries")}
     promised = {r.id: r for r in reservations.every(catalog)}
     for id, path in files.items():
-        if id not in rows and id not in promised and id != intent:
+        if id not in rows and id not in promised and id not in intent:
             yield Problem("stray", str(path), "a file that no row names")
     for id, state, kind, suffix, key in rows.values():
         if state == DOOMED:

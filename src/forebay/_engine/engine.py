@@ -209,6 +209,6 @@ class Engine:
     def after_fork_child(self) -> None:
         Engine._opening = threading.RLock()
         self._mending = threading.RLock()
-        for part in (*self._forking, self.memo, self._ranking):
+        for part in (*self._forking, self.memo, self._ranking, self._publisher):
             part.after_fork_child()
         self._format.after_fork_child(keep=True)

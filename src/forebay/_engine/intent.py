@@ -1,11 +1,11 @@
-"""What lets a small file be written and published in one step: before the file there is a word that names it.
+"""What lets small files be written and published in one step: before them there is a word that names them.
 
 intent   the word in the table of slots is set            a crash: there is nothing to remove
-file     written under its final name                     a crash: the next writer removes it, before he grants room to anybody
-commit   the entry is visible                             a crash: the next writer finds its row, and only clears the word
+files    written under their final names                  a crash: the next writer removes them, before he grants room to anybody
+commit   the entries are visible                          a crash: the next writer finds their rows, and only clears the word
 clear
 
-All of it happens under the writer lock, so one word is enough, and nobody can promise the file's bytes to somebody else before
+All of it happens under the writer lock, so one word is enough, and nobody can promise the files' bytes to somebody else before
 they are counted or gone.
 """
 
@@ -23,18 +23,19 @@ class Intent:
     def __init__(self, root: Root, catalog: Catalog, slots: Slots) -> None:
         self._root, self._catalog, self._slots = root, catalog, slots
 
-    def begin(self, txn: Txn, id: int) -> None:
-        """The file of ``id`` may be written from now on, and ``txn`` is to commit its row."""
-        self._slots.set_intent(id)
+    def begin(self, txn: Txn, ids: range) -> None:
+        """The files of these ids may be written from now on, and ``txn`` is to commit their rows."""
+        self._slots.set_intent(ids)
         txn.then = self._clear
 
     def _clear(self) -> None:
-        self._slots.set_intent(0)
+        self._slots.set_intent(range(0))
 
     def recover(self) -> None:
         """Remove what a writer left that did not come to its commit."""
-        id = self._slots.intent()
-        if id:
-            if not entries.is_known(self._catalog, id):
-                blobs.remove_whatever_suffix(self._root, id)
+        ids = self._slots.intent()
+        if ids:
+            for id in ids:
+                if not entries.is_known(self._catalog, id):
+                    blobs.remove_whatever_suffix(self._root, id)
             self._clear()

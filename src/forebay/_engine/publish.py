@@ -15,14 +15,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from forebay import errors
 from forebay._engine import blobs
 from forebay._engine.budget import Budget
 from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.catalog.writer import WriterBusy
 from forebay._engine.chunkmaps import CHUNK
+from forebay._engine.combining import Combining
 from forebay._engine.displace import Displacing
 from forebay._engine.faults import faults
 from forebay._engine.fill import hash_of
@@ -54,6 +56,15 @@ class Label:
     meta: str = ""
 
 
+class _Ready(NamedTuple):
+    """A small write whose bytes are all there."""
+
+    writing: Writing
+    data: bytearray
+    size: int
+    checksum: bytes
+
+
 class Publisher:
     """Writes entries into one root. Callable from any thread."""
 
@@ -62,6 +73,10 @@ class Publisher:
     ) -> None:  # fmt: skip
         self.root, self.rows, self._catalog, self._slots = root, catalog, catalog, slots
         self._owners, self.budget, self._displacing, self._intent = owners, budget, displacing, intent
+        self._together = Combining(self._publish_together, shared=WriterBusy)
+
+    def after_fork_child(self) -> None:
+        self._together.after_fork_child()
 
     def put(self, label: Label, data: Buffer, *, validator: str | None = None) -> Entry:
         """Store bytes that are at hand. Raises `NoSpace` or another `CacheFault`; then what was there before stays."""
@@ -143,17 +158,23 @@ class Publisher:
 
     def publish_small(self, writing: Writing, small: MemoryStage) -> Entry | None:
         """Write and publish in one step what came into memory; None if there is no room for it as things are."""
-        size, checksum = small.finish()
-        label = writing.label
+        return self._together(_Ready(writing, small.data, *small.finish()))
+
+    def _publish_together(self, ready: Sequence[_Ready]) -> Sequence[Entry | None]:
+        """All of them in one transaction, or none: then each makes room for itself."""
         with self._catalog.write() as txn:
-            want = self.want(txn, label, size)
-            if not self.budget.room.fits(txn, want):
-                return None
-            id = txn.new_id()
-            self._intent.begin(txn, id)
-            blobs.write(self.root, id, small.data, label.suffix)
-            writing.named(id)
-            return self.insert(txn, label, id, "blob", size, checksum, writing.validator, want=want)
+            wants = [self.want(txn, one.writing.label, one.size) for one in ready]
+            if not self.budget.room.fit_together(txn, wants):
+                return [None] * len(ready)
+            ids = txn.new_ids(len(ready))
+            self._intent.begin(txn, ids)
+            return [self._publish_ready(txn, one, id, want) for one, id, want in zip(ready, ids, wants, strict=True)]
+
+    def _publish_ready(self, txn: Txn, one: _Ready, id: int, want: Want) -> Entry:
+        label = one.writing.label
+        blobs.write(self.root, id, one.data, label.suffix)
+        one.writing.named(id)
+        return self.insert(txn, label, id, "blob", one.size, one.checksum, one.writing.validator, want=want)
 
     def publish(self, writings: Sequence[Writing]) -> list[Entry]:
         """Give finished stages their names and their rows, all in one transaction."""

@@ -6,6 +6,7 @@ Used = published + reserved + doomed + superseded + what the catalog occupies ab
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from forebay._engine import stages
@@ -87,6 +88,18 @@ class Room:
         short = self.short(txn, want)
         txn.leftovers |= short.leftovers
         return short.fits
+
+    def fit_together(self, txn: Txn, wants: Sequence[Want]) -> bool:
+        """Whether all of them fit as things are: for several in one transaction. Of one space, else False: each is looked at by itself."""
+        first, others = wants[0], wants[1:]
+        short = self.short(txn, first)
+        txn.leftovers |= short.leftovers
+        return (
+            all(want.space == first.space for want in others)
+            and short.quota + sum(want.size - want.replaced for want in others) <= 0
+            and short.bytes + sum(self.charge(want.size) for want in others) <= 0
+            and short.rows + len(others) <= 0
+        )
 
     def has_ample(self, want: Want) -> bool:
         """Whether there seems to be room. Asked without the writer lock, so it may be wrong a moment later; for as long as that, what was

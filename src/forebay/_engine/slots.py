@@ -18,7 +18,7 @@ from forebay.errors import CacheFault
 RECORDS = 65_536
 ID, USED, VALIDATED = 0, 1, 2
 _MAGIC = int.from_bytes(b"FBSLOTS1", "little")
-_EVICTIONS, _INTENT = 2, 3  # in chunk 0, after the magic and the root's id
+_EVICTIONS, _INTENT, _INTENDED = 2, 3, 4  # in chunk 0, after the magic and the root's id
 _HEADER = 4096 // 8
 _WORDS = 4
 _SIZE = 4096 + RECORDS * _WORDS * 8
@@ -66,13 +66,18 @@ class Slots:
         that two processes raise at once would come back to what a third one has seen."""
         host.set_word(self._words(0), _EVICTIONS, host.now_ns())
 
-    def intent(self) -> int:
-        """The id of the entry whose file is being written under the writer lock; 0: none."""
-        return int(self._words(0)[_INTENT])
+    def intent(self) -> range:
+        """The ids of entries whose files are being written under the writer lock."""
+        words = self._words(0)
+        first = words[_INTENT]
+        return range(first, first + words[_INTENDED]) if first else range(0)
 
-    def set_intent(self, id: int) -> None:
+    def set_intent(self, ids: range) -> None:
         """Caller: holds the writer lock."""
-        host.set_word(self._words(0), _INTENT, id)
+        words = self._words(0)
+        if ids:
+            host.set_word(words, _INTENDED, len(ids))  # first: the other word says that there is an intent
+        host.set_word(words, _INTENT, ids.start if ids else 0)
 
     def id_of(self, slot: int) -> int:
         """The id of the entry that lives in ``slot``; 0: none."""

@@ -95,12 +95,17 @@ class Txn:
         self.run("UPDATE meta SET value = value + ? WHERE name = ?", count, name)  # with RETURNING it takes thrice as long
         return int(self.one("SELECT value FROM meta WHERE name = ?", name)[0])
 
+    def new_ids(self, count: int = 1) -> range:
+        """Ids in a row that none had before. A process takes many at once: others' ids do not tell which came first."""
+        first, end = self._ids
+        if end - first < count:
+            end = self.take("next_id", IDS) + 1
+            first = end - IDS
+        self._ids[:] = first + count, end
+        return range(first, first + count)
+
     def new_id(self) -> int:
-        """An id that none had before. A process takes many at once: others' ids do not tell which came first."""
-        if not self._ids:
-            last = self.take("next_id", IDS)
-            self._ids.extend(range(last, last - IDS, -1))
-        return self._ids.pop()
+        return self.new_ids()[0]
 
 
 class Catalog:
@@ -113,7 +118,7 @@ class Catalog:
         self._mutex = threading.RLock()  # guards _con, _seen, _pid, _ids
         self._con: sqlite3.Connection | None = None
         self._seen: tuple[int, int] | None = None
-        self._ids: list[int] = []  # that this process has taken and nobody has yet
+        self._ids = [0, 0]  # from, to: taken by this process, and nobody's yet
         self._commits = 0
         self._without_ballast = False
         self._still = False
@@ -250,7 +255,7 @@ class Catalog:
                     if txn.then is not None:
                         txn.then()
                 except BaseException:
-                    self._ids = []  # they may have been taken in this very transaction
+                    self._ids = [0, 0]  # they may have been taken in this very transaction
                     if con.in_transaction:
                         con.execute("ROLLBACK")
                     raise
@@ -327,7 +332,7 @@ class Catalog:
     # -- process life ----------------------------------------------------------------------------------------------
 
     def _close_locked(self) -> None:
-        con, self._con, self._seen, self._ids = self._con, None, None, []
+        con, self._con, self._seen, self._ids = self._con, None, None, [0, 0]
         if con is not None and self._pid == os.getpid():
             with contextlib.suppress(sqlite3.Error):
                 con.close()
@@ -349,7 +354,7 @@ class Catalog:
 
     def after_fork_child(self) -> None:
         self._mutex = threading.RLock()
-        self._con, self._seen, self._pid, self._ids = None, None, os.getpid(), []
+        self._con, self._seen, self._pid, self._ids = None, None, os.getpid(), [0, 0]
         self._writer.after_fork_child()
 
 

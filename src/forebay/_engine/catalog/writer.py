@@ -23,6 +23,10 @@ YIELD = 0.0003
 WRITER_WORD, HUNGRY_WORD = 0, 2
 
 
+class WriterBusy(errors.CacheFault):
+    """The writer lock could not be had in time."""
+
+
 class Writer:
     """The lock of one root. Callable from any thread; waits at most ``timeout`` seconds."""
 
@@ -33,7 +37,7 @@ class Writer:
         self._fed = words.value(HUNGRY_WORD)
 
     def holding(self, timeout: float | None = None) -> Holding:
-        """The lock around a block. Entering it raises `CacheFault` after ``timeout``, or in a read-only root."""
+        """The lock around a block. Entering it raises `WriterBusy` after ``timeout``, `CacheFault` in a read-only root."""
         return Holding(self, PATIENCE if timeout is None else timeout)
 
     def take(self, timeout: float) -> None:
@@ -41,7 +45,7 @@ class Writer:
         if self._root.read_only:
             raise errors.CacheFault(f"{self._root.path} is read-only")
         if not self._turn.acquire(timeout=timeout):
-            raise errors.CacheFault(f"the catalog is busy: other threads of this process have written for {timeout:.0f} s")
+            raise WriterBusy(f"the catalog is busy: other threads of this process have written for {timeout:.0f} s")
         try:
             if not self._file.try_lock(0, exclusive=True):
                 self._wait(timeout)
@@ -58,7 +62,7 @@ class Writer:
         try:
             waits.wait_for(self._ask_hungry, self._words, WRITER_WORD, what=self._describe, timeout=timeout)
         except errors.WaitTimeout as error:
-            raise errors.CacheFault(f"the catalog is busy: {error}") from error
+            raise WriterBusy(f"the catalog is busy: {error}") from error
 
     def _ask_hungry(self) -> bool | None:
         self._words.bump(HUNGRY_WORD)  # before the attempt: who lets go after it has seen this
