@@ -54,6 +54,26 @@ def test_several_writes_are_published_in_one_transaction(store: Store) -> None:
     assert [text_of(store, "urls", f"http://h/{i}") for i in range(3)] == [b"no. 0", b"no. 1", b"no. 2"]
 
 
+SIZES = [0, 5, 50_000, 256 << 10, (256 << 10) + 1, (1 << 20) + 1, None]
+
+
+@pytest.mark.parametrize("first", SIZES)
+@pytest.mark.parametrize("then", SIZES)
+def test_an_object_that_changed_is_begun_anew(store: Store, first: int | None, then: int | None) -> None:
+    """From memory to the disk and back: what was written of the version before is void, and no room is kept for it."""
+    body = os.urandom(1_500_000 if then is None else then)
+    with store.writing("urls", "http://h/a", resume=False) as writing:
+        writing.begin(ObjectInfo("", first, '"1"', strong=True))
+        writing.write(0, b"x" * min(5, 5 if first is None else first))
+        spans = writing.begin(ObjectInfo("", then, '"2"', strong=True))
+        assert sum(span.length for span in spans) == (-1 if then is None else then)
+        writing.write(0, body)
+        assert writing.publish(validator='"2"').size == len(body)
+    assert text_of(store, "urls", "http://h/a") == body
+    usage = store.usage()
+    assert usage.reserved == 0
+
+
 def test_a_renamed_entry_has_the_new_name_only(store: Store) -> None:
     store.put("a", "old", b"bytes")
     store.put("b", "new", b"other")

@@ -258,7 +258,7 @@ class Writing:
         with faults(self.label.key, info.size or 0):
             if self._reserved is None and info.size is not None and self._comes_into_memory(info.size):
                 self._small = MemoryStage(info.size)
-                return self._small.missing()
+                return (Span(0, info.size),) if info.size else ()
             return self._begin_on_disk(info)
 
     def _comes_into_memory(self, size: int) -> bool:

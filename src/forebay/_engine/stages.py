@@ -255,11 +255,6 @@ class MemoryStage:
         with self._mutex:
             return self._coverage.done
 
-    def missing(self) -> tuple[Span, ...]:
-        """The spans that were not written yet."""
-        with self._mutex:
-            return self._coverage.missing(self.total)
-
     def write(self, offset: int, data: Buffer) -> None:
         """Put ``data`` at ``offset``. Raises ValueError for bytes beyond the total."""
         view = memoryview(data).cast("B")
@@ -272,7 +267,7 @@ class MemoryStage:
 
     def finish(self) -> tuple[int, bytes]:
         """All bytes have come: ``(size, checksum)``. Raises `CacheFault` if any are missing."""
-        lacking = sum(span.length for span in self.missing())
+        lacking = self.total - self.done
         if lacking:
             raise CacheFault(f"{lacking:,} of {self.total:,} bytes never came")
         return self.total, checksum_of(self.data)

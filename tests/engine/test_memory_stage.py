@@ -1,0 +1,42 @@
+"""A small write in memory: bytes come in any order, and all of them must."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from forebay import errors
+from forebay._engine.blobs import checksum_of
+from forebay._engine.stages import MemoryStage
+
+BODY = os.urandom(10_000)
+
+
+@pytest.mark.parametrize("pieces", [[(0, 10_000)], [(5_000, 10_000), (0, 5_000)], [(0, 6_000), (4_000, 10_000)]])
+def test_bytes_come_in_any_order(pieces: list[tuple[int, int]]) -> None:
+    stage = MemoryStage(len(BODY))
+    for start, end in pieces:
+        stage.write(start, memoryview(BODY)[start:end])
+    assert stage.done == len(BODY)
+    assert stage.finish() == (len(BODY), checksum_of(BODY))
+    assert stage.data == BODY
+
+
+@pytest.mark.parametrize("piece", [(0, 9_999), (1, 10_000), (0, 0)])
+def test_a_missing_byte_forbids_to_finish(piece: tuple[int, int]) -> None:
+    stage = MemoryStage(len(BODY))
+    stage.write(piece[0], BODY[piece[0] : piece[1]])
+    with pytest.raises(errors.CacheFault, match="never came"):
+        stage.finish()
+
+
+def test_bytes_beyond_the_end_are_refused() -> None:
+    stage = MemoryStage(10)
+    with pytest.raises(ValueError, match="for 10"):
+        stage.write(5, b"123456")
+    assert len(stage.data) == 10
+
+
+def test_nothing_is_a_whole_too() -> None:
+    assert MemoryStage(0).finish() == (0, checksum_of(b""))
