@@ -115,6 +115,23 @@ def test_an_interrupt_is_the_leaders_alone() -> None:
     assert sum(isinstance(one, int) for one in found) == 3
 
 
+def test_who_is_interrupted_while_he_waits_wants_nothing_any_more() -> None:
+    class Interrupted:
+        def __enter__(self) -> None:
+            raise KeyboardInterrupt
+
+        def __exit__(self, *what: object) -> None: ...
+
+    doing = Doing()
+    doing.go.set()
+    lead, doing.combined._lead = doing.combined._lead, Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        doing.combined(1)
+    doing.combined._lead = lead
+    assert doing.combined(2) == 4
+    assert doing.calls == [[2]]
+
+
 def together(store: Store, keys: Sequence[str], body: bytes = BODY) -> list[Any]:
     """Put all of them: the first alone, while the others wait; then these in one transaction."""
     queue, began = Queue(), threading.Event()

@@ -5,6 +5,7 @@ After flat combining (Hendler, Incze, Shavit, Tzafrir 2010): a list of wishes, a
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,10 +43,15 @@ class Combining(Generic[T, R]):
     def __call__(self, item: T) -> R:
         job: _Job[T, R] = _Job(item)
         self._waiting.append(job)
-        with self._lead:
-            # P1 leads / P2 adds its job and waits / P1 takes it along / P2 leads, with nothing to do.
-            while not job.done:
-                self._work(job)
+        try:
+            with self._lead:
+                # P1 leads / P2 adds its job and waits / P1 takes it along / P2 leads, with nothing to do.
+                while not job.done:
+                    self._work(job)
+        except BaseException:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(job)  # interrupted while it waited: nobody wants it any more
+            raise
         if job.error is not None:
             raise job.error
         return job.result

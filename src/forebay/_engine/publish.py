@@ -347,6 +347,7 @@ class Writing:
         try:
             return leases.adopt(self.publish(validator=validator))
         except BaseException:
+            self._leases = None
             if self._leased:
                 leases.let_go_soon(self._leased)
             raise
