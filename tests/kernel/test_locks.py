@@ -620,6 +620,29 @@ def test_s30_finalizers_in_many_threads_leave_no_lock_and_block_nobody(path: Pat
     assert [offset for n in range(6) for offset in range(100 * n, 100 * n + 7) if not is_free(path, offset)] == []
 
 
+def test_s30_a_ring_of_a_lock_file_and_its_holders_ends_in_any_order(path: Path) -> None:
+    """The collector may finalize the file before who holds a lock in it."""
+
+    class Holder:
+        def __init__(self, file: LockFile) -> None:
+            self.file = file
+
+        def __del__(self) -> None:
+            self.file.unlock_soon(7)
+
+    for first in (True, False):
+        file = LockFile(path)
+        holders = [Holder(file) for _ in range(2)]
+        for _ in range(2):
+            assert file.try_lock(7, exclusive=False)
+        if first:
+            file.__del__()
+        file.ring = holders  # type: ignore[attr-defined]
+        del file, holders
+        gc.collect()
+        assert is_free(path, 7)
+
+
 class Impatient:
     """A mutex for one thread, in which any wait is a deadlock."""
 

@@ -38,11 +38,10 @@ class Lease:
             release = self._release.pop()
         except IndexError:
             return
-        release(self.entry.id)
-
-    def __del__(self) -> None:
         if not sys.is_finalizing():  # at exit the kernel lets go, whatever state the interpreter is in
-            self.close()
+            release(self.entry.id)
+
+    __del__ = close
 
     @property
     def closed(self) -> bool:

@@ -210,6 +210,7 @@ class LockFile:
 
     def __del__(self) -> None:
         if self._pid == os.getpid():
+            self._held = {}  # in a ring of garbage who holds a lock may be finalized after this
             self._close_locked()
 
     # -- forks -----------------------------------------------------------------------------------------------------
