@@ -445,3 +445,16 @@ def test_a_disk_that_is_really_full_is_told(tmp_path: Path) -> None:
         assert os.listdir(root.tmp_dir) == []
     finally:
         subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_s09_a_file_that_somebody_may_have_mapped_is_not_cut(root: Root) -> None:
+    """Where locks exclude nobody, another may have published this very file: what is begun anew is a new one."""
+    stage = Stage.create(root, KEY, ID)
+    stage.begin(10)
+    stage.write(0, b"0123456789")
+    with open(stage.path, "rb") as published:
+        stage.begin(4)
+        stage.write(0, b"anew")
+        assert published.read() == b"0123456789"
+    assert stage.finish()[0] == 4
+    assert stage.path.read_bytes() == b"anew"
