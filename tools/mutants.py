@@ -74,11 +74,6 @@ MUTANTS = (
         f"{STEPS}test_put[small blob]",
     ),
     Mutant(
-        4, "what a small write left is not removed", "_engine/intent.py",
-        "                if not entries.is_known(self._catalog, id):\n", "                if id < 0:\n",
-        f"{STEPS}test_put[small blob]",
-    ),
-    Mutant(
         1, "serve without a look at the checksum", "_engine/reading.py",
         "        if blobs.checksum_of(data) != entry.checksum:\n", "        if len(data) != entry.size:\n",
         f"{FAULTS}test_s03_a_damaged_blob_is_never_served[flipped]",
@@ -145,6 +140,11 @@ MUTANTS = (
         4, "sizes are counted, not blocks", "_engine/room.py",
         "        return -(-size // self._block) * self._block\n", "        return size\n",
         f"{STEPS}test_publish_through_a_writing",
+    ),
+    Mutant(
+        4, "what a small write left is not removed", "_engine/intent.py",
+        "                if not entries.is_known(self._catalog, id):\n", "                if id < 0:\n",
+        f"{STEPS}test_put[small blob]",
     ),
     Mutant(
         4, "max_entries does not count what is promised", "_engine/catalog/spaces.py",
@@ -230,7 +230,7 @@ MUTANTS = (
         9, "a fork does not wait for the catalog", "_engine/engine.py",
         "        for part in self._forking:  # the catalog first: a thread inside a transaction takes the mutexes of the others\n",
         "        for part in reversed(self._forking):\n",
-        f"{FORKS}test_s17_forks_while_threads_write_and_fetch",
+        f"{FORKS}test_s17_a_fork_waits_for_a_transaction_that_takes_locks",
     ),
     Mutant(
         9, "the child has no part in its parent's leases", "_kernel/locks.py",

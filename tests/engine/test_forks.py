@@ -18,6 +18,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine.store import Store
+from forebay._kernel import host
 from forebay._model import ObjectInfo
 from tests.harness import HANG, Child, Crew, Gate, KiB, MiB, assert_counted, assert_settled, bytes_of, fork, in_child, opened
 
@@ -90,6 +91,43 @@ def test_s17_forks_while_threads_write_and_fetch(quick_path: Path) -> None:
     in_child(lambda: fork_while_threads_work(place, 60))
     in_child(lambda: settle(place))
     assert_settled(place, 10 * MiB)
+
+
+def fork_while_a_transaction_takes_a_lock(place: Path) -> None:
+    inside, forking = threading.Event(), threading.Event()
+
+    class Listener:
+        def before_fork(self) -> None:
+            forking.set()
+
+        def after_fork_parent(self) -> None: ...
+        def after_fork_child(self) -> None: ...
+
+    with opened(place, MiB) as store:
+        mutex = store._leases._held[7]._mutex
+
+        def write() -> None:
+            with store._catalog.write():
+                inside.set()
+                assert forking.wait(HANG)
+                for _ in range(50):  # who forks may take this mutex only after the catalog's, which is ours
+                    if mutex.locked():
+                        break
+                    threading.Event().wait(0.01)
+                store._leases.hold(7)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        assert inside.wait(HANG)
+        listener = Listener()
+        host.at_fork(listener)  # the last to register is the first to be told
+        fork(lambda: None).result(30)
+        thread.join(HANG)
+        assert not thread.is_alive()
+
+
+def test_s17_a_fork_waits_for_a_transaction_that_takes_locks(quick_path: Path) -> None:
+    fork(lambda: fork_while_a_transaction_takes_a_lock(quick_path / "root")).result(20)
 
 
 def settle(place: Path) -> None:
