@@ -17,7 +17,7 @@ from forebay._engine.root import Root
 from forebay._kernel import locks, waits
 
 PATIENCE = 10.0
-HUNGRY = 0.025
+HUNGRY = 0.1
 PAUSE = 0.001, 0.004
 YIELD = 0.0003
 WRITER_WORD, HUNGRY_WORD = 0, 2
