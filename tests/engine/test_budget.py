@@ -12,7 +12,7 @@ import pytest
 from forebay import errors
 from forebay._engine import budget, ranking
 from forebay._engine.catalog import reservations
-from forebay._engine.store import Store
+from forebay._engine.store import Settings, Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
 from tests.harness import Gate, KiB, MiB, assert_settled, bytes_of, data_usage, fork, in_child, opened
@@ -159,3 +159,21 @@ def test_a_partial_of_the_only_entry_allowed(tmp_path: Path) -> None:
         store.put("v", "b", b"3")
         assert [entry.key for entry in store.entries("v")] == ["b"]
         assert store.check() == []
+
+
+def test_max_entries_is_what_the_message_names(tmp_path: Path) -> None:
+    with contextlib.closing(Store.open(tmp_path / "full", Settings(budget=MiB, max_entries=1))) as store:
+        store.put("v", "held", bytes(100 * KiB))
+        lease = store.lease("v", "held")
+        assert lease is not None
+        with lease, pytest.raises(errors.NoSpace, match="max_entries"):
+            store.put("v", "more", bytes(100 * KiB))
+
+
+def test_what_was_replaced_is_not_counted_for_people(store: Store) -> None:
+    store.put("v", "k", bytes(100 * KiB))
+    lease = store.lease("v", "k")
+    assert lease is not None
+    with lease:
+        store.put("v", "k", bytes(120 * KiB))
+        assert [space.entries for space in store.usage().spaces if space.name == "v"] == [1]

@@ -277,6 +277,9 @@ class Budget:
     def _no_space(self, want: Want | None, short: Short, hopeless: bool) -> errors.NoSpace:
         if want is None:
             return errors.NoSpace.of("what is there", short.bytes, 0, short.budget)
+        if short.rows > 0 and short.bytes <= 0 and short.quota <= 0:
+            said = f"no room for {want.key!r}: there are max_entries already: raise it, or see `forebay ls --leased`"
+            return errors.NoSpace(said, key=want.key, need=want.size, free=short.free, budget=short.budget, hopeless=hopeless)
         if hopeless:
             return errors.NoSpace.of(
                 want.key,
