@@ -92,3 +92,8 @@ def test_a_pyarrow_filesystem_is_a_source(tmp_path: Path) -> None:
     with forebay.Cache(tmp_path / "root", budget="8MB", min_free=0) as cache:
         assert bytes(cache.read(str(tmp_path / "x.bin"), filesystem=fs.LocalFileSystem())) == b"arrow"
         assert len(cache.entries()) == 1
+
+
+def test_a_local_file_that_is_not_there_is_not_found_by_open_too(origin: Origin, tmp_path: Path) -> None:
+    with pytest.raises(errors.NotFound, match="nowhere"):
+        origin.open(origin.target(tmp_path / "nowhere"), Ask())

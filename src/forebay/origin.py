@@ -141,6 +141,8 @@ class Origin:
     def open(self, target: Target, ask: Ask) -> BinaryIO:
         """A file object on the kept copy; by ranges from the remote where it is not kept."""
         if target.in_place and not ask.force and not ask.bypass:
+            if not os.access(target.in_place, os.R_OK):
+                target.remote.stat(target.url)  # raises as `read` does
             return open(target.in_place, "rb")
         if ask.bypass:
             return self._stream(target, ask)
