@@ -9,7 +9,7 @@ import pytest
 
 import forebay
 from forebay import Cache
-from forebay.errors import ConfigError
+from forebay.errors import ConfigError, RootRefused
 from forebay.testing import ScriptedServer
 
 SUM = "0" * 64
@@ -132,3 +132,8 @@ def test_read_only_says_so_also_to_prune(tmp_path: Path) -> None:
         plan = cache.prune()
         with pytest.raises(forebay.errors.CacheFault, match="read-only"):
             plan.execute()
+
+
+def test_a_place_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(RootRefused, match="choose another place"):
+        Cache("/proc/no/such")

@@ -356,6 +356,10 @@ def _open_store(
     )
     try:
         return Store.open(place, settings, shared=shared, read_only=read_only)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        wanted, found = "a directory that can be made and written to", error.strerror or type(error).__name__
+        message = f"{place}: {wanted} was wanted, but found was '{found}': choose another place"
+        raise errors.RootRefused(message, path=str(place), wanted=wanted, found=found) from error
     except (errors.CacheFault, OSError) as error:
         if isinstance(error, errors.RootError) or not (isinstance(error, errors.CacheFault) or error.errno in FULL):
             raise
