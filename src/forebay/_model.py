@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -73,6 +73,14 @@ class Sink(Protocol):
 
     def write(self, offset: int, data: Buffer) -> None:
         """Put ``data`` at ``offset``. From several threads at once for different spans; in order within a span."""
+
+
+@runtime_checkable
+class CloningSink(Sink, Protocol):
+    """A sink that may share the blocks of a file of this host, instead of being given its bytes."""
+
+    def clone(self, fd: int) -> bool:
+        """Take all bytes of the open file ``fd``, which has the size that `begin` was told. False where that cannot be: write them."""
 
 
 class Remote(Protocol):

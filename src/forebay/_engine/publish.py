@@ -300,6 +300,13 @@ class Writing:
         if self._on_progress is not None:
             self._on_progress(stage.done, stage.total)
 
+    def clone(self, fd: int) -> bool:
+        """See `CloningSink.clone`."""
+        if self._small is not None:
+            return False
+        with faults(self.label.key):
+            return self.stage.clone(fd)
+
     @property
     def stage(self) -> Stage:
         assert self._stage is not None, "nothing was begun"

@@ -156,6 +156,14 @@ class Stage:
                 self._writers -= 1
                 self._idle.notify_all()
 
+    def clone(self, source: int) -> bool:
+        """Share all blocks of the open file ``source`` where the file system can; False where it cannot. Raises OSError."""
+        if self.total is None or not host.clone(source, self._descriptor()):
+            return False
+        with self._idle:
+            self._coverage.add(0, self.total)
+        return True
+
     def grow_to(self, size: int) -> None:
         """Have room for ``size`` bytes granted, in steps, where the total is unknown."""
         with self._growing:

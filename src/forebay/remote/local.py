@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 
 from forebay import errors
-from forebay._model import ObjectInfo, Sink, Span, Transfer
+from forebay._model import CloningSink, ObjectInfo, Sink, Span, Transfer
 from forebay.remote.urls import canonical, local_path
 
 BLOCK = 1 << 20
@@ -37,9 +37,10 @@ class LocalRemote:
             transfer = Transfer(info=info)
             spans = sink.begin(info)
             transfer.resumed = (info.size or 0) - sum(span.length for span in spans)
-            buffer = memoryview(bytearray(BLOCK))
-            for span in spans:
-                _copy(url, fd, span, buffer, sink, transfer)
+            if not (transfer.resumed == 0 and isinstance(sink, CloningSink) and sink.clone(fd)):
+                buffer = memoryview(bytearray(BLOCK))
+                for span in spans:
+                    _copy(url, fd, span, buffer, sink, transfer)
             if _info(url, fd) != info:
                 raise _changed(url)
         finally:
