@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import forebay
-from forebay import Cache
+from forebay import Cache, errors
 from forebay.errors import ConfigError, RootRefused
 from forebay.testing import ScriptedServer
 
@@ -137,3 +138,29 @@ def test_read_only_says_so_also_to_prune(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_made_is_refused() -> None:
     with pytest.raises(RootRefused, match="choose another place"):
         Cache("/proc/no/such")
+
+
+def test_a_scheme_that_nobody_knows_is_refused_at_once(tmp_path: Path) -> None:
+    with (
+        forebay.Cache(tmp_path / "root", budget="1MiB", min_free=0) as cache,
+        pytest.raises(errors.ConfigError, match="foo:// URLs are not known"),
+    ):
+        cache.read("foo://bar/x")
+
+
+def test_a_cache_that_was_switched_off_says_nothing_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a").write_bytes(b"bytes")
+    with forebay.Cache(tmp_path / "root", enabled=False) as cache:
+        assert cache.read(tmp_path / "a", force=True) == b"bytes"
+    assert caplog.records == []
+
+
+def test_what_a_read_only_root_cannot_do_is_told_as_such(tmp_path: Path) -> None:
+    with forebay.Cache(tmp_path / "root", budget="1MiB", min_free=0) as cache:
+        cache.put("a", b"bytes")
+    with forebay.Cache(tmp_path / "root", read_only=True) as cache:
+        assert cache.get("a") == b"bytes"
+        with pytest.raises(errors.ReadOnly, match="its owner can do that") as found:
+            cache.pin("a")
+        assert found.value.path == str(tmp_path / "root")
+        assert pickle.loads(pickle.dumps(found.value)).path == found.value.path

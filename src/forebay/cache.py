@@ -76,7 +76,8 @@ class Cache:
         self.path = store.root.path if isinstance(store, Store) else place.absolute()
         above = _open_store(Path(upstream), None, None, None, False, True) if upstream is not None else None
         self._origin = Origin(
-            store, remote_options or remote.RemoteOptions.from_environment(), above if isinstance(above, Store) else None
+            store, remote_options or remote.RemoteOptions.from_environment(), above if isinstance(above, Store) else None,
+            set() if enabled else {"NoSpace"},  # that nothing is kept was asked for: it need not be told
         )  # fmt: skip
         self._hit = store.hitter(URLS)
         self.closed = False

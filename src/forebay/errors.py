@@ -9,6 +9,7 @@
     │   └── NewerFormat                      written by a newer Forebay
     ├── CacheFault (OSError)                 the cache itself failed; calls are served past it
     │   ├── NoSpace                          (ENOSPC) no room, with need, free and budget
+    │   ├── ReadOnly                         (EROFS) this root may only be read
     │   └── Damaged                          stored bytes differ from what was stored
     ├── WaitTimeout (TimeoutError)           what was waited for, how long, who holds it
     ├── Offline (FileNotFoundError)          not in the cache, and asking the remote is forbidden
@@ -90,7 +91,7 @@ class RootError(ForebayError, OSError):
 
 
 class RootRefused(RootError):
-    """The directory is another user's, lies on a file system that cannot hold a cache, or has foreign files."""
+    """The directory is another user's, lies on a file system that cannot hold a cache, has foreign files, or cannot be made."""
 
 
 class NewerFormat(RootError):
@@ -122,6 +123,17 @@ class NoSpace(CacheFault):
             f"no room for {key!r}: {need:,} bytes wanted, {max(free, 0):,} of the budget of {budget:,} can be had: {todo}",
             key=key, need=need, free=free, budget=budget, hopeless=hopeless,
         )  # fmt: skip
+
+
+class ReadOnly(CacheFault):
+    """This root was opened to be read, or may only be read. ``path``: the root."""
+
+    errno = errno.EROFS
+    path: str
+
+    @classmethod
+    def of(cls, path: object) -> ReadOnly:
+        return cls(f"{path} is read-only here: its owner can do that, without read_only=True", path=str(path))
 
 
 class Damaged(CacheFault):

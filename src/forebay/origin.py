@@ -82,7 +82,7 @@ class Origin:
     store: Store | PassThrough
     options: remote.RemoteOptions
     upstream: Store | None = None
-    _warned: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
     _targets: dict[str, Target] = field(default_factory=dict)
 
     # -- what a URL is ---------------------------------------------------------------------------------------------
@@ -307,8 +307,8 @@ class Origin:
 
     def warn(self, what: str, message: str, *values: object) -> None:
         """Each kind of trouble is told once a process; the counters tell how often it came."""
-        if what not in self._warned:
-            self._warned.add(what)
+        if what not in self.told:
+            self.told.add(what)
             log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
 
     def _direct(self, target: Target, ask: Ask) -> memoryview:

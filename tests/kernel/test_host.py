@@ -54,7 +54,6 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "mkdir": lambda d: host.mkdir(d / "new", 0o700),
     "rmdir": lambda d: host.rmdir(d / "empty"),
     "chmod": lambda d: host.chmod(d / "a", 0o400),
-    "copy_range": lambda d: with_fd(d / "a", lambda fd: host.copy_range(fd, fd, 0, 100, 4)),
 }
 
 
@@ -268,21 +267,6 @@ def test_a_rename_replaces_in_one_instant(tmp_path: Path) -> None:
     (tmp_path / "new").write_bytes(b"b")
     host.rename(tmp_path / "old", tmp_path / "new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("new", b"a")]
-
-
-@pytest.mark.parametrize("in_kernel", [True, False])
-def test_a_range_is_copied_to_the_end(tmp_path: Path, file: int, monkeypatch: pytest.MonkeyPatch, in_kernel: bool) -> None:
-    if not in_kernel:
-        monkeypatch.setattr(os, "copy_file_range", unsupported)
-    content = os.urandom(3 * MiB)
-    (tmp_path / "source").write_bytes(content)
-    source, done = os.open(tmp_path / "source", os.O_RDONLY), 0
-    try:
-        while copied := host.copy_range(source, file, done, done, 2 * MiB):
-            done += copied
-    finally:
-        os.close(source)
-    assert os.pread(file, 4 * MiB, 0) == content
 
 
 def test_a_clone_has_all_or_is_refused(tmp_path: Path, file: int) -> None:

@@ -168,7 +168,7 @@ class Engine:
 
     def check_usable(self, *, writing: bool = False) -> None:
         if writing and self.root.read_only:
-            raise errors.CacheFault(f"{self.root.path} is read-only")
+            raise errors.ReadOnly.of(self.root.path)
         if host.forked_unseen():
             raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
 

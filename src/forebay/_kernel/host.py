@@ -176,18 +176,6 @@ def clone(source: int, target: int) -> bool:
     return True
 
 
-def copy_range(source: int, target: int, source_offset: int, target_offset: int, count: int) -> int:
-    """Copy up to ``count`` bytes, inside the kernel where it can; gives how many: 0 at the end of ``source``."""
-    step("copy_range", target)
-    try:
-        return os.copy_file_range(source, target, count, source_offset, target_offset)
-    except OSError as error:
-        if error.errno not in _NOT_BETWEEN_THESE:
-            raise
-    data = os.pread(source, min(count, 1 << 20), source_offset)
-    return os.pwrite(target, data, target_offset) if data else 0
-
-
 def set_word(words: memoryview, index: int, value: int) -> None:
     """Store one aligned 8-byte word of a mapping: it cannot be seen torn."""
     step("set_word", index)

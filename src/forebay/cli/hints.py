@@ -53,6 +53,7 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
         errors.NoSpace,
         Hint("raise FOREBAY_BUDGET, or `forebay prune --free SIZE`; `forebay ls --leased` shows what is held"),
     ),
+    (errors.ReadOnly, Hint("run it as the owner of the cache, or --root names one of your own")),
     (errors.Damaged, Hint("`forebay verify --repair` sets damaged entries aside")),
     (errors.CacheFault, Hint("`forebay doctor` looks for the cause, `forebay verify --repair` mends the cache")),
     (errors.WaitTimeout, Hint("wait for the holder, or end it: what it has fetched is kept")),

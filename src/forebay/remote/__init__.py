@@ -25,7 +25,8 @@ _made: dict[tuple[str, RemoteOptions], Remote] = {}
 
 
 def resolve(url: str, options: RemoteOptions | None = None) -> Remote:
-    """The remote that serves ``url``: one for each scheme and options in a process. Raises `MissingExtra`."""
+    """The remote that serves ``url``: one for each scheme and options in a process. Raises `MissingExtra`, or `ConfigError`
+    for a scheme that nobody knows."""
     kind = scheme(url)
     key = ("http" if kind == "https" else kind, options or RemoteOptions())
     found = _made.get(key)
@@ -59,6 +60,8 @@ def _make(kind: str, options: RemoteOptions) -> Remote:
         from forebay.remote.s3 import S3Remote
 
         return S3Remote(options)
+    from forebay.remote.clients import check_kind
     from forebay.remote.filesystems import FilesystemRemote
 
+    check_kind(kind)
     return FilesystemRemote(None, options)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from forebay._model import Buffer, ObjectInfo, Span
-from forebay.errors import RemoteProtocolError
+from forebay.errors import ConfigError, RemoteProtocolError
 
 BLOCK = 1 << 20
 
@@ -85,6 +85,16 @@ class FsspecClient:
 
         fs, path = fsspec.core.url_to_fs(url, **self._options)
         return fs, path
+
+
+def check_kind(kind: str) -> None:
+    """Raises `ConfigError` for a scheme that nobody knows. Without fsspec nothing is said: that it is missing is told at the first use."""
+    try:
+        import fsspec
+    except ImportError:
+        return
+    if kind not in fsspec.available_protocols():
+        raise ConfigError(f"{kind}:// URLs are not known, neither here (http, https, s3, file) nor to fsspec: check the spelling")
 
 
 def matching(look: Callable[[], Iterable[Any]], prefix: str, inside: Callable[[str], Iterable[Any]]) -> Iterator[Any]:

@@ -37,13 +37,13 @@ class Writer:
         self._fed = words.value(HUNGRY_WORD)
 
     def holding(self, timeout: float | None = None) -> Holding:
-        """The lock around a block. Entering it raises `WriterBusy` after ``timeout``, `CacheFault` in a read-only root."""
+        """The lock around a block. Entering it raises `WriterBusy` after ``timeout``, `ReadOnly` in a read-only root."""
         return Holding(self, PATIENCE if timeout is None else timeout)
 
     def take(self, timeout: float) -> None:
         """Caller: calls `release`, in any event."""
         if self._root.read_only:
-            raise errors.CacheFault(f"{self._root.path} is read-only")
+            raise errors.ReadOnly.of(self._root.path)
         if not self._turn.acquire(timeout=timeout):
             raise WriterBusy(f"the catalog is busy: other threads of this process have written for {timeout:.0f} s")
         try:
