@@ -130,14 +130,14 @@ def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) 
     removed = eviction.remove_orphans()
     for name in os.listdir(root.tmp_dir):
         parsed = parse_tmp_name(name)
-        if parsed is None or entries.is_known(catalog, parsed.id):
+        if parsed is None or reservations.by_id(catalog, parsed.id) is not None:
             continue
         hold = fill.try_hold_hash(parsed.keyhash)
         if hold is None:
             continue
         try:
             # Listed before its reservation was seen: look again, now that its key is ours.
-            if not entries.is_known(catalog, parsed.id):
+            if reservations.by_id(catalog, parsed.id) is None:
                 removed += stages.remove_partial(root, parsed.keyhash, parsed.id) | trees.remove(root, parsed.id, keyhash=parsed.keyhash)
         finally:
             hold.release()

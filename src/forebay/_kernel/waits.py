@@ -57,12 +57,12 @@ class Words:
         """What the word is now, to be given to `sleep`."""
         return self._words[index]
 
-    def bump(self, index: int) -> None:
-        """Change the word and wake all who sleep on it. Does nothing where the file can only be read."""
+    def bump(self, index: int, sleepers: int = _EVERYBODY) -> None:
+        """Change the word and wake who sleeps on it: the first ``sleepers`` of them. Does nothing where the file can only be read."""
         if self._writable:
             # The clock: two processes that add 1 at once store the same value, and who read it in between would sleep on.
             self._words[index] = time.monotonic_ns() & 0xFFFFFFFF
-            _syscall(_FUTEX, self._address + 4 * index, _WAKE, _EVERYBODY, None, None, 0)
+            _syscall(_FUTEX, self._address + 4 * index, _WAKE, sleepers, None, None, 0)
 
     def sleep(self, index: int, seconds: float, value: int | None = None) -> None:
         """Sleep until the word is no longer ``value`` (default: what it is now), at most ``seconds``; a signal ends it too."""

@@ -76,7 +76,7 @@ class Writer:
         hungry = self._words.value(HUNGRY_WORD)
         if hungry != self._fed:
             self._fed = hungry
-            self._words.bump(WRITER_WORD)
+            self._words.bump(WRITER_WORD, 1)  # who slept first; when he lets go, he finds the word changed too, and wakes the next
             time.sleep(YIELD)  # else this thread has the lock again before the woken one runs
         self._turn.release()
 
