@@ -32,6 +32,8 @@ ORDER = """
     _engine.leases < files < origin
     _engine.store _engine.passthrough remote < origin < spaces < cache < cli
     _engine.fill < reports < warming < cache
+    _model _kernel.mappings < pfio_file
+    _model < codecs < spaces
 """
 
 # Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
@@ -45,6 +47,8 @@ THIRD_PARTY = {
     "fsspec": ("remote.clients", "adapters.fsspec"),
     "pyarrow": ("remote.clients",),
     "cloudpickle": ("remote.filesystems", "tasks"),
+    "numpy": ("codecs",),
+    "torch": ("codecs",),
 }
 LOADED_WITH = {
     "xxhash": ("_engine", "remote", "origin", "cache"),
