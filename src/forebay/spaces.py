@@ -10,6 +10,7 @@ from forebay._engine.memo import Remembered
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._model import Buffer
+from forebay.codecs import as_bytes
 from forebay.origin import Origin
 
 FOREVER = 1 << 63
@@ -54,7 +55,7 @@ class Space:
         stays. With the policy ``wait`` it blocks while all bytes are held, at most ``timeout`` seconds."""
         store = self._store()
         checked(key)
-        view = _as_bytes(data)
+        view = as_bytes(data)
         try:
             store.put(self.name, key, view, timeout=timeout)
         except errors.CacheFault as error:
@@ -78,7 +79,7 @@ class Space:
 
         def make() -> memoryview:
             store.count("misses")
-            ran.append(memoryview(bytes(_as_bytes(fn()))))
+            ran.append(memoryview(bytes(as_bytes(fn()))))
             self.put(key, ran[0])
             return ran[0]
 
@@ -88,7 +89,7 @@ class Space:
         except (errors.CacheFault, errors.WaitTimeout) as error:
             # What fn itself raised of these kinds would be run a second time: it used this cache, and was told why it cannot help.
             self._origin.fall_back(error, f"{self.name}:{key}")
-            return ran[0] if ran else memoryview(bytes(_as_bytes(fn())))
+            return ran[0] if ran else memoryview(bytes(as_bytes(fn())))
 
     def evict(self, key: str) -> bool:
         """Remove a key. False if there is none, or it is in use."""
@@ -126,12 +127,3 @@ def checked(key: str) -> str:
     except (AttributeError, UnicodeEncodeError) as error:
         raise errors.ConfigError(f"the key {key!r} cannot be used: a key is a str of valid unicode", name="key", value=repr(key)) from error
     return key
-
-
-def _as_bytes(data: Buffer) -> memoryview:
-    try:
-        return memoryview(data).cast("B")
-    except TypeError as error:
-        raise errors.ConfigError(
-            f"{type(data).__name__} is not bytes-like: give bytes, bytearray, memoryview or a contiguous array", name="data", value=""
-        ) from error

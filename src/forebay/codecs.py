@@ -1,0 +1,338 @@
+"""Codecs: a value as bytes that lie one behind the other in a record, and back.
+
+A payload begins at a multiple of 64 in its mapping, and arrays lie at multiples of 64 in it: what `decode` gives are views, not copies.
+Codecs hold no state of their own: callable from any thread, usable after a fork, picklable as far as a custom one is.
+NumPy and PyTorch are optional, and imported only where a value needs them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import math
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+from forebay import errors
+from forebay._model import Buffer
+
+ALIGNMENT = 64
+# A tensor below this is copied: a private mapping of it costs more than the copy (benchmarks of both cross near here).
+MAPPED_FROM = 32 * 1024
+
+
+class Codec(Protocol):
+    """How the values of an array are stored. ``name`` is stored with the array: another name is another codec."""
+
+    name: str
+
+    def encode(self, value: Any) -> Sequence[Buffer]:
+        """The pieces of the payload, in order, padding included. They may be views of ``value``: write them before it changes.
+        Raises `ConfigError` for a value that this codec cannot store, and whatever the value's own code raises."""
+
+    def decode(self, data: memoryview, private: Callable[[], memoryview]) -> Any:
+        """The value of a payload. What lies over ``data`` is read-only where ``data`` is.
+
+        ``private``: gives the same payload writable, with stores that stay with this value; called at most once, where needed.
+        Raises `Damaged` for bytes that `encode` did not make."""
+
+
+def codec(which: str | object) -> Codec:
+    """The codec named ``raw``, ``numpy`` or ``pickle``, or one over any object with ``encode(value)`` -> bytes-like and
+    ``decode(memoryview)`` -> value. The name of such a one is its ``name`` if that is a str, else that of its class.
+    Raises `ConfigError` for anything else, `MissingExtra` for ``numpy`` without NumPy."""
+    if isinstance(which, (_Raw, _Numpy, _Pickle, _Custom)):
+        return which
+    if which == "numpy":
+        _numpy()
+    if isinstance(which, str) and which in _NAMED:
+        return _NAMED[which]
+    methods = (getattr(which, "encode", None), getattr(which, "decode", None))
+    if isinstance(which, (str, type, ModuleType)) or not all(map(callable, methods)):
+        what = f"the {type(which).__name__} {which!r}"
+        raise errors.ConfigError(
+            f"{what} is no codec: give 'raw', 'numpy', 'pickle', or an object with the methods encode and decode", name="codec", value=what
+        )
+    return _Custom(which)
+
+
+def as_bytes(data: Buffer) -> memoryview:
+    """A flat view of contiguous bytes. Raises `ConfigError` for anything else."""
+    try:
+        view = memoryview(data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError) as error:
+        raise errors.ConfigError(
+            f"{type(data).__name__} is not bytes-like: give bytes, bytearray, memoryview or a contiguous array", name="data", value=""
+        ) from error
+
+
+class _Named:
+    name: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return codec, (self.name,)
+
+    def __repr__(self) -> str:
+        return f"<forebay codec {self.name}>"
+
+
+class _Raw(_Named):
+    name = "raw"
+
+    def encode(self, value: Any) -> Sequence[Buffer]:
+        return (as_bytes(value),)
+
+    def decode(self, data: memoryview, private: Callable[[], memoryview]) -> memoryview:
+        return data
+
+
+class _Custom:
+    def __init__(self, inner: Any) -> None:
+        self._inner, kind = inner, type(inner)
+        name = getattr(inner, "name", None)
+        self.name = name if isinstance(name, str) else f"{kind.__module__}.{kind.__qualname__}"
+        if self.name in _NAMED or not self.name:
+            raise errors.ConfigError(f"a codec of your own cannot have the name {self.name!r}", name="codec", value=self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return codec, (self._inner,)
+
+    def __repr__(self) -> str:
+        return f"<forebay codec {self.name}>"
+
+    def encode(self, value: Any) -> Sequence[Buffer]:
+        return (as_bytes(self._inner.encode(value)),)
+
+    def decode(self, data: memoryview, private: Callable[[], memoryview]) -> Any:
+        return self._inner.decode(data)
+
+
+# Arrays
+
+
+class _Numpy(_Named):
+    """One byte: the head's length in units of 64; the head, filled up with spaces; the array's memory."""
+
+    name = "numpy"
+
+    def encode(self, value: Any) -> Sequence[Buffer]:
+        np = _numpy()
+        if isinstance(value, np.ma.MaskedArray):
+            raise _use_pickle("a masked array")
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            raise _use_pickle(f"an array of dtype {array.dtype}")
+        head, memory = _taken_apart(array)
+        blocks = -(-(1 + len(head)) // ALIGNMENT)
+        if blocks > 255:
+            raise _use_pickle(f"an array whose dtype and shape take {len(head):,} bytes to tell")
+        return bytes((blocks,)) + head.ljust(blocks * ALIGNMENT - 1), memory
+
+    def decode(self, data: memoryview, private: Callable[[], memoryview]) -> Any:
+        length = ALIGNMENT * data[0] if data else 0
+        shape, dtype, order, size = _parsed(bytes(data[1:length]))
+        if len(data) != length + size:
+            raise _damaged(f"an array of {size:,} bytes has {len(data) - length:,}")
+        return _numpy().ndarray(shape, dtype, data, length, None, order)
+
+
+def _taken_apart(array: Any) -> tuple[bytes, memoryview]:
+    """What tells dtype, shape and order; and the array's memory, contiguous. Raises `ConfigError` for a dtype without a description."""
+    np = _numpy()
+    order = "F" if array.flags.fnc else "C"
+    try:
+        head = repr((np.lib.format.dtype_to_descr(array.dtype), array.shape, order)).encode()
+    except ValueError as error:
+        raise _use_pickle(f"an array of dtype {array.dtype}") from error
+    if not array.nbytes:
+        return head, memoryview(b"")
+    return head, memoryview(array.ravel(order).view(np.uint8))
+
+
+@functools.lru_cache(1024)
+def _parsed(head: bytes) -> tuple[tuple[int, ...], Any, str, int]:
+    """Shape, dtype, order and bytes of an array. Remembered: a dataset has few kinds of array, and parsing takes 20 times the rest."""
+    try:
+        descr, shape, order = ast.literal_eval(head.decode().rstrip())
+        dtype = _numpy().lib.format.descr_to_dtype(descr)
+        # NumPy would take pointers of objects from a buffer.
+        if dtype.hasobject or order not in ("C", "F") or any(type(n) is not int for n in shape):
+            raise ValueError("not what encode writes")
+        # One element seen everywhere: what NumPy refuses in a shape it refuses here.
+        _numpy().ndarray(shape, dtype, bytes(dtype.itemsize), 0, (0,) * len(shape))
+    except (ValueError, TypeError, SyntaxError, KeyError, IndexError, MemoryError, RecursionError) as error:
+        raise _damaged(f"no array begins with {head[:80]!r}") from error
+    return tuple(shape), dtype, order, math.prod(shape) * dtype.itemsize
+
+
+def _use_pickle(what: str) -> errors.ConfigError:
+    return errors.ConfigError(f"{what} cannot be stored by codec='numpy': use codec='pickle'", name="codec", value="numpy")
+
+
+def _damaged(what: str) -> errors.Damaged:
+    return errors.Damaged(f"a stored value is damaged: {what}", key="")
+
+
+@functools.cache
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ModuleNotFoundError as error:
+        raise errors.MissingExtra("arrays need NumPy, which is not installed: pip install numpy", extra="numpy") from error
+    return numpy
+
+
+@functools.cache
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+# Objects
+
+
+_FRONT = struct.Struct("<4sIQ")  # mark, number of buffers, length of the pickle
+_MARK = b"fbp1"
+
+
+class _Pickle(_Named):
+    """The front; for each buffer 8 bytes, twice its length, one more if its readers write into it; the pickle; the buffers, each
+    at a multiple of 64."""
+
+    name = "pickle"
+
+    def encode(self, value: Any) -> Sequence[Buffer]:
+        stream = io.BytesIO()
+        pickler = _Pickler(stream)
+        pickler.dump(value)
+        buffers = pickler.buffers()
+        table = struct.pack(f"<{len(buffers)}Q", *(2 * memory.nbytes + private for memory, private in buffers))
+        pieces: list[Buffer] = [_FRONT.pack(_MARK, len(buffers), stream.tell()) + table, stream.getbuffer()]
+        end = len(pieces[0]) + stream.tell()
+        for memory, _ in buffers:
+            if gap := -end % ALIGNMENT:
+                pieces.append(bytes(gap))
+            pieces.append(memory)
+            end += gap + memory.nbytes
+        return pieces
+
+    def decode(self, data: memoryview, private: Callable[[], memoryview]) -> Any:
+        try:
+            mark, count, length = _FRONT.unpack_from(data)
+            table = struct.unpack_from(f"<{count}Q", data, _FRONT.size) if count else ()
+        except struct.error as error:
+            raise _damaged("its front is cut short") from error
+        begin = _FRONT.size + 8 * count
+        end = begin + length
+        stream, buffers = data[begin:end], []
+        own = None
+        for entry in table:
+            start = (end + ALIGNMENT - 1) & -ALIGNMENT
+            end = start + (entry >> 1)
+            if entry & 1:
+                own = own or private()
+                buffers.append(own[start:end])
+            else:
+                buffers.append(data[start:end])
+        if mark != _MARK or end != len(data):
+            raise _damaged(f"an object of {end:,} bytes has {len(data):,}")
+        try:
+            return pickle.loads(stream, buffers=buffers)
+        except (pickle.UnpicklingError, EOFError) as error:
+            raise _damaged(str(error)) from error
+
+
+class _Pickler(pickle.Pickler):
+    """Puts the memory of arrays and tensors out of band.
+
+    The pickle gets an empty buffer in place of each: of a read-only one it would remember that, and no copy of it would be writable."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        self._seen: list[pickle.PickleBuffer] = []
+        self._memory: dict[int, tuple[memoryview, bool]] = {}  # by the id of the empty buffer, which _seen keeps
+        self._kinds = _kinds()
+        super().__init__(stream, 5, buffer_callback=self._seen.append)
+
+    def buffers(self) -> list[tuple[memoryview, bool]]:
+        """The memory that lies out of band, in order; with each, whether its readers write into it."""
+        return [self._memory.get(id(b)) or (b.raw(), False) for b in self._seen]
+
+    def out_of_band(self, memory: memoryview, *, private: bool) -> pickle.PickleBuffer:
+        buffer = pickle.PickleBuffer(bytearray())
+        self._memory[id(buffer)] = memory, private
+        return buffer
+
+    def reducer_override(self, value: Any) -> Any:
+        reduce = self._kinds.get(type(value))
+        return NotImplemented if reduce is None else reduce(self, value)
+
+
+def _kinds() -> dict[type, Callable[[_Pickler, Any], Any]]:
+    """What is pickled our way. Whoever has an array has imported NumPy: nothing is imported here."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    kinds: dict[type, Callable[[_Pickler, Any], Any]] = {}
+    if numpy is not None:
+        kinds[numpy.ndarray] = _reduce_array
+        if torch is not None:
+            kinds[torch.Tensor] = kinds[torch.nn.Parameter] = _reduce_tensor
+    return kinds
+
+
+def _reduce_array(pickler: _Pickler, array: Any) -> Any:
+    if array.dtype.hasobject:
+        return NotImplemented
+    try:
+        head, memory = _taken_apart(array)
+    except errors.ConfigError:
+        return NotImplemented  # a dtype that only NumPy's own pickle knows
+    return _array, (head, pickler.out_of_band(memory, private=False))
+
+
+def _array(head: bytes, memory: Any) -> Any:
+    """Named in stored pickles: neither the name nor the arguments may change."""
+    shape, dtype, order, _ = _parsed(head)
+    return _numpy().ndarray(shape, dtype, memory, 0, None, order)
+
+
+def _reduce_tensor(pickler: _Pickler, tensor: Any) -> Any:
+    torch = _torch()
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized or tensor.__dict__:
+        return NotImplemented
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if not _dense(plain):
+        plain = plain.contiguous()
+    flat = plain.as_strided((plain.numel(),), (1,))
+    memory = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    small = memory.nbytes < MAPPED_FROM
+    kept = bytearray(memory) if small else pickler.out_of_band(memory, private=True)
+    dtype = str(plain.dtype).removeprefix("torch.")
+    return _tensor, (kept, dtype, tuple(plain.shape), plain.stride(), tensor.requires_grad, type(tensor) is torch.nn.Parameter)
+
+
+def _dense(tensor: Any) -> bool:
+    """Whether its elements lie side by side in some order of the dimensions, so that its strides can be kept."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _tensor(memory: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool, parameter: bool) -> Any:
+    """Named in stored pickles: neither the name nor the arguments may change."""
+    torch = _torch()
+    kind = getattr(torch, dtype)
+    flat = torch.frombuffer(memory, dtype=kind) if len(memory) else torch.empty(0, dtype=kind)
+    tensor = flat.as_strided_(shape, strides)
+    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+
+
+_NAMED: dict[str, Codec] = {c.name: c for c in (_Raw(), _Numpy(), _Pickle())}

@@ -1,0 +1,496 @@
+"""Codecs: what comes back, where it lies, and what may write into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from forebay import codecs, errors
+from forebay.codecs import ALIGNMENT, MAPPED_FROM, codec
+
+np = pytest.importorskip("numpy")
+from hypothesis.extra import numpy as hnp  # noqa: E402  (needs NumPy)
+
+SRC = Path(__file__).parents[1] / "src"
+
+
+class Record:
+    """A payload as a segment keeps it: read-only at a multiple of 64, with a private copy at call."""
+
+    def __init__(self, pieces: Any) -> None:
+        payload = b"".join(bytes(memoryview(p).cast("B")) for p in pieces)
+        self.copies = 0
+        self.data = self._aligned(payload).toreadonly()
+
+    @staticmethod
+    def _aligned(payload: bytes) -> memoryview:
+        room = np.zeros(len(payload) + ALIGNMENT, np.uint8)
+        begin = -room.ctypes.data % ALIGNMENT
+        view = memoryview(room)[begin : begin + len(payload)]
+        view[:] = payload
+        return view
+
+    def private(self) -> memoryview:
+        self.copies += 1
+        return self._aligned(bytes(self.data))
+
+
+def there_and_back(name: str, value: Any) -> Any:
+    record = Record(codec(name).encode(value))
+    return codec(name).decode(record.data, record.private)
+
+
+def lies_in(array: Any, data: memoryview) -> bool:
+    return bool(np.shares_memory(array, np.frombuffer(data, np.uint8)))
+
+
+def check_same(new: Any, old: Any) -> None:
+    assert type(new) is np.ndarray
+    assert (new.dtype, new.shape, new.flags.fnc) == (old.dtype, old.shape, old.flags.fnc)
+    assert new.tobytes() == old.tobytes()
+    assert not new.flags.writeable
+    assert new.ctypes.data % ALIGNMENT == 0 or not new.nbytes
+
+
+def orders(array: Any) -> Any:
+    """The same values in other orders of memory, and in strides."""
+    return st.sampled_from([array, np.asfortranarray(array) if array.ndim else array, array[::-1] if array.ndim else array, array.T])
+
+
+DTYPES = (
+    hnp.scalar_dtypes()
+    | hnp.array_dtypes(hnp.scalar_dtypes(), allow_subarrays=True)
+    | st.builds(lambda kind, size: np.dtype(f"{kind}{size}"), st.sampled_from("SUV"), st.integers(1, 9))
+)
+
+
+def array_of(dtype: Any, shape: tuple[int, ...], seed: int) -> Any:
+    size = int(np.prod(shape)) * dtype.itemsize
+    return np.ndarray(shape, dtype, np.random.default_rng(seed).bytes(size) if size else bytearray(1))
+
+
+ARRAYS = st.builds(array_of, DTYPES, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4), st.integers(0, 9)).flatmap(orders)
+
+
+# raw
+
+
+@pytest.mark.parametrize("data", [b"abc", bytearray(b"abc"), memoryview(b"abc"), np.frombuffer(b"abc", np.uint8), b"", np.empty((0, 3))])
+def test_raw_is_the_bytes(data: Any) -> None:
+    record = Record(codec("raw").encode(data))
+    assert codec("raw").decode(record.data, record.private) is record.data
+    assert record.data == bytes(data)
+
+
+@pytest.mark.parametrize("data", ["text", 3, None, memoryview(b"abcd")[::2], np.ones((4, 4))[:, 1]])
+def test_raw_refuses_what_is_no_bytes(data: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="not bytes-like"):
+        codec("raw").encode(data)
+
+
+# numpy
+
+
+@hypothesis.given(ARRAYS)
+def test_arrays_come_back(array: Any) -> None:
+    check_same(there_and_back("numpy", array), array if array.flags.forc else np.ascontiguousarray(array))
+
+
+@pytest.mark.parametrize("value", [3, [1.5, 2.5], [[1, 2], [3, 4]], "text", True, (), np.float32(2)])
+def test_what_becomes_an_array(value: Any) -> None:
+    check_same(there_and_back("numpy", value), np.asarray(value))
+
+
+ALIGNED = np.dtype([("a", "u1"), ("b", ">f8", (2, 2)), ("é", "M8[ms]")], align=True)
+LONG = np.dtype([(f"column {i}", "f4") for i in range(100)])
+
+
+@pytest.mark.parametrize("dtype", [ALIGNED, LONG, "S0", "V0", ">c16", "m8[25s]"], ids=str)
+def test_dtypes_come_back(dtype: Any) -> None:
+    array = np.zeros(3, dtype)
+    check_same(there_and_back("numpy", array), array)
+    check_same(there_and_back("pickle", array), array)
+
+
+def test_an_array_is_a_view_of_the_record() -> None:
+    record = Record(codec("numpy").encode(np.arange(6)))
+    assert lies_in(codec("numpy").decode(record.data, record.private), record.data)
+    assert record.copies == 0
+
+
+def test_an_array_over_writable_memory_is_writable() -> None:
+    for name in ("numpy", "pickle"):
+        stored = np.arange(6)
+        stored.flags.writeable = False
+        data = Record(codec(name).encode(stored)).private()
+        array = codec(name).decode(data, lambda data=data: data)
+        array[0] = 9
+        assert lies_in(array, data)
+
+
+def odd_dtype() -> Any:
+    return np.dtype({"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [4, 0]})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([{}, None]),
+        {"a": 1},
+        np.zeros(2, [("a", "O")]),
+        np.ma.masked_array([1, 2], [True, False]),
+        np.zeros(2, odd_dtype()),
+        np.zeros(2, [(f"{i}" * 300, "u1") for i in range(80)]),
+    ],
+    ids=["objects", "a dict", "objects in a field", "masked", "fields out of order", "a long description"],
+)
+def test_numpy_sends_the_rest_to_pickle(value: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="codec='pickle'"):
+        codec("numpy").encode(value)
+    back = there_and_back("pickle", value)
+    assert np.array_equal(np.ma.getdata(back), np.ma.getdata(value))
+
+
+def head(text: str, blocks: int = 1) -> bytes:
+    return bytes((blocks,)) + text.encode().ljust(64 * blocks - 1)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\0" * 64,
+        b"\1",
+        b"\xff" * 100,
+        head("('<i4', (2,), 'C')") + b"1234567",
+        head("('<i4', (2,), 'C')") + b"123456789",
+        head("('<i4', (-2,), 'C')"),
+        head("('<i4', (-2, -1), 'C')") + b"12345678",
+        head("('<i4', (True,), 'C')") + b"1234",
+        head("('<i4', 2, 'C')") + b"12345678",
+        head("('<i4', (2,), 'K')") + b"12345678",
+        head("('<i4', (2,), [])") + b"12345678",
+        head("('<i4', (2,))") + b"12345678",
+        head("('|O', (1,), 'C')") + b"12345678",
+        head("([('a', '|O')], (1,), 'C')") + b"12345678",
+        head("('no', (1,), 'C')") + b"12345678",
+        head("(7, (1,), 'C')") + b"12345678",
+        head("([1], (1,), 'C')") + b"12345678",
+        head("([('a', 'u1'), ('a', 'u1')], (1,), 'C')") + b"12",
+        head("(None, (1,), 'C')") + b"12345678",
+        head("({}, (1,), 'C')") + b"12345678",
+        head("__import__('os').abort()") + b"12345678",
+        head("('<i4', (4611686018427387904, 4), 'C')"),
+        head("('<i4', (1,) * 2, 'C')") + b"1234",
+        head("(" * 4000, 64),
+        head("-" * 16000, 255),
+        head("('<i4', (" + "1," * 100 + "), 'C')", 8) + b"1234",
+        head("('|u1', (0, 9223372036854775807, 9223372036854775807, 9), 'C')"),
+    ],
+)
+def test_a_damaged_array_is_told(payload: bytes) -> None:
+    with pytest.raises(errors.Damaged):
+        codec("numpy").decode(memoryview(payload), bytearray)
+
+
+@hypothesis.given(st.integers(0, 63), st.integers(0, 255))
+def test_a_flipped_byte_of_a_head_is_told_or_harmless(at: int, value: int) -> None:
+    payload = bytearray(b"".join(bytes(p) for p in codec("numpy").encode(np.arange(8, dtype="<i4"))))
+    payload[at] = value
+    try:
+        array = codec("numpy").decode(memoryview(payload).toreadonly(), bytearray)
+    except errors.Damaged:
+        return
+    assert array.nbytes == len(payload) - 64 * payload[0]
+
+
+# pickle
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+    label: int
+    more: dict[str, Any]
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
+    st.datetimes(),
+    st.complex_numbers(allow_nan=False),
+)
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner) | st.builds(Pair, inner, inner),
+    max_leaves=8,
+)
+
+
+@hypothesis.given(NESTED)
+def test_objects_come_back(value: Any) -> None:
+    assert there_and_back("pickle", value) == value
+
+
+@hypothesis.given(st.lists(ARRAYS, max_size=4))
+def test_arrays_in_objects_come_back_as_views(arrays: list[Any]) -> None:
+    sample = Sample(arrays[0] if arrays else None, 3, {"all": [(a, "name") for a in arrays]})
+    record = Record(codec("pickle").encode(sample))
+    back = codec("pickle").decode(record.data, record.private)
+    assert (back.label, len(back.more["all"])) == (3, len(arrays))
+    for (new, name), old in zip(back.more["all"], arrays, strict=True):
+        check_same(new, old if old.flags.forc else np.ascontiguousarray(old))
+        assert name == "name"
+        assert not new.nbytes or lies_in(new, record.data)
+    assert not arrays or back.image is back.more["all"][0][0]
+    assert record.copies == 0
+
+
+def test_an_array_of_objects_comes_back() -> None:
+    array = np.array([{"a": np.arange(3)}, None, 7], dtype=object)
+    back = there_and_back("pickle", array)
+    assert back[1:].tolist() == [None, 7]
+    check_same(back[0]["a"], np.arange(3))
+
+
+def test_a_subclass_of_array_stays_one() -> None:
+    record = np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])
+    back = there_and_back("pickle", record)
+    assert type(back) is np.recarray
+    assert back.a.tolist() == [1]
+
+
+def test_buffers_of_others_are_out_of_band() -> None:
+    value = [pickle.PickleBuffer(b"read-only"), pickle.PickleBuffer(bytearray(b"writable")), b"bytes", bytearray(b"array")]
+    record = Record(codec("pickle").encode(value))
+    back = codec("pickle").decode(record.data, record.private)
+    assert [bytes(b) for b in back] == [b"read-only", b"writable", b"bytes", b"array"]
+    assert lies_in(np.frombuffer(back[0], np.uint8), record.data)
+    assert lies_in(np.frombuffer(back[1], np.uint8), record.data)
+
+
+def test_what_cannot_be_pickled_says_why() -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        codec("pickle").encode([np.arange(3), lambda: 0])
+
+
+def test_a_class_that_is_gone_is_not_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(codec("pickle").encode(Sample(None, 0, {})))
+    monkeypatch.delattr(sys.modules[Sample.__module__], "Sample")
+    with pytest.raises(AttributeError):
+        codec("pickle").decode(record.data, record.private)
+
+
+def damaged_pickles() -> list[bytes]:
+    good = b"".join(bytes(p) for p in codec("pickle").encode([np.arange(100), "text"]))
+    return [
+        b"",
+        good[:10],
+        good[:20],
+        good[:-1],
+        good + b"\0",
+        b"\0" * len(good),
+        b"x" + good[1:],
+        good[:4] + b"\xff\xff\xff\xff" + good[8:],
+        good[:8] + b"\xff" * 8 + good[16:],
+        good[:16] + b"\xff" * 8 + good[24:],
+        good[:24] + b"\xff" * 8 + good[32:],
+    ]
+
+
+@pytest.mark.parametrize("payload", damaged_pickles(), ids=range(11))
+def test_a_damaged_object_is_told(payload: bytes) -> None:
+    data = memoryview(payload)
+    with pytest.raises(errors.Damaged):
+        codec("pickle").decode(data, lambda: memoryview(bytearray(data)))
+
+
+# tensors
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return pytest.importorskip("torch")
+
+
+MANY = MAPPED_FROM // 4
+DTYPE_NAMES = ["uint8", "bool", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn"]
+
+
+def check_same_tensor(new: Any, old: Any, torch: Any) -> None:
+    assert type(new) is type(old)
+    assert (new.dtype, new.shape, new.stride(), new.requires_grad) == (old.dtype, old.shape, old.stride(), old.requires_grad)
+    assert new.is_leaf
+    assert torch.equal(new.detach().contiguous().view(-1).view(torch.uint8), old.detach().contiguous().view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (3,), (2, 3, 4), (MANY,), (2, MANY, 3)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_tensors_come_back(dtype: str, shape: tuple[int, ...], torch: Any) -> None:
+    tensor = torch.randint(0, 2, shape).to(getattr(torch, dtype))
+    record = Record(codec("pickle").encode({"x": tensor, "y": (1, tensor)}))
+    back = codec("pickle").decode(record.data, record.private)
+    check_same_tensor(back["x"], tensor, torch)
+    assert back["y"][1] is back["x"]
+    assert back["x"].data_ptr() % ALIGNMENT == 0 or tensor.nbytes < MAPPED_FROM
+    assert record.copies == (tensor.nbytes >= MAPPED_FROM)
+
+
+@pytest.mark.parametrize("size", [4, MANY])
+def test_writing_into_a_tensor_changes_nothing_stored(size: int, torch: Any) -> None:
+    array = np.arange(size, dtype=np.float32)
+    record = Record(codec("pickle").encode((array, torch.from_numpy(array), torch.from_numpy(array * 2))))
+    for _ in range(2):
+        same, once, twice = codec("pickle").decode(record.data, record.private)
+        assert [once.tolist(), twice.tolist()] == [array.tolist(), (array * 2).tolist()]
+        once += 1
+        twice.zero_()
+        assert same.tolist() == array.tolist()
+        assert not same.flags.writeable
+    assert record.copies == (2 if size == MANY else 0)
+
+
+@pytest.mark.parametrize("size", [4, MANY])
+def test_strides_are_kept_where_nothing_is_between(size: int, torch: Any) -> None:
+    images = torch.rand(2, 3, size, 5).to(memory_format=torch.channels_last)
+    holes = torch.rand(3, size, 4)[..., ::2]
+    wide = torch.rand(1, 3).expand(size, 3)
+    turned = torch.rand(size, 3).T
+    conjugate = torch.rand(size, dtype=torch.complex64).conj()
+    new = there_and_back("pickle", [images, holes, wide, turned, conjugate])
+    for a, b in zip(new, [images, holes.contiguous(), wide.contiguous(), turned, conjugate.resolve_conj()], strict=True):
+        check_same_tensor(a, b, torch)
+
+
+@pytest.mark.parametrize("size", [4, MANY])
+def test_gradients_are_kept(size: int, torch: Any) -> None:
+    layer = torch.nn.Linear(size, 2)
+    frozen = torch.nn.Parameter(torch.rand(size), requires_grad=False)
+    leaf = torch.rand(size, requires_grad=True)
+    new = there_and_back("pickle", (layer, frozen, leaf))
+    check_same_tensor(new[0].weight, layer.weight, torch)
+    check_same_tensor(new[1], frozen, torch)
+    check_same_tensor(new[2], leaf, torch)
+    new[2].sum().backward()
+    assert new[2].grad.tolist() == [1.0] * size
+
+
+def test_other_tensors_are_left_to_torch(torch: Any) -> None:
+    class_of = torch.rand(3)
+    class_of.label = "dog"
+    sparse, quantized = torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.quint8)
+    new = there_and_back("pickle", [class_of, sparse, quantized, torch.device("cpu"), torch.float32])
+    assert new[0].label == "dog"
+    assert torch.equal(new[1].to_dense(), torch.eye(3))
+    assert torch.equal(new[2].dequantize(), quantized.dequantize())
+    assert new[3:] == [torch.device("cpu"), torch.float32]
+
+
+# which codec
+
+
+class Json:
+    name = "json"
+
+    def encode(self, value: Any) -> bytes:
+        return json.dumps(value).encode()
+
+    def decode(self, data: memoryview) -> Any:
+        return json.loads(bytes(data))
+
+
+class Days:
+    def encode(self, value: datetime.date) -> bytearray:
+        return bytearray(value.isoformat().encode())
+
+    def decode(self, data: memoryview) -> datetime.date:
+        return datetime.date.fromisoformat(str(data, "ascii"))
+
+
+def test_a_codec_of_ones_own() -> None:
+    for made, name, value in [(Json(), "json", {"a": [1]}), (Days(), f"{__name__}.Days", datetime.date(2026, 1, 2))]:
+        own = codec(made)
+        record = Record(own.encode(value))
+        assert own.name == name
+        assert own.decode(record.data, record.private) == value
+        assert codec(own) is own
+        assert pickle.loads(pickle.dumps(own)).name == name
+
+
+def test_a_codec_that_gives_no_bytes_is_told() -> None:
+    bad = Json()
+    bad.encode = lambda value: "text"  # type: ignore[assignment, method-assign, return-value]
+    with pytest.raises(errors.ConfigError, match="not bytes-like"):
+        codec(bad).encode(1)
+
+
+@pytest.mark.parametrize("name", ["raw", "numpy", "pickle"])
+def test_named_codecs_are_one_object_each(name: str) -> None:
+    assert codec(name) is codec(codec(name)) is pickle.loads(pickle.dumps(codec(name)))
+    assert codec(name).name == name
+
+
+class Impostor(Json):
+    name = "pickle"
+
+
+@pytest.mark.parametrize("which", ["jpeg", "", None, 3, b"raw", Json, json, object(), [], Impostor()], ids=repr)
+def test_what_is_no_codec_is_told(which: Any) -> None:
+    with pytest.raises(errors.ConfigError, match=r"'raw', 'numpy', 'pickle'|cannot have the name"):
+        codec(which)
+
+
+# optional packages
+
+
+def child(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(SRC)!r})\n{code}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_nothing_is_imported_that_no_value_needs() -> None:
+    code = """
+from forebay.codecs import codec
+for name, value in (("raw", b"abc"), ("pickle", [1, "two", {3: 4.0}])):
+    data = memoryview(b"".join(codec(name).encode(value)))
+    assert codec(name).decode(data, None) == value
+print(sorted({"numpy", "torch"} & set(sys.modules)))"""
+    assert child(code) == "[]"
+
+
+def test_without_numpy() -> None:
+    code = """
+sys.modules["numpy"] = None
+from forebay import errors
+from forebay.codecs import codec
+data = memoryview(b"".join(codec("pickle").encode([1, "two"])))
+assert codec("pickle").decode(data, None) == [1, "two"]
+try:
+    codec("numpy")
+except errors.MissingExtra as error:
+    print(error)"""
+    assert child(code) == "arrays need NumPy, which is not installed: pip install numpy"
+
+
+def test_as_bytes_is_flat() -> None:
+    assert codecs.as_bytes(memoryview(b"abcdef").cast("B", (2, 3))) == b"abcdef"
