@@ -22,8 +22,8 @@ from forebay import errors
 from forebay._model import Buffer
 
 ALIGNMENT = 64
-# A tensor below this is copied: a private mapping of it costs more than the copy (benchmarks of both cross near here).
-MAPPED_FROM = 32 * 1024
+# Smaller tensors are copied: the page faults of a private mapping take longer than that (150 KB read: 60 us, copied and read: 20).
+MAPPED_FROM = 512 * 1024
 
 
 class Codec(Protocol):
@@ -116,8 +116,11 @@ class _Custom:
 # Arrays
 
 
+_BLOCK = struct.Struct("64s")
+
+
 class _Numpy(_Named):
-    """One byte: the head's length in units of 64; the head, filled up with spaces; the array's memory."""
+    """One byte: the head's length in blocks; the head, filled up with spaces; the array's memory."""
 
     name = "numpy"
 
@@ -125,50 +128,59 @@ class _Numpy(_Named):
         np = _numpy()
         if isinstance(value, np.ma.MaskedArray):
             raise _use_pickle("a masked array")
-        array = np.asarray(value)
-        if array.dtype.hasobject:
-            raise _use_pickle(f"an array of dtype {array.dtype}")
-        head, memory = _taken_apart(array)
-        blocks = -(-(1 + len(head)) // ALIGNMENT)
+        head, memory = _taken_apart(np.asarray(value))
+        blocks = -(-(1 + len(head)) // _BLOCK.size)
         if blocks > 255:
             raise _use_pickle(f"an array whose dtype and shape take {len(head):,} bytes to tell")
-        return bytes((blocks,)) + head.ljust(blocks * ALIGNMENT - 1), memory
+        return bytes((blocks,)) + head.ljust(blocks * _BLOCK.size - 1), memory
 
     def decode(self, data: memoryview, private: Callable[[], memoryview]) -> Any:
-        length = ALIGNMENT * data[0] if data else 0
-        shape, dtype, order, size = _parsed(bytes(data[1:length]))
+        try:
+            (block,) = _BLOCK.unpack_from(data)
+        except struct.error as error:
+            raise _damaged("it has no head") from error
+        length = len(block) * block[0]
+        ndarray, shape, dtype, order, size = _parsed(block[1:] if block[0] == 1 else bytes(data[1:length]))
         if len(data) != length + size:
             raise _damaged(f"an array of {size:,} bytes has {len(data) - length:,}")
-        return _numpy().ndarray(shape, dtype, data, length, None, order)
+        return ndarray(shape, dtype, data, length, None, order)
 
 
 def _taken_apart(array: Any) -> tuple[bytes, memoryview]:
-    """What tells dtype, shape and order; and the array's memory, contiguous. Raises `ConfigError` for a dtype without a description."""
-    np = _numpy()
+    """Head and memory of an array, which is copied if it is not contiguous. Raises `ConfigError` for a dtype without a description."""
     order = "F" if array.flags.fnc else "C"
-    try:
-        head = repr((np.lib.format.dtype_to_descr(array.dtype), array.shape, order)).encode()
-    except ValueError as error:
-        raise _use_pickle(f"an array of dtype {array.dtype}") from error
-    if not array.nbytes:
-        return head, memoryview(b"")
-    return head, memoryview(array.ravel(order).view(np.uint8))
+    head = _head(array.dtype, array.shape, order)
+    return head, memoryview(array.ravel(order).view("u1")) if array.nbytes else memoryview(b"")
 
 
 @functools.lru_cache(1024)
-def _parsed(head: bytes) -> tuple[tuple[int, ...], Any, str, int]:
-    """Shape, dtype, order and bytes of an array. Remembered: a dataset has few kinds of array, and parsing takes 20 times the rest."""
+def _head(dtype: Any, shape: tuple[int, ...], order: str) -> bytes:
+    try:
+        descr = dtype.str if dtype.names is None else dtype.descr
+        known = _numpy().lib.format.descr_to_dtype(descr) == dtype
+    except (ValueError, TypeError) as error:
+        raise _use_pickle(f"an array of dtype {dtype}") from error
+    # Fields may lie out of order, and the dtypes of other packages tell themselves as plain bytes.
+    if dtype.hasobject or not known:
+        raise _use_pickle(f"an array of dtype {dtype}")
+    return repr((descr, shape, order)).encode()
+
+
+@functools.lru_cache(1024)
+def _parsed(head: bytes) -> tuple[Any, tuple[int, ...], Any, str, int]:
+    """The class ndarray; shape, dtype and order for it; an array's bytes. Remembered: to parse a head takes 20 times the rest."""
+    np = _numpy()
     try:
         descr, shape, order = ast.literal_eval(head.decode().rstrip())
-        dtype = _numpy().lib.format.descr_to_dtype(descr)
+        dtype = np.lib.format.descr_to_dtype(descr)
         # NumPy would take pointers of objects from a buffer.
         if dtype.hasobject or order not in ("C", "F") or any(type(n) is not int for n in shape):
             raise ValueError("not what encode writes")
         # One element seen everywhere: what NumPy refuses in a shape it refuses here.
-        _numpy().ndarray(shape, dtype, bytes(dtype.itemsize), 0, (0,) * len(shape))
+        np.ndarray(shape, dtype, bytes(dtype.itemsize), 0, (0,) * len(shape))
     except (ValueError, TypeError, SyntaxError, KeyError, IndexError, MemoryError, RecursionError) as error:
         raise _damaged(f"no array begins with {head[:80]!r}") from error
-    return tuple(shape), dtype, order, math.prod(shape) * dtype.itemsize
+    return np.ndarray, tuple(shape), dtype, order, math.prod(shape) * dtype.itemsize
 
 
 def _use_pickle(what: str) -> errors.ConfigError:
@@ -231,16 +243,17 @@ class _Pickle(_Named):
             raise _damaged("its front is cut short") from error
         begin = _FRONT.size + 8 * count
         end = begin + length
-        stream, buffers = data[begin:end], []
-        own = None
+        stream, buffers, own = data[begin:end], [], None
         for entry in table:
             start = (end + ALIGNMENT - 1) & -ALIGNMENT
             end = start + (entry >> 1)
-            if entry & 1:
-                own = own or private()
-                buffers.append(own[start:end])
-            else:
-                buffers.append(data[start:end])
+            part: Buffer = data[start:end]
+            if entry & 1 and end - start < MAPPED_FROM:
+                part = bytearray(part)
+            elif entry & 1:
+                own = private() if own is None else own
+                part = own[start:end]
+            buffers.append(part)
         if mark != _MARK or end != len(data):
             raise _damaged(f"an object of {end:,} bytes has {len(data):,}")
         try:
@@ -274,31 +287,36 @@ class _Pickler(pickle.Pickler):
         return NotImplemented if reduce is None else reduce(self, value)
 
 
-def _kinds() -> dict[type, Callable[[_Pickler, Any], Any]]:
-    """What is pickled our way. Whoever has an array has imported NumPy: nothing is imported here."""
+_Reduce = Callable[[_Pickler, Any], Any]
+
+
+def _kinds() -> dict[type, _Reduce]:
+    """What is pickled our way. Whoever has an array has imported NumPy: nothing is imported here, and a module may be half imported."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    kinds: dict[type, Callable[[_Pickler, Any], Any]] = {}
-    if numpy is not None:
-        kinds[numpy.ndarray] = _reduce_array
-        if torch is not None:
-            kinds[torch.Tensor] = kinds[torch.nn.Parameter] = _reduce_tensor
-    return kinds
+    parameter = getattr(getattr(torch, "nn", None), "Parameter", None)
+    return _kinds_of(getattr(numpy, "ndarray", None), getattr(torch, "Tensor", None), parameter)
+
+
+@functools.lru_cache(8)
+def _kinds_of(array: type | None, *tensors: type | None) -> dict[type, _Reduce]:
+    reducers = {array: _reduce_array, **dict.fromkeys(tensors, _reduce_tensor)} if array else {}
+    return {kind: reducer for kind, reducer in reducers.items() if kind}
 
 
 def _reduce_array(pickler: _Pickler, array: Any) -> Any:
-    if array.dtype.hasobject:
+    if array.dtype.metadata:
         return NotImplemented
     try:
         head, memory = _taken_apart(array)
     except errors.ConfigError:
-        return NotImplemented  # a dtype that only NumPy's own pickle knows
+        return NotImplemented  # a dtype that NumPy pickles better
     return _array, (head, pickler.out_of_band(memory, private=False))
 
 
 def _array(head: bytes, memory: Any) -> Any:
     """Named in stored pickles: neither the name nor the arguments may change."""
-    shape, dtype, order, _ = _parsed(head)
-    return _numpy().ndarray(shape, dtype, memory, 0, None, order)
+    ndarray, shape, dtype, order, _ = _parsed(head)
+    return ndarray(shape, dtype, memory, 0, None, order)
 
 
 def _reduce_tensor(pickler: _Pickler, tensor: Any) -> Any:
@@ -306,14 +324,13 @@ def _reduce_tensor(pickler: _Pickler, tensor: Any) -> Any:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized or tensor.__dict__:
         return NotImplemented
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if not _dense(plain):
+    if not (plain.is_contiguous() or _dense(plain)):
         plain = plain.contiguous()
     flat = plain.as_strided((plain.numel(),), (1,))
     memory = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
-    small = memory.nbytes < MAPPED_FROM
-    kept = bytearray(memory) if small else pickler.out_of_band(memory, private=True)
     dtype = str(plain.dtype).removeprefix("torch.")
-    return _tensor, (kept, dtype, tuple(plain.shape), plain.stride(), tensor.requires_grad, type(tensor) is torch.nn.Parameter)
+    about = (dtype, tuple(plain.shape), plain.stride(), tensor.requires_grad, type(tensor) is torch.nn.Parameter)
+    return _tensor, (pickler.out_of_band(memory, private=True), *about)
 
 
 def _dense(tensor: Any) -> bool:
@@ -330,9 +347,9 @@ def _tensor(memory: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int,
     """Named in stored pickles: neither the name nor the arguments may change."""
     torch = _torch()
     kind = getattr(torch, dtype)
-    flat = torch.frombuffer(memory, dtype=kind) if len(memory) else torch.empty(0, dtype=kind)
-    tensor = flat.as_strided_(shape, strides)
-    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+    tensor = torch.frombuffer(memory, dtype=kind) if len(memory) else torch.empty(0, dtype=kind)
+    tensor.as_strided_(shape, strides)
+    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_() if requires_grad else tensor
 
 
 _NAMED: dict[str, Codec] = {c.name: c for c in (_Raw(), _Numpy(), _Pickle())}
