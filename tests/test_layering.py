@@ -26,11 +26,17 @@ ORDER = """
     _engine.catalog _engine.stages < _engine.room < _engine.budget < _engine.displace < _engine.publish < _engine.linking < _engine.engine
     _engine.catalog _engine.slots _engine.blobs < _engine.intent < _engine.publish
     errors < _engine.combining < _engine.publish
+    _engine.trees < _engine.packs < _engine.eviction
+    _engine.layout < _engine.records < _engine.packs
+    _engine.publish < _engine.packing < _engine.pack < _engine.store
+    _engine.packing < _engine.engine
     _engine.budget _engine.fill < _engine.publish _engine.settings _engine.census < _engine.reading < _engine.check < _engine.engine
     _engine.engine < _engine.store _engine.passthrough
     _config _kernel.waits < remote < testing < cli
     _engine.leases < files < origin
     _engine.store _engine.passthrough remote < origin < spaces < cache < cli
+    _engine.pack codecs origin < arrays < samples < cache
+    pfio_file < samples
     _engine.fill < reports < warming < cache
     _model _kernel.mappings < pfio_file
     _model < codecs < spaces

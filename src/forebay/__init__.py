@@ -2,7 +2,7 @@
 
 A module imports only from those to its left:
 
-    errors _model | _kernel/ _engine/ (private) _config remote/ | origin | spaces | cache | adapters/ cli/
+    errors _model | _kernel/ _engine/ (private) _config remote/ | origin | spaces samples | cache | adapters/ cli/
 
 Importing this package loads the standard library only; the engine comes with the first `Cache`.
 """
@@ -17,11 +17,17 @@ if TYPE_CHECKING:
     from forebay.cache import Cache as Cache
     from forebay.errors import ForebayError as ForebayError
     from forebay.remote import RemoteOptions as RemoteOptions
+    from forebay.samples import Samples as Samples
 
 __version__ = "0.1.0"
-__all__ = ["Cache", "ForebayError", "RemoteOptions", "__version__", "errors"]
+__all__ = ["Cache", "ForebayError", "RemoteOptions", "Samples", "__version__", "errors"]
 
-_PLACES = {"Cache": "forebay.cache", "ForebayError": "forebay.errors", "RemoteOptions": "forebay.remote"}
+_PLACES = {
+    "Cache": "forebay.cache",
+    "ForebayError": "forebay.errors",
+    "RemoteOptions": "forebay.remote",
+    "Samples": "forebay.samples",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,8 @@ from forebay.reports import Progress as Progress
 from forebay.reports import Stats as Stats
 from forebay.reports import Teller, coldest_until
 from forebay.reports import WarmReport as WarmReport
+from forebay.samples import Samples as Samples
+from forebay.samples import open_samples
 from forebay.spaces import Space, checked
 from forebay.warming import warm
 
@@ -82,6 +85,7 @@ class Cache:
         self._hit = store.hitter(URLS)
         self.closed = False
         self._values = Space(self._origin, VALUES)
+        self._opened: weakref.WeakSet[Samples] = weakref.WeakSet()
 
     # -- objects of remotes ----------------------------------------------------------------------------------------
 
@@ -172,6 +176,26 @@ class Cache:
         if isinstance(self._store, Store):
             self._store.space(name, policy=policy, quota=size)
         return Space(self._origin, name, self)
+
+    def samples(
+        self, name: str | None = None, length: int | None = None, *, codec: Any = "raw", fingerprint: str | bytes | None = None,
+        quota: int | str | None = None, policy: str = "freeze", copy: bool = False,
+    ) -> Samples:  # fmt: skip
+        """An array of ``length`` slots that all processes fill and read: a sample is decoded or fetched once for the node.
+
+        With a ``name`` it stays for later jobs, until it is evicted while nobody has it open; without one it is gone when the last
+        process that has it ends. ``codec``: ``raw`` (bytes), ``numpy``, ``pickle``, or an object with ``encode`` and ``decode``.
+        ``fingerprint``: of what it holds (dataset version, transform); one that differs starts the array afresh. ``quota``: bytes it
+        may have in all, whoever writes. ``policy``: only ``freeze``: what does not fit is not stored, and what is stored stays.
+        ``copy``: `Samples.get` gives writable copies. Without ``length`` the named array must be there: else `NotCached`.
+        Raises `ConfigError` (a ValueError) for another length or codec than it was made with."""
+        self._check_open()
+        if policy != "freeze":
+            raise errors.ConfigError(f"policy={policy!r}: samples know 'freeze' only", name="policy", value=policy)
+        size = _config.parse_size(quota, total=self.budget, name="quota") if quota is not None else None
+        found = open_samples(self._origin, self, name, length, codec=codec, fingerprint=fingerprint, quota=size, copy=copy)
+        self._opened.add(found)
+        return found
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
@@ -280,6 +304,8 @@ class Cache:
     def close(self) -> None:
         """Let go of the root. Buffers, files and leases that were handed out stay good; any other call is `Closed`."""
         if not self.closed:
+            for samples in list(self._opened):
+                samples.close()
             self.closed, self._hit = True, no_hit
             self._store.close()
             if self._origin.upstream is not None:

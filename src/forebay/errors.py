@@ -106,22 +106,24 @@ class CacheFault(ForebayError, OSError):
 
 
 class NoSpace(CacheFault):
-    """No room in the cache, nor on the disk. ``need``, ``free``, ``budget``: bytes. ``hopeless``: it would not fit into an empty cache."""
+    """No room in the cache, nor on the disk. ``need``, ``free``, ``budget``: bytes. ``hopeless``: it would not fit into an empty cache.
+    ``limit``: what is used up: ``budget``, ``disk`` or ``quota``."""
 
     errno = errno.ENOSPC
     need: int
     free: int
     budget: int
     hopeless: bool = False
+    limit: str = "budget"
 
     @classmethod
     def of(
         cls, key: str, need: int, free: int, budget: int, todo: str = "raise the budget, or see `forebay ls --leased`",
-        *, hopeless: bool = False,
+        *, hopeless: bool = False, limit: str = "budget",
     ) -> NoSpace:  # fmt: skip
         return cls(
             f"no room for {key!r}: {need:,} bytes wanted, {max(free, 0):,} of the budget of {budget:,} can be had: {todo}",
-            key=key, need=need, free=free, budget=budget, hopeless=hopeless,
+            key=key, need=need, free=free, budget=budget, hopeless=hopeless, limit=limit,
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from forebay import errors
-from forebay._engine import blobs, stages, trees
+from forebay._engine import blobs, packs, stages, trees
 from forebay._engine.catalog import Catalog, DiskFull, Txn, reservations, spaces
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.counters import EVICTIONS, Counters
@@ -48,6 +48,7 @@ class _Attempt:
     wanted: int = 0  # what the disk lacked at first
     stuck: Short | None = None
     hopeless: bool = False
+    tails: bool | None = None  # whether what stands empty behind dead writers of packs is to be given back; None: not looked yet
 
 
 @dataclass(slots=True)
@@ -70,6 +71,8 @@ class Budget:
         self._keys = locks.LockFile(root.lock("keys"))  # a reaper's own description: see the module `leases`
         self.room = Room(root, catalog)
         self.drop_dead: Callable[[], None] = lambda: None  # lets go of what this process has mapped of victims
+        self.any_tails: Callable[[Txn], bool] = lambda txn: False  # see `Packing`, which stands above this room
+        self.reclaim_tails: Callable[[], object] = lambda: None
 
     # -- reserving -------------------------------------------------------------------------------------------------
 
@@ -112,7 +115,9 @@ class Budget:
                         raise self._no_space(want, attempt.stuck, attempt.hopeless)
                     attempt.stuck = None
                 self._unlink(attempt)
-                if not (attempt.doomed or attempt.partials or attempt.pick):
+                if attempt.tails:
+                    self.reclaim_tails()
+                elif not (attempt.doomed or attempt.partials or attempt.pick):
                     self._wait_for_others(until)
         except BaseException:
             self._withdraw(attempt, fresh)
@@ -139,7 +144,10 @@ class Budget:
                     short = self.room.short(txn, want, attempt.id)
                 if short.fits:
                     return self._grant(txn, want, attempt)
-                if self._enter_pending(txn, want, attempt, short):
+                if not self._enter_pending(txn, want, attempt, short):
+                    return None
+                attempt.tails = attempt.tails is None and self.any_tails(txn)
+                if not attempt.tails:
                     self._find_room(txn, want, attempt, short, doomed, partials)
         except DiskFull:
             self._eviction.release(doomed)
@@ -253,6 +261,7 @@ class Budget:
             stages.remove_partial(self._root, partial.keyhash, partial.id)
             blobs.remove_blob(self._root, partial.id, partial.suffix)  # its writer died between rename and commit
             trees.remove(self._root, partial.id, keyhash=partial.keyhash)
+            packs.remove(self._root, partial.id, keyhash=partial.keyhash)
 
     def _let_go(self, attempt: _Attempt) -> None:
         self._eviction.release(attempt.doomed)
@@ -291,7 +300,7 @@ class Budget:
             )
         if short.disk > 0:
             free, todo = min(short.free, want.size - short.disk), "the disk is full: free some of it, or lower min_free"
-            return errors.NoSpace.of(want.key, want.size, free, short.budget, todo)
+            return errors.NoSpace.of(want.key, want.size, free, short.budget, todo, limit="disk")
         return errors.NoSpace.of(want.key, want.size, short.free, short.budget)
 
     def wait_for_room(self, want: Want, timeout: float | None) -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from forebay._engine import blobs, stages, trees
+from forebay._engine import blobs, packs, stages, trees
 from forebay._engine.budget import Budget
-from forebay._engine.catalog import Catalog, entries, reservations, spaces
+from forebay._engine.catalog import Catalog, entries, reservations, segments, spaces
 from forebay._engine.catalog.schema import DOOMED, LIVE
 from forebay._engine.eviction import Eviction
 from forebay._engine.fill import Fill
 from forebay._engine.reading import Reading
 from forebay._engine.root import Root, parse_tmp_name
 from forebay._engine.slots import Slots
-from forebay._model import Problem
+from forebay._kernel import host, locks
+from forebay._model import Entry, Problem
+from forebay.errors import Damaged
 
 
 def check(root: Root, catalog: Catalog, slots: Slots, budget: Budget, *, deep: bool = False) -> list[Problem]:
@@ -69,15 +71,34 @@ def _check_names(root: Root, catalog: Catalog, intent: range) -> Iterator[Proble
             continue
         if kind == "blob" and files.get(id) != root.blob(id, suffix):
             yield Problem("lost", str(root.blob(id, suffix)), "an entry whose file is gone", key, id)
-        if kind == "tree" and not os.path.isdir(root.tree(id)):
-            yield Problem("lost", str(root.tree(id)), "an entry whose directory is gone", key, id)
-    for id in trees.list_trees(root):
+        directory = {"tree": root.tree, "pack": root.pack}.get(kind)
+        if directory is not None and not os.path.isdir(directory(id)):
+            yield Problem("lost", str(directory(id)), "an entry whose directory is gone", key, id)
+    directories = [(id, root.tree(id)) for id in trees.list_trees(root)] + [(id, root.pack(id)) for id in packs.list_packs(root)]
+    for id, path in directories:
         if id not in rows and id not in promised:
-            yield Problem("stray", str(root.tree(id)), "a directory that no row names")
+            yield Problem("stray", str(path), "a directory that no row names")
+    yield from _check_segments(root, catalog)
     for name in os.listdir(root.tmp_dir):
         parsed = parse_tmp_name(name)
         if parsed is None or parsed.id not in promised:
             yield Problem("stray", str(root.tmp_dir / name), "a write that no reservation counts")
+
+
+def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
+    """Each segment has its row; a row may be ahead of its file, while it is made or after its maker was killed."""
+    rows = {(row.pack, row.number) for row in segments.every(catalog)}
+    charged = segments.sums(catalog)
+    for id, key, size in catalog.all("SELECT id, key, size FROM entries WHERE kind = 'pack'"):
+        for number, path in packs.list_segments(root, id):
+            if (id, number) not in rows:
+                yield Problem("segment", str(path), "a segment that no row names", key)
+        try:
+            index = packs.PAGE + os.stat(root.pack(id) / "index").st_size
+        except FileNotFoundError:
+            continue  # it is lost, or on its way out
+        if size != index + charged.get(id, 0):
+            yield Problem("total", key, f"{size:,} bytes are noted, and its index and segments take {index + charged.get(id, 0):,}", key)
 
 
 def _check_totals(catalog: Catalog, budget: Budget) -> Iterator[Problem]:
@@ -105,10 +126,37 @@ def _check_files(root: Root, catalog: Catalog, deep: bool) -> Iterator[Problem]:
                 wrong = path.lstat().st_size != entry.size or (deep and not blobs.verify_blob(path, entry.size, entry.checksum))
             except FileNotFoundError:
                 continue  # evicted meanwhile; what is lost for good is found by its name
+        elif entry.kind == "pack" and deep:
+            yield from _check_samples(root, entry)
+            continue
         else:
             continue
         if wrong:
             yield Problem("damaged", entry.name, "its bytes are not what was stored", entry.key, entry.id)
+
+
+def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:
+    try:
+        bad = packs.bad_slots(root, entry.id, packs.map_index(root, entry.id, None, writable=False))
+    except FileNotFoundError:
+        return  # evicted meanwhile; what is lost for good is found by its name
+    except Damaged as error:
+        yield Problem("damaged", entry.name, str(error), entry.key, entry.id)
+        return
+    if bad:
+        shown = ", ".join(map(str, bad[:5])) + ("..." if len(bad) > 5 else "")
+        yield Problem("samples", entry.name, f"{len(bad):,} samples are not what was stored: {shown}", entry.key, entry.id)
+
+
+def _empty_samples(root: Root, id: int) -> None:
+    """Empty the slots of what is damaged: they can be filled again. Under the slots' locks, as writers do."""
+    words = packs.map_index(root, id, None, writable=True)
+    claims = locks.Claims(root.pack(id) / "index")
+    try:
+        for slot in packs.bad_slots(root, id, words):
+            packs.empty_slot(words[packs.HEADER_WORDS :], claims, slot, words[packs.HEADER_WORDS + slot])
+    finally:
+        claims.close()
 
 
 def mend(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill, reading: Reading, found: list[Problem]) -> None:
@@ -117,12 +165,31 @@ def mend(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill, reading: 
         entry = entries.by_id(catalog, problem.id) if problem.kind in ("lost", "damaged") else None
         if entry is not None:
             reading.set_aside(entry, str(problem))
+        if problem.kind == "samples":
+            _empty_samples(root, problem.id)
     if any(problem.kind == "stray" for problem in found):
         remove_strays(root, catalog, eviction, fill)
+    if any(problem.kind in ("segment", "total") for problem in found):
+        _mend_segments(root, catalog)
     if any(problem.kind in ("slot", "total", "link", "payload") for problem in found):
         with catalog.write() as txn:
             spaces.recount(txn)
     eviction.sweep()
+
+
+def _mend_segments(root: Root, catalog: Catalog) -> None:
+    """Remove segments without a row, and note the sizes of packs as their files and rows have them."""
+    with catalog.write() as txn:
+        rows = {(row.pack, row.number) for row in segments.every(txn)}
+        for (id,) in txn.all("SELECT id FROM entries WHERE kind = 'pack'"):
+            for number, path in packs.list_segments(root, id):
+                if (id, number) not in rows:
+                    host.unlink(path)
+            try:
+                index = packs.PAGE + os.stat(root.pack(id) / "index").st_size
+            except FileNotFoundError:
+                continue
+            segments.recount(txn, id, index)
 
 
 def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) -> int:
@@ -138,7 +205,7 @@ def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) 
         try:
             # Listed before its reservation was seen: look again, now that its key is ours.
             if reservations.by_id(catalog, parsed.id) is None:
-                removed += stages.remove_partial(root, parsed.keyhash, parsed.id) | trees.remove(root, parsed.id, keyhash=parsed.keyhash)
+                removed += stages.remove_partial(root, parsed.keyhash, parsed.id) | trees.remove_whole(root.tmp_dir / name)
         finally:
             hold.release()
     return removed

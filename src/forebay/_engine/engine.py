@@ -12,7 +12,7 @@ from typing import ClassVar, Concatenate, ParamSpec, Self, TypeVar
 from forebay import errors
 from forebay._engine import check
 from forebay._engine.budget import Budget
-from forebay._engine.catalog import Catalog, CatalogBroken, people, spaces
+from forebay._engine.catalog import Catalog, CatalogBroken, entries, people, spaces
 from forebay._engine.census import Census
 from forebay._engine.counters import Counters
 from forebay._engine.displace import Displacing
@@ -24,6 +24,7 @@ from forebay._engine.leases import Leases
 from forebay._engine.linking import Linking
 from forebay._engine.memo import Memo
 from forebay._engine.owners import Owners
+from forebay._engine.packing import Packing
 from forebay._engine.publish import Publisher
 from forebay._engine.ranking import Ranking
 from forebay._engine.reading import Reading
@@ -119,6 +120,8 @@ class Engine:
         intent = Intent(root, self._catalog, self._slots)
         self._publisher = Publisher(root, self._catalog, self._slots, self._owners, self._budget, displacing, intent)
         self._linking = Linking(root, self._catalog, self._slots, self._budget, self._publisher)
+        self._packing = Packing(root, self._catalog, self._leases, self._owners, self._budget, self._publisher)
+        self._budget.any_tails, self._budget.reclaim_tails = self._packing.any_left, self._packing.reclaim
         self._recover = intent.recover
         self._catalog.sweeper = self._eviction.sweep
         self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
@@ -142,6 +145,8 @@ class Engine:
         self._catalog.make_ballast()
         self._owners.me()
         self._clean_after_reboot()
+        if entries.any_leftovers(self._catalog):
+            self._eviction.sweep()
         self.configure(settings)
 
     def _have_slots(self) -> None:
@@ -209,6 +214,6 @@ class Engine:
     def after_fork_child(self) -> None:
         Engine._opening = threading.RLock()
         self._mending = threading.RLock()
-        for part in (*self._forking, self.memo, self._ranking, self._publisher):
+        for part in (*self._forking, self.memo, self._ranking, self._publisher, self._packing):
             part.after_fork_child()
         self._format.after_fork_child(keep=True)

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from forebay._engine import blobs, trees
+from forebay._engine import blobs, packs, trees
 from forebay._engine.catalog import Catalog, Txn, entries
 from forebay._engine.leases import Leases
 from forebay._engine.root import Root
@@ -65,6 +65,8 @@ class Eviction:
                 blobs.remove_blob(self._root, one.id, one.suffix)
             elif one.kind == "tree":
                 trees.remove(self._root, one.id)
+            elif one.kind == "pack":
+                packs.remove(self._root, one.id)
 
     def delete(self, txn: Txn, doomed: Iterable[Doomed]) -> None:
         for one in doomed:
@@ -143,6 +145,7 @@ class Eviction:
         removed = 0
         found = [(id, Doomed(id, "blob", "".join(os.path.basename(path).partition(".")[1:]))) for id, path in blobs.list_blobs(self._root)]
         found += [(id, Doomed(id, "tree", "")) for id in trees.list_trees(self._root)]
+        found += [(id, Doomed(id, "pack", "")) for id in packs.list_packs(self._root)]
         known = entries.names(self._catalog)
         for id, what in found:
             if id in known:

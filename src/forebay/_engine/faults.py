@@ -28,6 +28,6 @@ class faults:
             return
         if error.errno in FULL:
             raise errors.NoSpace(
-                f"no room for {self._key!r} on the disk: {error}", key=self._key, need=self._need, free=0, budget=0
+                f"no room for {self._key!r} on the disk: {error}", key=self._key, need=self._need, free=0, budget=0, limit="disk"
             ) from error
         raise errors.CacheFault(f"the cache failed for {self._key!r}: {error}", key=self._key) from error

@@ -18,7 +18,7 @@ LOCKS = ("keys", "writer", "owners", "names", *(f"leases-{n:02d}" for n in range
 FANS = tuple(f"{n:02x}" for n in range(256))
 
 _BLOB = re.compile(r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})")
-_TMP = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.tree)")
+_TMP = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.tree|\.pack)")
 _SCRAP = re.compile(r"new-[0-9a-f]{16}")
 
 
@@ -30,7 +30,7 @@ class BlobName(NamedTuple):
 
 
 class TmpName(NamedTuple):
-    """What the name of something under ``tmp/`` says. ``suffix``: ``""`` (the bytes), ``.map`` or ``.tree``."""
+    """What the name of something under ``tmp/`` says. ``suffix``: ``""`` (the bytes), ``.map``, ``.tree`` or ``.pack``."""
 
     keyhash: int
     id: int
@@ -121,6 +121,10 @@ class Root:
         return self.path / "trees"
 
     @property
+    def packs_dir(self) -> Path:
+        return self.path / "packs"
+
+    @property
     def words(self) -> Path:
         """The futex words."""
         return self.path / "locks" / "words"
@@ -142,6 +146,9 @@ class Root:
 
     def tree(self, id: int) -> Path:
         return self.path / f"trees/{id:016x}"
+
+    def pack(self, id: int) -> Path:
+        return self.path / f"packs/{id:016x}"
 
     def tmp(self, keyhash: int, id: int, suffix: str = "") -> Path:
         return self.path / f"tmp/{keyhash:016x}-{id:016x}{suffix}"

@@ -125,8 +125,17 @@ class Leases:
         if self._slots.id_of(entry.slot) != entry.id:
             file.unlock(entry.id)
             return None
-        where = self._root.tree(entry.id) if entry.kind == "tree" else self._root.blob_name(entry.id, entry.suffix)
-        return Lease(self, entry, str(where))
+        return Lease(self, entry, self._path_of(entry))
+
+    def _path_of(self, entry: Entry) -> str:
+        if entry.kind == "pack":
+            return str(self._root.pack(entry.id))
+        return str(self._root.tree(entry.id)) if entry.kind == "tree" else self._root.blob_name(entry.id, entry.suffix)
+
+    def take_id(self, id: int) -> Lease | None:
+        """A lease on the entry with this id, whatever its name is by now; None if it is gone, replaced, or being evicted."""
+        entry = entries.by_id(self._catalog, id)
+        return self._try(entry) if entry is not None else None
 
     def hold(self, id: int) -> bool:
         """Lock the byte of an entry that this thread is about to publish."""
@@ -134,7 +143,7 @@ class Leases:
 
     def adopt(self, entry: Entry) -> Lease:
         """The lease of an entry whose byte `hold` locked."""
-        return Lease(self, entry, self._root.blob_name(entry.id, entry.suffix))
+        return Lease(self, entry, self._path_of(entry))
 
     def let_go_soon(self, id: int) -> None:
         """Release without ever waiting for a lock: a finalizer may run inside anything."""

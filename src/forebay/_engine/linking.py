@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forebay import errors
 from forebay._engine import blobs, trees
 from forebay._engine.budget import Budget
-from forebay._engine.catalog import Catalog, entries, reservations
+from forebay._engine.catalog import Catalog, Txn, entries, reservations
 from forebay._engine.faults import faults
 from forebay._engine.fill import hash_of
 from forebay._engine.publish import Label, Publisher
@@ -44,26 +45,41 @@ class Linking:
                 raise
 
     def rename(self, space: int, key: str, label: Label) -> bool:
-        """Let an entry have another name, in place of what had it. False if there is no such entry.
-
-        It gets another slot: memos of other processes know the old name by the old one."""
+        """Let an entry have another name, in place of what had it. False if there is no such entry."""
         with faults(label.key), self._catalog.write() as txn:
             entry = entries.find(txn, space, key)
+            if entry is not None:
+                self._move(txn, entry, label)
+            return entry is not None
+
+    def name(self, id: int, label: Label, *, overwrite: bool) -> bool:
+        """Give an entry that lived as long as it was held a name, under which it stays. False if the name is taken, unless ``overwrite``.
+
+        Raises `CacheFault` where the entry is gone."""
+        with faults(label.key), self._catalog.write() as txn:
+            entry = entries.by_id(txn, id)
             if entry is None:
+                raise errors.CacheFault(f"what was to be called {label.key!r} is gone: the catalog was made anew meanwhile", key=label.key)
+            if entries.find(txn, label.space, label.key) is not None and not overwrite:
                 return False
-            old = entries.find(txn, label.space, label.key)
-            if old is not None and old.id != entry.id:
-                entries.supersede(txn, old)
-                self._slots.clear(old.slot, old.id)
-            slot = entries.free_slot(txn)
-            self._slots.ensure(slot)
-            self._slots.touch(slot, self._slots.used(entry.slot))
-            self._slots.set_validated(slot, self._slots.validated(entry.slot))
-            self._slots.clear(entry.slot, entry.id)
-            entries.rename(txn, entry, label.space, label.key, slot)
-            self._slots.set_id(slot, entry.id)
-            txn.leftovers = True
+            self._move(txn, entry, label)
+            entries.set_life(txn, label.space, label.key, label.life)
             return True
+
+    def _move(self, txn: Txn, entry: Entry, label: Label) -> None:
+        """It gets another slot: memos of other processes know the old name by the old one."""
+        old = entries.find(txn, label.space, label.key)
+        if old is not None and old.id != entry.id:
+            entries.supersede(txn, old)
+            self._slots.clear(old.slot, old.id)
+        slot = entries.free_slot(txn)
+        self._slots.ensure(slot)
+        self._slots.touch(slot, self._slots.used(entry.slot))
+        self._slots.set_validated(slot, self._slots.validated(entry.slot))
+        self._slots.clear(entry.slot, entry.id)
+        entries.rename(txn, entry, label.space, label.key, slot)
+        self._slots.set_id(slot, entry.id)
+        txn.leftovers = True
 
     def link(self, label: Label, source: Entry) -> Entry:
         """The same bytes under another name: a hard link, charged to both spaces. Caller: holds a lease on ``source``."""

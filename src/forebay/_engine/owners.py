@@ -76,6 +76,13 @@ class Owners:
             people.delete(txn, id)
         reservations.disown(txn, id)
 
+    def is_dead(self, id: int) -> bool:
+        """Whether the process that had this id is gone. An id never comes back, so the dead stay dead."""
+        if id == self._id or not self._probe.try_lock(id, exclusive=True):
+            return False
+        self._probe.unlock(id)
+        return True
+
     def forget(self) -> None:
         """The catalog was made anew: register in it at the next use. The byte stays locked: an old row is not taken for a dead one's."""
         with self._mutex:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from forebay import errors
@@ -32,6 +33,58 @@ class MemorySink:
     def write(self, offset: int, data: Buffer) -> None:
         """See `Sink.write`. Spans of a known size do not overlap, and an unknown size comes from one thread: no lock."""
         self.data[offset : offset + len(data)] = data
+
+
+class NoPack:
+    """A pack that keeps nothing: its slots stay empty."""
+
+    frozen, admits = True, False
+
+    def __init__(self, length: int, id: int = 0) -> None:
+        self.length, self.id = length, id
+        self.closed = False
+
+    def find(self, slot: int, copy: bool = False) -> memoryview | None:
+        self.has(slot)
+        return None
+
+    def has(self, slot: int) -> bool:
+        if self.closed:
+            raise errors.Closed.of("array of samples")
+        if not 0 <= operator.index(slot) < self.length:
+            raise IndexError(f"sample {slot} is outside of 0..{self.length - 1}")
+        return False
+
+    def is_damaged(self, slot: int) -> bool:
+        return False
+
+    def private(self, slot: int) -> memoryview:
+        raise IndexError(f"sample {slot} is empty")
+
+    def filled(self) -> list[int]:
+        self.has(0)
+        return []
+
+    def count(self) -> int:
+        return len(self.filled())
+
+    def put(self, slot: int, parts: Sequence[Buffer]) -> bool:
+        return self.has(slot)
+
+    def freeze(self) -> None:
+        self.has(0)
+
+    def bad_slots(self) -> list[int]:
+        return self.filled()
+
+    def tell(self) -> None:
+        """Nothing was counted."""
+
+    def release(self) -> None:
+        """There is nothing to let go."""
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class PassThrough:
@@ -82,6 +135,21 @@ class PassThrough:
 
     def put(self, space: str, key: str, data: Buffer, **label: Any) -> NoReturn:
         self._refuse(key, memoryview(data).nbytes)
+
+    def make_pack(self, space: str, key: str, length: int, **label: Any) -> NoPack:
+        return NoPack(length)
+
+    def find_pack(self, space: str, key: str) -> None:
+        return None
+
+    def find_pack_by_id(self, id: int) -> None:
+        return None
+
+    def open_pack(self, lease: Any, length: int) -> None:
+        return None
+
+    def hold(self, space: str, key: str, *, timeout: float | None = None) -> NoPack:
+        return NoPack(0)
 
     def publish_leased(self, writing: Any, *, validator: str | None = None) -> NoReturn:
         self._refuse(str(writing))

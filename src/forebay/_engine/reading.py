@@ -41,9 +41,9 @@ class Reading:
                 return found
             with faults(key):
                 entry = self._leases.current(place, key)
-                data = self._bytes_of(entry) if entry is not None else None
-                if entry is None:
+                if entry is None or entry.kind in ("tree", "pack"):
                     return None
+                data = self._bytes_of(entry)
                 if data is not None and self._is_sound(entry, data):
                     return self._memo.add(space, key, entry, data)
             # P1 reads the row / P2 evicts or replaces it / P1 opens: gone. Look again, once.

@@ -20,6 +20,7 @@ from forebay._engine.faults import faults
 from forebay._engine.fill import KeyHold, OnWait
 from forebay._engine.leases import Lease
 from forebay._engine.memo import Hit, Remembered, no_hit
+from forebay._engine.pack import Pack
 from forebay._engine.policy import Policy
 from forebay._engine.publish import Label, Writing
 from forebay._engine.room import Want
@@ -196,6 +197,59 @@ class Store(Engine):
         self.check_usable(writing=True)
         place = self.space(new_space)
         return self._linking.rename(self.space(space).id, key, Label(place.id, place.name, new_key))
+
+    @mending
+    def make_pack(
+        self, space: str, key: str, length: int, *, life: str = "cached", fingerprint: str | None = None, meta: str = ""
+    ) -> Pack:  # fmt: skip
+        """An empty pack of ``length`` slots, in place of what had its name, open and leased. Caller: holds the key."""
+        self.check_usable(writing=True)
+        place = self.space(space, kind="packs")
+        lease = self._packing.create(Label(place.id, place.name, key, life=life, meta=meta), length, fingerprint=fingerprint)
+        return self._open_pack(lease, length)
+
+    @mending
+    def find_pack(self, space: str, key: str) -> Lease | None:
+        """A lease on the pack of a name; None where there is none. For `open_pack`."""
+        with faults(key):
+            return self._leases.take(self.space(space, kind="packs").id, key)
+
+    @mending
+    def find_pack_by_id(self, id: int) -> Lease | None:
+        """A lease on a pack, whatever its name is by now; None if it is gone, or another has its name."""
+        with faults(f"{id:x}"):
+            return self._leases.take_id(id)
+
+    def open_pack(self, lease: Lease, length: int) -> Pack | None:
+        """The leased pack; None where its files are gone or damaged: then it is set aside. The lease is the pack's from now on."""
+        try:
+            return self._open_pack(lease, length)
+        except (FileNotFoundError, errors.Damaged) as error:
+            self._reading.set_aside(lease.entry, f"{lease.entry.name}: {error}")
+            lease.close()
+            return None
+
+    def _open_pack(self, lease: Lease, length: int) -> Pack:
+        self.touch(lease.entry)
+        space = self.space(lease.entry.space, kind="packs")
+        try:
+            return Pack(self._packing, self._slots, self.counters, lease, length, space.id)
+        except OSError as error:
+            if isinstance(error, (FileNotFoundError, errors.Damaged)):
+                raise
+            raise errors.CacheFault(f"{lease.entry.name} cannot be opened: {error}", key=lease.entry.key) from error
+
+    @mending
+    def name_pack(self, pack: Pack, space: str, key: str, *, overwrite: bool) -> bool:
+        """Give a pack that lived as long as it was held a name, under which it stays. False if the name is taken, unless ``overwrite``."""
+        self.check_usable(writing=True)
+        place = self.space(space)
+        return self._linking.name(pack.id, Label(place.id, place.name, key), overwrite=overwrite)
+
+    def drop_if_unused(self, entry: Entry) -> None:
+        """Remove an entry now, if nobody holds it any more."""
+        with faults(entry.key):
+            self._eviction.remove([(entry.id, entry.slot, Doomed(entry.id, entry.kind, entry.suffix))])
 
     def publish_leased(self, writing: Writing, *, validator: str | None = None) -> Lease:
         """Publish, and give a lease that nobody can come before."""

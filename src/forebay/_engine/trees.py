@@ -28,7 +28,7 @@ def build(root: Root, id: int, members: Iterable[tuple[str, Path]], *, keyhash: 
         host.chmod(staged, 0o700)
         host.rename(staged, path)
     except BaseException:
-        _remove(staged)
+        remove_whole(staged)
         raise
     host.chmod(path, root.tree_mode)
     return path
@@ -39,7 +39,7 @@ def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
 
     Caller: holds the lock of ``id`` exclusively. Symbolic links are removed, never followed. May be repeated after a crash.
     """
-    return _remove(root.tree(id)) | _remove(root.tmp(keyhash, id, ".tree"))
+    return remove_whole(root.tree(id)) | remove_whole(root.tmp(keyhash, id, ".tree"))
 
 
 def list_trees(root: Root) -> Iterator[int]:
@@ -93,7 +93,8 @@ def _directories(top: Path) -> Iterator[Path]:
     yield top
 
 
-def _remove(top: Path) -> bool:
+def remove_whole(top: Path) -> bool:
+    """Remove a file, or a directory with all that is in it; False if it was missing. Symbolic links are removed, never followed."""
     try:
         found = top.lstat()
     except FileNotFoundError:

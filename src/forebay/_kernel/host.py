@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,7 @@ Hook = Callable[[str, str], None]
 libc = ctypes.CDLL(None, use_errno=True)
 libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _FICLONE = 0x40049409
+_IOV_MAX = 1024
 _PUNCH_HOLE_KEEP_SIZE = 0x03
 _UNSUPPORTED = frozenset([errno.EOPNOTSUPP, errno.ENOSYS])
 _NOT_BETWEEN_THESE = _UNSUPPORTED | {errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM, errno.ETXTBSY}
@@ -74,6 +75,18 @@ def pwrite(fd: int, data: Buffer, offset: int) -> None:
     while view:
         written = os.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written
+
+
+def pwritev(fd: int, parts: Sequence[Buffer], offset: int) -> None:
+    """Write all of ``parts``, one behind the other, at ``offset``."""
+    step("pwrite", fd)
+    length = sum(map(len, parts))
+    written = os.pwritev(fd, parts, offset) if len(parts) <= _IOV_MAX else 0
+    if written < length:  # cut short by a signal or a full disk, which the next write tells
+        rest = memoryview(b"".join(parts))[written:]
+        while rest:
+            count = os.pwrite(fd, rest, offset + written)
+            rest, written = rest[count:], written + count
 
 
 def allocate(fd: int, offset: int, length: int) -> None:

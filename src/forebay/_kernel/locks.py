@@ -35,7 +35,7 @@ def _set(fd: int, kind: int, offset: int) -> bool:
     return True
 
 
-def _file_of(fd: int) -> tuple[int, int] | None:
+def file_of(fd: int) -> tuple[int, int] | None:
     """Which file a descriptor is of; None if it is closed."""
     try:
         found = os.fstat(fd)
@@ -113,7 +113,7 @@ class LockFile:
         """Where the job closed our descriptor all locks went with it, and the number may be another file's, which locks as well:
         take them anew, where nobody else has them by now."""
         self._look_at = time.monotonic() + LOOK_AGAIN
-        if _file_of(self._fd) == self._file:
+        if file_of(self._fd) == self._file:
             return False
         log.warning("the descriptor of %s was closed by this process's own code: its locks are taken anew", self._path)
         self._open_locked()
@@ -125,7 +125,7 @@ class LockFile:
 
     def _open_locked(self) -> None:
         self._fd = self._open()
-        self._file = _file_of(self._fd)
+        self._file = file_of(self._fd)
         self._look_at = time.monotonic() + LOOK_AGAIN
 
     def unlock(self, offset: int) -> None:
@@ -151,7 +151,7 @@ class LockFile:
         try:
             _set(self._fd, fcntl.F_UNLCK, offset)
         except OSError:
-            if _file_of(self._fd) == self._file:  # else the job closed our descriptor, and the lock went with it
+            if file_of(self._fd) == self._file:  # else the job closed our descriptor, and the lock went with it
                 raise
 
     def unlock_soon(self, offset: int) -> None:
@@ -181,7 +181,7 @@ class LockFile:
             there = os.stat(self._path)
         except OSError:
             return False
-        return _file_of(fd) == (there.st_dev, there.st_ino)
+        return file_of(fd) == (there.st_dev, there.st_ino)
 
     def close(self) -> None:
         """Let go of everything. A later lock opens the file anew."""
@@ -205,7 +205,7 @@ class LockFile:
 
     def _close_locked(self) -> None:
         fd, self._fd = self._fd, -1
-        if fd >= 0 and _file_of(fd) == self._file:  # else the number belongs to somebody else by now
+        if fd >= 0 and file_of(fd) == self._file:  # else the number belongs to somebody else by now
             os.close(fd)
 
     def __del__(self) -> None:
@@ -252,7 +252,7 @@ class LockFile:
         self._begin()
         if keep and second is not None:
             self._fd, self._held = second
-            self._file = _file_of(self._fd)
+            self._file = file_of(self._fd)
             self._later.extend(later)
             self.drain()
 
@@ -261,6 +261,30 @@ class LockFile:
         if self._pid != os.getpid():
             self._close_locked()
             self._begin()
+
+
+class Claims:
+    """Locks on the bytes of one file that are held for a moment, by one thread of the process at a time: two system calls, no table.
+
+    A forked child closes it, and makes its own."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def try_claim(self, offset: int) -> bool:
+        """Lock a byte, if no other process has it. Then the caller calls `let_go`, in any event."""
+        return _set(self._fd, fcntl.F_WRLCK, offset)
+
+    def let_go(self, offset: int) -> None:
+        _set(self._fd, fcntl.F_UNLCK, offset)
+
+    def close(self) -> None:
+        """Close the file, once. In a child of a fork that takes nothing from the parent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
 
 
 def _take(fd: int, wanted: Holds) -> Holds:

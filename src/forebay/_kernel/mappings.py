@@ -20,11 +20,19 @@ _map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, c
 _unmap = libc.munmap
 _unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
+_FIXED, _NORESERVE, _PROT_NONE = 0x10, 0x4000, 0  # of Linux on all its machines that matter here; Python's module has them not
 
 
 @functools.cache
 def _array_type(size: int) -> Any:
     return ctypes.c_ubyte * size
+
+
+def _mapped(address: int) -> int:
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return address
 
 
 def map_file(fd: int, length: int, *, offset: int = 0, writable: bool = False, private: bool = False) -> memoryview:
@@ -35,15 +43,39 @@ def map_file(fd: int, length: int, *, offset: int = 0, writable: bool = False, p
     if length == 0:
         return memoryview(_array_type(1)()).cast("B")[:0].toreadonly()
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address = _map(None, length, protection, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, fd, offset)
-    if address == _FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    address = _mapped(_map(None, length, protection, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, fd, offset))
     # ctypes makes a type per length and keeps it: with lengths rounded up to a power of two there are few.
     anchor = _array_type(1 << (length - 1).bit_length()).from_address(address)
     weakref.finalize(anchor, _unmap, address, length).atexit = False
     view = memoryview(anchor).cast("B")[:length]
     return view if writable else view.toreadonly()
+
+
+def words_of_process(count: int) -> memoryview:
+    """``count`` words of zeros of this process alone, which a forked child has as they were. Memory is taken as they are stored to."""
+    return memoryview(mmap.mmap(-1, max(count, 1) * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)).cast("Q")
+
+
+class Window:
+    """A range of addresses into which files are mapped one behind the other, so that one view shows them all.
+
+    ``view``: all of it, read-only; a part into which no file was mapped yet must not be looked at: that kills the process.
+    Unmapped with the last view. Not for several threads at once; a forked child has what was mapped before, and may go on by itself."""
+
+    def __init__(self, length: int) -> None:
+        """Takes addresses only, no memory. Raises OSError where the process may not have so many."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        self._address = _mapped(_map(None, length, _PROT_NONE, flags, -1, 0))
+        whole = _array_type(length).from_address(self._address)
+        weakref.finalize(whole, _unmap, self._address, length).atexit = False
+        self.view = memoryview(whole).cast("B").toreadonly()
+        self.length = length
+
+    def place(self, fd: int, length: int, at: int) -> None:
+        """Map ``length`` bytes of a file, read-only, at ``at``, a multiple of the page size. Raises OSError."""
+        if at + length > self.length:
+            raise ValueError(f"{length} bytes at {at} lie outside of a window of {self.length}")
+        _mapped(_map(self._address + at, length, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, fd, 0))
 
 
 def anchor(view: memoryview) -> object:

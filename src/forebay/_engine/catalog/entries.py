@@ -86,6 +86,8 @@ def delete(txn: Txn, id: int, kind: str) -> None:
         txn.run("DELETE FROM payloads WHERE id = ?", id)
     elif kind == "tree":
         txn.run("DELETE FROM links WHERE tree = ?", id)
+    elif kind == "pack":
+        txn.run("DELETE FROM segments WHERE pack = ?", id)
     txn.run("DELETE FROM entries WHERE id = ?", id)
 
 

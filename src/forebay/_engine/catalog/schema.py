@@ -31,6 +31,10 @@ CREATE TABLE reservations(
     id INTEGER PRIMARY KEY, owner INTEGER, space INTEGER NOT NULL, key TEXT NOT NULL, keyhash INTEGER NOT NULL,
     granted INTEGER NOT NULL, size INTEGER NOT NULL, charge INTEGER NOT NULL, suffix TEXT NOT NULL, created REAL NOT NULL);
 CREATE INDEX reservation_key ON reservations(keyhash);
+CREATE TABLE segments(
+    pack INTEGER NOT NULL, number INTEGER NOT NULL, owner INTEGER, capacity INTEGER NOT NULL, size INTEGER NOT NULL,
+    tail INTEGER NOT NULL, PRIMARY KEY(pack, number)) WITHOUT ROWID;
+CREATE INDEX segment_owner ON segments(owner) WHERE owner IS NOT NULL;
 CREATE TABLE failures(
     space INTEGER NOT NULL, key TEXT NOT NULL, error TEXT NOT NULL, at INTEGER NOT NULL,
     PRIMARY KEY(space, key)) WITHOUT ROWID;

@@ -1,0 +1,71 @@
+"""Statements about the segments of packs: who appends to which, and how much of it is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forebay._engine.catalog.connection import Rows, Txn
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A file of a pack. ``owner``: the process that appends to it; None: nobody does, and ``tail`` is where the next one goes on.
+    ``capacity``: where it ends; ``size``: bytes of it that are allocated, and charged."""
+
+    pack: int
+    number: int
+    owner: int | None
+    capacity: int
+    size: int
+    tail: int
+
+
+_FROM = "SELECT pack, number, owner, capacity, size, tail FROM segments"
+
+
+def of(rows: Rows, pack: int) -> list[Segment]:
+    """The segments of a pack, the newest first."""
+    return [Segment(*row) for row in rows.all(f"{_FROM} WHERE pack = ? ORDER BY number DESC", pack)]
+
+
+def owned(rows: Rows) -> list[Segment]:
+    """All segments that some process, dead or alive, appends to."""
+    return [Segment(*row) for row in rows.all(f"{_FROM} WHERE owner IS NOT NULL")]
+
+
+def every(rows: Rows) -> list[Segment]:
+    return [Segment(*row) for row in rows.all(_FROM)]
+
+
+def put(txn: Txn, segment: Segment) -> None:
+    """Enter a segment, or change it; the charge of its pack follows."""
+    _charge(txn, segment.pack, segment.number, segment.size)
+    txn.run(
+        "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?)",
+        segment.pack, segment.number, segment.owner, segment.capacity, segment.size, segment.tail,
+    )  # fmt: skip
+
+
+def remove(txn: Txn, pack: int, number: int) -> None:
+    """Nothing is left of a segment; the charge of its pack follows."""
+    _charge(txn, pack, number, 0)
+    txn.run("DELETE FROM segments WHERE pack = ? AND number = ?", pack, number)
+
+
+def _charge(txn: Txn, pack: int, number: int, size: int) -> None:
+    txn.run(
+        "UPDATE entries SET size = size + ?3 - coalesce((SELECT size FROM segments WHERE pack = ?1 AND number = ?2), 0),"
+        " charge = charge + ?3 - coalesce((SELECT size FROM segments WHERE pack = ?1 AND number = ?2), 0) WHERE id = ?1",
+        pack, number, size,
+    )  # fmt: skip
+
+
+def sums(rows: Rows) -> dict[int, int]:
+    """What is allocated of each pack's segments."""
+    return dict(rows.all("SELECT pack, sum(size) FROM segments GROUP BY pack"))
+
+
+def recount(txn: Txn, pack: int, index: int) -> None:
+    """Note the size of a pack as its rows have it; ``index``: bytes that it takes beside its segments."""
+    size = index + sums(txn).get(pack, 0)
+    txn.run("UPDATE entries SET size = ?2, charge = ?2 WHERE id = ?1 AND size != ?2", pack, size)

@@ -1,0 +1,244 @@
+"""Room for packs: their making, and the segments that writers append to.
+
+    room       a row counts the segment before its file is there     a crash: counted, and taken over by the next writer of the pack
+    allocate   the whole file                                        the same
+    append     see the module `pack`                                 the same; the index says where the last record ends
+    leave      the tail is punched, then the row says so             a crash between: still counted; done again by who needs room
+
+Bytes are taken in large steps, so that a put asks nobody. A segment has one writer; who he is stands in its row, whether he lives
+is told by his lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from forebay import errors
+from forebay._engine import packs, records
+from forebay._engine.budget import Budget
+from forebay._engine.catalog import Catalog, Txn, entries, reservations, segments
+from forebay._engine.catalog.segments import Segment
+from forebay._engine.faults import faults
+from forebay._engine.fill import hash_of
+from forebay._engine.leases import Lease, Leases
+from forebay._engine.owners import Owners
+from forebay._engine.publish import Label, Publisher
+from forebay._engine.room import Want
+from forebay._engine.root import Root
+
+SMALLEST, LARGEST = 1 << 20, 64 << 20
+"""A step is 1/256 of what is free, within these; and not much more than 1/64 of the pack, so that little stands empty behind it."""
+EASY = 4 << 20
+_FAR = 1 << 62
+
+
+class Room(NamedTuple):
+    """For whom room is asked: the pack, the space its entry is in, how many bytes it may have in all (None: no limit)."""
+
+    pack: int
+    space: int
+    quota: int | None = None
+
+
+class Taken(NamedTuple):
+    """A segment to append to, from ``tail`` on; ``fd`` is the caller's to close."""
+
+    segment: Segment
+    fd: int
+
+
+class Packing:
+    """The packs of one root. Callable from any thread, and in a forked child."""
+
+    def __init__(
+        self, root: Root, catalog: Catalog, leases: Leases, owners: Owners, budget: Budget, publisher: Publisher
+    ) -> None:  # fmt: skip
+        self.root, self._catalog, self._leases, self._owners = root, catalog, leases, owners
+        self._budget, self._publisher = budget, publisher
+        self._in_use: set[tuple[int, int]] = set()  # segments that this process appends to: grows under the writer lock only
+
+    def after_fork_child(self) -> None:
+        self._in_use = set()
+
+    # -- making ----------------------------------------------------------------------------------------------------
+
+    def create(self, label: Label, length: int, *, fingerprint: str | None = None) -> Lease:
+        """An empty pack in place of what had its name, leased. Caller: holds the key. Raises `NoSpace` or another `CacheFault`."""
+        keyhash, size = hash_of(label.space, label.key), packs.PAGE + packs.index_size(length)  # the directory takes a block
+        with faults(label.key, size):
+            reserved = self._budget.reserve(self._publisher.want(self._catalog, label, size))
+            try:
+                packs.build(self.root, reserved.id, length, keyhash=keyhash)
+                self._leases.hold(reserved.id)  # before anybody can see it: a held one that nobody holds is swept
+                try:
+                    with self._catalog.write() as txn:
+                        entry = self._publisher.insert(txn, label, reserved.id, "pack", size, b"", fingerprint)
+                        reservations.delete(txn, reserved.id)
+                        txn.leftovers = entries.any_leftovers(txn)
+                except BaseException:
+                    self._leases.let_go_soon(reserved.id)
+                    raise
+                return self._leases.adopt(entry)
+            except BaseException:
+                packs.remove(self.root, reserved.id, keyhash=keyhash)
+                self._budget.cancel(reserved.id)
+                raise
+
+    # -- segments --------------------------------------------------------------------------------------------------
+
+    def take(self, room: Room, need: int, words: memoryview) -> Taken:
+        """A segment with ``need`` free bytes at its end, of which this process is the one writer: a dead one's, one that its writer
+        left, else a new one. ``words``: of the index. Raises `NoSpace` or another `CacheFault`."""
+        me = self._owners.me()
+        with faults(f"pack {room.pack:x}", need):
+            spare = self._spare(room.pack, need, words)
+            segment = self._enter(room, need, spare, me)
+            try:
+                fd = packs.allocate_segment(self.root, room.pack, segment.number, segment.tail, segment.capacity)
+            except BaseException:
+                self._leave(segment)
+                raise
+            return Taken(segment, fd)
+
+    def leave(self, pack: int, number: int, tail: int) -> None:
+        """Append no more: what lies behind ``tail`` is given back. Its descriptor is closed already."""
+        with faults(f"pack {pack:x}"):
+            for segment in segments.of(self._catalog, pack):
+                if segment.number == number and segment.owner == self._owners.me():
+                    self._leave(replace(segment, tail=tail))
+
+    def forget(self, pack: int, number: int) -> None:
+        """Nobody in this process appends to it any more. Never waits: for finalizers; others find its tail in the index."""
+        self._in_use.discard((pack, number))
+
+    def reclaim(self) -> bool:
+        """Give back what stands empty behind the records of dead writers, of all packs. True if there was any. Caller: holds no lock."""
+        found = False
+        for segment in segments.owned(self._catalog):
+            if not self._is_left(segment):
+                continue
+            with faults(f"pack {segment.pack:x}"):
+                try:
+                    words = packs.map_index(self.root, segment.pack, None, writable=False)
+                except (FileNotFoundError, errors.Damaged):
+                    continue  # it is being removed
+                self._leave(self._with_tail(segment, words), was=segment)
+            found = True
+        return found
+
+    def any_left(self, txn: Txn) -> bool:
+        """Whether `reclaim` would find anything."""
+        return any(self._is_left(segment) for segment in segments.owned(txn))
+
+    def _is_left(self, segment: Segment) -> bool:
+        if segment.owner is None:
+            return False
+        if segment.owner == self._owners.me():
+            return (segment.pack, segment.number) not in self._in_use
+        return self._owners.is_dead(segment.owner)
+
+    def _with_tail(self, segment: Segment, words: memoryview) -> Segment:
+        tail = packs.find_tail(self.root, segment.pack, segment.number, words)
+        return replace(segment, tail=segment.capacity if tail is None else tail)
+
+    def _spare(self, pack: int, need: int, words: memoryview) -> tuple[Segment, Segment] | None:
+        """A segment that nobody appends to and that has room: as its row says now, and as it is."""
+        for row in segments.of(self._catalog, pack):
+            if row.owner is not None and not self._is_left(row):
+                continue
+            real = row if row.owner is None else self._with_tail(row, words)
+            if real.capacity - real.tail >= need:
+                return row, real
+        return None
+
+    def _enter(self, room: Room, need: int, spare: tuple[Segment, Segment] | None, me: int) -> Segment:
+        """The row of a segment that counts for us. Where things do not fit as they are, others make room."""
+        keyhash = hash_of(room.space, f"{room.pack:x}")
+        with self._catalog.write() as txn:
+            self._drop_promises(txn, keyhash)
+            wanted = list(self._choices(txn, room, need, spare))
+            for segment in wanted:
+                want = _want(room, segment, keyhash)
+                if not want.size or self._budget.room.fits(txn, want):
+                    return self._own(txn, segment, me)
+        for segment in wanted[:-1]:
+            try:
+                return self._enter_reserved(segment, _want(room, segment, keyhash), me)
+            except errors.NoSpace:
+                continue  # a smaller one may fit
+        return self._enter_reserved(wanted[-1], _want(room, wanted[-1], keyhash), me)
+
+    def _enter_reserved(self, segment: Segment, want: Want, me: int) -> Segment:
+        reserved = self._budget.reserve(want)
+        try:
+            with self._catalog.write() as txn:
+                reservations.delete(txn, reserved.id)
+                rows = {row.number: row for row in segments.of(txn, segment.pack)}
+                if not segment.size:  # others may have made some meanwhile
+                    segment = replace(segment, number=max(rows, default=0) + 1)
+                elif segment.number not in rows or not (rows[segment.number].owner is None or self._is_left(rows[segment.number])):
+                    raise errors.CacheFault(f"segment {segment.number} of pack {segment.pack:x} was taken by another process meanwhile")
+                return self._own(txn, segment, me)
+        except BaseException:
+            self._budget.cancel(reserved.id)
+            raise
+
+    def _choices(self, txn: Txn, room: Room, need: int, spare: tuple[Segment, Segment] | None) -> Iterator[Segment]:
+        """The spare one if it is still what was seen, then new ones, the largest first. ``size`` is what is allocated now."""
+        entry = entries.by_id(txn, room.pack)
+        if entry is None:
+            raise errors.CacheFault(f"the pack {room.pack:x} has no entry any more: it was removed, or replaced by another version")
+        rows = segments.of(txn, room.pack)
+        left = _FAR if room.quota is None else room.quota - entry.size
+        is_free = spare is not None and spare[0] in rows and (spare[0].owner is None or self._is_left(spare[0]))
+        if spare is not None and is_free and spare[1].capacity - spare[1].size <= left:
+            yield spare[1]
+        if left < need + records.START:
+            raise errors.NoSpace(
+                f"no room for {need:,} bytes more in {entry.name!r}: its quota of {room.quota:,} bytes is used up",
+                key=entry.key, need=need, free=max(0, left), budget=room.quota, limit="quota",
+            )  # fmt: skip
+        short = self._budget.room.short(txn, None)
+        step = min(max(short.free // 256, SMALLEST), LARGEST, max(EASY, entry.size // 64))
+        allowed = min(short.free // 4, left)
+        number = max((row.number for row in rows), default=0) + 1
+        if number > records.MAX_SEGMENT:
+            raise errors.CacheFault(f"the pack {room.pack:x} has {number:,} segments: no more can be named")
+        for size in dict.fromkeys(_rounded(max(min(step // part, allowed), need + records.START)) for part in (1, 4, 16, LARGEST)):
+            yield Segment(room.pack, number, None, size, 0, records.START)
+
+    def _own(self, txn: Txn, segment: Segment, me: int) -> Segment:
+        self._in_use.add((segment.pack, segment.number))  # before the commit: another thread would take it for one that was left
+        taken = replace(segment, owner=me, size=segment.capacity)
+        segments.put(txn, taken)
+        return taken
+
+    def _drop_promises(self, txn: Txn, keyhash: int) -> None:
+        """What a writer of this pack had reserved who died before its row was entered."""
+        if reservations.by_key(txn, keyhash):
+            self._owners.reap(txn)
+            for reservation in reservations.by_key(txn, keyhash):
+                if reservation.owner is None:
+                    reservations.delete(txn, reservation.id)
+
+    def _leave(self, segment: Segment, was: Segment | None = None) -> None:
+        """Punch the tail, then let the row say so. ``was``: the row as it was seen; nothing is done if it is another by now."""
+        with self._catalog.write() as txn:
+            if was is not None and was not in segments.of(txn, segment.pack):
+                return
+            kept = packs.punch_segment(self.root, segment.pack, segment.number, segment.tail, segment.capacity)
+            if kept:
+                segments.put(txn, replace(segment, owner=None, size=kept))
+            else:
+                segments.remove(txn, segment.pack, segment.number)
+        self.forget(segment.pack, segment.number)
+
+
+def _want(room: Room, segment: Segment, keyhash: int) -> Want:
+    return Want(room.space, f"{room.pack:x}", keyhash, segment.capacity - segment.size)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // packs.PAGE) * packs.PAGE

@@ -1,0 +1,92 @@
+"""What one sample looks like in a segment, and the word in the index that leads to it. Pure functions.
+
+    index word   segment << 40 | offset / 16, one aligned 8-byte store; 0: the slot is empty
+    record       header of 32 bytes, payload
+    header       slot, length, xxh3-64 of the payload, boot tag << 32 | check of the header itself, 8 bytes each
+
+A record is taken for what the index says only if its header checks, names this slot of this pack, and ends within the segment.
+Payloads begin at multiples of 64, so that arrays in them are aligned.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+
+import xxhash
+
+from forebay._kernel import host
+from forebay._model import Buffer
+
+HEADER = 32
+ALIGN = 64
+START = ALIGN - HEADER
+"""Where the first record of a segment begins; every record begins so far above a multiple of `ALIGN`."""
+MAX_SEGMENT = (1 << 24) - 1
+
+_HEADER = struct.Struct("<QQQQ")
+_CHECKED = struct.Struct("<QQQQI")
+_LOW = (1 << 32) - 1
+
+
+def word_of(segment: int, offset: int) -> int:
+    """The index word of the record at ``offset`` of segment ``segment`` (from 1 on)."""
+    return segment << 40 | offset >> 4
+
+
+def place_of(word: int) -> tuple[int, int]:
+    """The segment and the offset that a word names."""
+    return word >> 40, (word & ((1 << 40) - 1)) << 4
+
+
+def footprint(length: int) -> int:
+    """Bytes from the begin of a record of ``length`` bytes to where the next one begins."""
+    return -(-(HEADER + length) // ALIGN) * ALIGN
+
+
+@functools.cache
+def boot_tag() -> int:
+    """Which boot of the machine this is, in 32 bits: what was written before it may be less than what was stored."""
+    return xxhash.xxh32_intdigest(host.boot_id().encode())
+
+
+def header_of(pack: int, slot: int, parts: Sequence[Buffer], length: int) -> bytes:
+    """The header of the record of ``slot`` whose payload are ``parts``, ``length`` bytes together."""
+    if len(parts) == 1:
+        digest = xxhash.xxh3_64_intdigest(parts[0])
+    else:
+        whole = xxhash.xxh3_64()
+        for part in parts:
+            whole.update(part)
+        digest = whole.intdigest()
+    boot = boot_tag()
+    return _HEADER.pack(slot, length, digest, boot << 32 | _check(pack, slot, length, digest, boot))
+
+
+def _check(pack: int, slot: int, length: int, digest: int, boot: int) -> int:
+    return xxhash.xxh3_64_intdigest(_CHECKED.pack(pack, slot, length, digest, boot)) & _LOW
+
+
+def length_of(segment: memoryview, offset: int, pack: int, slot: int, *, verify: bool = False) -> int | None:
+    """How long the payload is, which begins `HEADER` behind ``offset``; None if there is no sound record of this slot.
+
+    The payload is compared with its checksum if ``verify``, and always if another boot of the machine wrote it."""
+    start = offset + HEADER
+    if start > len(segment):
+        return None
+    found, length, digest, last = _HEADER.unpack_from(segment, offset)
+    boot = last >> 32
+    if found != slot or start + length > len(segment) or last & _LOW != _check(pack, slot, length, digest, boot):
+        return None
+    if (verify or boot != boot_tag()) and xxhash.xxh3_64_intdigest(segment[start : start + length]) != digest:
+        return None
+    return int(length)
+
+
+def is_header(head: bytes, pack: int, slot: int) -> bool:
+    """Whether these bytes are the header of a record of this slot."""
+    if len(head) < HEADER:
+        return False
+    found, length, digest, last = _HEADER.unpack(head)
+    return bool(found == slot and last & _LOW == _check(pack, slot, length, digest, last >> 32))

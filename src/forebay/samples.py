@@ -1,0 +1,310 @@
+"""Item i of a dataset, decoded or fetched once for all processes of the node, and kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from forebay import codecs, errors
+from forebay._engine.pack import Pack
+from forebay._engine.passthrough import NoPack
+from forebay._engine.store import Store
+from forebay.arrays import SPACE, Shape, checked_name, digest_of, find, find_or_make
+from forebay.origin import Origin
+
+log = logging.getLogger("forebay.samples")
+
+_UNPICKLABLE = (TypeError, AttributeError, ValueError, RecursionError, NotImplementedError, pickle.PicklingError)
+
+open_default: Callable[[], Any] | None = None
+"""Opens the default cache of this process: set by the room above, for `Samples.import_pfio` without a cache."""
+
+
+class Samples:
+    """An array of slots that any process fills and reads. Made by `Cache.samples`.
+
+    Callable from any thread; usable in both processes after a fork; pickled to another process it is the same array. What was
+    handed out stays good after `close` and after an eviction; any other call then raises `Closed`."""
+
+    def __init__(
+        self, origin: Origin, home: Any, pack: Pack | NoPack, codec: codecs.Codec, name: str | None, *, copy: bool = False
+    ) -> None:
+        self._origin, self._home, self._codec, self._copy = origin, home, codec, copy
+        self._told: set[str] = set()
+        self._creator = os.getpid()
+        self.name = name
+        self._attach(pack)
+
+    def _attach(self, pack: Pack | NoPack) -> None:
+        self._pack = pack
+        if self._codec.name == "raw" and not self._copy:
+            self.get = pack.find  # type: ignore[method-assign, assignment]  # one call less, on the path that is taken a million times a second
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._home, self._pack.id, len(self), self._codec, self.name, self._copy)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "frozen" if self.frozen else f"{self.filled:,} filled"
+        return f"<forebay.Samples {self.name or 'without a name'}: {len(self):,} slots, {state}>"
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def get(self, i: int, copy: bool = False) -> Any:
+        """What slot ``i`` holds; None if it is empty. Takes no lock and no system call once this process has looked at it.
+
+        With the codec ``raw`` a read-only memoryview over the mapping; arrays are read-only views of it. ``copy``: writable, of the
+        caller's own. Raises IndexError outside of 0..N-1, and `Closed`."""
+        found = self._look(i, copy)
+        return None if found is None else found[0]
+
+    def get_many(self, indices: Iterable[int]) -> list[Any]:
+        """`get` of each."""
+        get = self.get
+        found = [get(i) for i in indices]
+        self._pack.tell()
+        return found
+
+    def get_or_put(self, i: int, fn: Callable[[], Any], *, timeout: float | None = None) -> Any:
+        """What slot ``i`` holds; else what ``fn`` gives, stored: of all processes of the node one runs it for this slot at a time.
+
+        It comes as `get` gives it. What ``fn`` raises reaches all who waited for it. Where nothing more can be stored ``fn`` runs
+        here at once. ``timeout``: seconds to wait for another process."""
+        found = self._look(i)
+        if found is not None:
+            return found[0]
+        if not self._pack.admits:
+            return self._made(i, fn())[0]
+        ran: list[tuple[Any]] = []
+
+        def make() -> tuple[Any]:
+            ran.append(self._made(i, fn()))
+            return ran[0]
+
+        try:
+            return self._origin.store.single(SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, timeout=timeout)[0]
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            # What fn itself raised of these kinds would be run a second time: it used this cache, and was told why it cannot help.
+            self._origin.fall_back(error, f"sample {i} of {self._label}")
+            return ran[0][0] if ran else fn()
+
+    def _look(self, i: int, copy: bool = False) -> tuple[Any] | None:
+        """In a tuple, since what is stored may be None."""
+        data = self._pack.find(i, copy or self._copy)
+        if data is None:
+            return None
+        try:
+            return (self._codec.decode(data, lambda: self._pack.private(i)),)
+        except Exception:
+            if self._pack.is_damaged(i):
+                return None
+            raise  # the codec's own fault
+
+    def _made(self, i: int, value: Any) -> tuple[Any]:
+        """Store what was made, if that can be; it comes back as the next reader will get it, where it can be stored at all."""
+        parts = self._encoded(i, value)
+        if parts is None:
+            return (value,)
+        if self._stored(i, parts) and (found := self._look(i)) is not None:
+            return found
+        whole = bytearray(b"".join(parts))
+        data = memoryview(whole) if self._copy else memoryview(whole).toreadonly()
+        return (self._codec.decode(data, lambda: memoryview(whole)),)
+
+    def __len__(self) -> int:
+        return self._pack.length
+
+    def __contains__(self, i: object) -> bool:
+        return isinstance(i, int) and 0 <= i < len(self) and self._pack.has(i)
+
+    def __iter__(self) -> Iterator[int]:
+        """The filled slots, in order."""
+        return iter(self._pack.filled())
+
+    @property
+    def filled(self) -> int:
+        """How many slots are filled."""
+        return self._pack.count()
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def put(self, i: int, value: Any) -> bool:
+        """Fill slot ``i``. False if it is filled already, or nothing more is admitted: frozen, or no room, which is told once.
+
+        Of several that fill one slot at the same time one does. Raises IndexError, `Closed`, `ConfigError` for what the codec does
+        not take."""
+        if self._pack.has(i) or self.frozen:
+            return False
+        parts = self._encoded(i, value)
+        return parts is not None and self._stored(i, parts)
+
+    def _encoded(self, i: int, value: Any) -> list[Any] | None:
+        try:
+            return list(self._codec.encode(value))
+        except errors.ConfigError:
+            raise
+        except _UNPICKLABLE as error:
+            self._warn("encode", f"sample {i} of {self._label} cannot be stored: {type(error).__name__}: {error}")
+            return None
+
+    def _stored(self, i: int, parts: list[Any]) -> bool:
+        try:
+            return self._pack.put(i, parts)
+        except errors.NoSpace as error:
+            if error.limit == "budget":  # it is what `freeze` means, and may come at the end of every first epoch
+                self._origin.warn(f"samples {self._label}", "%s takes nothing more for now, and keeps what it has: %s", self._label, error)
+                self._origin.store.count("store_failures")
+            else:
+                self._warn("full", f"{self._label} takes nothing more for now, and keeps what it has: {error}")
+        except errors.CacheFault as error:
+            self._warn("fault", f"sample {i} of {self._label} is not stored: {error}")
+        return False
+
+    def _warn(self, kind: str, message: str) -> None:
+        self._origin.store.count("store_failures")
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing more is admitted, whatever room there is."""
+        return self._pack.frozen
+
+    def freeze(self) -> None:
+        """Admit nothing more, from any process, for good."""
+        self._pack.freeze()
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def preserve(self, name: str, overwrite: bool = False) -> bool:
+        """Give an array without a name one, under which later jobs find it; freeze it. Copies nothing.
+
+        False if the name is taken, unless ``overwrite``: the old one then goes when nobody has it open. Raises RuntimeError in any
+        process but the one that made this handle."""
+        self._check_creator("preserve")
+        if self.name is not None:
+            raise errors.ConfigError(f"this array has a name already: {self.name!r}", name="name", value=name)
+        checked_name(name)
+        self._pack.has(0)  # Closed, if it is
+        if isinstance(self._pack, NoPack):
+            return False
+        try:
+            named = self._store().name_pack(self._pack, SPACE, name, overwrite=overwrite)
+        except errors.CacheFault as error:
+            self._warn("fault", f"{self._label} cannot be called {name!r}: {error}")
+            return False
+        if named:
+            self.freeze()
+            self.name = name
+        return named
+
+    def preload(self, name: str) -> bool:
+        """Open the array of this name here, to be read only, in place of what this handle had. False if there is none, or this
+        one is frozen already. Raises ValueError where it has another length or codec, RuntimeError in any process but the one that
+        made this handle."""
+        self._check_creator("preload")
+        self._pack.has(0)
+        if self.frozen:
+            return False
+        found = find(self._origin, checked_name(name), Shape(len(self), self._codec.name, None))
+        if found is None:
+            return False
+        self.close()
+        found.only_read()
+        self.name = name
+        self._attach(found)
+        return True
+
+    def _check_creator(self, what: str) -> None:
+        if self._creator != os.getpid():
+            message = f"{what} can be called only in the process that made this handle ({self._creator}); this is {os.getpid()}"
+            raise RuntimeError(message)
+
+    def verify(self) -> list[int]:
+        """Compare every sample with its checksum. What is damaged is emptied, to be filled again; gives these slots."""
+        return self._pack.bad_slots()
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._pack.closed
+
+    def close(self) -> None:
+        """Let go. An array without a name is gone when the last process that has it does this, or ends."""
+        pack = self._pack
+        if pack.closed:
+            return
+        try:
+            pack.close()
+            if self.name is None and isinstance(pack, Pack):
+                self._store().drop_if_unused(pack.lease.entry)
+        except errors.CacheFault as error:
+            log.warning("closing %s: %s", self._label, str(error))
+
+    def __enter__(self) -> Self:
+        self._pack.has(0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _store(self) -> Store:
+        """Of a pack, which only a store has."""
+        assert isinstance(self._origin.store, Store)
+        return self._origin.store
+
+    @property
+    def _label(self) -> str:
+        return f"the array {self.name!r}" if self.name else "an array without a name"
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def open_samples(
+    origin: Origin, home: Any, name: str | None, length: int | None, *, codec: Any, fingerprint: str | bytes | None, quota: int | None,
+    copy: bool,
+) -> Samples:  # fmt: skip
+    """See `Cache.samples`."""
+    chosen = codecs.codec(codec)
+    if name is not None:
+        checked_name(name)
+    elif length is None:
+        raise errors.ConfigError("an array without a name needs a length: cache.samples(length=N)", name="length", value=None)
+    if length is not None and not (isinstance(length, int) and length >= 1):
+        raise errors.ConfigError(f"length={length!r} makes no sense: it is an int of at least 1", name="length", value=length)
+    wanted = Shape(length or 0, chosen.name, digest_of(fingerprint))
+    try:
+        pack = find_or_make(origin, name, wanted)
+    except (errors.CacheFault, errors.WaitTimeout) as error:
+        origin.fall_back(error, f"samples:{name or ''}")
+        pack = None
+    if pack is None and not length:
+        raise errors.NotCached.of(f"{SPACE}:{name}")
+    if isinstance(pack, Pack) and quota is not None:
+        pack.set_quota(quota)
+    return Samples(origin, home, pack or NoPack(wanted.length), chosen, name, copy=copy)
+
+
+def _arrive(home: Any, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples:
+    """A handle that came from another process: of the same array, whatever its name is by now."""
+    origin: Origin = home._origin
+    pack: Pack | NoPack | None = None
+    try:
+        lease = origin.store.find_pack_by_id(id)
+        pack = origin.store.open_pack(lease, length) if lease is not None else None
+        if pack is None and origin.upstream is not None and (lease := origin.upstream.find_pack_by_id(id)) is not None:
+            pack = origin.upstream.open_pack(lease, length)
+    except errors.CacheFault as error:
+        origin.fall_back(error, f"samples:{name or ''}")
+    if pack is None:
+        log.warning("the array that was sent here is gone: nothing is found in it, and nothing kept")
+    found = Samples(origin, home, pack or NoPack(length, id), codec, name, copy=copy)
+    found._creator = 0
+    return found
