@@ -16,6 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from forebay import codecs, errors
+from forebay._kernel.mappings import map_file
 from forebay.codecs import ALIGNMENT, MAPPED_FROM, codec
 
 np = pytest.importorskip("numpy")
@@ -487,6 +488,24 @@ def test_writing_into_a_tensor_changes_nothing_stored(size: int, torch: Any) -> 
         assert same.tolist() == array.tolist()
         assert not same.flags.writeable
     assert record.copies == (2 if size == MANY else 0)
+
+
+def test_a_tensor_over_a_mapped_file(tmp_path: Path, torch: Any) -> None:
+    tensor = torch.arange(MANY, dtype=torch.float32)
+    file = tmp_path / "segment"
+    file.write_bytes(bytes(64) + b"".join(bytes(p) for p in codec("pickle").encode(tensor)))
+    before = file.read_bytes()
+
+    def mapped(*, private: bool) -> memoryview:
+        with file.open("rb") as f:
+            return map_file(f.fileno(), len(before), writable=private, private=private)[64:]
+
+    shared = mapped(private=False)
+    back = codec("pickle").decode(shared, lambda: mapped(private=True))
+    back += 1
+    assert torch.equal(back, tensor + 1)
+    assert file.read_bytes() == before == bytes(64) + shared
+    check_same_tensor(codec("pickle").decode(shared, lambda: mapped(private=True)), tensor, torch)
 
 
 @pytest.mark.parametrize("size", [4, MANY])
