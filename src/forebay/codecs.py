@@ -86,7 +86,7 @@ class _Raw(_Named):
     name = "raw"
 
     def encode(self, value: Any) -> Sequence[Buffer]:
-        return (as_bytes(value),)
+        return (value if type(value) is bytes else as_bytes(value),)
 
     def decode(self, data: memoryview, private: Callable[[], memoryview]) -> memoryview:
         return data

@@ -19,7 +19,8 @@ from forebay.origin import Origin
 
 log = logging.getLogger("forebay.samples")
 
-_UNPICKLABLE = (TypeError, AttributeError, ValueError, RecursionError, NotImplementedError, pickle.PicklingError)
+# What only a cache's own trouble, or a value that its codec cannot encode, raises.
+_TROUBLE = (errors.CacheFault, TypeError, AttributeError, ValueError, RecursionError, NotImplementedError, pickle.PicklingError)
 
 open_default: Callable[[], Any] | None = None
 """Opens the default cache of this process: set by the room above, for `Samples.import_pfio` without a cache."""
@@ -106,10 +107,16 @@ class Samples:
 
     def _made(self, i: int, value: Any) -> tuple[Any]:
         """Store what was made, if that can be; it comes back as the next reader will get it, where it can be stored at all."""
-        parts = self._encoded(i, value)
-        if parts is None:
-            return (value,)
-        if self._stored(i, parts) and (found := self._look(i)) is not None:
+        try:
+            parts = self._codec.encode(value)
+            if self._pack.takes(i):
+                self._pack.put(i, parts)
+        except _TROUBLE as error:
+            self._tell(i, error)
+            if not isinstance(error, errors.CacheFault):
+                return (value,)
+        found = self._look(i)
+        if found is not None:
             return found
         whole = bytearray(b"".join(parts))
         data = memoryview(whole) if self._copy else memoryview(whole).toreadonly()
@@ -137,32 +144,28 @@ class Samples:
 
         Of several that fill one slot at the same time one does. Raises IndexError, `Closed`, `ConfigError` for what the codec does
         not take."""
-        if self._pack.has(i) or self.frozen:
+        pack = self._pack
+        if not pack.takes(i):
             return False
-        parts = self._encoded(i, value)
-        return parts is not None and self._stored(i, parts)
-
-    def _encoded(self, i: int, value: Any) -> list[Any] | None:
         try:
-            return list(self._codec.encode(value))
-        except errors.ConfigError:
-            raise
-        except _UNPICKLABLE as error:
-            self._warn("encode", f"sample {i} of {self._label} cannot be stored: {type(error).__name__}: {error}")
-            return None
+            return pack.put(i, self._codec.encode(value))
+        except _TROUBLE as error:
+            self._tell(i, error)
+            return False
 
-    def _stored(self, i: int, parts: list[Any]) -> bool:
-        try:
-            return self._pack.put(i, parts)
-        except errors.NoSpace as error:
-            if error.limit == "budget":  # it is what `freeze` means, and may come at the end of every first epoch
-                self._origin.warn(f"samples {self._label}", "%s takes nothing more for now, and keeps what it has: %s", self._label, error)
-                self._origin.store.count("store_failures")
-            else:
-                self._warn("full", f"{self._label} takes nothing more for now, and keeps what it has: {error}")
-        except errors.CacheFault as error:
+    def _tell(self, i: int, error: Exception) -> None:
+        """Something is not stored: said once a kind. What the codec cannot store at all is an error of the caller's, and raised."""
+        if isinstance(error, errors.NoSpace) and error.limit == "budget":  # what `freeze` means: the end of many a first epoch
+            self._origin.warn(f"samples {self._label}", "%s takes nothing more for now, and keeps what it has: %s", self._label, error)
+            self._origin.store.count("store_failures")
+        elif isinstance(error, errors.NoSpace):
+            self._warn("full", f"{self._label} takes nothing more for now, and keeps what it has: {error}")
+        elif isinstance(error, errors.CacheFault):
             self._warn("fault", f"sample {i} of {self._label} is not stored: {error}")
-        return False
+        elif isinstance(error, errors.ConfigError):
+            raise error
+        else:
+            self._warn("encode", f"sample {i} of {self._label} cannot be stored: {type(error).__name__}: {error}")
 
     def _warn(self, kind: str, message: str) -> None:
         self._origin.store.count("store_failures")

@@ -6,6 +6,7 @@ changes, so they stay true as long as the pack is leased.
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import threading
@@ -26,8 +27,8 @@ ONE_HIT = 1 << 44
 """Hits are counted above this bit, their bytes below it: one addition for both."""
 ASK_AGAIN = 2.0
 """Seconds after which a writer that found no room asks again, though nothing was evicted meanwhile."""
-COPIED = 128 << 10
-"""A private view of less is a copy: to map it takes longer."""
+LOOK_AGAIN = 0.1
+"""Seconds after which a writer looks whether its descriptor is still of its segment."""
 _FIRST_WINDOW = 1 << 30
 _MANY_HITS = ONE_HIT << 10
 _NOTHING = memoryview(b"").cast("Q")
@@ -40,7 +41,7 @@ class Pack:
         """Raises FileNotFoundError, `Damaged`, or OSError."""
         self.lease, self.id, self.length = lease, lease.entry.id, length
         self._packing, self._slots, self._counters, self._space = packing, slots, counters, space
-        self._root = packing.root
+        self._root, self._seed = packing.root, records.seed_of(self.id)
         words = packs.map_index(self._root, self.id, length, writable=not self._root.read_only)
         self._words, self._cells = words, words[packs.HEADER_WORDS : packs.HEADER_WORDS + length]
         # Twice as long as the pack: an index below zero meets zeros too, and goes the long way.
@@ -48,7 +49,7 @@ class Pack:
         self._window = mappings.Window(_FIRST_WINDOW)
         self._view, self._top = self._window.view, 0
         self._placed: dict[int, tuple[int, int]] = {}  # segment -> where it begins in the window, its length
-        self._count = 0
+        self._count = self._stored = 0  # since they were told: see `tell`
         self._read_only = False
         self._refused = 0.0, 0, 0  # until when, how much, at which eviction
         self.closed = False
@@ -70,7 +71,7 @@ class Pack:
         if self._appender is not None:
             self._appender.abandon()
         self._begin()
-        self._count = 0
+        self._count = self._stored = 0
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -117,21 +118,17 @@ class Pack:
     def private(self, slot: int) -> memoryview:
         """The payload of a slot that `find` found, writable: what is stored there is seen by nobody else, and never kept."""
         start, end = self._starts[slot], self._ends[slot]
-        if end - start < COPIED:
-            return memoryview(bytearray(self._view[start:end]))
         number, offset = records.place_of(self._cells[slot])
         first = (offset + records.HEADER) // packs.PAGE * packs.PAGE
         skip = offset + records.HEADER - first
         try:
             fd = packs.open_segment(self._root, self.id, number)
-        except OSError:
+            try:
+                return mappings.map_file(fd, skip + end - start, offset=first, writable=True, private=True)[skip:]
+            finally:
+                os.close(fd)
+        except OSError:  # as many mappings, or files, as a process may have
             return memoryview(bytearray(self._view[start:end]))
-        try:
-            return mappings.map_file(fd, skip + end - start, offset=first, writable=True, private=True)[skip:]
-        except OSError:  # as many mappings as a process may have
-            return memoryview(bytearray(self._view[start:end]))
-        finally:
-            os.close(fd)
 
     def _locate(self, slot: int) -> bool:
         """Look at a record for the first time in this process, and remember where it lies. False: there is none, or it is damaged."""
@@ -144,7 +141,7 @@ class Pack:
         if placed is None:
             return False
         begin, length = placed
-        size = records.length_of(self._view[begin : begin + length], offset, self.id, slot) if length else None
+        size = records.length_of(self._view[begin : begin + length], offset, self._seed, slot) if length else None
         if size is None:
             self._empty(slot, word)
             return False
@@ -198,61 +195,79 @@ class Pack:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def put(self, slot: int, parts: Sequence[Buffer]) -> bool:
-        """Fill a slot, if it is empty; False if it is not, or nothing more goes in, or there was no room a moment ago.
+    def takes(self, slot: int) -> bool:
+        """Whether a slot is empty, and this handle may fill it: asked before the work of encoding. Raises IndexError, and `Closed`."""
+        try:
+            word = self._cells[slot]
+        except IndexError:
+            word = 0
+            self._checked(slot)
+        if slot < 0:
+            self._checked(slot)
+        return not (word or self._read_only or self._words[packs.FROZEN]) and self._can_append()
 
-        Raises IndexError, `Closed`, `NoSpace` where there is no room, or another `CacheFault`."""
-        slot = self._checked(slot)
-        if self._cells[slot] or self.frozen or not self._can_append():
-            return False
-        length = sum(map(len, parts))
-        with self._appending, faults(f"sample {slot}", length):
-            stored = self._append_locked(slot, parts, length)
-        if stored:
-            self._counters.add(BYTES_STORED, length)
-        return stored
+    def put(self, slot: int, parts: Sequence[Buffer]) -> bool:
+        """Fill a slot that `takes` said yes to. False if another came first, or there was no room a moment ago.
+
+        Raises `NoSpace` where there is no room, or another `CacheFault`."""
+        length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        try:
+            with self._appending:
+                return self._append_locked(slot, parts, length)
+        except OSError as error:
+            if error.errno == errno.EBADF:  # the job closed our descriptors: the next put finds others
+                return False
+            with faults(f"sample {slot}", length):
+                raise
 
     def _append_locked(self, slot: int, parts: Sequence[Buffer], length: int) -> bool:
-        appender, need = self._appender, records.footprint(length)
-        if appender is None or not appender.has(need):
+        need = records.footprint(length)
+        appender = self._appender
+        if appender is None or appender.tail + need > appender.capacity or not appender.is_ours():
             appender = self._next_locked(need)
             if appender is None:
                 return False
-        appender.write((records.header_of(self.id, slot, parts, length), *parts))
+        tail, claims = appender.tail, appender.claims
+        host.pwritev(appender.fd, (records.header_of(self._seed, slot, parts, length), *parts), records.HEADER + length, tail)
         # The record is written; whoever has the slot's byte makes it the slot's. P1 sees it empty / P2 sees it empty, stores /
         # P1 has the byte: look again. Who finds the byte taken is second: he does not wait.
-        if not appender.claims.try_claim(slot):
+        if not claims.try_claim(slot):
             return False
         try:
             if self._cells[slot]:
                 return False
-            host.set_word(self._cells, slot, records.word_of(appender.number, appender.tail))
+            host.set_word(self._cells, slot, records.word_of(appender.number, tail))
         finally:
-            appender.claims.let_go(slot)
-        appender.tail += need
+            claims.let_go(slot)
+        appender.tail = tail + need
+        self._stored += length
         return True
 
     def _next_locked(self, need: int) -> _Appender | None:
-        """A segment with room; None where there was none a moment ago."""
+        """A segment with room, in place of the one that is full; None where there was none a moment ago."""
         if self._is_refused(need):
             return None
-        self._leave_locked()
+        self.tell()
         room = Room(self.id, self._space, self._words[packs.QUOTA] or None)
         words, index = self._slots.evictions()
         eviction = words[index]  # before the attempt: what is evicted meanwhile is a reason to ask again
+        full, self._appender = self._appender, None
         try:
-            taken = self._packing.take(room, need, self._words)
+            taken = self._packing.take(room, need, self._words, full=(full.number, full.tail) if full is not None else None)
         except errors.NoSpace:
             self._refused = time.monotonic() + ASK_AGAIN, need, eviction
             raise
+        finally:
+            if full is not None:
+                full.close()
         self._appender = _Appender(self._packing, taken, self._root.pack(self.id) / "index")
         return self._appender
 
     def _leave_locked(self) -> None:
         appender, self._appender = self._appender, None
         if appender is not None:
-            appender.close()
             self._packing.leave(self.id, appender.number, appender.tail)
+            appender.close()
 
     @property
     def admits(self) -> bool:
@@ -290,7 +305,7 @@ class Pack:
         word = self._cells[slot]
         number, offset = records.place_of(word)
         begin, length = self._placed.get(number, (0, 0))
-        if not word or records.length_of(self._view[begin : begin + length], offset, self.id, slot, verify=True) is not None:
+        if not word or records.length_of(self._view[begin : begin + length], offset, self._seed, slot, verify=True) is not None:
             return False
         self._ends[slot] = 0
         self._empty(slot, word)
@@ -311,16 +326,18 @@ class Pack:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def tell(self) -> None:
-        """Add what was found since the last time to the counters of the process, and say that the pack is in use."""
+        """Add what was found and stored since the last time to the counters of the process."""
         count, self._count = self._count, 0
         self._counters.add(HITS, count >> 44)
         self._counters.add(BYTES_HIT, count & (ONE_HIT - 1))
+        stored, self._stored = self._stored, 0
+        self._counters.add(BYTES_STORED, stored)
 
     def close(self) -> None:
         """Let go. Views that were handed out stay good; any other call raises `Closed`."""
         if self.closed:
             return
-        self.closed, self._ends = True, _NOTHING
+        self.closed, self._ends, self._cells = True, _NOTHING, _NOTHING
         self.tell()
         if self._can_append():
             with self._appending, faults(f"pack {self.id:x}"):
@@ -344,17 +361,23 @@ class _Appender:
 
     def __init__(self, packing: Packing, taken: Taken, index: os.PathLike[str]) -> None:
         segment = taken.segment
-        self._packing, self._fd, self._pack, self.number = packing, taken.fd, segment.pack, segment.number
-        self.tail, self._capacity = segment.tail, segment.capacity
-        self._file = locks.file_of(self._fd)
+        self._packing, self.fd, self._pack, self.number = packing, taken.fd, segment.pack, segment.number
+        self.tail, self.capacity = segment.tail, segment.capacity
+        self._inode, self._look_at = os.fstat(self.fd).st_ino, time.monotonic() + LOOK_AGAIN
         self.claims = locks.Claims(index)
 
-    def has(self, need: int) -> bool:
-        """Whether so many bytes go in still. False also where the job closed our descriptor: its number may be another file's by now."""
-        return self.tail + need <= self._capacity and locks.file_of(self._fd) == self._file
+    def is_ours(self) -> bool:
+        """False where the job closed our descriptor: its number may be another file's by now. Asked for often, it looks now and then."""
+        if (now := time.monotonic()) < self._look_at:
+            return True
+        self._look_at = now + LOOK_AGAIN
+        return self._is_open()
 
-    def write(self, parts: Sequence[Buffer]) -> None:
-        host.pwritev(self._fd, parts, self.tail)
+    def _is_open(self) -> bool:
+        try:
+            return os.fstat(self.fd).st_ino == self._inode
+        except OSError:
+            return False
 
     def close(self) -> None:
         self.abandon()
@@ -366,6 +389,6 @@ class _Appender:
 
     def abandon(self) -> None:
         """Close the file: whose segment it is stays as it is."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0 and locks.file_of(fd) == self._file:
+        ours, fd, self.fd = self._is_open(), self.fd, -1
+        if ours:
             os.close(fd)

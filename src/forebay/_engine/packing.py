@@ -88,13 +88,15 @@ class Packing:
 
     # -- segments --------------------------------------------------------------------------------------------------
 
-    def take(self, room: Room, need: int, words: memoryview) -> Taken:
+    def take(self, room: Room, need: int, words: memoryview, full: tuple[int, int] | None = None) -> Taken:
         """A segment with ``need`` free bytes at its end, of which this process is the one writer: a dead one's, one that its writer
-        left, else a new one. ``words``: of the index. Raises `NoSpace` or another `CacheFault`."""
+        left, else a new one. ``words``: of the index. ``full``: the number and the tail of one that this process leaves for it, in any
+        event. Raises `NoSpace` or another `CacheFault`."""
         me = self._owners.me()
         with faults(f"pack {room.pack:x}", need):
+            left = self._punched(room.pack, full, me) if full is not None else None
             spare = self._spare(room.pack, need, words)
-            segment = self._enter(room, need, spare, me)
+            segment = self._enter(room, need, spare, left, me)
             try:
                 fd = packs.allocate_segment(self.root, room.pack, segment.number, segment.tail, segment.capacity)
             except BaseException:
@@ -102,12 +104,22 @@ class Packing:
                 raise
             return Taken(segment, fd)
 
+    def _punched(self, pack: int, full: tuple[int, int], me: int) -> Segment | None:
+        """The row that a segment of ours is to have once it is left. Its tail goes now, where it is worth a call."""
+        row = segments.one(self._catalog, pack, full[0])
+        if row is None or row.owner != me:
+            return None
+        row = replace(row, tail=full[1])
+        if row.capacity - row.tail <= max(row.capacity // 256, packs.PAGE):
+            return row
+        return replace(row, size=packs.punch_segment(self.root, pack, row.number, row.tail, row.capacity))
+
     def leave(self, pack: int, number: int, tail: int) -> None:
         """Append no more: what lies behind ``tail`` is given back. Its descriptor is closed already."""
         with faults(f"pack {pack:x}"):
-            for segment in segments.of(self._catalog, pack):
-                if segment.number == number and segment.owner == self._owners.me():
-                    self._leave(replace(segment, tail=tail))
+            segment = segments.one(self._catalog, pack, number)
+            if segment is not None and segment.owner == self._owners.me():
+                self._leave(replace(segment, tail=tail))
 
     def forget(self, pack: int, number: int) -> None:
         """Nobody in this process appends to it any more. Never waits: for finalizers; others find its tail in the index."""
@@ -145,7 +157,7 @@ class Packing:
 
     def _spare(self, pack: int, need: int, words: memoryview) -> tuple[Segment, Segment] | None:
         """A segment that nobody appends to and that has room: as its row says now, and as it is."""
-        for row in segments.of(self._catalog, pack):
+        for row in segments.roomy(self._catalog, pack, need):
             if row.owner is not None and not self._is_left(row):
                 continue
             real = row if row.owner is None else self._with_tail(row, words)
@@ -153,10 +165,12 @@ class Packing:
                 return row, real
         return None
 
-    def _enter(self, room: Room, need: int, spare: tuple[Segment, Segment] | None, me: int) -> Segment:
+    def _enter(self, room: Room, need: int, spare: tuple[Segment, Segment] | None, left: Segment | None, me: int) -> Segment:
         """The row of a segment that counts for us. Where things do not fit as they are, others make room."""
         keyhash = hash_of(room.space, f"{room.pack:x}")
         with self._catalog.write() as txn:
+            if left is not None:
+                self._put_left(txn, left)
             self._drop_promises(txn, keyhash)
             wanted = list(self._choices(txn, room, need, spare))
             for segment in wanted:
@@ -175,10 +189,10 @@ class Packing:
         try:
             with self._catalog.write() as txn:
                 reservations.delete(txn, reserved.id)
-                rows = {row.number: row for row in segments.of(txn, segment.pack)}
+                row = segments.one(txn, segment.pack, segment.number)
                 if not segment.size:  # others may have made some meanwhile
-                    segment = replace(segment, number=max(rows, default=0) + 1)
-                elif segment.number not in rows or not (rows[segment.number].owner is None or self._is_left(rows[segment.number])):
+                    segment = replace(segment, number=segments.last(txn, segment.pack) + 1)
+                elif row is None or not (row.owner is None or self._is_left(row)):
                     raise errors.CacheFault(f"segment {segment.number} of pack {segment.pack:x} was taken by another process meanwhile")
                 return self._own(txn, segment, me)
         except BaseException:
@@ -190,9 +204,8 @@ class Packing:
         entry = entries.by_id(txn, room.pack)
         if entry is None:
             raise errors.CacheFault(f"the pack {room.pack:x} has no entry any more: it was removed, or replaced by another version")
-        rows = segments.of(txn, room.pack)
         left = _FAR if room.quota is None else room.quota - entry.size
-        is_free = spare is not None and spare[0] in rows and (spare[0].owner is None or self._is_left(spare[0]))
+        is_free = spare is not None and self._is_as_seen(txn, spare[0])
         if spare is not None and is_free and spare[1].capacity - spare[1].size <= left:
             yield spare[1]
         if left < need + records.START:
@@ -203,7 +216,7 @@ class Packing:
         short = self._budget.room.short(txn, None)
         step = min(max(short.free // 256, SMALLEST), LARGEST, max(EASY, entry.size // 64))
         allowed = min(short.free // 4, left)
-        number = max((row.number for row in rows), default=0) + 1
+        number = segments.last(txn, room.pack) + 1
         if number > records.MAX_SEGMENT:
             raise errors.CacheFault(f"the pack {room.pack:x} has {number:,} segments: no more can be named")
         for size in dict.fromkeys(_rounded(max(min(step // part, allowed), need + records.START)) for part in (1, 4, 16, LARGEST)):
@@ -226,14 +239,21 @@ class Packing:
     def _leave(self, segment: Segment, was: Segment | None = None) -> None:
         """Punch the tail, then let the row say so. ``was``: the row as it was seen; nothing is done if it is another by now."""
         with self._catalog.write() as txn:
-            if was is not None and was not in segments.of(txn, segment.pack):
+            if was is not None and not self._is_as_seen(txn, was):
                 return
             kept = packs.punch_segment(self.root, segment.pack, segment.number, segment.tail, segment.capacity)
-            if kept:
-                segments.put(txn, replace(segment, owner=None, size=kept))
-            else:
-                segments.remove(txn, segment.pack, segment.number)
+            self._put_left(txn, replace(segment, size=kept))
         self.forget(segment.pack, segment.number)
+
+    def _put_left(self, txn: Txn, segment: Segment) -> None:
+        if segment.size:
+            segments.put(txn, replace(segment, owner=None))
+        else:
+            segments.remove(txn, segment.pack, segment.number)
+
+    def _is_as_seen(self, txn: Txn, seen: Segment) -> bool:
+        """Whether nobody has taken a segment over since its row was read, and nobody appends to it."""
+        return segments.one(txn, seen.pack, seen.number) == seen and (seen.owner is None or self._is_left(seen))
 
 
 def _want(room: Room, segment: Segment, keyhash: int) -> Want:

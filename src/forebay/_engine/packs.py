@@ -131,7 +131,7 @@ def allocate_segment(root: Root, id: int, number: int, tail: int, capacity: int)
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return host.out_of_the_way(fd)
 
 
 def punch_segment(root: Root, id: int, number: int, tail: int, capacity: int) -> int:
@@ -172,7 +172,7 @@ def find_tail(root: Root, id: int, number: int, words: memoryview) -> int | None
     finally:
         os.close(fd)
     length = int.from_bytes(head[8:16], "little")
-    if records.is_header(head, id, slot):
+    if records.is_header(head, records.seed_of(id), slot):
         return offset + records.footprint(length)
     return None
 
@@ -186,8 +186,8 @@ def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:
             number, offset = records.place_of(word)
             by_segment.setdefault(number, []).append((offset, slot))
     for number, places in by_segment.items():
-        view = _map_whole(root, id, number)
-        found += [slot for offset, slot in sorted(places) if records.length_of(view, offset, id, slot, verify=True) is None]
+        view, seed = _map_whole(root, id, number), records.seed_of(id)
+        found += [slot for offset, slot in sorted(places) if records.length_of(view, offset, seed, slot, verify=True) is None]
     return sorted(found)
 
 

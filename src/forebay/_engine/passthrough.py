@@ -68,8 +68,11 @@ class NoPack:
     def count(self) -> int:
         return len(self.filled())
 
-    def put(self, slot: int, parts: Sequence[Buffer]) -> bool:
+    def takes(self, slot: int) -> bool:
         return self.has(slot)
+
+    def put(self, slot: int, parts: Sequence[Buffer]) -> bool:
+        return False
 
     def freeze(self) -> None:
         self.has(0)

@@ -2,7 +2,7 @@
 
     index word   segment << 40 | offset / 16, one aligned 8-byte store; 0: the slot is empty
     record       header of 32 bytes, payload
-    header       slot, length, xxh3-64 of the payload, boot tag << 32 | check of the header itself, 8 bytes each
+    header       slot, length, xxh3-64 of the payload (8 bytes each), boot tag, CRC-32 of all before it (4 bytes each)
 
 A record is taken for what the index says only if its header checks, names this slot of this pack, and ends within the segment.
 Payloads begin at multiples of 64, so that arrays in them are aligned.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import zlib
 from collections.abc import Sequence
 
 import xxhash
@@ -25,9 +26,8 @@ START = ALIGN - HEADER
 """Where the first record of a segment begins; every record begins so far above a multiple of `ALIGN`."""
 MAX_SEGMENT = (1 << 24) - 1
 
-_HEADER = struct.Struct("<QQQQ")
-_CHECKED = struct.Struct("<QQQQI")
-_LOW = (1 << 32) - 1
+_BODY = struct.Struct("<QQQI")
+_HEADER = struct.Struct("<QQQII")
 
 
 def word_of(segment: int, offset: int) -> int:
@@ -51,7 +51,12 @@ def boot_tag() -> int:
     return xxhash.xxh32_intdigest(host.boot_id().encode())
 
 
-def header_of(pack: int, slot: int, parts: Sequence[Buffer], length: int) -> bytes:
+def seed_of(pack: int) -> int:
+    """What the checks of a pack's headers begin with, so that those of another one are none."""
+    return zlib.crc32(pack.to_bytes(8, "little"))
+
+
+def header_of(seed: int, slot: int, parts: Sequence[Buffer], length: int) -> bytes:
     """The header of the record of ``slot`` whose payload are ``parts``, ``length`` bytes together."""
     if len(parts) == 1:
         digest = xxhash.xxh3_64_intdigest(parts[0])
@@ -60,33 +65,28 @@ def header_of(pack: int, slot: int, parts: Sequence[Buffer], length: int) -> byt
         for part in parts:
             whole.update(part)
         digest = whole.intdigest()
-    boot = boot_tag()
-    return _HEADER.pack(slot, length, digest, boot << 32 | _check(pack, slot, length, digest, boot))
+    body = _BODY.pack(slot, length, digest, boot_tag())
+    return body + zlib.crc32(body, seed).to_bytes(4, "little")
 
 
-def _check(pack: int, slot: int, length: int, digest: int, boot: int) -> int:
-    return xxhash.xxh3_64_intdigest(_CHECKED.pack(pack, slot, length, digest, boot)) & _LOW
-
-
-def length_of(segment: memoryview, offset: int, pack: int, slot: int, *, verify: bool = False) -> int | None:
+def length_of(segment: memoryview, offset: int, seed: int, slot: int, *, verify: bool = False) -> int | None:
     """How long the payload is, which begins `HEADER` behind ``offset``; None if there is no sound record of this slot.
 
     The payload is compared with its checksum if ``verify``, and always if another boot of the machine wrote it."""
     start = offset + HEADER
     if start > len(segment):
         return None
-    found, length, digest, last = _HEADER.unpack_from(segment, offset)
-    boot = last >> 32
-    if found != slot or start + length > len(segment) or last & _LOW != _check(pack, slot, length, digest, boot):
+    found, length, digest, boot, check = _HEADER.unpack_from(segment, offset)
+    if found != slot or start + length > len(segment) or check != zlib.crc32(segment[offset : offset + _BODY.size], seed):
         return None
     if (verify or boot != boot_tag()) and xxhash.xxh3_64_intdigest(segment[start : start + length]) != digest:
         return None
     return int(length)
 
 
-def is_header(head: bytes, pack: int, slot: int) -> bool:
+def is_header(head: bytes, seed: int, slot: int) -> bool:
     """Whether these bytes are the header of a record of this slot."""
     if len(head) < HEADER:
         return False
-    found, length, digest, last = _HEADER.unpack(head)
-    return bool(found == slot and last & _LOW == _check(pack, slot, length, digest, last >> 32))
+    found, _, _, _, check = _HEADER.unpack(head)
+    return bool(found == slot and check == zlib.crc32(head[: _BODY.size], seed))

@@ -29,6 +29,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _FICLONE = 0x40049409
 _IOV_MAX = 1024
+_HIGH = 512
 _PUNCH_HOLE_KEEP_SIZE = 0x03
 _UNSUPPORTED = frozenset([errno.EOPNOTSUPP, errno.ENOSYS])
 _NOT_BETWEEN_THESE = _UNSUPPORTED | {errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM, errno.ETXTBSY}
@@ -68,6 +69,17 @@ def open_write(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
+def out_of_the_way(fd: int) -> int:
+    """The same open file under a high number, where there is one: a job that closes all descriptors and opens others gets low ones
+    first, so that what is written here later does not go into its files. The number given is not to be used any more."""
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    except OSError:
+        return fd  # the process may not have so many
+    os.close(fd)
+    return high
+
+
 def pwrite(fd: int, data: Buffer, offset: int) -> None:
     """Write all of ``data`` at ``offset``."""
     step("pwrite", fd)
@@ -77,10 +89,10 @@ def pwrite(fd: int, data: Buffer, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def pwritev(fd: int, parts: Sequence[Buffer], offset: int) -> None:
-    """Write all of ``parts``, one behind the other, at ``offset``."""
-    step("pwrite", fd)
-    length = sum(map(len, parts))
+def pwritev(fd: int, parts: Sequence[Buffer], length: int, offset: int) -> None:
+    """Write all of ``parts``, one behind the other, ``length`` bytes together, at ``offset``."""
+    if _hook is not None:
+        _hook("pwrite", str(fd))
     written = os.pwritev(fd, parts, offset) if len(parts) <= _IOV_MAX else 0
     if written < length:  # cut short by a signal or a full disk, which the next write tells
         rest = memoryview(b"".join(parts))[written:]

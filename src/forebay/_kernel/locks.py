@@ -19,9 +19,12 @@ from collections import deque
 from pathlib import Path
 from typing import TypeAlias
 
+from forebay._kernel import host
+
 log = logging.getLogger("forebay.locks")
 
 LOOK_AGAIN = 1.0
+_BUSY = frozenset((errno.EAGAIN, errno.EACCES))
 _LAYOUT = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, pid
 
 
@@ -29,7 +32,7 @@ def _set(fd: int, kind: int, offset: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LAYOUT.pack(kind, os.SEEK_SET, offset, 1, 0))
     except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
+        if error.errno in _BUSY:
             return False
         raise
     return True
@@ -269,14 +272,20 @@ class Claims:
     A forked child closes it, and makes its own."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._fd = host.out_of_the_way(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
 
     def try_claim(self, offset: int) -> bool:
-        """Lock a byte, if no other process has it. Then the caller calls `let_go`, in any event."""
-        return _set(self._fd, fcntl.F_WRLCK, offset)
+        """Lock a byte, if no other process has it. Then the caller calls `let_go`, in any event. Raises OSError."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LAYOUT.pack(fcntl.F_WRLCK, 0, offset, 1, 0))
+        except OSError as error:
+            if error.errno in _BUSY:
+                return False
+            raise
+        return True
 
     def let_go(self, offset: int) -> None:
-        _set(self._fd, fcntl.F_UNLCK, offset)
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LAYOUT.pack(fcntl.F_UNLCK, 0, offset, 1, 0))
 
     def close(self) -> None:
         """Close the file, once. In a child of a fork that takes nothing from the parent."""

@@ -23,9 +23,20 @@ class Segment:
 _FROM = "SELECT pack, number, owner, capacity, size, tail FROM segments"
 
 
-def of(rows: Rows, pack: int) -> list[Segment]:
-    """The segments of a pack, the newest first."""
-    return [Segment(*row) for row in rows.all(f"{_FROM} WHERE pack = ? ORDER BY number DESC", pack)]
+def one(rows: Rows, pack: int, number: int) -> Segment | None:
+    row = rows.one(f"{_FROM} WHERE pack = ? AND number = ?", pack, number)
+    return Segment(*row) if row else None
+
+
+def last(rows: Rows, pack: int) -> int:
+    """The highest number of a segment of this pack; 0: it has none."""
+    return int(rows.one("SELECT coalesce(max(number), 0) FROM segments WHERE pack = ?", pack)[0])
+
+
+def roomy(rows: Rows, pack: int, need: int) -> list[Segment]:
+    """The segments of a pack that somebody appends to, or nobody any more though ``need`` bytes go in; the newest first."""
+    where = "pack = ? AND (owner IS NOT NULL OR capacity - tail >= ?)"
+    return [Segment(*row) for row in rows.all(f"{_FROM} WHERE {where} ORDER BY number DESC", pack, need)]
 
 
 def owned(rows: Rows) -> list[Segment]:
