@@ -214,7 +214,7 @@ _LOCKS = re.compile(r"keys|writer|owners|names|leases-\d\d|words")
 
 @dataclass(frozen=True)
 class Audit:
-    """What lies in a root. Bytes of blocks: ``disk`` under blobs, trees and tmp; ``counted`` by rows, ``promised`` by reservations,
+    """What lies in a root. Bytes of blocks: ``disk`` under blobs, trees, packs and tmp; ``counted`` by rows, ``promised`` by reservations,
     ``inline`` the part of counted that lies in the catalog. ``leaving``: rows that are not live. ``stray``: what no row names."""
 
     disk: int
@@ -232,11 +232,11 @@ class Audit:
 
 
 def usage(*places: Path) -> int:
-    """Bytes of blocks of the files below; one with several names counts once. Directories of trees are counted, the fans are not."""
+    """Bytes of blocks of the files below; one with several names counts once. Directories of trees and packs are counted, the fans are not."""
     found: dict[tuple[int, int], int] = {}
     for place in places:
         for folder, folders, names in os.walk(place):
-            for name in [*names, *(folders if place.name == "trees" else [])]:
+            for name in [*names, *(folders if place.name in ("trees", "packs") else [])]:
                 with contextlib.suppress(FileNotFoundError):
                     status = os.lstat(os.path.join(folder, name))
                     found[status.st_dev, status.st_ino] = status.st_blocks * 512
@@ -245,7 +245,7 @@ def usage(*places: Path) -> int:
 
 def data_usage(place: Path) -> int:
     """Bytes of blocks of what the budget counts, the catalog apart."""
-    return usage(place / "blobs", place / "trees", place / "tmp")
+    return usage(place / "blobs", place / "trees", place / "packs", place / "tmp")
 
 
 def audit(place: Path) -> Audit:
@@ -258,12 +258,12 @@ def audit(place: Path) -> Audit:
     finally:
         con.close()
     files = {f"blobs/{id & 0xFF:02x}/{id:016x}{suffix}" for id, _, kind, suffix, _ in rows if kind == "blob"}
-    folders = {f"{id:016x}" for id, _, kind, _, _ in rows if kind == "tree"} | {f"{id:016x}" for id in promised}
+    folders = {f"{id:016x}" for id, _, kind, _, _ in rows if kind in ("tree", "pack")} | {f"{id:016x}" for id in promised}
     ids = {f"{id:016x}" for id in promised}
     stray = [name for name in os.listdir(place) if not _TOP.fullmatch(name)]
     stray += [f"locks/{name}" for name in os.listdir(place / "locks") if not _LOCKS.fullmatch(name)]
     stray += [f"tmp/{name}" for name in os.listdir(place / "tmp") if name[17:33] not in ids]
-    stray += [f"trees/{name}" for name in os.listdir(place / "trees") if name not in folders]
+    stray += [f"{kind}/{name}" for kind in ("trees", "packs") for name in os.listdir(place / kind) if name not in folders]
     for path in (place / "blobs").glob("*/*"):
         if str(path.relative_to(place)) not in files and path.name[:16] not in ids:
             stray.append(str(path.relative_to(place)))

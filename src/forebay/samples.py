@@ -190,10 +190,10 @@ class Samples:
         False if the name is taken, unless ``overwrite``: the old one then goes when nobody has it open. Raises RuntimeError in any
         process but the one that made this handle."""
         self._check_creator("preserve")
+        self._pack.has(0)  # Closed, if it is
         if self.name is not None:
             raise errors.ConfigError(f"this array has a name already: {self.name!r}", name="name", value=name)
         checked_name(name)
-        self._pack.has(0)  # Closed, if it is
         if isinstance(self._pack, NoPack):
             return False
         try:

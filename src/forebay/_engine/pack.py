@@ -44,8 +44,7 @@ class Pack:
         self._root, self._seed = packing.root, records.seed_of(self.id)
         words = packs.map_index(self._root, self.id, length, writable=not self._root.read_only)
         self._words, self._cells = words, words[packs.HEADER_WORDS : packs.HEADER_WORDS + length]
-        # Twice as long as the pack: an index below zero meets zeros too, and goes the long way.
-        self._starts, self._ends = mappings.words_of_process(2 * length), mappings.words_of_process(2 * length)
+        self._starts, self._ends = mappings.words_of_process(length), mappings.words_of_process(length)
         self._window = mappings.Window(_FIRST_WINDOW)
         self._view, self._top = self._window.view, 0
         self._placed: dict[int, tuple[int, int]] = {}  # segment -> where it begins in the window, its length
@@ -83,7 +82,7 @@ class Pack:
             end = self._ends[slot]
         except IndexError:
             end = 0
-        if end and not copy:
+        if end and slot >= 0 and not copy:
             start = self._starts[slot]
             self._count += ONE_HIT + end - start
             return self._view[start:end]
