@@ -232,7 +232,7 @@ class Audit:
 
 
 def usage(*places: Path) -> int:
-    """Bytes of blocks of the files below; one with several names counts once. Directories of trees and packs are counted, the fans are not."""
+    """Bytes of blocks of the files below; one with several names counts once. Directories of trees and packs are counted."""
     found: dict[tuple[int, int], int] = {}
     for place in places:
         for folder, folders, names in os.walk(place):

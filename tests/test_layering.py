@@ -28,7 +28,7 @@ ORDER = """
     errors < _engine.combining < _engine.publish
     _engine.trees < _engine.packs < _engine.eviction
     _engine.layout < _engine.records < _engine.packs
-    _engine.publish < _engine.packing < _engine.pack < _engine.store
+    _engine.publish < _engine.packing < _engine.appending < _engine.pack < _engine.store
     _engine.packing < _engine.engine
     _engine.budget _engine.fill < _engine.publish _engine.settings _engine.census < _engine.reading < _engine.check < _engine.engine
     _engine.engine < _engine.store _engine.passthrough

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 
 from forebay import errors
 from forebay._engine import packs, records
+from forebay._engine.appending import Appender, Segments
 from forebay._engine.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
 from forebay._engine.faults import faults
 from forebay._engine.leases import Lease
-from forebay._engine.packing import Packing, Room, Taken
+from forebay._engine.packing import Room
+from forebay._engine.root import Root
 from forebay._engine.slots import Slots
 from forebay._kernel import host, locks, mappings
 from forebay._model import Buffer
@@ -27,8 +29,6 @@ ONE_HIT = 1 << 44
 """Hits are counted above this bit, their bytes below it: one addition for both."""
 ASK_AGAIN = 2.0
 """Seconds after which a writer that found no room asks again, though nothing was evicted meanwhile."""
-LOOK_AGAIN = 0.1
-"""Seconds after which a writer looks whether its descriptor is still of its segment."""
 _FIRST_WINDOW = 1 << 30
 _MANY_HITS = ONE_HIT << 10
 _NOTHING = memoryview(b"").cast("Q")
@@ -37,11 +37,11 @@ _NOTHING = memoryview(b"").cast("Q")
 class Pack:
     """One pack, leased until `close`. Callable from any thread, and usable in both processes after a fork."""
 
-    def __init__(self, packing: Packing, slots: Slots, counters: Counters, lease: Lease, length: int, space: int) -> None:
+    def __init__(self, root: Root, segments: Segments, slots: Slots, counters: Counters, lease: Lease, length: int, space: int) -> None:
         """Raises FileNotFoundError, `Damaged`, or OSError."""
         self.lease, self.id, self.length = lease, lease.entry.id, length
-        self._packing, self._slots, self._counters, self._space = packing, slots, counters, space
-        self._root, self._seed = packing.root, records.seed_of(self.id)
+        self._segments, self._slots, self._counters, self._space = segments, slots, counters, space
+        self._root, self._seed = root, records.seed_of(self.id)
         words = packs.map_index(self._root, self.id, length, writable=not self._root.read_only)
         self._words, self._cells = words, words[packs.HEADER_WORDS : packs.HEADER_WORDS + length]
         self._starts, self._ends = mappings.words_of_process(length), mappings.words_of_process(length)
@@ -57,7 +57,7 @@ class Pack:
 
     def _begin(self) -> None:
         self._mapping, self._appending = threading.Lock(), threading.Lock()
-        self._appender: _Appender | None = None
+        self._appender: Appender | None = None
         self._pid = os.getpid()
 
     def before_fork(self) -> None:
@@ -136,7 +136,9 @@ class Pack:
             return False
         number, offset = records.place_of(word)
         with self._mapping:
-            placed = self._placed.get(number) or self._place(number)
+            placed = self._placed.get(number)
+            if placed is None or offset >= placed[1]:  # cut short by somebody when it was mapped, and made whole since
+                placed = self._place(number)
         if placed is None:
             return False
         begin, length = placed
@@ -159,6 +161,8 @@ class Pack:
             return None
         try:
             length = os.fstat(fd).st_size
+            if number in self._placed and length <= self._placed[number][1]:
+                return self._placed[number]
             if self._top + length > self._window.length:
                 self._widen(self._top + length)
             self._window.place(fd, length, self._top)
@@ -214,10 +218,12 @@ class Pack:
             with self._appending:
                 return self._append_locked(slot, parts, length)
         except OSError as error:
-            if error.errno == errno.EBADF:  # the job closed our descriptors: the next put finds others
-                return False
             with faults(f"sample {slot}", length):
-                raise
+                if error.errno != errno.EBADF:
+                    raise
+                with self._appending:  # the job closed our descriptors
+                    self._appender = None
+                    return self._append_locked(slot, parts, length)
 
     def _append_locked(self, slot: int, parts: Sequence[Buffer], length: int) -> bool:
         need = records.footprint(length)
@@ -242,7 +248,7 @@ class Pack:
         self._stored += length
         return True
 
-    def _next_locked(self, need: int) -> _Appender | None:
+    def _next_locked(self, need: int) -> Appender | None:
         """A segment with room, in place of the one that is full; None where there was none a moment ago."""
         if self._is_refused(need):
             return None
@@ -252,20 +258,20 @@ class Pack:
         eviction = words[index]  # before the attempt: what is evicted meanwhile is a reason to ask again
         full, self._appender = self._appender, None
         try:
-            taken = self._packing.take(room, need, self._words, full=(full.number, full.tail) if full is not None else None)
+            taken = self._segments.take_segment(room, need, self._words, (full.number, full.tail) if full is not None else None)
         except errors.NoSpace:
             self._refused = time.monotonic() + ASK_AGAIN, need, eviction
             raise
         finally:
             if full is not None:
                 full.close()
-        self._appender = _Appender(self._packing, taken, self._root.pack(self.id) / "index")
+        self._appender = Appender(self._segments, taken, self._root.pack(self.id) / "index")
         return self._appender
 
     def _leave_locked(self) -> None:
         appender, self._appender = self._appender, None
         if appender is not None:
-            self._packing.leave(self.id, appender.number, appender.tail)
+            self._segments.leave_segment(self.id, appender.number, appender.tail)
             appender.close()
 
     @property
@@ -353,41 +359,3 @@ class Pack:
     def _check_open(self) -> None:
         if self.closed:
             raise errors.Closed.of("array of samples")
-
-
-class _Appender:
-    """The segment that this process appends to."""
-
-    def __init__(self, packing: Packing, taken: Taken, index: os.PathLike[str]) -> None:
-        segment = taken.segment
-        self._packing, self.fd, self._pack, self.number = packing, taken.fd, segment.pack, segment.number
-        self.tail, self.capacity = segment.tail, segment.capacity
-        self._inode, self._look_at = os.fstat(self.fd).st_ino, time.monotonic() + LOOK_AGAIN
-        self.claims = locks.Claims(index)
-
-    def is_ours(self) -> bool:
-        """False where the job closed our descriptor: its number may be another file's by now. Asked for often, it looks now and then."""
-        if (now := time.monotonic()) < self._look_at:
-            return True
-        self._look_at = now + LOOK_AGAIN
-        return self._is_open()
-
-    def _is_open(self) -> bool:
-        try:
-            return os.fstat(self.fd).st_ino == self._inode
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        self.abandon()
-        self.claims.close()
-
-    def __del__(self) -> None:
-        self.abandon()
-        self._packing.forget(self._pack, self.number)  # a handle that was dropped without `close`
-
-    def abandon(self) -> None:
-        """Close the file: whose segment it is stays as it is."""
-        ours, fd, self.fd = self._is_open(), self.fd, -1
-        if ours:
-            os.close(fd)

@@ -88,7 +88,7 @@ class Packing:
 
     # -- segments --------------------------------------------------------------------------------------------------
 
-    def take(self, room: Room, need: int, words: memoryview, full: tuple[int, int] | None = None) -> Taken:
+    def take(self, room: Room, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken:
         """A segment with ``need`` free bytes at its end, of which this process is the one writer: a dead one's, one that its writer
         left, else a new one. ``words``: of the index. ``full``: the number and the tail of one that this process leaves for it, in any
         event. Raises `NoSpace` or another `CacheFault`."""

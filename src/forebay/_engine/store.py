@@ -21,6 +21,7 @@ from forebay._engine.fill import KeyHold, OnWait
 from forebay._engine.leases import Lease
 from forebay._engine.memo import Hit, Remembered, no_hit
 from forebay._engine.pack import Pack
+from forebay._engine.packing import Room, Taken
 from forebay._engine.policy import Policy
 from forebay._engine.publish import Label, Writing
 from forebay._engine.room import Want
@@ -233,11 +234,26 @@ class Store(Engine):
         self.touch(lease.entry)
         space = self.space(lease.entry.space, kind="packs")
         try:
-            return Pack(self._packing, self._slots, self.counters, lease, length, space.id)
+            return Pack(self.root, self, self._slots, self.counters, lease, length, space.id)
         except OSError as error:
             if isinstance(error, (FileNotFoundError, errors.Damaged)):
                 raise
             raise errors.CacheFault(f"{lease.entry.name} cannot be opened: {error}", key=lease.entry.key) from error
+
+    @mending
+    def take_segment(self, room: Room, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken:
+        """See `Packing.take`."""
+        self.check_usable(writing=True)
+        return self._packing.take(room, need, words, full)
+
+    @mending
+    def leave_segment(self, pack: int, number: int, tail: int) -> None:
+        """See `Packing.leave`."""
+        self._packing.leave(pack, number, tail)
+
+    def forget_segment(self, pack: int, number: int) -> None:
+        """See `Packing.forget`."""
+        self._packing.forget(pack, number)
 
     @mending
     def name_pack(self, pack: Pack, space: str, key: str, *, overwrite: bool) -> bool:

@@ -213,6 +213,11 @@ def set_byte(view: memoryview, index: int, value: int) -> None:
     view[index] = value
 
 
+def never_free(thing: object) -> None:
+    """Let an object live as long as the process, and not be finalized at its end either."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 # -- facts -------------------------------------------------------------------------------------------------------------
 
 now_ns = time.time_ns

@@ -175,6 +175,10 @@ class LockFile:
         """Whether this process holds a lock on the byte, through this object."""
         return self._pid == os.getpid() and offset in self._held
 
+    def is_lost(self) -> bool:
+        """Whether the job closed the descriptor: its number may be another file's by now. So may those of others be."""
+        return self._fd >= 0 and file_of(self._fd) != self._file
+
     def is_same(self) -> bool:
         """Whether what is open here is still the file that the path names. True while nothing is open."""
         fd = self._fd
@@ -273,6 +277,7 @@ class Claims:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._fd = host.out_of_the_way(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+        self._file = file_of(self._fd)
 
     def try_claim(self, offset: int) -> bool:
         """Lock a byte, if no other process has it. Then the caller calls `let_go`, in any event. Raises OSError."""
@@ -290,7 +295,7 @@ class Claims:
     def close(self) -> None:
         """Close the file, once. In a child of a fork that takes nothing from the parent."""
         fd, self._fd = self._fd, -1
-        if fd >= 0:
+        if fd >= 0 and file_of(fd) == self._file:
             os.close(fd)
 
     __del__ = close

@@ -333,7 +333,9 @@ class Catalog:
 
     def _close_locked(self) -> None:
         con, self._con, self._seen, self._ids = self._con, None, None, [0, 0]
-        if con is not None and self._pid == os.getpid():
+        if con is not None and self._writer.is_lost():
+            host.never_free(con)  # the job closed SQLite's descriptors, and may have opened others: closing writes into them
+        elif con is not None and self._pid == os.getpid():
             with contextlib.suppress(sqlite3.Error):
                 con.close()
 

@@ -84,6 +84,10 @@ class Writer:
         """Whether this is still the lock that other processes take."""
         return self._file.is_same()
 
+    def is_lost(self) -> bool:
+        """Whether the job closed the lock's descriptor, and then others of ours too."""
+        return self._file.is_lost()
+
     def close(self) -> None:
         self._file.close()
 

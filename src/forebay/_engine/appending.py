@@ -1,0 +1,61 @@
+"""The segment that this process appends to: its descriptor, where it ends, and the locks of slots."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Protocol
+
+from forebay._engine.packing import Room, Taken
+from forebay._kernel import locks
+
+LOOK_AGAIN = 0.1
+"""Seconds after which a writer looks whether its descriptor is still of its segment."""
+
+
+class Segments(Protocol):
+    """Who gives a pack its segments: see `Packing`."""
+
+    def take_segment(self, room: Room, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken: ...
+
+    def leave_segment(self, pack: int, number: int, tail: int) -> None: ...
+
+    def forget_segment(self, pack: int, number: int) -> None: ...
+
+
+class Appender:
+    """The segment that this process appends to."""
+
+    def __init__(self, segments: Segments, taken: Taken, index: os.PathLike[str]) -> None:
+        segment = taken.segment
+        self._segments, self.fd, self._pack, self.number = segments, taken.fd, segment.pack, segment.number
+        self.tail, self.capacity = segment.tail, segment.capacity
+        self._inode, self._look_at = os.fstat(self.fd).st_ino, time.monotonic() + LOOK_AGAIN
+        self.claims = locks.Claims(index)
+
+    def is_ours(self) -> bool:
+        """False where the job closed our descriptor: its number may be another file's by now. Asked for often, it looks now and then."""
+        if (now := time.monotonic()) < self._look_at:
+            return True
+        self._look_at = now + LOOK_AGAIN
+        return self._is_open()
+
+    def _is_open(self) -> bool:
+        try:
+            return os.fstat(self.fd).st_ino == self._inode
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self.abandon()
+        self.claims.close()
+
+    def __del__(self) -> None:
+        self.abandon()
+        self._segments.forget_segment(self._pack, self.number)  # a handle that was dropped without `close`
+
+    def abandon(self) -> None:
+        """Close the file: whose segment it is stays as it is."""
+        ours, fd, self.fd = self._is_open(), self.fd, -1
+        if ours:
+            os.close(fd)
