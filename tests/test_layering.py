@@ -40,6 +40,7 @@ ORDER = """
     _engine.fill < reports < warming < cache
     _model _kernel.mappings < pfio_file
     _model < codecs < spaces
+    cache pfio_file < adapters
 """
 
 # Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
@@ -54,7 +55,7 @@ THIRD_PARTY = {
     "pyarrow": ("remote.clients",),
     "cloudpickle": ("remote.filesystems", "tasks"),
     "numpy": ("codecs",),
-    "torch": ("codecs",),
+    "torch": ("codecs", "adapters.torch"),
 }
 LOADED_WITH = {
     "xxhash": ("_engine", "remote", "origin", "cache"),
@@ -62,6 +63,7 @@ LOADED_WITH = {
     "click": ("cli",),
     "rich": ("cli",),
     "urllib3": ("remote.connections", "remote.answers"),
+    "torch": ("adapters.torch",),
 }
 
 CHANGING = frozenset(
