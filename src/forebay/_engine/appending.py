@@ -14,11 +14,13 @@ LOOK_AGAIN = 0.1
 
 
 class Segments(Protocol):
-    """Who gives a pack its segments: see `Packing`."""
+    """Who gives a pack its segments, and counts for it: see `Packing` and `Store`."""
 
     def take_segment(self, room: Room, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken: ...
 
     def leave_segment(self, pack: int, number: int, tail: int) -> None: ...
+
+    def register(self) -> None: ...
 
     def forget_segment(self, pack: int, number: int) -> None: ...
 

@@ -143,7 +143,8 @@ class Engine:
         self._have_slots()
         self._catalog.recover = self._recover
         self._catalog.make_ballast()
-        self._owners.me()
+        if settings != Settings():
+            self._owners.me()  # who sets something is seen by others who do; else a process registers when it first reads or writes
         self._clean_after_reboot()
         if entries.any_leftovers(self._catalog):
             self._eviction.sweep()

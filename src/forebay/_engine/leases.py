@@ -81,13 +81,26 @@ def _nothing(id: int) -> None:
     """There is nothing to let go."""
 
 
+class _Files(dict[int, locks.LockFile]):
+    """The lock files by their numbers, made as they are asked for: most processes use few of them."""
+
+    def __init__(self, root: Root) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, number: int) -> locks.LockFile:
+        return self.setdefault(number, locks.LockFile(self._root.leases(number), writable=not self._root.read_only))
+
+    def every(self) -> list[locks.LockFile]:
+        return list(self.values())
+
+
 class Leases:
     """All leases of this process in one root."""
 
     def __init__(self, root: Root, catalog: Catalog, slots: Slots) -> None:
         self._root, self._catalog, self._slots = root, catalog, slots
-        self._held = [locks.LockFile(root.lock(f"leases-{i:02d}"), writable=not root.read_only) for i in range(FILES)]
-        self._evicting = [locks.LockFile(root.lock(f"leases-{i:02d}"), writable=not root.read_only) for i in range(FILES)]
+        self._held, self._evicting = _Files(root), _Files(root)
 
     def current(self, space: int, key: str) -> Entry | None:
         """What the key has now: its row and its slot agree."""
@@ -179,26 +192,26 @@ class Leases:
 
     def drain(self) -> None:
         """Release what finalizers could not."""
-        for file in self._held:
+        for file in self._held.every():
             file.drain()
 
     def close(self) -> None:
         """Close each file when none of its leases is out any more."""
-        for file in (*self._held, *self._evicting):
+        for file in self._held.every() + self._evicting.every():
             file.retire()
 
     def before_fork(self) -> None:
-        for file in self._held:
+        for file in self._held.every():
             file.before_fork(keep=True)
-        for file in self._evicting:
+        for file in self._evicting.every():
             file.before_fork(keep=False)
 
     def after_fork_parent(self) -> None:
-        for file in (*self._held, *self._evicting):
+        for file in self._held.every() + self._evicting.every():
             file.after_fork_parent()
 
     def after_fork_child(self) -> None:
-        for file in self._held:
+        for file in self._held.every():
             file.after_fork_child(keep=True)
-        for file in self._evicting:
+        for file in self._evicting.every():
             file.after_fork_child(keep=False)

@@ -6,6 +6,7 @@ changes, so they stay true as long as the pack is leased.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import operator
 import os
@@ -333,10 +334,13 @@ class Pack:
     def tell(self) -> None:
         """Add what was found and stored since the last time to the counters of the process."""
         count, self._count = self._count, 0
-        self._counters.add(HITS, count >> 44)
-        self._counters.add(BYTES_HIT, count & (ONE_HIT - 1))
         stored, self._stored = self._stored, 0
-        self._counters.add(BYTES_STORED, stored)
+        if count or stored:
+            with contextlib.suppress(errors.CacheFault, OSError):  # what cannot be told now is told with the next
+                self._segments.register()
+            self._counters.add(HITS, count >> 44)
+            self._counters.add(BYTES_HIT, count & (ONE_HIT - 1))
+            self._counters.add(BYTES_STORED, stored)
 
     def close(self) -> None:
         """Let go. Views that were handed out stay good; any other call raises `Closed`."""

@@ -27,6 +27,9 @@ def apply(settings: Settings, root: Root, catalog: Catalog, budget: Budget, owne
     """Set what is given, and give what binds now. A new root gets three quarters of what is free, and leaves a twentieth of the disk.
 
     A lower limit is applied at once to what is there."""
+    if settings == Settings() and spaces.setting(catalog, "budget") is not None:
+        found = spaces.totals(catalog)
+        return Settings(found.budget, found.min_free, found.max_entries)
     with catalog.write() as txn:
         found = spaces.totals(txn)
         first = spaces.setting(txn, "budget") is None

@@ -78,8 +78,7 @@ class Store(Engine):
     @mending
     def view(self, space: str, key: str) -> Remembered | None:
         """The bytes of a key, mapped, and remembered for the next time; None where there is none. Counts and touches nothing."""
-        if not self.root.read_only:
-            self._owners.me()
+        self.register()
         return self._reading.view(space, self.space(space).id, key)
 
     @mending
@@ -251,6 +250,12 @@ class Store(Engine):
         """See `Packing.leave`."""
         self._packing.leave(pack, number, tail)
 
+    @mending
+    def register(self) -> None:
+        """Be one of those that have the root open: from then on others see what this process counts."""
+        if not self.root.read_only:
+            self._owners.me()
+
     def forget_segment(self, pack: int, number: int) -> None:
         """See `Packing.forget`."""
         self._packing.forget(pack, number)
@@ -364,11 +369,13 @@ class Store(Engine):
     @mending
     def counts(self) -> dict[str, int]:
         """What all processes together have counted since the last `zero_counts`."""
+        self.register()
         return self._census.counts()
 
     @mending
     def zero_counts(self) -> None:
         """Begin to count anew, for all processes."""
+        self.register()
         self._census.zero_counts()
 
     @mending
