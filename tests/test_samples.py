@@ -542,3 +542,48 @@ def test_evicting_and_pinning_by_name(cache: forebay.Cache) -> None:
     cache.unpin("samples:a")
     assert cache.evict("samples:a").removed == ("samples:a",)
     assert os.listdir(cache.path / "packs") == []
+
+
+# -- from PFIO ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.keeps("PFIO leaves a descriptor of its own file open")
+@pytest.mark.parametrize("how", ["class", "handle", "default"])
+@pytest.mark.parametrize("pickled", [False, True], ids=["raw", "pickle"])
+def test_what_pfio_preserved(cache: forebay.Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, pickled: bool) -> None:
+    pfio = pytest.importorskip("pfio.cache")
+    values: list[Any] = [b"zero", None, b"", b"three" * 1000] if not pickled else [{"a": 1}, None, [], "three"]
+    with pfio.MultiprocessFileCache(5, dir=str(tmp_path), do_pickle=pickled) as theirs:
+        for i, value in enumerate(values):
+            if value is not None:
+                theirs.put(i, value)
+        theirs.preserve("kept")
+    codec = "pickle" if pickled else "raw"
+    if how == "class":
+        ours = forebay.Samples.import_pfio(tmp_path / "kept", "mine", cache=cache, codec=codec)
+    elif how == "handle":
+        ours = cache.samples(length=3).import_pfio(tmp_path / "kept", "mine", codec=codec)
+    else:
+        monkeypatch.setenv("FOREBAY_HOME", str(tmp_path / "default"))
+        ours = forebay.Samples.import_pfio(tmp_path / "kept", "mine", codec=codec)
+    assert (len(ours), ours.name, ours.frozen) == (5, "mine", True)
+    assert [ours.get(i) for i in range(5)] == [*values, None]
+    with pytest.raises(ValueError, match="mine"):
+        ours.import_pfio(tmp_path / "kept", "mine", codec=codec)
+    again = ours.import_pfio(tmp_path / "kept", "mine", codec=codec, overwrite=True)
+    assert again.get(0) == values[0]
+    ours.close()
+    again.close()
+    if how == "default":
+        ours._home.close()
+
+
+def test_a_file_that_is_not_pfios(cache: forebay.Cache, tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(os.urandom(1000))
+    with pytest.raises(errors.Damaged):
+        forebay.Samples.import_pfio(tmp_path / "other", "mine", cache=cache)
+    with pytest.raises(FileNotFoundError):
+        forebay.Samples.import_pfio(tmp_path / "none", "mine", cache=cache)
+    with pytest.raises(ValueError, match="codec"):
+        forebay.Samples.import_pfio(tmp_path / "other", "mine", cache=cache, codec="numpy")
+    assert names(cache) == []

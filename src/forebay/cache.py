@@ -7,11 +7,12 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from forebay import _config, errors, remote
+from forebay import _config, errors, remote, samples
 from forebay._engine.faults import FULL
 from forebay._engine.fill import Waiting
 from forebay._engine.leases import Lease
@@ -27,8 +28,7 @@ from forebay.reports import Progress as Progress
 from forebay.reports import Stats as Stats
 from forebay.reports import Teller, coldest_until
 from forebay.reports import WarmReport as WarmReport
-from forebay.samples import Samples as Samples
-from forebay.samples import open_samples
+from forebay.samples import Samples, open_samples
 from forebay.spaces import Space, checked
 from forebay.warming import warm
 
@@ -181,14 +181,13 @@ class Cache:
         self, name: str | None = None, length: int | None = None, *, codec: Any = "raw", fingerprint: str | bytes | None = None,
         quota: int | str | None = None, policy: str = "freeze", copy: bool = False,
     ) -> Samples:  # fmt: skip
-        """An array of ``length`` slots that all processes fill and read: a sample is decoded or fetched once for the node.
+        """An array of ``length`` slots that all processes fill and read: each sample is decoded or fetched once for the node.
 
-        With a ``name`` it stays for later jobs, until it is evicted while nobody has it open; without one it is gone when the last
-        process that has it ends. ``codec``: ``raw`` (bytes), ``numpy``, ``pickle``, or an object with ``encode`` and ``decode``.
-        ``fingerprint``: of what it holds (dataset version, transform); one that differs starts the array afresh. ``quota``: bytes it
-        may have in all, whoever writes. ``policy``: only ``freeze``: what does not fit is not stored, and what is stored stays.
-        ``copy``: `Samples.get` gives writable copies. Without ``length`` the named array must be there: else `NotCached`.
-        Raises `ConfigError` (a ValueError) for another length or codec than it was made with."""
+        With a ``name`` it stays for later jobs, until it is evicted while nobody has it open; without one it goes with the last process
+        that has it. ``codec``: ``raw`` (bytes), ``numpy``, ``pickle``, or an object with ``encode`` and ``decode``. ``fingerprint``: of
+        dataset and transform; another one starts the array afresh. ``quota``: bytes it may have, whoever writes. ``policy``: ``freeze``
+        only: what does not fit is not stored, what is stored stays. ``copy``: `Samples.get` gives writable copies. Without ``length`` the
+        array must be there: else `NotCached`. Raises `ConfigError` (a ValueError) for another length or codec than it was made with."""
         self._check_open()
         if policy != "freeze":
             raise errors.ConfigError(f"policy={policy!r}: samples know 'freeze' only", name="policy", value=policy)
@@ -360,6 +359,9 @@ class Cache:
         return Ask(since, offline, sha256, etag, patience, bypass, force, pin, on_wait, on_progress)
 
 
+samples.open_default = Cache
+
+
 def _arrive(path: str, how: dict[str, Any]) -> Cache:
     return Cache(path, **how)
 
@@ -395,6 +397,4 @@ def _open_store(
 
 
 def _leased(store: Store | PassThrough, entry: Entry) -> Entry:
-    from dataclasses import replace
-
     return replace(entry, leased=store.is_leased(entry))

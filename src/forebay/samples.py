@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pickle
@@ -16,6 +17,7 @@ from forebay._engine.passthrough import NoPack
 from forebay._engine.store import Store
 from forebay.arrays import SPACE, Shape, checked_name, digest_of, find, find_or_make
 from forebay.origin import Origin
+from forebay.pfio_file import PfioFile
 
 log = logging.getLogger("forebay.samples")
 
@@ -24,6 +26,45 @@ _TROUBLE = (errors.CacheFault, TypeError, AttributeError, ValueError, RecursionE
 
 open_default: Callable[[], Any] | None = None
 """Opens the default cache of this process: set by the room above, for `Samples.import_pfio` without a cache."""
+
+
+def _import_pfio(
+    home: Any, path: str | os.PathLike[str], name: str, *, cache: Any = None, codec: str = "raw", overwrite: bool = False
+) -> Samples:  # fmt: skip
+    """An array of this name, frozen, with what PFIO's ``MultiprocessFileCache.preserve`` wrote to the file ``path``.
+
+    Called on a handle it goes into the handle's cache, on the class into ``cache``, or the default one. ``codec``: ``raw``, or
+    ``pickle`` for what was put with ``do_pickle``; nothing is unpickled here. Raises `ConfigError` where the name is taken and not
+    to be overwritten, `Damaged` where the file is none of PFIO's or was cut short, `NoSpace` where not all of it fits, OSError."""
+    home = cache or home or (open_default() if open_default is not None else None)
+    wrap: Callable[[Any], bytes] | None = bytes if codec == "raw" else codecs.framed if codec == "pickle" else None
+    if wrap is None:
+        raise errors.ConfigError(f"codec={codec!r}: what PFIO stored is 'raw', or 'pickle'", name="codec", value=codec)
+    file = PfioFile(path)
+    found: Samples = home.samples(length=len(file), codec=codec)
+    try:
+        for i in file:
+            data = file.get(i)
+            if data is not None and not (found._pack.takes(i) and found._pack.put(i, (wrap(data),))):
+                raise errors.NoSpace.of(f"slot {i} of {path}", len(data), 0, home.budget)
+        if not found.preserve(name, overwrite):
+            message = f"there is an array {name!r} already: choose another name, or overwrite=True"
+            raise errors.ConfigError(message, name="name", value=name)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+class _OfClassAndHandle:
+    """A method that may be called on the class as well: its first argument is then None, else the cache of the handle."""
+
+    def __init__(self, function: Callable[..., Samples]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, handle: Samples | None, kind: type[Samples]) -> Callable[..., Samples]:
+        return functools.partial(self._function, handle._home if handle is not None else None)
 
 
 class Samples:
@@ -227,6 +268,8 @@ class Samples:
         if self._creator != os.getpid():
             message = f"{what} can be called only in the process that made this handle ({self._creator}); this is {os.getpid()}"
             raise RuntimeError(message)
+
+    import_pfio = _OfClassAndHandle(_import_pfio)
 
     def verify(self) -> list[int]:
         """Compare every sample with its checksum. What is damaged is emptied, to be filled again; gives these slots."""
