@@ -56,6 +56,7 @@ THIRD_PARTY = {
     "cloudpickle": ("remote.filesystems", "tasks"),
     "numpy": ("codecs",),
     "torch": ("codecs", "adapters.torch"),
+    "pytorch_pfn_extras": ("adapters.pfio_base",),
 }
 LOADED_WITH = {
     "xxhash": ("_engine", "remote", "origin", "cache"),

@@ -1,0 +1,177 @@
+"""What the caches of the adapter for PFIO have in common, and how those that lie in files are read."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import operator
+import os
+import pickle
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from forebay import errors
+from forebay.adapters import pfio_places as places
+from forebay.cache import Cache as Home
+from forebay.pfio_file import PfioFile
+from forebay.samples import Samples
+
+log = logging.getLogger("forebay.pfio")
+
+
+class Cache(abc.ABC):
+    """What all caches have. ``len()`` is the number of slots."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def multiprocess_safe(self) -> bool:
+        """Whether several processes may put into it."""
+
+    @property
+    @abc.abstractmethod
+    def multithread_safe(self) -> bool:
+        """Whether several threads may use it."""
+
+    @abc.abstractmethod
+    def put(self, i: int, data: Any) -> bool:
+        """Store the data of slot i, once. False where that is not done."""
+
+    @abc.abstractmethod
+    def get(self, i: int) -> Any:
+        """The data of slot i, or None."""
+
+    def get_and_cache(self, i: int, backend_get: Callable[[int], Any]) -> Any:
+        """The data of slot i; else what ``backend_get(i)`` gives, stored."""
+        data = self.get(i)
+        if data is None:
+            data = backend_get(i)
+            self.put(i, data)
+        return data
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:  # noqa: B027  # most need none
+        """Let go of everything."""
+
+
+class Stored(Cache):
+    """Slots that lie in files."""
+
+    closed: bool
+    _source: Samples | PfioFile | None  # what is read
+    _tag: str  # how PFIO's profile calls this class
+
+    def __init__(self, length: int, do_pickle: bool, dir: str | os.PathLike[str] | None, verbose: bool, trace: bool) -> None:
+        self.length, self.do_pickle, self.verbose, self.trace = checked_length(length), do_pickle, verbose, trace
+        self.dir = places.default_dir() if dir is None else dir
+        self._place, self._given = os.path.abspath(self.dir), dir is not None
+        self._source, self._told = None, False
+        self._home: Home | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def get(self, i: int) -> Any:
+        """The data of slot i as bytes, or unpickled; None if there are none, and after `close`. Raises IndexError."""
+        if not self.trace:
+            return self._get(i)
+        with recorded(f"pfio.cache.{self._tag}:get"):
+            return self._get(i)
+
+    def _get(self, i: int) -> Any:
+        source = self._source
+        data = None if self.closed or source is None else self._look(source, i)
+        if data is None:
+            return None
+        return pickle.loads(data) if self.do_pickle and data else bytes(data)
+
+    def _look(self, source: Samples | PfioFile, i: int) -> memoryview | None:
+        try:
+            found: memoryview | None = source.get(i)
+        except errors.Closed:  # by another thread, meanwhile
+            return None
+        except (errors.CacheFault, OSError) as error:
+            if not self._told:
+                log.warning("%s", str(error))
+            self._told = True
+            return None
+        return found
+
+    def _find(self, name: str) -> Samples | PfioFile | None:
+        """What was preserved under this name. Raises `ConfigError` where that has another length."""
+        found: Samples | PfioFile | None = None if self._given else _named(self._node(), name, self.length)
+        path = os.path.join(self._place, name)
+        if found is None and os.path.exists(path):
+            found = PfioFile(path, self.length)
+        if found is None:
+            self._say("nothing was preserved as %s in %s", name, self.dir)
+        return found
+
+    def _node(self) -> Home:
+        """The cache of this node, opened once."""
+        home = self._home
+        if home is None:
+            home = self._home = Home()
+            weakref.finalize(self, home.close)
+        return home
+
+    def _say(self, message: str, *args: object) -> None:
+        if self.verbose:
+            log.info(message, *args)
+
+
+def checked_length(length: int) -> int:
+    if not 0 < length < 1 << 64:
+        raise errors.ConfigError(f"length={length} makes no sense: it is at least 1, and less than 2**64", name="length", value=length)
+    return operator.index(length)
+
+
+def _named(home: Home, name: str, length: int) -> Samples | None:
+    """The array of this name in the node's cache, if it has so many slots."""
+    try:
+        found = home.samples(name, codec="raw")
+    except errors.NotCached:
+        return None
+    if len(found) < length:
+        message = f"the array {name!r} has {len(found):,} slots, but {length:,} were wanted: give the length that it was made with"
+        found.close()
+        raise errors.ConfigError(message, name="length", value=length, found=len(found))
+    return found
+
+
+def let_go(source: Samples | PfioFile | None) -> None:
+    if isinstance(source, Samples):
+        source.close()
+
+
+def recorded(tag: str) -> contextlib.AbstractContextManager[Any]:
+    """One call in the profile of pytorch-pfn-extras, if that is installed."""
+    try:
+        from pytorch_pfn_extras.profiler import record  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[Any] = record(tag, trace=True)
+    return found
+
+
+def send(source: Samples | PfioFile | None) -> bytes:
+    """What is read, for another process."""
+    return pickle.dumps(source)
+
+
+def receive(owner: object, sent: bytes) -> Samples | PfioFile | None:
+    """What was sent here, until its owner is collected."""
+    found: Samples | PfioFile | None = pickle.loads(sent)
+    if isinstance(found, Samples):
+        weakref.finalize(owner, found._home.close).atexit = False
+    return found
