@@ -46,14 +46,16 @@ class PfioFile:
         the file's data."""
         if not 0 <= i < self.length:
             raise IndexError(f"index {i} is out of range: {self.path} has {self.length} slots")
-        length = self._lengths[2 * i + 1]
+        at = 2 * i
+        length = self._lengths[at + 1]
         if length < 0:
             return None
-        offset = self._offsets[2 * i]
-        if offset < self._start or offset + length > self._size:
+        offset = self._offsets[at]
+        end = offset + length
+        if offset < self._start or end > self._size:
             message = f"{self.path}: slot {i} names {length} bytes from {offset} on, which the file of {self._size} bytes does not have"
             raise errors.Damaged(message, key=str(i), path=self.path)
-        return self._view[offset : offset + length]
+        return self._view[offset:end]
 
     def __iter__(self) -> Iterator[int]:
         """The slots that are not empty."""

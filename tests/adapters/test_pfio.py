@@ -653,6 +653,27 @@ def test_s13_a_full_disk(kind: Any, place: str, monkeypatch: pytest.MonkeyPatch)
         assert all(name.startswith("forebay-") for name in os.listdir(place))
 
 
+@pytest.mark.root
+@both
+def test_s13_a_small_tmpfs(kind: Any, place: str) -> None:
+    os.mkdir(place)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "forebay-test", place], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+    try:
+        for _ in range(2):  # what was closed gave its room back
+            with kind(600, dir=place) as cache:
+                with pytest.warns(RuntimeWarning):
+                    kept = [cache.put(i, bytes([i % 256]) * 100_000) for i in range(600)]
+                assert 200 < sum(kept) < 400
+                assert [i for i in range(600) if cache.get(i) == bytes([i % 256]) * 100_000] == [i for i in range(600) if kept[i]]
+                with pytest.warns(RuntimeWarning):
+                    assert not cache.preserve("kept")
+            assert os.listdir(place) == []
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
 def test_naive() -> None:
     cache = NaiveCache(10, do_pickle=True)
     assert cache.put(-1, "last")

@@ -59,6 +59,7 @@ class ReadOnlyFileCache(Stored):
     Callable from any thread, usable in both processes after a fork, and picklable."""
 
     _tag = "readonlyfile"
+    get = Stored._get  # it records nothing
 
     def __init__(
         self, length: int, do_pickle: bool = False, dir: str | os.PathLike[str] | None = None, verbose: bool = False
@@ -109,9 +110,7 @@ class ReadOnlyFileCache(Stored):
         self.closed = True
         let_go(self._source)
         self._source = None
-        if self._home is not None:
-            self._home.close()
-        self._home = None
+        self._leave_node()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_home": None, "_source": send(self._source)}

@@ -39,13 +39,12 @@ class Filling(Stored):
         super().__init__(length, do_pickle, dir, verbose, trace)
         self.cache_size_limit = _limit(cache_size_limit)
         self._maker = (os.getpid(), _RUN)
-        home = self._home = places.open_private(self._place) if self._given else Home()
-        self._root = str(home.path) if self._given else None
+        own = places.open_private(self._place) if self._given else None
+        home = own or self._node()
         live = self._live = home.samples(length=self.length, codec="raw")
-        self._source, self.closed = live, False
+        self._source, self._root, self.closed, self._was_frozen = live, own and str(own.path), False, False
+        self._end: weakref.finalize[Any, Any] | None = weakref.finalize(self, _end, self._maker, live, own)
         self._tally = Tally.of(live) if cache_size_limit else None
-        self._end: weakref.finalize[Any, Any] | None
-        self._end = weakref.finalize(self, _end, self._maker, live, home, self._root)
         if self._tally is not None:
             with self._tally.alone():
                 self._tally.add(RECORD.size * self.length)
@@ -55,7 +54,7 @@ class Filling(Stored):
     def frozen(self) -> bool:
         """Whether nothing more is put: after `preserve`, after `preload`, or when the limit was met, by whichever process."""
         live = self._live
-        return live is None or self._source is not live or live.frozen
+        return self._was_frozen if live is None else live.frozen
 
     def put(self, i: int, data: Any) -> bool:
         """Store the data of slot i. False if it has some, or this is frozen or closed, or the disk is full, which is told by one
@@ -149,14 +148,8 @@ class Filling(Stored):
         if found is None:
             return False
         self._source = found
-        self._drop_own()
+        self._drop_own(frozen=True)
         return True
-
-    def _drop_own(self) -> None:
-        if self._given and self._end is not None:
-            self._end()
-        elif self._live is not None:
-            self._live.close()
 
     def close(self) -> None:
         """Let go. With ``dir``, what lies there of this cache is removed, by the process that made it; preserved files stay.
@@ -164,11 +157,17 @@ class Filling(Stored):
         For workers (`MultiprocessFileCache` in another process) nothing happens: the cache stays usable."""
         if self.closed or (self._for_workers and not self._is_maker()):
             return
-        self.closed = True
-        source, self._source = self._source, None
+        self.closed, source, self._source = True, self._source, None
+        self._drop_own(frozen=self.frozen)
+        let_go(source)
+        self._leave_node()
+
+    def _drop_own(self, *, frozen: bool) -> None:
+        """What was put here goes; a closed array that is still referred to would keep its room on the disk."""
+        live, self._live, self._was_frozen = self._live, None, frozen
         if self._end is not None:
             self._end()
-        let_go(source)
+        let_go(live)
         if self._tally is not None:
             self._tally.close()
 
@@ -199,16 +198,16 @@ class Filling(Stored):
             places.reopen_private(root).close()
 
 
-def _end(maker: tuple[int, str], live: Samples, home: Home, root: str | None) -> None:
-    """What the process that made a cache does when that is closed, collected, or left open at exit."""
+def _end(maker: tuple[int, str], live: Samples, own: Home | None) -> None:
+    """What the process that made a cache does when that is closed, collected, or left open at exit. ``own``: its root in ``dir``."""
     if maker != (os.getpid(), _RUN):
         return
-    if root is not None and not live.closed:
+    if own is not None and not live.closed:
         live.freeze()  # else a worker that is putting makes again what is removed here
     live.close()
-    home.close()
-    if root is not None:
-        places.remove_private(root)
+    if own is not None:
+        own.close()
+        places.remove_private(str(own.path))
 
 
 def _limit(limit: Any) -> Any:
