@@ -26,7 +26,7 @@ _PLACES = {
     "Cache": "forebay.cache",
     "ForebayError": "forebay.errors",
     "RemoteOptions": "forebay.remote",
-    "Samples": "forebay.samples",
+    "Samples": "forebay.cache",  # which `Samples.import_pfio` needs, to open the default one
 }
 
 
