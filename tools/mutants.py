@@ -272,6 +272,61 @@ MUTANTS = (
         "        if self._timeout is not None and waited >= self._timeout * 1e6:\n",
         f"{FAULTS}test_s08_a_stopped_fetcher_is_named",
     ),
+    # Packs: of invariants 1, 4, 5 and 7
+    Mutant(
+        1, "a slot is filled before its record is written", "_engine/pack.py",
+        "        host.pwritev(appender.fd, (records",
+        "        host.set_word(self._cells, slot, records.word_of(appender.number, tail))\n        host.pwritev(appender.fd, (records",
+        "tests/crash/test_packs.py::test_the_first_put",
+    ),
+    Mutant(
+        1, "a slot is filled without a second look", "_engine/pack.py",
+        "            if self._cells[slot]:\n                return False\n",
+        "",
+        "tests/engine/test_pack.py::test_who_comes_second_between_the_look_and_the_store",
+    ),
+    Mutant(
+        1, "a record of any slot is taken", "_engine/records.py",
+        "    if found != slot or start + length > len(segment) or check",
+        "    if start + length > len(segment) or check",
+        "tests/engine/test_pack.py::test_a_forged_word_leads_to_nothing",
+    ),
+    Mutant(
+        1, "a record may end behind its segment", "_engine/records.py",
+        "or start + length > len(segment) or check",
+        "or check",
+        "tests/engine/test_pack.py::test_no_flipped_bit_of_a_header_passes",
+    ),
+    Mutant(
+        1, "what another boot wrote is believed", "_engine/records.py",
+        "    if (verify or boot != boot_tag()) and",
+        "    if verify and",
+        "tests/engine/test_pack.py::test_what_another_boot_wrote_is_compared_with_its_checksum",
+    ),
+    Mutant(
+        4, "segments are not charged", "_engine/catalog/segments.py",
+        "    _charge(txn, segment.pack, segment.number, segment.size)\n",
+        "",
+        "tests/engine/test_pack.py::test_what_is_counted_is_what_is_there",
+    ),
+    Mutant(
+        4, "the tails of the dead are not given back", "_engine/packing.py",
+        "        return any(self._is_left(segment) for segment in segments.owned(txn))",
+        "        return False",
+        "tests/crash/test_packs.py::test_a_writer_that_needs_what_stands_empty_behind_the_dead",
+    ),
+    Mutant(
+        1, "a dead writer's segment is written over", "_engine/packs.py",
+        "    last, slot = max(",
+        "    last, slot = min(",
+        "tests/crash/test_packs.py::test_the_next_writer_goes_on_where_the_dead_one_was",
+    ),
+    Mutant(
+        1, "a living handle's segment is taken over", "_engine/packing.py",
+        "            return self._taken.get((segment.pack, segment.number)) not in self._in_use\n",
+        "            return True\n",
+        "tests/engine/test_pack.py::test_two_handles_of_a_process_append_apart",
+    ),
 )  # fmt: skip
 
 

@@ -279,6 +279,7 @@ class Samples:
 
     @property
     def closed(self) -> bool:
+        """Whether this handle was closed, or its cache."""
         return self._pack.closed
 
     def close(self) -> None:

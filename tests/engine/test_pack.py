@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import forebay
 from forebay._engine import packs, records
 from forebay._kernel import host
-from tests.harness import Child, Crew, Gate, KiB, MiB, fork, in_child
+from tests.harness import Child, Crew, Gate, KiB, MiB, fork, in_child, usage
 
 SLOTS = 100
 
@@ -388,3 +388,66 @@ def test_many_small_samples_take_few_files(cache: forebay.Cache) -> None:
         assert all(samples.put(slot, body(slot, 1000)) for slot in range(20_000))
     assert len(list((cache.path / "packs").rglob("*"))) < 40
     assert cache.check() == []
+
+
+def test_who_comes_second_between_the_look_and_the_store(cache: forebay.Cache, crew: Callable[[Callable[[], object]], Child]) -> None:
+    """P1 sees slot 1 empty, and is stopped before it writes / P2 fills it / P1 goes on: it was second."""
+    samples, there = cache.samples("r", 10), Gate()
+
+    def first_to_look() -> bool:
+        samples.put(0, b"zero")
+
+        def hook(name: str, subject: str) -> None:
+            if name == "pwrite":
+                host.on_step(None)
+                there.open()
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        host.on_step(hook)
+        return samples.put(1, b"first to look")
+
+    stopped = crew(first_to_look)
+    there.wait()
+    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+    assert samples.put(1, b"first to store")
+    stopped.signal(signal.SIGCONT)
+    assert stopped.result() is False
+    assert samples.get(1) == b"first to store"
+    there.close()
+
+
+def test_two_handles_of_a_process_append_apart(cache: forebay.Cache) -> None:
+    """A segment that a living handle appends to is nobody else's, in this process either."""
+    one, two = cache.samples("r", 200), cache.samples("r", 200)
+    for slot in range(0, 200, 2):
+        assert one.put(slot, body(slot, 500))
+        assert two.put(slot + 1, body(slot + 1, 700))
+    assert [one.get(slot) for slot in range(200)] == [body(slot, 700 if slot % 2 else 500) for slot in range(200)]
+    assert one.verify() == two.verify() == []
+
+
+def test_what_is_counted_is_what_is_there(cache: forebay.Cache) -> None:
+    before = cache.stats().bytes_used
+    with cache.samples("r", 100) as samples:
+        for slot in range(100):
+            samples.put(slot, body(slot, 100 * KiB))
+        assert cache.stats().bytes_used - before == usage(cache.path / "packs")
+    assert cache.stats().bytes_used - before == usage(cache.path / "packs")
+    assert cache.stats().bytes_reserved == 0
+
+
+def test_no_byte_is_taken_that_is_not_counted(cache: forebay.Cache) -> None:
+    """Whenever the disk is about to be given a segment's blocks, the catalog counts them already."""
+    samples, seen = cache.samples("r", 100), []
+
+    def hook(name: str, subject: str) -> None:
+        if name == "allocate":
+            seen.append(cache.stats().bytes_used - usage(cache.path / "packs"))
+
+    host.on_step(hook)
+    try:
+        samples.put(0, body(0, 100 * KiB))
+    finally:
+        host.on_step(None)
+    assert len(seen) == 1
+    assert seen[0] >= 100 * KiB

@@ -22,18 +22,18 @@ class Segments(Protocol):
 
     def register(self) -> None: ...
 
-    def forget_segment(self, pack: int, number: int) -> None: ...
+    def forget_segment(self, ticket: int) -> None: ...
 
 
 class Appender:
     """The segment that this process appends to."""
 
     def __init__(self, segments: Segments, taken: Taken, index: os.PathLike[str]) -> None:
-        segment = taken.segment
-        self._segments, self.fd, self._pack, self.number = segments, taken.fd, segment.pack, segment.number
+        """Raises OSError; then the descriptor is the caller's still."""
+        self.claims, segment = locks.Claims(index), taken.segment
+        self._segments, self.fd, self._ticket, self.number = segments, taken.fd, taken.ticket, segment.number
         self.tail, self.capacity = segment.tail, segment.capacity
         self._inode, self._look_at = os.fstat(self.fd).st_ino, time.monotonic() + LOOK_AGAIN
-        self.claims = locks.Claims(index)
 
     def is_ours(self) -> bool:
         """False where the job closed our descriptor: its number may be another file's by now. Asked for often, it looks now and then."""
@@ -53,8 +53,10 @@ class Appender:
         self.claims.close()
 
     def __del__(self) -> None:
+        if not hasattr(self, "capacity"):
+            return  # it was not made
         self.abandon()
-        self._segments.forget_segment(self._pack, self.number)  # a handle that was dropped without `close`
+        self._segments.forget_segment(self._ticket)
 
     def abandon(self) -> None:
         """Close the file: whose segment it is stays as it is."""

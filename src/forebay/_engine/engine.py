@@ -146,7 +146,7 @@ class Engine:
         if settings != Settings():
             self._owners.me()  # who sets something is seen by others who do; else a process registers when it first reads or writes
         self._clean_after_reboot()
-        if entries.any_leftovers(self._catalog):
+        if entries.held(self._catalog, 0, 1):  # perhaps of processes that are dead
             self._eviction.sweep()
         self.configure(settings)
 

@@ -87,12 +87,26 @@ class _Files(dict[int, locks.LockFile]):
     def __init__(self, root: Root) -> None:
         super().__init__()
         self._root = root
+        self._forking: list[locks.LockFile] = []
 
     def __missing__(self, number: int) -> locks.LockFile:
         return self.setdefault(number, locks.LockFile(self._root.leases(number), writable=not self._root.read_only))
 
     def every(self) -> list[locks.LockFile]:
         return list(self.values())
+
+    def before_fork(self, *, keep: bool) -> None:
+        self._forking = self.every()  # another thread may make one while the process is copied: it was not told of this fork
+        for file in self._forking:
+            file.before_fork(keep=keep)
+
+    def after_fork_parent(self) -> None:
+        for file in self._forking:
+            file.after_fork_parent()
+
+    def after_fork_child(self, *, keep: bool) -> None:
+        for file in self._forking:
+            file.after_fork_child(keep=keep)
 
 
 class Leases:
@@ -201,17 +215,13 @@ class Leases:
             file.retire()
 
     def before_fork(self) -> None:
-        for file in self._held.every():
-            file.before_fork(keep=True)
-        for file in self._evicting.every():
-            file.before_fork(keep=False)
+        self._held.before_fork(keep=True)
+        self._evicting.before_fork(keep=False)
 
     def after_fork_parent(self) -> None:
-        for file in self._held.every() + self._evicting.every():
-            file.after_fork_parent()
+        self._held.after_fork_parent()
+        self._evicting.after_fork_parent()
 
     def after_fork_child(self) -> None:
-        for file in self._held.every():
-            file.after_fork_child(keep=True)
-        for file in self._evicting.every():
-            file.after_fork_child(keep=False)
+        self._held.after_fork_child(keep=True)
+        self._evicting.after_fork_child(keep=False)

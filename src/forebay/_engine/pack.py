@@ -206,7 +206,7 @@ class Pack:
         except IndexError:
             word = 0
             self._checked(slot)
-        if slot < 0:
+        if slot < 0 or self.closed:
             self._checked(slot)
         return not (word or self._read_only or self._words[packs.FROZEN]) and self._can_append()
 
@@ -227,6 +227,7 @@ class Pack:
                     return self._append_locked(slot, parts, length)
 
     def _append_locked(self, slot: int, parts: Sequence[Buffer], length: int) -> bool:
+        self._check_open()  # another thread may have closed it since `takes`
         need = records.footprint(length)
         appender = self._appender
         if appender is None or appender.tail + need > appender.capacity or not appender.is_ours():
@@ -266,7 +267,12 @@ class Pack:
         finally:
             if full is not None:
                 full.close()
-        self._appender = Appender(self._segments, taken, self._root.pack(self.id) / "index")
+        try:
+            self._appender = Appender(self._segments, taken, self._root.pack(self.id) / "index")
+        except OSError:
+            os.close(taken.fd)
+            self._segments.forget_segment(taken.ticket)
+            raise
         return self._appender
 
     def _leave_locked(self) -> None:
@@ -346,10 +352,10 @@ class Pack:
         """Let go. Views that were handed out stay good; any other call raises `Closed`."""
         if self.closed:
             return
-        self.closed, self._ends, self._cells = True, _NOTHING, _NOTHING
+        self.closed, self._ends = True, _NOTHING
         self.tell()
-        if self._can_append():
-            with self._appending, faults(f"pack {self.id:x}"):
+        with self._appending, faults(f"pack {self.id:x}"):
+            if self._can_append():
                 self._leave_locked()
         self.lease.close()
 

@@ -11,6 +11,7 @@ is told by his lock.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -43,10 +44,11 @@ class Room(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A segment to append to, from ``tail`` on; ``fd`` is the caller's to close."""
+    """A segment to append to, from ``tail`` on; ``fd`` is the caller's to close, ``ticket`` to be given to `Packing.forget` in the end."""
 
     segment: Segment
     fd: int
+    ticket: int
 
 
 class Packing:
@@ -57,10 +59,12 @@ class Packing:
     ) -> None:  # fmt: skip
         self.root, self._catalog, self._leases, self._owners = root, catalog, leases, owners
         self._budget, self._publisher = budget, publisher
-        self._in_use: set[tuple[int, int]] = set()  # segments that this process appends to: grows under the writer lock only
+        self._tickets = itertools.count()
+        self._taken: dict[tuple[int, int], int] = {}  # what this process took, with the newest ticket; under the writer lock
+        self._in_use: set[int] = set()  # tickets of those that something appends to; single steps, no lock
 
     def after_fork_child(self) -> None:
-        self._in_use = set()
+        self._taken, self._in_use = {}, set()
 
     # -- making ----------------------------------------------------------------------------------------------------
 
@@ -102,7 +106,7 @@ class Packing:
             except BaseException:
                 self._leave(segment)
                 raise
-            return Taken(segment, fd)
+            return Taken(segment, fd, self._taken[room.pack, segment.number])
 
     def _punched(self, pack: int, full: tuple[int, int], me: int) -> Segment | None:
         """The row that a segment of ours is to have once it is left. Its tail goes now, where it is worth a call."""
@@ -121,9 +125,9 @@ class Packing:
             if segment is not None and segment.owner == self._owners.me():
                 self._leave(replace(segment, tail=tail))
 
-    def forget(self, pack: int, number: int) -> None:
-        """Nobody in this process appends to it any more. Never waits: for finalizers; others find its tail in the index."""
-        self._in_use.discard((pack, number))
+    def forget(self, ticket: int) -> None:
+        """Nothing appends there any more by this ticket. Never waits: for finalizers; others find the tail in the index."""
+        self._in_use.discard(ticket)
 
     def reclaim(self) -> bool:
         """Give back what stands empty behind the records of dead writers, of all packs. True if there was any. Caller: holds no lock."""
@@ -148,7 +152,7 @@ class Packing:
         if segment.owner is None:
             return False
         if segment.owner == self._owners.me():
-            return (segment.pack, segment.number) not in self._in_use
+            return self._taken.get((segment.pack, segment.number)) not in self._in_use
         return self._owners.is_dead(segment.owner)
 
     def _with_tail(self, segment: Segment, words: memoryview) -> Segment:
@@ -223,7 +227,9 @@ class Packing:
             yield Segment(room.pack, number, None, size, 0, records.START)
 
     def _own(self, txn: Txn, segment: Segment, me: int) -> Segment:
-        self._in_use.add((segment.pack, segment.number))  # before the commit: another thread would take it for one that was left
+        ticket = next(self._tickets)  # before the commit: another thread would take it for one that was left
+        self._in_use.add(ticket)
+        self._taken[segment.pack, segment.number] = ticket
         taken = replace(segment, owner=me, size=segment.capacity)
         segments.put(txn, taken)
         return taken
@@ -243,9 +249,9 @@ class Packing:
                 return
             kept = packs.punch_segment(self.root, segment.pack, segment.number, segment.tail, segment.capacity)
             self._put_left(txn, replace(segment, size=kept))
-        self.forget(segment.pack, segment.number)
 
     def _put_left(self, txn: Txn, segment: Segment) -> None:
+        self._taken.pop((segment.pack, segment.number), None)
         if segment.size:
             segments.put(txn, replace(segment, owner=None))
         else:

@@ -256,9 +256,9 @@ class Store(Engine):
         if not self.root.read_only:
             self._owners.me()
 
-    def forget_segment(self, pack: int, number: int) -> None:
+    def forget_segment(self, ticket: int) -> None:
         """See `Packing.forget`."""
-        self._packing.forget(pack, number)
+        self._packing.forget(ticket)
 
     @mending
     def name_pack(self, pack: Pack, space: str, key: str, *, overwrite: bool) -> bool:
