@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -25,7 +26,8 @@ import forebay
 from forebay._kernel import host
 from forebay.adapters import pfio
 from forebay.adapters.pfio import FileCache, MultiprocessFileCache, NaiveCache, ReadOnlyFileCache
-from tests.harness import Crew, in_child
+from forebay.pfio_file import PfioFile
+from tests.harness import Crew, fork_to_die, in_child
 
 FILLED = [FileCache, MultiprocessFileCache]
 both = pytest.mark.parametrize("kind", FILLED)
@@ -309,7 +311,8 @@ def test_an_incomplete_file(place: str) -> None:
     assert reader.closed
     assert reader.get(0) is None
     path = Path(place, "kept")
-    path.write_bytes(path.read_bytes()[:-1])
+    data = path.read_bytes()
+    path.write_bytes(data[: sum(struct.unpack_from("Qq", data, 16 * 8)) - 1])
     with pytest.raises(RuntimeError):
         ReadOnlyFileCache(9, dir=place).preload("kept")
     with FileCache(10, dir=place) as cache:
@@ -332,6 +335,75 @@ def test_another_length_is_told(kind: Any, place: str) -> None:
         cache.preload("kept")
     with pytest.raises(ValueError, match="10 slots, but 11"):
         ReadOnlyFileCache(11, dir=place).preload("kept")
+
+
+def preserved(place: str, sizes: list[int | None]) -> Path:
+    """A file with slots of these sizes, some of more segments than one."""
+    with MultiprocessFileCache(len(sizes), dir=place) as cache:
+        order = [i for i, size in enumerate(sizes) if size is not None]
+        random.Random(1).shuffle(order)
+        half = len(order) // 2
+        for i in order[:half]:
+            assert cache.put(i, sized(i, sizes[i]))
+        assert in_child(lambda: all(cache.put(i, sized(i, sizes[i])) for i in order[half:]))
+        assert cache.preserve("kept")
+    return Path(place, "kept")
+
+
+def sized(i: int, size: int | None) -> bytes | None:
+    return None if size is None else bytes([i % 251]) * size
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[None], [0], [None, None, 5], [0, 0, 0], [7], [0, 1 << 20, 4096, 4095, 4097, None, 0], [300_000] * 40, [*range(0, 3000, 7)]],
+    ids=lambda sizes: f"{len(sizes)} of {sizes[-1]}",
+)
+@pytest.mark.parametrize("kernel", [True, False], ids=["in the kernel", "by hand"])
+@pytest.mark.keeps("PFIO itself leaves a descriptor open")
+def test_a_preserved_file_of_any_sizes(place: str, sizes: list[int | None], kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pytest.importorskip("pfio.cache")
+    if not kernel:
+
+        def refuse(*_: Any) -> int:
+            raise OSError(18, "Invalid cross-device link")
+
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    path, wanted = preserved(place, sizes), [sized(i, size) for i, size in enumerate(sizes)]
+    file = PfioFile(path)
+    assert [None if (data := file.get(i)) is None else bytes(data) for i in range(len(file))] == wanted
+    with real.FileCache(len(sizes), dir=place) as theirs, MultiprocessFileCache(len(sizes), dir=place) as ours:
+        assert theirs.preload("kept")
+        assert ours.preload("kept")
+        assert content(theirs) == content(ours) == wanted
+
+
+@pytest.mark.root
+def test_where_blocks_can_be_shared_nothing_is_copied(tmp_path: Path) -> None:
+    image, place = tmp_path / "image", tmp_path / "xfs"
+    place.mkdir()
+    with open(image, "wb") as sparse:
+        sparse.truncate(300 << 20)  # the smallest that xfs takes
+    for command in (["/usr/sbin/mkfs.xfs", "-q", "-m", "reflink=1", image], ["mount", "-o", "loop", image, place]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("mkfs.xfs is not there")
+        if done.returncode:
+            pytest.skip(f"no xfs can be mounted here: {done.stderr.strip()}")
+    try:
+        with MultiprocessFileCache(600, dir=place) as cache:
+            assert all(cache.put(i, bytes([i % 251]) * 100_000) for i in range(600))
+            os.sync()
+            before = os.statvfs(place).f_bfree
+            assert cache.preserve("kept")
+            os.sync()
+            assert (before - os.statvfs(place).f_bfree) * os.statvfs(place).f_bsize < 2 << 20
+        with FileCache(600, dir=place) as cache:
+            assert cache.preload("kept")
+            assert content(cache) == [bytes([i % 251]) * 100_000 for i in range(600)]
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
 
 
 # -- the entry in a directory ------------------------------------------------------------------------------------------
@@ -433,9 +505,7 @@ def test_a_worker_that_outlives_the_maker_keeps_it(place: str) -> None:
 
 
 @pytest.mark.parametrize("step", range(0, 60, 7))
-def test_a_maker_killed_at_any_step_leaves_nothing_for_long(place: str, step: int, crew: Crew) -> None:
-    from tests.harness import fork_to_die
-
+def test_a_maker_killed_at_any_step_leaves_nothing_for_long(place: str, step: int) -> None:
     fork_to_die(step, lambda: FileCache(10, dir=place)).wait()
     FileCache(10, dir=place).close()
     assert os.listdir(place) == []
@@ -647,7 +717,7 @@ def test_s13_a_full_disk(kind: Any, place: str, monkeypatch: pytest.MonkeyPatch)
         def no_room(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("forebay.adapters.pfio_filling.write_pfio", no_room)
+        monkeypatch.setattr("forebay.adapters.pfio_filling.write_array", no_room)
         with pytest.warns(RuntimeWarning, match="kept"):
             assert not cache.preserve("kept")
         assert all(name.startswith("forebay-") for name in os.listdir(place))

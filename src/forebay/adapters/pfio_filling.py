@@ -17,12 +17,12 @@ from forebay import errors
 from forebay._engine.faults import FULL
 from forebay.adapters import pfio_places as places
 from forebay.adapters.pfio_base import Stored, let_go, receive, recorded, send
+from forebay.adapters.pfio_saving import write_array
 from forebay.adapters.pfio_tally import Tally
 from forebay.cache import Cache as Home
-from forebay.pfio_file import RECORD, PfioFile, write_pfio
+from forebay.pfio_file import RECORD, PfioFile
 from forebay.samples import Samples
 
-_BUFFER = 1 << 20
 _RUN = secrets.token_hex(8)  # a forked child inherits it, and has another pid; a spawned one may get the pid, and has another word
 
 
@@ -111,10 +111,9 @@ class Filling(Stored):
         live = cast(Samples, self._source)
         live.freeze()
         staged = os.path.join(str(self._root), f"preserve-{secrets.token_hex(8)}")
-        filled = ((i, data) for i in live if (data := live.get(i)) is not None)
         try:
-            with open(staged, "xb", buffering=_BUFFER, opener=_private) as file:
-                write_pfio(file, self.length, filled)
+            with open(staged, "xb", opener=_private) as file:
+                write_array(file, live)
             return places.link(staged, target, overwrite)
         except OSError as error:
             if error.errno not in FULL:
