@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo test quality style stress mutants bench-engine bench-remote deps docs clean
+.PHONY: help demo example test quality style stress mutants bench-engine bench-remote deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -28,6 +28,9 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 
 demo: $(VENV)/.core ## offline, about a minute: 4 workers, 2 epochs, one worker killed
 	$(BIN)/forebay demo
+
+example: $(VENV)/.dev ## trains on real images for two epochs; run it again, and nothing is decoded any more
+	$(PY) examples/train_images.py
 
 deps: ## the servers and tools that some tests use (apt, as root; else says what is missing)
 	@.ci/deps
