@@ -502,13 +502,20 @@ def test_what_is_no_array_of_samples_is_refused(cache: forebay.Cache, log: Log) 
         CachedDataset(Pictures(log), closed)
 
 
-def test_a_stream_is_refused(cache: forebay.Cache) -> None:
+@pytest.mark.parametrize("length", [None, 5])
+def test_a_stream_is_refused(cache: forebay.Cache, length: int | None) -> None:
     class Stream(data.IterableDataset):  # type: ignore[misc]
         def __iter__(self) -> Iterator[int]:
             return iter(())
 
-    with pytest.raises(errors.ConfigError, match="map-style"):
-        CachedDataset(Stream(), cache.samples(length=5))
+        if length:
+
+            def __len__(self) -> int:
+                return 5
+
+    for wrong in (Stream(), iter(())):
+        with pytest.raises(errors.ConfigError, match="map-style"):
+            CachedDataset(wrong, cache.samples(length=5))
 
 
 def test_after_close_it_says_so(cache: forebay.Cache, log: Log) -> None:

@@ -11,7 +11,7 @@ from forebay import errors
 from forebay.samples import Samples
 
 try:
-    from torch.utils.data import Dataset
+    from torch.utils.data import Dataset, IterableDataset
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.torch", "torch") from error
 
@@ -100,7 +100,9 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
 
 def _length(dataset: Any) -> int:
     try:
-        return len(dataset)
-    except TypeError as error:
-        message = f"a {type(dataset).__name__} has no length: a map-style dataset is wanted, with __len__ and __getitem__"
-        raise errors.ConfigError(message, name="dataset", value=type(dataset).__name__) from error
+        if not isinstance(dataset, IterableDataset):
+            return len(dataset)
+    except TypeError:
+        log.debug("a %s has no length", type(dataset).__name__)
+    kind = type(dataset).__name__
+    raise errors.ConfigError(f"a map-style dataset is wanted, with __len__ and __getitem__: {kind} is none", name="dataset", value=kind)
