@@ -5,24 +5,21 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from forebay import codecs, errors
-from forebay._engine.pack import Pack
+from forebay._engine.pack import Pack, Unencodable
 from forebay._engine.passthrough import NoPack
 from forebay._engine.store import Store
+from forebay._model import Buffer
 from forebay.arrays import SPACE, Shape, checked_name, digest_of, find, find_or_make
 from forebay.origin import Origin
 from forebay.pfio_file import PfioFile
 
 log = logging.getLogger("forebay.samples")
-
-# What only a cache's own trouble, or a value that its codec cannot encode, raises.
-_TROUBLE = (errors.CacheFault, TypeError, AttributeError, ValueError, RecursionError, NotImplementedError, pickle.PicklingError)
 
 open_default: Callable[[], Any] | None = None
 """Opens the default cache of this process: set by the room above, for `Samples.import_pfio` without a cache."""
@@ -45,7 +42,7 @@ def _import_pfio(
     try:
         for i in file:
             data = file.get(i)
-            if data is not None and not (found._pack.takes(i) and found._pack.put(i, (wrap(data),))):
+            if data is not None and not found._pack.put(i, lambda stream: (wrap(stream),), data):
                 raise errors.NoSpace.of(f"slot {i} of {path}", len(data), 0, home.budget)
         if not found.preserve(name, overwrite):
             message = f"there is an array {name!r} already: choose another name, or overwrite=True"
@@ -101,7 +98,11 @@ class Samples:
 
         With the codec ``raw`` a read-only memoryview over the mapping; arrays are read-only views of it. ``copy``: writable, of the
         caller's own. Raises IndexError outside of 0..N-1, and `Closed`."""
-        found = self._look(i, copy)
+        copy = copy or self._copy
+        data = self._pack.find(i, copy)
+        if data is None:
+            return None
+        found = self._decoded(i, data)
         return None if found is None else found[0]
 
     def get_many(self, indices: Iterable[int]) -> list[Any]:
@@ -116,7 +117,7 @@ class Samples:
 
         It comes as `get` gives it. What ``fn`` raises reaches all who waited for it. Where nothing more can be stored ``fn`` runs
         here at once. ``timeout``: seconds to wait for another process."""
-        found = self._look(i)
+        found = self._decoded(i, self._pack.find(i, self._copy))
         if found is not None:
             return found[0]
         if not self._pack.admits:
@@ -134,32 +135,45 @@ class Samples:
             self._origin.fall_back(error, f"sample {i} of {self._label}")
             return ran[0][0] if ran else fn()
 
-    def _look(self, i: int, copy: bool = False) -> tuple[Any] | None:
+    def _look(self, i: int) -> tuple[Any] | None:
+        return self._decoded(i, self._pack.look(i, self._copy))
+
+    def _decoded(self, i: int, data: memoryview | None) -> tuple[Any] | None:
         """In a tuple, since what is stored may be None."""
-        data = self._pack.find(i, copy or self._copy)
         if data is None:
             return None
         try:
-            return (self._codec.decode(data, lambda: self._pack.private(i)),)
+            return (self._codec.decode(data, lambda: self._private(i, data) if data.readonly else data),)
         except Exception:
             if self._pack.is_damaged(i):
                 return None
             raise  # the codec's own fault
 
+    def _private(self, i: int, data: memoryview) -> memoryview:
+        try:
+            return self._pack.private(i)
+        except OSError:  # as many mappings, or files, as a process may have
+            return memoryview(bytearray(data))
+
     def _made(self, i: int, value: Any) -> tuple[Any]:
         """Store what was made, if that can be; it comes back as the next reader will get it, where it can be stored at all."""
+        encoded: list[Sequence[Buffer]] = []
+
+        def encode(value: Any) -> Sequence[Buffer]:
+            encoded.append(self._codec.encode(value))
+            return encoded[0]
+
         try:
-            parts = self._codec.encode(value)
-            if self._pack.takes(i):
-                self._pack.put(i, parts)
-        except _TROUBLE as error:
+            self._pack.put(i, encode, value)
+        except Unencodable as error:
             self._tell(i, error)
-            if not isinstance(error, errors.CacheFault):
-                return (value,)
+            return (value,)
+        except errors.CacheFault as error:
+            self._tell(i, error)
         found = self._look(i)
         if found is not None:
             return found
-        whole = bytearray(b"".join(parts))
+        whole = bytearray(b"".join(encoded[0] if encoded else self._codec.encode(value)))
         data = memoryview(whole) if self._copy else memoryview(whole).toreadonly()
         return (self._codec.decode(data, lambda: memoryview(whole)),)
 
@@ -185,17 +199,14 @@ class Samples:
 
         Of several that fill one slot at the same time one does. Raises IndexError, `Closed`, `ConfigError` for what the codec does
         not take."""
-        pack = self._pack
-        if not pack.takes(i):
-            return False
         try:
-            return pack.put(i, self._codec.encode(value))
-        except _TROUBLE as error:
+            return self._pack.put(i, self._codec.encode, value)
+        except (errors.CacheFault, Unencodable) as error:
             self._tell(i, error)
             return False
 
     def _tell(self, i: int, error: Exception) -> None:
-        """Something is not stored: said once a kind. What the codec cannot store at all is an error of the caller's, and raised."""
+        """Something is not stored: said once a kind."""
         if isinstance(error, errors.NoSpace) and error.limit == "budget":  # what `freeze` means: the end of many a first epoch
             self._origin.warn(f"samples {self._label}", "%s takes nothing more for now, and keeps what it has: %s", self._label, error)
             self._origin.store.count("store_failures")
@@ -203,10 +214,8 @@ class Samples:
             self._warn("full", f"{self._label} takes nothing more for now, and keeps what it has: {error}")
         elif isinstance(error, errors.CacheFault):
             self._warn("fault", f"sample {i} of {self._label} is not stored: {error}")
-        elif isinstance(error, errors.ConfigError):
-            raise error
         else:
-            self._warn("encode", f"sample {i} of {self._label} cannot be stored: {type(error).__name__}: {error}")
+            self._warn("encode", f"sample {i} of {self._label} cannot be stored: {error}")
 
     def _warn(self, kind: str, message: str) -> None:
         self._origin.store.count("store_failures")

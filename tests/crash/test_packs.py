@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forebay._engine import packing
+from forebay._engine import appending, packing
 from forebay._engine.pack import Pack
 from forebay._engine.store import Store
+from forebay.codecs import codec
 from tests.crash.conftest import Scene
 from tests.harness import KiB, MiB, bytes_of
 
 NewScene = Callable[[int], Scene]
 SLOTS = 600
+raw = codec("raw").encode
 BODIES = {slot: os.urandom(10_000 + slot) for slot in range(8)}
 
 
@@ -24,6 +26,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a few samples fill one."""
     monkeypatch.setattr(packing, "SMALLEST", 32 * KiB)
     monkeypatch.setattr(packing, "EASY", 32 * KiB)
+    monkeypatch.setattr(appending, "AHEAD", 16 * KiB)
 
 
 @contextlib.contextmanager
@@ -44,8 +47,7 @@ def array(store: Store, name: str = "a") -> Iterator[Pack]:
 def fill(store: Store, *slots: int, name: str = "a") -> None:
     with array(store, name) as pack:
         for slot in slots:
-            if pack.takes(slot):
-                pack.put(slot, (BODIES[slot],))
+            pack.put(slot, raw, BODIES[slot])
 
 
 def is_whole(store: Store, *filled: int, name: str = "a") -> None:
@@ -70,7 +72,7 @@ def nothing(store: Store) -> None:
 
 def test_the_first_put(scene: NewScene) -> None:
     steps = scene(MiB).play(nothing, lambda store: fill(store, 0), is_whole, least=10)
-    assert {"allocate", "pwrite", "set_word", "rename"} <= {step.split()[0] for step in steps}
+    assert {"allocate", "truncate", "pwrite", "set_word", "rename"} <= {step.split()[0] for step in steps}
 
 
 def test_further_puts_over_several_segments(scene: NewScene) -> None:
@@ -97,7 +99,7 @@ def test_a_writer_that_needs_what_stands_empty_behind_the_dead(scene: NewScene) 
     def before(store: Store) -> None:
         fill(store, 0)
         with array(store) as pack:  # what a killed process leaves: a segment that is his, with room behind its last record
-            pack.put(1, (BODIES[1],))
+            pack.put(1, raw, BODIES[1])
             pack._appender = None
 
     def during(store: Store) -> None:
@@ -127,7 +129,7 @@ def test_another_version_takes_the_name(scene: NewScene) -> None:
 def test_an_array_without_a_name_goes_with_its_process(scene: NewScene) -> None:
     def during(store: Store) -> None:
         pack = store.make_pack("samples", "~1", SLOTS, life="held")
-        pack.put(0, (BODIES[0],))
+        pack.put(0, raw, BODIES[0])
         pack.close()
         store.drop_if_unused(pack.lease.entry)
 
@@ -143,7 +145,7 @@ def test_an_array_gets_a_name(scene: NewScene) -> None:
     def during(store: Store) -> None:
         pack = store.make_pack("samples", "~1", SLOTS, life="held")
         for slot in range(4):
-            pack.put(slot, (BODIES[slot],))
+            pack.put(slot, raw, BODIES[slot])
         assert store.name_pack(pack, "samples", "a", overwrite=True)
         pack.freeze()
         pack.close()

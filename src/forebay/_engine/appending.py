@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from typing import Protocol
 
 from forebay._engine.packing import Room, Taken
-from forebay._kernel import locks
+from forebay._engine.packs import PAGE
+from forebay._kernel import host, locks
+
+AHEAD = 1 << 20
+"""A segment's blocks are counted when it is taken, and allocated by and by: so much at once."""
 
 LOOK_AGAIN = 0.1
 """Seconds after which a writer looks whether its descriptor is still of its segment."""
@@ -33,7 +38,17 @@ class Appender:
         self.claims, segment = locks.Claims(index), taken.segment
         self._segments, self.fd, self._ticket, self.number = segments, taken.fd, taken.ticket, segment.number
         self.tail, self.capacity = segment.tail, segment.capacity
+        self.ready = 0  # up to here its blocks are allocated
         self._inode, self._look_at = os.fstat(self.fd).st_ino, time.monotonic() + LOOK_AGAIN
+
+    def make_ready(self, need: int) -> None:
+        """Have the blocks for ``need`` bytes more, and some ahead. Raises what the disk raises; then it is as it was."""
+        if not self._is_open():
+            raise OSError(errno.EBADF, "the job closed a descriptor of ours")
+        begin = max(self.ready, self.tail // PAGE * PAGE)
+        end = min(max(self.tail + need, begin + AHEAD), self.capacity)
+        host.allocate(self.fd, begin, end - begin)
+        self.ready = end
 
     def is_ours(self) -> bool:
         """False where the job closed our descriptor: its number may be another file's by now. Asked for often, it looks now and then."""

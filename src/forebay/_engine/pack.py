@@ -12,14 +12,16 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from forebay import errors
 from forebay._engine import packs, records
 from forebay._engine.appending import Appender, Segments
 from forebay._engine.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
-from forebay._engine.faults import faults
+from forebay._engine.faults import FULL, faults
 from forebay._engine.leases import Lease
+from forebay._engine.mapped import Mapped
 from forebay._engine.packing import Room
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
@@ -30,9 +32,12 @@ ONE_HIT = 1 << 44
 """Hits are counted above this bit, their bytes below it: one addition for both."""
 ASK_AGAIN = 2.0
 """Seconds after which a writer that found no room asks again, though nothing was evicted meanwhile."""
-_FIRST_WINDOW = 1 << 30
 _MANY_HITS = ONE_HIT << 10
 _NOTHING = memoryview(b"").cast("Q")
+
+
+class Unencodable(Exception):
+    """A codec could not encode a value; its cause is what the codec raised."""
 
 
 class Pack:
@@ -46,9 +51,8 @@ class Pack:
         words = packs.map_index(self._root, self.id, length, writable=not self._root.read_only)
         self._words, self._cells = words, words[packs.HEADER_WORDS : packs.HEADER_WORDS + length]
         self._starts, self._ends = mappings.words_of_process(length), mappings.words_of_process(length)
-        self._window = mappings.Window(_FIRST_WINDOW)
-        self._view, self._top = self._window.view, 0
-        self._placed: dict[int, tuple[int, int]] = {}  # segment -> where it begins in the window, its length
+        self._mapped = Mapped(root, self.id)
+        self._view = self._mapped.view
         self._count = self._stored = 0  # since they were told: see `tell`
         self._read_only = False
         self._refused = 0.0, 0, 0  # until when, how much, at which eviction
@@ -57,7 +61,7 @@ class Pack:
         host.at_fork(self)
 
     def _begin(self) -> None:
-        self._mapping, self._appending = threading.Lock(), threading.Lock()
+        self._appending = threading.Lock()
         self._appender: Appender | None = None
         self._pid = os.getpid()
 
@@ -70,6 +74,7 @@ class Pack:
     def after_fork_child(self) -> None:
         if self._appender is not None:
             self._appender.abandon()
+        self._mapped.after_fork_child()
         self._begin()
         self._count = self._stored = 0
 
@@ -94,11 +99,17 @@ class Pack:
         if not self._ends[slot] and not self._locate(slot):
             self._counters.add(MISSES)
             return None
-        start, end = self._starts[slot], self._ends[slot]
-        self._count += ONE_HIT + end - start
+        self._count += ONE_HIT + self._ends[slot] - self._starts[slot]
         if self._count > _MANY_HITS:
             self.tell()
-        found = self._view[start:end]
+        return self.look(slot, copy)
+
+    def look(self, slot: int, copy: bool = False) -> memoryview | None:
+        """The same as `find`, counted as neither hit nor miss."""
+        slot = self._checked(slot)
+        if not self._ends[slot] and not self._locate(slot):
+            return None
+        found = self._view[self._starts[slot] : self._ends[slot]]
         return memoryview(bytearray(found)) if copy else found
 
     def has(self, slot: int) -> bool:
@@ -117,18 +128,8 @@ class Pack:
 
     def private(self, slot: int) -> memoryview:
         """The payload of a slot that `find` found, writable: what is stored there is seen by nobody else, and never kept."""
-        start, end = self._starts[slot], self._ends[slot]
         number, offset = records.place_of(self._cells[slot])
-        first = (offset + records.HEADER) // packs.PAGE * packs.PAGE
-        skip = offset + records.HEADER - first
-        try:
-            fd = packs.open_segment(self._root, self.id, number)
-            try:
-                return mappings.map_file(fd, skip + end - start, offset=first, writable=True, private=True)[skip:]
-            finally:
-                os.close(fd)
-        except OSError:  # as many mappings, or files, as a process may have
-            return memoryview(bytearray(self._view[start:end]))
+        return self._mapped.private(number, offset + records.HEADER, self._ends[slot] - self._starts[slot])
 
     def _locate(self, slot: int) -> bool:
         """Look at a record for the first time in this process, and remember where it lies. False: there is none, or it is damaged."""
@@ -136,12 +137,10 @@ class Pack:
         if not word:
             return False
         number, offset = records.place_of(word)
-        with self._mapping:
-            placed = self._placed.get(number)
-            if placed is None or offset >= placed[1]:  # cut short by somebody when it was mapped, and made whole since
-                placed = self._place(number)
+        placed = self._mapped.where(number, offset)
         if placed is None:
             return False
+        self._view = self._mapped.view  # it may have been made larger; before what leads into it
         begin, length = placed
         size = records.length_of(self._view[begin : begin + length], offset, self._seed, slot) if length else None
         if size is None:
@@ -151,40 +150,6 @@ class Pack:
         self._starts[slot] = start
         self._ends[slot] = start + size  # last: who finds it takes the other for set
         return True
-
-    def _place(self, number: int) -> tuple[int, int] | None:
-        """Map a segment behind the last one; (0, 0) where there is none, None where it cannot be mapped now."""
-        try:
-            fd = packs.open_segment(self._root, self.id, number)
-        except (FileNotFoundError, errors.Damaged):
-            return 0, 0
-        except OSError:
-            return None
-        try:
-            length = os.fstat(fd).st_size
-            if number in self._placed and length <= self._placed[number][1]:
-                return self._placed[number]
-            if self._top + length > self._window.length:
-                self._widen(self._top + length)
-            self._window.place(fd, length, self._top)
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
-        self._placed[number] = self._top, length
-        self._top += -(-length // packs.PAGE) * packs.PAGE
-        return self._placed[number]
-
-    def _widen(self, wanted: int) -> None:
-        """A larger window, in which everything lies where it lay: what is known stays true."""
-        window = mappings.Window(1 << (2 * wanted - 1).bit_length())
-        for number, (begin, length) in self._placed.items():
-            fd = packs.open_segment(self._root, self.id, number)
-            try:
-                window.place(fd, length, begin)
-            finally:
-                os.close(fd)
-        self._window, self._view = window, window.view
 
     def _empty(self, slot: int, word: int) -> None:
         """A damaged record is served to nobody: its slot can be filled again."""
@@ -199,8 +164,10 @@ class Pack:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def takes(self, slot: int) -> bool:
-        """Whether a slot is empty, and this handle may fill it: asked before the work of encoding. Raises IndexError, and `Closed`."""
+    def put(self, slot: int, encode: Callable[[Any], Sequence[Buffer]], value: Any) -> bool:
+        """Fill a slot with what ``encode`` makes of a value. False if it is filled, nothing is let in, or there was no room a moment ago.
+
+        Raises IndexError, `Closed`, `Unencodable`, `NoSpace` where there is no room, or another `CacheFault`."""
         try:
             word = self._cells[slot]
         except IndexError:
@@ -208,12 +175,14 @@ class Pack:
             self._checked(slot)
         if slot < 0 or self.closed:
             self._checked(slot)
-        return not (word or self._read_only or self._words[packs.FROZEN]) and self._can_append()
-
-    def put(self, slot: int, parts: Sequence[Buffer]) -> bool:
-        """Fill a slot that `takes` said yes to. False if another came first, or there was no room a moment ago.
-
-        Raises `NoSpace` where there is no room, or another `CacheFault`."""
+        if word or self._read_only or self._words[packs.FROZEN] or not self._can_append():
+            return False
+        try:
+            parts = encode(value)
+        except errors.ConfigError:
+            raise
+        except Exception as error:
+            raise Unencodable(f"{type(error).__name__}: {error}") from error
         length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
         try:
             with self._appending:
@@ -227,14 +196,16 @@ class Pack:
                     return self._append_locked(slot, parts, length)
 
     def _append_locked(self, slot: int, parts: Sequence[Buffer], length: int) -> bool:
-        self._check_open()  # another thread may have closed it since `takes`
+        self._check_open()  # another thread may have closed it meanwhile
         need = records.footprint(length)
         appender = self._appender
-        if appender is None or appender.tail + need > appender.capacity or not appender.is_ours():
-            appender = self._next_locked(need)
+        if appender is None or appender.tail + need > appender.ready:
+            appender = self._appender_for(need)
             if appender is None:
                 return False
         tail, claims = appender.tail, appender.claims
+        if not appender.is_ours():
+            raise OSError(errno.EBADF, "the job closed a descriptor of ours")
         host.pwritev(appender.fd, (records.header_of(self._seed, slot, parts, length), *parts), records.HEADER + length, tail)
         # The record is written; whoever has the slot's byte makes it the slot's. P1 sees it empty / P2 sees it empty, stores /
         # P1 has the byte: look again. Who finds the byte taken is second: he does not wait.
@@ -250,19 +221,37 @@ class Pack:
         self._stored += length
         return True
 
+    def _appender_for(self, need: int) -> Appender | None:
+        """What ``need`` bytes go into: the segment that is at hand with more of its blocks made ready, else the next one."""
+        appender = self._appender
+        if appender is None or appender.tail + need > appender.capacity:
+            appender = self._next_locked(need)
+        if appender is not None:
+            try:
+                appender.make_ready(need)
+            except OSError as error:
+                if error.errno in FULL:
+                    self._refuse(need)
+                    with contextlib.suppress(errors.CacheFault):  # what cannot be told now is found by who needs room
+                        self._leave_locked()
+                raise
+        return appender
+
+    def _refuse(self, need: int) -> None:
+        words, index = self._slots.evictions()
+        self._refused = time.monotonic() + ASK_AGAIN, need, words[index]
+
     def _next_locked(self, need: int) -> Appender | None:
         """A segment with room, in place of the one that is full; None where there was none a moment ago."""
         if self._is_refused(need):
             return None
         self.tell()
         room = Room(self.id, self._space, self._words[packs.QUOTA] or None)
-        words, index = self._slots.evictions()
-        eviction = words[index]  # before the attempt: what is evicted meanwhile is a reason to ask again
         full, self._appender = self._appender, None
         try:
             taken = self._segments.take_segment(room, need, self._words, (full.number, full.tail) if full is not None else None)
         except errors.NoSpace:
-            self._refused = time.monotonic() + ASK_AGAIN, need, eviction
+            self._refuse(need)
             raise
         finally:
             if full is not None:
@@ -316,7 +305,7 @@ class Pack:
         """Compare what `find` found with its checksum; what is damaged is emptied."""
         word = self._cells[slot]
         number, offset = records.place_of(word)
-        begin, length = self._placed.get(number, (0, 0))
+        begin, length = self._mapped.where(number, offset) or (0, 0)
         if not word or records.length_of(self._view[begin : begin + length], offset, self._seed, slot, verify=True) is not None:
             return False
         self._ends[slot] = 0

@@ -1,7 +1,6 @@
 """Room for packs: their making, and the segments that writers append to.
 
     room       a row counts the segment before its file is there     a crash: counted, and taken over by the next writer of the pack
-    allocate   the whole file                                        the same
     append     see the module `pack`                                 the same; the index says where the last record ends
     leave      the tail is punched, then the row says so             a crash between: still counted; done again by who needs room
 
@@ -30,8 +29,9 @@ from forebay._engine.room import Want
 from forebay._engine.root import Root
 
 SMALLEST, LARGEST = 1 << 20, 64 << 20
-"""A step is 1/256 of what is free, within these; and not much more than 1/64 of the pack, so that little stands empty behind it."""
-EASY = 4 << 20
+"""A step is 1/256 of what is free, within these, and at most `EASY` or an eighth of the pack: much that is counted and empty would
+look odd behind few samples."""
+EASY = 16 << 20
 _FAR = 1 << 62
 
 
@@ -102,7 +102,7 @@ class Packing:
             spare = self._spare(room.pack, need, words)
             segment = self._enter(room, need, spare, left, me)
             try:
-                fd = packs.allocate_segment(self.root, room.pack, segment.number, segment.tail, segment.capacity)
+                fd = packs.make_segment(self.root, room.pack, segment.number, segment.capacity)
             except BaseException:
                 self._leave(segment)
                 raise
@@ -218,7 +218,7 @@ class Packing:
                 key=entry.key, need=need, free=max(0, left), budget=room.quota, limit="quota",
             )  # fmt: skip
         short = self._budget.room.short(txn, None)
-        step = min(max(short.free // 256, SMALLEST), LARGEST, max(EASY, entry.size // 64))
+        step = min(max(short.free // 256, SMALLEST), LARGEST, max(EASY, entry.size // 8))
         allowed = min(short.free // 4, left)
         number = segments.last(txn, room.pack) + 1
         if number > records.MAX_SEGMENT:

@@ -1,7 +1,7 @@
 """The files of a pack, an array of samples: one index of fixed length, and segments that writers append records to.
 
 ``packs/<id>/index``: a page of header (magic, root, pack, length, frozen, quota), then a word a slot, allocated whole.
-``packs/<id>/<number>``: a segment, allocated whole before its first record, of one writer; its tail is punched when he leaves.
+``packs/<id>/<number>``: a segment, of one writer; each block is allocated before it is written, its tail punched when he leaves.
 """
 
 from __future__ import annotations
@@ -116,18 +116,17 @@ def open_segment(root: Root, id: int, number: int) -> int:
     return fd
 
 
-def allocate_segment(root: Root, id: int, number: int, tail: int, capacity: int) -> int:
-    """A descriptor to append with, of a segment whose bytes from ``tail`` on are there; made if it is new, or was half made.
-
-    Raises what the disk raises. Caller: is its one writer."""
+def make_segment(root: Root, id: int, number: int, capacity: int) -> int:
+    """A descriptor to append with, of a segment that is new, or was half made, or left. Nothing of it is allocated here; its length
+    never changes, so that it can be mapped. Raises what the disk raises. Caller: is its one writer."""
     path = segment_path(root, id, number)
     try:
         fd = host.create(path, root.file_mode)
     except FileExistsError:
         fd = host.open_write(path)
     try:
-        start = tail // PAGE * PAGE
-        host.allocate(fd, start, capacity - start)
+        if os.fstat(fd).st_size < capacity:
+            host.truncate(fd, capacity)
     except BaseException:
         os.close(fd)
         raise

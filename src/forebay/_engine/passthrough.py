@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from forebay import errors
@@ -68,11 +68,11 @@ class NoPack:
     def count(self) -> int:
         return len(self.filled())
 
-    def takes(self, slot: int) -> bool:
-        return self.has(slot)
+    def look(self, slot: int, copy: bool = False) -> memoryview | None:
+        return self.find(slot)
 
-    def put(self, slot: int, parts: Sequence[Buffer]) -> bool:
-        return False
+    def put(self, slot: int, encode: Callable[[Any], Any], value: Any) -> bool:
+        return self.has(slot)
 
     def freeze(self) -> None:
         self.has(0)
