@@ -587,3 +587,12 @@ def test_a_file_that_is_not_pfios(cache: forebay.Cache, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="codec"):
         forebay.Samples.import_pfio(tmp_path / "other", "mine", cache=cache, codec="numpy")
     assert names(cache) == []
+
+
+def test_get_or_put_counts_one_miss_or_one_hit(cache: forebay.Cache) -> None:
+    with cache.samples("a", 10) as samples:
+        for _ in range(3):
+            for i in range(5):
+                samples.get_or_put(i, lambda: bytes(1000))
+    counts = cache.stats()
+    assert (counts.hits, counts.misses, counts.bytes_hit, counts.bytes_stored) == (10, 5, 10_000, 5000)
