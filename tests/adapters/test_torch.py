@@ -321,6 +321,7 @@ def test_what_the_dataset_raises_is_unchanged(cache: forebay.Cache, log: Log, ma
 
     class Broken(Pictures):
         def __getitem__(self, i: int) -> Any:
+            self.log.add(i)
             raise raised
 
     dataset = cached(cache, Broken(log))
@@ -328,7 +329,10 @@ def test_what_the_dataset_raises_is_unchanged(cache: forebay.Cache, log: Log, ma
         with pytest.raises(type(raised)) as found:
             ask()
         assert found.value is raised
+        assert found.value.__context__ is None or isinstance(raised, (errors.CacheFault, errors.WaitTimeout))
     assert dataset.samples.filled == 0
+    # One of the cache's own kinds might be the cache's: the second one is the dataset's.
+    assert log.take()["3"] == (4 if isinstance(raised, (errors.CacheFault, errors.WaitTimeout)) else 2)
 
 
 def test_what_fails_in_another_rank_fails_here_with_its_own_error(cache: forebay.Cache, log: Log, crew: Crew) -> None:

@@ -61,11 +61,9 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
         return found if self.transform is None else [self.transform(item) for item in found]
 
     def _found(self, indices: Sequence[int]) -> list[Any]:
-        """What is in the cache, None in place of the rest: an item that is None itself is looked at once more."""
+        """What is in the cache, None in place of the rest, which is looked at one by one: each then raises what is its own."""
         try:
             return self.samples.get_many(indices)
-        except (errors.Closed, IndexError):
-            raise
         except Exception as error:
             log.debug("a batch is looked at item by item: %s", error, exc_info=True)
             return [None] * len(indices)
