@@ -158,7 +158,7 @@ def test_flipped_bytes_are_found_by_verify_and_the_slots_filled_again(cache: for
         number, offset = records.place_of(word(place, slot))
         poke(place / f"{number:08d}", offset + records.HEADER + 5, b"\xff")
     assert [problem.kind for problem in cache.check(deep=True)] == ["samples"]
-    assert "2 samples" in str(cache.check(deep=True)[0])
+    assert "2 of its samples" in str(cache.check(deep=True)[0])
     assert samples.verify() == [2, 40]
     assert samples.get(2) is None
     assert samples.put(2, body(2))

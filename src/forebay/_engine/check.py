@@ -145,7 +145,7 @@ def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:
         return
     if bad:
         shown = ", ".join(map(str, bad[:5])) + ("..." if len(bad) > 5 else "")
-        yield Problem("samples", entry.name, f"{len(bad):,} samples are not what was stored: {shown}", entry.key, entry.id)
+        yield Problem("samples", entry.name, f"{len(bad):,} of its samples, not what was stored: {shown}", entry.key, entry.id)
 
 
 def _empty_samples(root: Root, id: int) -> None:

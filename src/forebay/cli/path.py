@@ -25,7 +25,8 @@ def path(
             if entry is None:
                 raise NotCached.of(name)
             if entry.space != "urls":
-                raise ConfigError(f"{name} is a value that a program put: only what came from a URL has a file", name="NAME", value=name)
+                what = "an array of samples" if entry.kind == "pack" else "a value that a program put"
+                raise ConfigError(f"{name} is {what}: only what came from a URL has a file", name="NAME", value=name)
             with cache.local(name, force=True) as lease:
                 found = os.fspath(lease)
     output.document({"name": name, "path": found})
