@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -529,6 +530,18 @@ def test_a_network_file_system_is_refused(kind: Any, place: str, monkeypatch: py
         os.makedirs(place, exist_ok=True)
         with pytest.raises(ValueError, match="nfs"):
             make(10, dir=place)
+
+
+@both
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_somebody_removes_it(kind: Any, place: str) -> None:
+    with filled(kind(10, dir=place, cache_size_limit=10**6), 3) as cache:
+        shutil.rmtree(place)
+        assert content(cache)[3:] == [None] * 7
+        assert set(content(cache)[:3]) <= {None, *map(value, range(3))}
+        assert not cache.put(0, b"x")
+        cache.put(5, b"x")
+        assert cache.get(5) in (None, b"x")
 
 
 # -- processes and threads ---------------------------------------------------------------------------------------------

@@ -73,6 +73,9 @@ class Filling(Stored):
             return live.put(i, value) if self._tally is None else self._put_within(self._tally, live, operator.index(i), value)
         except errors.Closed:  # by another thread, meanwhile
             return False
+        except OSError as error:  # what can be told of a cache is told already: this is one that somebody removed
+            self._tell_once(error)
+            return False
 
     def _put_within(self, tally: Tally, live: Samples, i: int, value: bytes | memoryview) -> bool:
         """Where the limit is met nothing is put from then on."""
@@ -114,7 +117,7 @@ class Filling(Stored):
         try:
             with open(staged, "xb", opener=_private) as file:
                 write_array(file, live)
-            return places.link(staged, target, overwrite)
+            return places.publish(staged, target, overwrite)
         except OSError as error:
             if error.errno not in FULL:
                 raise

@@ -52,24 +52,31 @@ def reopen_private(path: str) -> Cache:
     return Cache(path, budget=UNLIMITED, min_free=0)
 
 
-def link(source: str, target: str, overwrite: bool) -> bool:
-    """Give the file ``source`` the name ``target`` too, at once; False if that is taken, unless ``overwrite``. Raises OSError."""
-    if os.path.exists(target) and os.path.samefile(source, target):
-        return overwrite
-    if not overwrite:
-        try:
-            os.link(source, target)
-        except FileExistsError:
-            return False
+def publish(staged: str, target: str, overwrite: bool) -> bool:
+    """Let a file that is whole have the name ``target``, at once; False if that is taken, unless ``overwrite``. Raises OSError."""
+    if overwrite:
+        os.replace(staged, target)
         return True
+    try:
+        os.link(staged, target)
+    except FileExistsError:
+        return False
+    return True
+
+
+def link(source: str, target: str, overwrite: bool) -> bool:
+    """Give a preserved file one name more. See `publish`."""
+    if os.path.exists(target) and os.path.samefile(source, target):
+        return overwrite  # it has it; to replace it by itself would leave it both names
+    if not overwrite:
+        return publish(source, target, overwrite)
     spare = f"{target}.forebay-{secrets.token_hex(8)}"
     os.link(source, spare)
     try:
-        os.replace(spare, target)
+        return publish(spare, target, overwrite)
     except BaseException:
         os.unlink(spare)
         raise
-    return True
 
 
 def remove_private(path: str) -> None:
