@@ -441,6 +441,14 @@ def test_numbers_of_other_packages_are_indices(cache: forebay.Cache, log: Log) -
     assert log.take() == {"3": 1}
 
 
+def test_an_item_that_is_drawn_twice_is_two_objects(cache: forebay.Cache, log: Log) -> None:
+    dataset = cached(cache, Pictures(log), transform=Brightened(Log(log.path.with_name("transformed"))))
+    for _ in range(2):
+        for _, tensor, label in dataset.__getitems__([3, 3, 4, 3]):
+            assert torch.equal(tensor, torch.from_numpy(image(label, 4)).float() + 0.5)
+    assert log.take() == {"3": 1, "4": 1}
+
+
 @pytest.mark.parametrize("index", [-1, ITEMS, 1 << 70])
 def test_an_index_outside_is_an_error(cache: forebay.Cache, log: Log, index: int) -> None:
     dataset = cached(cache, Pictures(log))
@@ -468,6 +476,7 @@ def test_counters_come_from_workers(cache: forebay.Cache, log: Log) -> None:
     loader = data.DataLoader(cached(cache, Pictures(log)), batch_size=8, num_workers=2, collate_fn=listed)
     assert_epoch(loader)
     before = cache.stats()
+    assert (before.hits, before.misses) == (0, ITEMS)
     assert before.bytes_stored > ITEMS * 3 * KiB
     assert_epoch(loader)
     after = cache.stats()

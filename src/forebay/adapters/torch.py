@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Sequence
@@ -63,7 +64,9 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
     def _found(self, indices: Sequence[int]) -> list[Any]:
         """What is in the cache, None in place of the rest, which is looked at one by one: each then raises what is its own."""
         try:
-            return self.samples.get_many(indices)
+            there = [i in self.samples for i in indices]  # else a miss would be counted here, and once more where it is made
+            kept = iter(self.samples.get_many(itertools.compress(indices, there)))
+            return [next(kept) if filled else None for filled in there]
         except Exception as error:
             log.debug("a batch is looked at item by item: %s", error, exc_info=True)
             return [None] * len(indices)
