@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example test quality style stress mutants bench-engine bench-remote deps docs clean
+.PHONY: help demo example test quality style stress mutants bench-engine bench-samples bench-remote deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -56,6 +56,9 @@ mutants: $(VENV)/.dev deps ## each deliberate breach of the code must turn its t
 
 bench-engine: $(VENV)/.dev ## hits, puts, evictions, leases beside floors and peers of the same run
 	$(PY) benchmarks/engine.py
+
+bench-samples: $(VENV)/.dev ## arrays of samples beside pfio, lmdb, diskcache and the floor
+	$(PY) benchmarks/samples.py
 
 bench-remote: $(VENV)/.dev deps ## fetches from nginx beside curl and bare clients
 	$(PY) benchmarks/remote.py

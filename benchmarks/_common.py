@@ -62,6 +62,7 @@ class Line:
     timings: dict[str, Timing] = field(default_factory=dict)
     met: bool | None = None
     note: str = ""
+    unit: str = "s"
 
     @property
     def ours(self) -> Timing:
@@ -77,24 +78,27 @@ class Line:
 
     def floors(self) -> str:
         return "; ".join(
-            f"{label} {seconds(timing.median)} ({self.ours.median / timing.median:.3g}x)"
+            f"{label} {self._value(timing.median)} ({self.ours.median / timing.median:.3g}x)"
             for label, timing in self.timings.items()
             if timing.kind == FLOOR
         )
 
     def peers(self) -> str:
         return "; ".join(
-            f"{label} {seconds(timing.median)} ({self.ratio(label):.3g}x{self._cpu_ratio(timing)})"
+            f"{label} {self._value(timing.median)} ({self.ratio(label):.3g}x{self._cpu_ratio(timing)})"
             for label, timing in self.timings.items()
             if timing.kind == PEER
         )
+
+    def _value(self, value: float) -> str:
+        return seconds(value) if self.unit == "s" else f"{value:,.0f} {self.unit}"
 
     def _cpu_ratio(self, timing: Timing) -> str:
         ours = self.ours.median_cpu
         return f", CPU {timing.median_cpu / ours:.3g}x" if timing.cpu and ours > 0 else ""
 
     def markdown(self) -> str:
-        mine = seconds(self.ours.median)
+        mine = self._value(self.ours.median)
         if self.ours.cpu:
             mine += f" (CPU {seconds(self.ours.median_cpu)})"
         verdict = {True: "met", False: "**missed**", None: "-"}[self.met]

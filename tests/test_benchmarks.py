@@ -1,0 +1,27 @@
+"""The benchmarks run, and print a table with their rows; how fast anything is, is not asked here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_the_table_of_samples_has_the_rows_that_were_asked_for(tmp_path: Path) -> None:
+    for peer in ("diskcache", "lmdb", "numpy", "pfio"):
+        pytest.importorskip(peer)
+    words = [sys.executable, str(BENCHMARKS / "samples.py"), "--quick", "--folder", str(tmp_path), "space", "codecs"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    assert [row[1].strip() for row in rows] == [
+        "bytes on disk for a sample of 10 KB, index included",
+        "`get` of an array of 150 KB, codec numpy",
+        "`get` of an array of 150 KB, codec pickle",
+    ]
+    assert all("pfio" in row[5] and "diskcache" in row[5] for row in rows)
+    assert list(tmp_path.iterdir()) == []
