@@ -153,12 +153,11 @@ def fill(folder: Path, count: int, data: bytes, length: int | None = None) -> No
 
 
 def preserved(folder: Path, count: int, data: bytes, length: int) -> None:
-    """A file as PFIO's ``preserve`` writes it: records of offset and length (-1: empty), then data. The first ``count`` slots are filled."""
+    """A file as PFIO's ``preserve`` writes it: offset and length (-1: empty) of each slot, then data. The first ``count`` slots are filled."""
     (folder / "pfio").mkdir(exist_ok=True)
     ends = itertools.count(16 * length, len(data))
     with open(folder / "pfio" / NAME, "wb") as file:
-        for i in range(length):
-            file.write(struct.pack("Qq", next(ends), len(data)) if i < count else struct.pack("Qq", 0, -1))
+        file.writelines(struct.pack("Qq", next(ends), len(data)) if i < count else struct.pack("Qq", 0, -1) for i in range(length))
         file.writelines(data for _ in range(count))
 
 
