@@ -153,7 +153,7 @@ def fill(folder: Path, count: int, data: bytes, length: int | None = None) -> No
 
 
 def preserved(folder: Path, count: int, data: bytes, length: int) -> None:
-    """A file as PFIO's ``preserve`` writes it: offset and length (-1: empty) of each slot, then data. The first ``count`` slots are filled."""
+    """A file as PFIO's ``preserve`` writes: each slot's offset and length (-1: empty), then data. The first ``count`` slots are filled."""
     (folder / "pfio").mkdir(exist_ok=True)
     ends = itertools.count(16 * length, len(data))
     with open(folder / "pfio" / NAME, "wb") as file:
