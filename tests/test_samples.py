@@ -15,7 +15,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from tests.harness import KiB, MiB, fork, in_child, usage
+from tests.harness import MiB, fork, in_child, usage
 
 
 @pytest.fixture
@@ -81,6 +81,7 @@ def test_numbers_of_numpy_are_indices(cache: forebay.Cache) -> None:
     samples = cache.samples("a", 10)
     assert samples.put(np.int64(3), b"three")
     assert samples.get(np.int32(3)) == b"three"
+    assert np.int64(3) in samples
     with pytest.raises(IndexError):
         samples.get(np.int64(-1))
 

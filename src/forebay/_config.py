@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import math
 import os
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from forebay.errors import ConfigError
 
@@ -30,6 +32,9 @@ _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
 
 _SHA256 = re.compile("[0-9a-fA-F]{64}")
+
+T = TypeVar("T")
+_unsaid: contextvars.ContextVar[bool] = contextvars.ContextVar("forebay_limits_unsaid", default=False)
 
 _TRUE = frozenset({"1", "on", "yes", "true"})
 _FALSE = frozenset({"", "0", "off", "no", "false"})
@@ -154,13 +159,22 @@ class Settings:
         home, progress = said.get("FOREBAY_HOME"), said.get("FOREBAY_PROGRESS")
         return cls(
             home=Path(home).expanduser() if home else None,
-            budget=_size_text(said, "FOREBAY_BUDGET"),
-            min_free=_size_text(said, "FOREBAY_MIN_FREE"),
+            budget=None if _unsaid.get() else _size_text(said, "FOREBAY_BUDGET"),
+            min_free=None if _unsaid.get() else _size_text(said, "FOREBAY_MIN_FREE"),
             max_age=parse_age(said.get("FOREBAY_MAX_AGE", DEFAULT_MAX_AGE), name="FOREBAY_MAX_AGE"),
             offline=parse_flag(said.get("FOREBAY_OFFLINE", "0"), name="FOREBAY_OFFLINE"),
             progress=None if progress is None else parse_flag(progress, name="FOREBAY_PROGRESS"),
             verbosity=_level(said, "FOREBAY_VERBOSITY"),
         )
+
+
+def with_limits_unsaid(make: Callable[..., T], *args: Any, **how: Any) -> T:
+    """Call ``make``, for which the environment says nothing of limits: a handle that arrives in a process sets none for everybody."""
+    token = _unsaid.set(True)
+    try:
+        return make(*args, **how)
+    finally:
+        _unsaid.reset(token)
 
 
 def _size_text(said: Mapping[str, str], name: str) -> str | None:

@@ -8,8 +8,10 @@ import secrets
 from dataclasses import dataclass
 
 from forebay import errors
+from forebay._engine.leases import Lease
 from forebay._engine.pack import Pack
-from forebay._engine.passthrough import NoPack
+from forebay._engine.passthrough import NoPack, PassThrough
+from forebay._engine.store import Store
 from forebay._model import Entry
 from forebay.origin import Origin
 
@@ -56,7 +58,7 @@ def find(origin: Origin, name: str, wanted: Shape) -> Pack | None:
 
     A length of 0 takes any. Raises `ConfigError` where it has another length or codec."""
     for store in (origin.store, origin.upstream):
-        lease = store.find_pack(SPACE, name) if store is not None else None
+        lease = _leased(origin, store, name) if store is not None else None
         if store is None or lease is None:
             continue
         stored = Shape.of(lease.entry)
@@ -76,6 +78,16 @@ def find(origin: Origin, name: str, wanted: Shape) -> Pack | None:
                 pack.only_read()
             return pack
     return None
+
+
+def _leased(origin: Origin, store: Store | PassThrough, name: str) -> Lease | None:
+    try:
+        return store.find_pack(SPACE, name)
+    except errors.CacheFault as error:
+        if store is origin.store:
+            raise
+        origin.fall_back(error, f"the upstream's array {name!r}")
+        return None
 
 
 def checked_name(name: str) -> str:

@@ -363,7 +363,7 @@ samples.open_default = Cache
 
 
 def _arrive(path: str, how: dict[str, Any]) -> Cache:
-    return Cache(path, **how)
+    return _config.with_limits_unsaid(Cache, path, **how)
 
 
 def _is_network(path: Path) -> bool:

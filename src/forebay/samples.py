@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 from forebay import codecs, errors
 from forebay._engine.pack import Pack, Unencodable
@@ -34,6 +35,8 @@ def _import_pfio(
     ``pickle`` for what was put with ``do_pickle``; nothing is unpickled here. Raises `ConfigError` where the name is taken and not
     to be overwritten, `Damaged` where the file is none of PFIO's or was cut short, `NoSpace` where not all of it fits, OSError."""
     home = cache or home or (open_default() if open_default is not None else None)
+    if home is None:
+        raise errors.ConfigError("import_pfio needs a cache: forebay.Samples.import_pfio(path, name, cache=...)", name="cache", value=None)
     wrap: Callable[[Any], bytes] | None = bytes if codec == "raw" else codecs.framed if codec == "pickle" else None
     if wrap is None:
         raise errors.ConfigError(f"codec={codec!r}: what PFIO stored is 'raw', or 'pickle'", name="codec", value=codec)
@@ -181,7 +184,7 @@ class Samples:
         return self._pack.length
 
     def __contains__(self, i: object) -> bool:
-        return isinstance(i, int) and 0 <= i < len(self) and self._pack.has(i)
+        return isinstance(i, SupportsIndex) and 0 <= operator.index(i) < len(self) and self._pack.has(operator.index(i))
 
     def __iter__(self) -> Iterator[int]:
         """The filled slots, in order."""
@@ -213,7 +216,7 @@ class Samples:
         elif isinstance(error, errors.NoSpace):
             self._warn("full", f"{self._label} takes nothing more for now, and keeps what it has: {error}")
         elif isinstance(error, errors.CacheFault):
-            self._warn("fault", f"sample {i} of {self._label} is not stored: {error}")
+            self._warn("full", f"sample {i} of {self._label} is not stored: {error}")  # of the catalog, too
         else:
             self._warn("encode", f"sample {i} of {self._label} cannot be stored: {error}")
 

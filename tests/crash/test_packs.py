@@ -12,7 +12,7 @@ from forebay._engine import appending, packing
 from forebay._engine.pack import Pack
 from forebay._engine.store import Store
 from forebay.codecs import codec
-from tests.crash.conftest import Scene
+from tests.crash.conftest import Scene, victim_of
 from tests.harness import KiB, MiB, bytes_of
 
 NewScene = Callable[[int], Scene]
@@ -169,3 +169,16 @@ def test_eviction_of_a_whole_array(scene: NewScene) -> None:
             is_whole(store, *range(8))
 
     scene(256 * KiB).play(before, lambda store: store.put("v", "large", bytes(200 * KiB)), after, small_first=False)
+
+
+def test_what_the_dead_took_is_free_after_the_next_put_elsewhere(scene: NewScene) -> None:
+    """A put into another array gives back what a dead writer's segment has beyond its records."""
+
+    def after(store: Store) -> None:
+        is_whole(store, 0)
+        fill(store, 0, name="b")
+        used = {entry.key: entry.charge for entry in store.entries("samples")}
+        assert used["a"] <= 8 * KiB + 12 * KiB + 16 * KiB  # directory, index, and two samples, in blocks
+        store.remove([victim_of(entry) for entry in store.entries("samples") if entry.key == "b"])
+
+    scene(MiB).play(lambda store: fill(store, 0), lambda store: fill(store, 1), after, least=5)

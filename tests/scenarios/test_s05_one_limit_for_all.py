@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -102,3 +103,12 @@ def test_s05_a_lowered_budget_admits_nothing_until_it_is_met(root: Path, childre
         holder.result()
         assert cache.put("new", bytes(MiB)) is True
         assert cache.stats().bytes_used <= 8 * MiB
+
+
+def test_s05_a_handle_that_arrives_sets_nothing(root: Path, run: Callable[..., Any]) -> None:
+    """Whatever the environment there says of limits."""
+    with forebay.Cache(root, budget="64MB", min_free="1MB") as cache:
+        script = "import pickle, sys; cache = pickle.loads(bytes.fromhex(sys.argv[1])); print(cache.budget); cache.close()"
+        told = run(script, pickle.dumps(cache).hex(), env=os.environ | {"FOREBAY_BUDGET": "5MB", "FOREBAY_MIN_FREE": "5GB"})
+        assert told.stdout.split() == ["64000000"]
+        assert cache.budget == 64_000_000

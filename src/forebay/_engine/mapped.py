@@ -11,6 +11,8 @@ from forebay._engine.layout import Root
 from forebay._kernel import mappings
 
 FIRST_WINDOW = 1 << 30
+GONE = memoryview(b"")
+GONE.release()
 
 
 class Mapped:
@@ -28,6 +30,12 @@ class Mapped:
 
     def after_fork_child(self) -> None:
         self._mutex = threading.Lock()
+
+    def close(self) -> None:
+        """Show nothing any more. What is out stays mapped until it is dropped."""
+        with self._mutex:
+            self.view, self._placed = GONE, {}
+            del self._window
 
     def where(self, number: int, offset: int) -> tuple[int, int] | None:
         """Where a segment that should have this offset begins in the view, and its length; a length of 0: it is gone.

@@ -21,7 +21,7 @@ from forebay._engine.appending import Appender, Segments
 from forebay._engine.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
 from forebay._engine.faults import FULL, faults
 from forebay._engine.leases import Lease
-from forebay._engine.mapped import Mapped
+from forebay._engine.mapped import GONE, Mapped
 from forebay._engine.packing import Room
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
@@ -156,11 +156,12 @@ class Pack:
         self._counters.add(DAMAGED)
         if self._root.read_only or not self._can_append():
             return
-        claims = locks.Claims(self._root.pack(self.id) / "index")
-        try:
-            packs.empty_slot(self._cells, claims, slot, word)
-        finally:
-            claims.close()
+        with contextlib.suppress(OSError):  # the root is gone: so is what was damaged
+            claims = locks.Claims(self._root.pack(self.id) / "index")
+            try:
+                packs.empty_slot(self._cells, claims, slot, word)
+            finally:
+                claims.close()
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -346,6 +347,8 @@ class Pack:
         with self._appending, faults(f"pack {self.id:x}"):
             if self._can_append():
                 self._leave_locked()
+        self._mapped.close()
+        self._view = GONE  # of a thread that is in `find` now it makes a ValueError, as `Closed` is one
         self.lease.close()
 
     def _checked(self, slot: int) -> int:

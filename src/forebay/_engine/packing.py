@@ -97,6 +97,7 @@ class Packing:
         left, else a new one. ``words``: of the index. ``full``: the number and the tail of one that this process leaves for it, in any
         event. Raises `NoSpace` or another `CacheFault`."""
         me = self._owners.me()
+        self.reclaim()  # what the dead left is nobody's any longer than until somebody takes more
         with faults(f"pack {room.pack:x}", need):
             left = self._punched(room.pack, full, me) if full is not None else None
             spare = self._spare(room.pack, need, words)
@@ -218,8 +219,9 @@ class Packing:
                 key=entry.key, need=need, free=max(0, left), budget=room.quota, limit="quota",
             )  # fmt: skip
         short = self._budget.room.short(txn, None)
-        step = min(max(short.free // 256, SMALLEST), LARGEST, max(EASY, entry.size // 8))
-        allowed = min(short.free // 4, left)
+        free = min(short.free, -short.disk)
+        step = min(max(free // 256, SMALLEST), LARGEST, max(EASY, entry.size // 8))
+        allowed = min(free // 4, left)
         number = segments.last(txn, room.pack) + 1
         if number > records.MAX_SEGMENT:
             raise errors.CacheFault(f"the pack {room.pack:x} has {number:,} segments: no more can be named")

@@ -20,7 +20,8 @@ PAGE = 4096
 HEADER_WORDS = PAGE // 8
 _MAGIC = int.from_bytes(b"FBPACK01", "little")
 FROZEN, QUOTA = 4, 5
-"""Words of the header that may change: whether nothing more goes in; bytes that the pack may have in all, 0: no limit."""
+"""Words of the header that may change: whether nothing more goes in; bytes that the pack may have in all, 0: no limit. The last word
+of the page is left to who stands above."""
 
 
 def index_size(length: int) -> int:

@@ -275,6 +275,8 @@ class Claims:
 
     A forked child closes it, and makes its own."""
 
+    _fd = -1
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._fd = host.out_of_the_way(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
         self._file = file_of(self._fd)

@@ -42,7 +42,8 @@ class Filling(Stored):
         own = places.open_private(self._place) if self._given else None
         home = own or self._node()
         live = self._live = home.samples(length=self.length, codec="raw")
-        self._source, self._root, self.closed, self._was_frozen = live, own and str(own.path), False, False
+        self._source, self.closed, self._was_frozen = live, False, False
+        self._root = str(own.path) if own is not None else None
         self._end: weakref.finalize[Any, Any] | None = weakref.finalize(self, _end, self._maker, live, own)
         self._tally = Tally.of(live) if cache_size_limit else None
         if self._tally is not None:
