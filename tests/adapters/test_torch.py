@@ -421,6 +421,17 @@ def test_the_wrong_codec_is_named(cache: forebay.Cache, log: Log) -> None:
 # -- items -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("transform", [None, bytes])
+def test_bytes_are_bytes(cache: forebay.Cache, transform: Any) -> None:
+    bodies = [os.urandom(1000) for _ in range(8)]
+    dataset = CachedDataset(bodies, cache.samples("bytes", 8), transform)
+    for _ in range(2):
+        loader = data.DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=listed, timeout=60)
+        assert [item for batch in loader for item in batch] == bodies
+        assert dataset[3] == bodies[3]
+    assert len(dataset.samples.get(3)) == 1000
+
+
 def test_items_that_are_none_are_kept(cache: forebay.Cache, log: Log) -> None:
     class Nothing(Pictures):
         def __getitem__(self, i: int) -> Any:

@@ -28,8 +28,9 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
     ``transform``: applied to what ``dataset[i]`` gave each time that it is asked for, and never stored: random augmentations.
 
     Items come as `Samples.get` gives them: tensors may be written to, arrays are read-only unless the array was opened with
-    ``copy=True``. What ``dataset`` and ``transform`` raise reaches the caller; a fault of the cache never does, ``dataset[i]`` is
-    then taken as if there were none. Picklable, usable in both processes after a fork, callable from any thread if ``dataset`` is.
+    ``copy=True``; with the codec ``raw`` the transform gets a view, and without one the items are bytes. What ``dataset`` and
+    ``transform`` raise reaches the caller; a fault of the cache never does, ``dataset[i]`` is then taken as if there were none.
+    Picklable, usable in both processes after a fork, callable from any thread if ``dataset`` is.
     Raises `ConfigError` for anything but such an array, or one of another length; `Closed`."""
 
     def __init__(self, dataset: Any, samples: Samples, transform: Callable[[Any], Any] | None = None) -> None:
@@ -50,8 +51,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
 
     def __getitem__(self, i: int) -> Any:
         """Item ``i``, transformed. Raises IndexError outside of 0..N-1, and what ``dataset`` and ``transform`` raise."""
-        item = self._item(i)
-        return item if self.transform is None else self.transform(item)
+        return self._given(self._item(i))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The items of a batch, transformed: PyTorch's loaders ask for whole batches."""
@@ -59,7 +59,12 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
         if any(item is None for item in found):
             found = [self._item(i) if item is None else item for i, item in zip(indices, found, strict=True)]
             self.samples.get_many(())  # what was counted meanwhile is told: a worker may be ended without a word
-        return found if self.transform is None else [self.transform(item) for item in found]
+        return [self._given(item) for item in found]
+
+    def _given(self, item: Any) -> Any:
+        if self.transform is not None:
+            return self.transform(item)
+        return item.tobytes() if type(item) is memoryview else item  # a view cannot be pickled: PyTorch's worker would hang over it
 
     def _found(self, indices: Sequence[int]) -> list[Any]:
         """What is in the cache, None in place of the rest, which is looked at one by one: each then raises what is its own."""
