@@ -28,11 +28,10 @@ from forebay._engine.slots import Slots
 from forebay._kernel import host, locks, mappings
 from forebay._model import Buffer
 
-ONE_HIT = 1 << 44
-"""Hits are counted above this bit, their bytes below it: one addition for both."""
+MANY_HITS = 1024
+"""After so many, who looks at a slot for the first time tells the counters."""
 ASK_AGAIN = 2.0
 """Seconds after which a writer that found no room asks again, though nothing was evicted meanwhile."""
-_MANY_HITS = ONE_HIT << 10
 _NOTHING = memoryview(b"").cast("Q")
 
 
@@ -53,7 +52,7 @@ class Pack:
         self._starts, self._ends = mappings.words_of_process(length), mappings.words_of_process(length)
         self._mapped = Mapped(root, self.id)
         self._view = self._mapped.view
-        self._count = self._stored = 0  # since they were told: see `tell`
+        self._hits = self._bytes = self._stored = 0  # since they were told: see `tell`
         self._read_only = False
         self._refused = 0.0, 0, 0  # until when, how much, at which eviction
         self.closed = False
@@ -76,7 +75,7 @@ class Pack:
             self._appender.abandon()
         self._mapped.after_fork_child()
         self._begin()
-        self._count = self._stored = 0
+        self._hits = self._bytes = self._stored = 0
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -90,7 +89,8 @@ class Pack:
             end = 0
         if end and slot >= 0 and not copy:
             start = self._starts[slot]
-            self._count += ONE_HIT + end - start
+            self._hits += 1
+            self._bytes += end - start
             return self._view[start:end]
         return self._find_slowly(slot, copy)
 
@@ -99,8 +99,9 @@ class Pack:
         if not self._ends[slot] and not self._locate(slot):
             self._counters.add(MISSES)
             return None
-        self._count += ONE_HIT + self._ends[slot] - self._starts[slot]
-        if self._count > _MANY_HITS:
+        self._hits += 1
+        self._bytes += self._ends[slot] - self._starts[slot]
+        if self._hits > MANY_HITS:
             self.tell()
         return self.look(slot, copy)
 
@@ -329,13 +330,13 @@ class Pack:
 
     def tell(self) -> None:
         """Add what was found and stored since the last time to the counters of the process."""
-        count, self._count = self._count, 0
+        hits, size, self._hits, self._bytes = self._hits, self._bytes, 0, 0
         stored, self._stored = self._stored, 0
-        if count or stored:
+        if hits or stored:
             with contextlib.suppress(errors.CacheFault, OSError):  # what cannot be told now is told with the next
                 self._segments.register()
-            self._counters.add(HITS, count >> 44)
-            self._counters.add(BYTES_HIT, count & (ONE_HIT - 1))
+            self._counters.add(HITS, hits)
+            self._counters.add(BYTES_HIT, size)
             self._counters.add(BYTES_STORED, stored)
 
     def close(self) -> None:
