@@ -2,6 +2,8 @@
 VENV   ?= .venv
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# Most of a test's time is spent waiting for processes that it starts; more at once would crowd small machines.
+TEST_JOBS ?= 2
 
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
@@ -36,7 +38,7 @@ deps: ## the servers and tools that some tests use (apt, as root; else says what
 	@.ci/deps
 
 test: $(VENV)/.dev deps ## the whole suite
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 quality: $(VENV)/.dev ## linters, types and layers: judges, changes nothing
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import pickle
 import warnings
@@ -597,3 +598,33 @@ def test_get_or_put_counts_one_miss_or_one_hit(cache: forebay.Cache) -> None:
                 samples.get_or_put(i, lambda: bytes(1000))
     counts = cache.stats()
     assert (counts.hits, counts.misses, counts.bytes_hit, counts.bytes_stored) == (10, 5, 10_000, 5000)
+
+
+def test_a_function_that_raises_a_fault_of_the_cache_runs_once(cache: forebay.Cache) -> None:
+    samples, ran = cache.samples("a", 10), []
+
+    def make() -> bytes:
+        ran.append(1)
+        raise errors.NoSpace.of("elsewhere", 1, 0, 0)
+
+    with pytest.raises(errors.NoSpace, match="elsewhere"):
+        samples.get_or_put(1, make)
+    assert len(ran) == 1
+
+
+def _worker(samples: forebay.Samples) -> None:
+    for _ in range(2):
+        for i in range(5):
+            samples.get(i)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_tells_what_it_found_when_it_ends(cache: forebay.Cache, method: str) -> None:
+    with cache.samples("a", 10) as samples:
+        for i in range(4):
+            samples.put(i, bytes(1000))
+        worker = multiprocessing.get_context(method).Process(target=_worker, args=(samples,))
+        worker.start()
+        worker.join()
+        counts = cache.stats()
+        assert (counts.hits, counts.misses, counts.bytes_hit) == (8, 2, 8000)

@@ -126,15 +126,23 @@ class Samples:
         if not self._pack.admits:
             return self._made(i, fn())[0]
         ran: list[tuple[Any]] = []
+        failed: list[BaseException] = []
 
         def make() -> tuple[Any]:
-            ran.append(self._made(i, fn()))
+            try:
+                value = fn()
+            except BaseException as error:
+                failed.append(error)
+                raise
+            ran.append(self._made(i, value))
             return ran[0]
 
+        patience = self._home._timeout if timeout is None else timeout
         try:
-            return self._origin.store.single(SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, timeout=timeout)[0]
+            return self._origin.store.single(SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, timeout=patience)[0]
         except (errors.CacheFault, errors.WaitTimeout) as error:
-            # What fn itself raised of these kinds would be run a second time: it used this cache, and was told why it cannot help.
+            if failed:
+                raise  # the function's own
             self._origin.fall_back(error, f"sample {i} of {self._label}")
             return ran[0][0] if ran else fn()
 

@@ -10,8 +10,10 @@ import contextlib
 import errno
 import operator
 import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,12 +54,13 @@ class Pack:
         self._starts, self._ends = mappings.words_of_process(length), mappings.words_of_process(length)
         self._mapped = Mapped(root, self.id)
         self._view = self._mapped.view
-        self._hits = self._bytes = self._stored = 0  # since they were told: see `tell`
+        self._hits = self._misses = self._bytes = self._stored = 0  # since they were told: see `tell`
         self._read_only = False
         self._refused = 0.0, 0, 0  # until when, how much, at which eviction
         self.closed = False
         self._begin()
         host.at_fork(self)
+        _tell_at_exit(self)
 
     def _begin(self) -> None:
         self._appending = threading.Lock()
@@ -75,7 +78,7 @@ class Pack:
             self._appender.abandon()
         self._mapped.after_fork_child()
         self._begin()
-        self._hits = self._bytes = self._stored = 0
+        self._hits = self._misses = self._bytes = self._stored = 0
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +100,7 @@ class Pack:
     def _find_slowly(self, slot: int, copy: bool) -> memoryview | None:
         slot = self._checked(slot)
         if not self._ends[slot] and not self._locate(slot):
-            self._counters.add(MISSES)
+            self._misses += 1
             return None
         self._hits += 1
         self._bytes += self._ends[slot] - self._starts[slot]
@@ -330,14 +333,13 @@ class Pack:
 
     def tell(self) -> None:
         """Add what was found and stored since the last time to the counters of the process."""
-        hits, size, self._hits, self._bytes = self._hits, self._bytes, 0, 0
-        stored, self._stored = self._stored, 0
-        if hits or stored:
+        counts = (HITS, self._hits), (MISSES, self._misses), (BYTES_HIT, self._bytes), (BYTES_STORED, self._stored)
+        self._hits = self._misses = self._bytes = self._stored = 0
+        if any(count for _, count in counts):
             with contextlib.suppress(errors.CacheFault, OSError):  # what cannot be told now is told with the next
                 self._segments.register()
-            self._counters.add(HITS, hits)
-            self._counters.add(BYTES_HIT, size)
-            self._counters.add(BYTES_STORED, stored)
+            for name, count in counts:
+                self._counters.add(name, count)
 
     def close(self) -> None:
         """Let go. Views that were handed out stay good; any other call raises `Closed`."""
@@ -362,3 +364,17 @@ class Pack:
     def _check_open(self) -> None:
         if self.closed:
             raise errors.Closed.of("array of samples")
+
+
+def _tell_at_exit(pack: Pack) -> None:
+    """Let a worker of `multiprocessing`, which ends without Python's own exit, tell what it counted; and the processes that it forks."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util.Finalize(pack, _tell, (weakref.ref(pack),), exitpriority=10)
+        util.register_after_fork(pack, _tell_at_exit)
+
+
+def _tell(found: weakref.ref[Pack]) -> None:
+    pack = found()
+    if pack is not None and not pack.closed:
+        pack.tell()

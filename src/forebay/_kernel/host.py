@@ -338,7 +338,7 @@ def _tell(call: str, listeners: Iterable[Forking]) -> None:
     for listener in listeners:
         try:
             getattr(listener, call)()
-        except Exception:
+        except BaseException:  # a Ctrl-C too: what is left would go on with its parent's state, and Python ignores what a hook raises
             log.exception("%s of %r failed", call, listener)
 
 
