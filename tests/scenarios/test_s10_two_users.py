@@ -196,3 +196,21 @@ def test_s10_another_users_root_is_refused_with_what_to_do(public: Path, childre
     said = children(as_user(B, refused)).result()
     assert str(A) in said
     assert "shared=True" in said
+
+
+def test_s10_a_group_fills_one_array(project: Path, children: Callable[..., Any]) -> None:
+    """Each reads what the other put, goes on in the segment that the other left, and may remove the array of both."""
+
+    def first() -> list[bool]:
+        with forebay.Cache(project / "root", budget=16 * MiB, shared=True) as cache, cache.samples("a", 10) as samples:
+            return [samples.put(i, b"of A" * 1000) for i in range(5)]
+
+    def second() -> list[object]:
+        with forebay.Cache(project / "root", shared=True) as cache:
+            with cache.samples("a", 10) as samples:
+                found = [samples.get(4) == b"of A" * 1000, samples.put(4, b"of B"), samples.put(5, b"of B")]
+            return [*found, cache.check(deep=True), cache.evict("samples:a").removed]
+
+    assert children(as_user(A, first, umask=0o077)).result() == [True] * 5
+    assert children(as_user(B, second, umask=0o077)).result() == [True, False, True, [], ("samples:a",)]
+    assert list((project / "root" / "packs").iterdir()) == []

@@ -119,6 +119,25 @@ def _signal(child: Any, number: int) -> None:
         child.signal(number)
 
 
+def test_s05_ranks_and_their_workers_share_one_limit(root: Path, children: Callable[..., Any]) -> None:
+    """8 ranks with 4 workers each, all of whom say the limit."""
+
+    def worker(me: int) -> int:
+        with forebay.Cache(root, budget=4 * MiB, min_free=0) as cache, cache.samples("a", 6400) as samples:
+            return sum(samples.put(i, bytes(2000)) for i in range(me, 6400, 32))
+
+    def rank(number: int) -> int:
+        from tests.harness import fork
+
+        return sum(child.result() for child in [fork(lambda me=number * 4 + k: worker(me)) for k in range(4)])
+
+    stored = sum(child.result(120) for child in [children(lambda number=number: rank(number)) for number in range(8)])
+    with forebay.Cache(root) as cache, cache.samples("a") as samples:
+        assert samples.filled == stored
+        assert stored * 2000 > 2 * MiB
+        assert usage(root / "packs") <= cache.stats().bytes_used <= 4 * MiB
+
+
 def test_s34_a_lower_budget_binds_what_is_there(root: Path) -> None:
     with forebay.Cache(root, budget=8 * MiB, min_free=0) as cache:
         for name in ("old", "new"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from typing import Protocol
 
 from forebay._engine.packing import Room, Taken
@@ -13,9 +12,6 @@ from forebay._kernel import host, locks
 
 AHEAD = 1 << 20
 """A segment's blocks are counted when it is taken, and allocated by and by: so much at once."""
-
-LOOK_AGAIN = 0.1
-"""Seconds after which a writer looks whether its descriptor is still of its segment."""
 
 
 class Segments(Protocol):
@@ -39,23 +35,19 @@ class Appender:
         self._segments, self.fd, self._ticket, self.number = segments, taken.fd, taken.ticket, segment.number
         self.tail, self.capacity = segment.tail, segment.capacity
         self.ready = 0  # up to here its blocks are allocated
-        self._inode, self._look_at = os.fstat(self.fd).st_ino, time.monotonic() + LOOK_AGAIN
+        self._inode = os.fstat(self.fd).st_ino
 
     def make_ready(self, need: int) -> None:
-        """Have the blocks for ``need`` bytes more, and some ahead. Raises what the disk raises; then it is as it was."""
+        """Have the blocks for ``need`` bytes more, and some ahead. Raises what the disk raises; then it is as it was.
+
+        Looks, too, whether the descriptor is still of the segment. Between two looks its high number protects the job's files: where
+        the job closed it, a write fails."""
         if not self._is_open():
             raise OSError(errno.EBADF, "the job closed a descriptor of ours")
         begin = max(self.ready, self.tail // PAGE * PAGE)
         end = min(max(self.tail + need, begin + AHEAD), self.capacity)
         host.allocate(self.fd, begin, end - begin)
         self.ready = end
-
-    def is_ours(self) -> bool:
-        """False where the job closed our descriptor: its number may be another file's by now. Asked for often, it looks now and then."""
-        if (now := time.monotonic()) < self._look_at:
-            return True
-        self._look_at = now + LOOK_AGAIN
-        return self._is_open()
 
     def _is_open(self) -> bool:
         try:

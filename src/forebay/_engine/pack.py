@@ -209,8 +209,6 @@ class Pack:
             if appender is None:
                 return False
         tail, claims = appender.tail, appender.claims
-        if not appender.is_ours():
-            raise OSError(errno.EBADF, "the job closed a descriptor of ours")
         host.pwritev(appender.fd, (records.header_of(self._seed, slot, parts, length), *parts), records.HEADER + length, tail)
         # The record is written; whoever has the slot's byte makes it the slot's. P1 sees it empty / P2 sees it empty, stores /
         # P1 has the byte: look again. Who finds the byte taken is second: he does not wait.

@@ -184,20 +184,20 @@ class Packing:
                     return self._own(txn, segment, me)
         for segment in wanted[:-1]:
             try:
-                return self._enter_reserved(segment, _want(room, segment, keyhash), me)
+                return self._enter_reserved(segment, spare, _want(room, segment, keyhash), me)
             except errors.NoSpace:
                 continue  # a smaller one may fit
-        return self._enter_reserved(wanted[-1], _want(room, wanted[-1], keyhash), me)
+        return self._enter_reserved(wanted[-1], spare, _want(room, wanted[-1], keyhash), me)
 
-    def _enter_reserved(self, segment: Segment, want: Want, me: int) -> Segment:
+    def _enter_reserved(self, segment: Segment, spare: tuple[Segment, Segment] | None, want: Want, me: int) -> Segment:
         reserved = self._budget.reserve(want)
         try:
             with self._catalog.write() as txn:
                 reservations.delete(txn, reserved.id)
-                row = segments.one(txn, segment.pack, segment.number)
                 if not segment.size:  # others may have made some meanwhile
                     segment = replace(segment, number=segments.last(txn, segment.pack) + 1)
-                elif row is None or not (row.owner is None or self._is_left(row)):
+                elif spare is None or not self._is_as_seen(txn, spare[0]):
+                    # P1 sees it left / P2 takes it over, appends, leaves it / P1: its tail is another one now.
                     raise errors.CacheFault(f"segment {segment.number} of pack {segment.pack:x} was taken by another process meanwhile")
                 return self._own(txn, segment, me)
         except BaseException:
