@@ -402,7 +402,9 @@ class Impostor(Json):
     name = "pickle"
 
 
-@pytest.mark.parametrize("which", ["jpeg", "", None, 3, b"raw", Json, json, object(), [], Impostor()], ids=lambda which: type(which).__name__)
+@pytest.mark.parametrize(
+    "which", ["jpeg", "", None, 3, b"raw", Json, json, object(), [], Impostor()], ids=lambda which: type(which).__name__
+)
 def test_what_is_no_codec_is_told(which: Any) -> None:
     with pytest.raises(errors.ConfigError, match=r"'raw', 'numpy', 'pickle'|cannot have the name"):
         codec(which)
