@@ -132,7 +132,7 @@ def test_a_damaged_chunk_is_a_fault_of_the_cache(root: Root, slots: Slots, harm:
     else:
         with path.open("r+b") as file:
             file.seek(0 if harm == "magic" else 8)
-            file.write(b"\xff")
+            file.write(b"\xff" if harm == "magic" else bytes([root.id & 0xFF ^ 0xFF]))  # another byte than that of the id
     with pytest.raises((CacheFault, OSError)):
         Slots(root).id_of(0)
 
