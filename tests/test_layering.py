@@ -29,7 +29,7 @@ ORDER = """
     _engine.trees < _engine.packs < _engine.eviction
     _engine.layout < _engine.records < _engine.packs
     _engine.publish < _engine.packing < _engine.appending < _engine.pack < _engine.store
-    _engine.packs < _engine.mapped < _engine.pack
+    _engine.packs < _engine.mapped < _engine.finding < _engine.pack
     _engine.packing < _engine.engine
     _engine.budget _engine.fill < _engine.publish _engine.settings _engine.census < _engine.reading < _engine.check < _engine.engine
     _engine.engine < _engine.store _engine.passthrough

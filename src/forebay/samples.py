@@ -83,9 +83,9 @@ class Samples:
         self._attach(pack)
 
     def _attach(self, pack: Pack | NoPack) -> None:
-        self._pack = pack
+        self._pack, self._find = pack, pack.finder()
         if self._codec.name == "raw" and not self._copy:
-            self.get = pack.find  # type: ignore[method-assign, assignment]  # one call less, on the path that is taken a million times a second
+            self.get = self._find  # type: ignore[method-assign, assignment]  # one call less, on the path that is taken a million times a second
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (self._home, self._pack.id, len(self), self._codec, self.name, self._copy)
@@ -102,7 +102,7 @@ class Samples:
         With the codec ``raw`` a read-only memoryview over the mapping; arrays are read-only views of it. ``copy``: writable, of the
         caller's own. Raises IndexError outside of 0..N-1, and `Closed`."""
         copy = copy or self._copy
-        data = self._pack.find(i, copy)
+        data = self._find(i, copy)
         if data is None:
             return None
         found = self._decoded(i, data)
@@ -120,7 +120,7 @@ class Samples:
 
         It comes as `get` gives it. What ``fn`` raises reaches all who waited for it. Where nothing more can be stored ``fn`` runs
         here at once. ``timeout``: seconds to wait for another process."""
-        found = self._decoded(i, self._pack.find(i, self._copy))
+        found = self._decoded(i, self._find(i, self._copy))
         if found is not None:
             return found[0]
         if not self._pack.admits:

@@ -22,6 +22,7 @@ from forebay._engine import packs, records
 from forebay._engine.appending import Appender, Segments
 from forebay._engine.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
 from forebay._engine.faults import FULL, faults
+from forebay._engine.finding import Finder, finder
 from forebay._engine.leases import Lease
 from forebay._engine.mapped import GONE, Mapped
 from forebay._engine.packing import Room
@@ -34,7 +35,6 @@ MANY_HITS = 1024
 """After so many, who looks at a slot for the first time tells the counters."""
 ASK_AGAIN = 2.0
 """Seconds after which a writer that found no room asks again, though nothing was evicted meanwhile."""
-_NOTHING = memoryview(b"").cast("Q")
 
 
 class Unencodable(Exception):
@@ -54,6 +54,7 @@ class Pack:
         self._starts, self._ends = mappings.words_of_process(length), mappings.words_of_process(length)
         self._mapped = Mapped(root, self.id)
         self._view = self._mapped.view
+        self._finder: weakref.ref[Finder] | None = None
         self._hits = self._misses = self._bytes = self._stored = 0  # since they were told: see `tell`
         self._read_only = False
         self._refused = 0.0, 0, 0  # until when, how much, at which eviction
@@ -78,24 +79,26 @@ class Pack:
             self._appender.abandon()
         self._mapped.after_fork_child()
         self._begin()
+        self.finder().take()
         self._hits = self._misses = self._bytes = self._stored = 0
 
     # -- reading ---------------------------------------------------------------------------------------------------
+
+    def finder(self) -> Finder:
+        """What `find` does, as a function that is quicker to call, and keeps the pack alive."""
+        found = self._finder() if self._finder is not None else None
+        if found is None:
+            found = finder(self._starts, self._ends, self._view, self._find_slowly)
+            self._finder = weakref.ref(found)
+            if self.closed:
+                found.shut()
+        return found
 
     def find(self, slot: int, copy: bool = False) -> memoryview | None:
         """The payload of a slot, read-only over the mapping, or a writable copy; None if it is empty. No lock, no system call.
 
         Raises IndexError, and `Closed`."""
-        try:
-            end = self._ends[slot]
-        except IndexError:
-            end = 0
-        if end and slot >= 0 and not copy:
-            start = self._starts[slot]
-            self._hits += 1
-            self._bytes += end - start
-            return self._view[start:end]
-        return self._find_slowly(slot, copy)
+        return self.finder()(slot, copy)
 
     def _find_slowly(self, slot: int, copy: bool) -> memoryview | None:
         slot = self._checked(slot)
@@ -144,7 +147,9 @@ class Pack:
         placed = self._mapped.where(number, offset)
         if placed is None:
             return False
-        self._view = self._mapped.view  # it may have been made larger; before what leads into it
+        if self._view is not self._mapped.view:  # it was made larger; before what leads into it
+            self._view = self._mapped.view
+            self.finder().show(self._view)
         begin, length = placed
         size = records.length_of(self._view[begin : begin + length], offset, self._seed, slot) if length else None
         if size is None:
@@ -331,7 +336,8 @@ class Pack:
 
     def tell(self) -> None:
         """Add what was found and stored since the last time to the counters of the process."""
-        counts = (HITS, self._hits), (MISSES, self._misses), (BYTES_HIT, self._bytes), (BYTES_STORED, self._stored)
+        hits, size = self.finder().take()
+        counts = (HITS, self._hits + hits), (MISSES, self._misses), (BYTES_HIT, self._bytes + size), (BYTES_STORED, self._stored)
         self._hits = self._misses = self._bytes = self._stored = 0
         if any(count for _, count in counts):
             with contextlib.suppress(errors.CacheFault, OSError):  # what cannot be told now is told with the next
@@ -343,13 +349,14 @@ class Pack:
         """Let go. Views that were handed out stay good; any other call raises `Closed`."""
         if self.closed:
             return
-        self.closed, self._ends = True, _NOTHING
+        self.closed = True
+        self.finder().shut()
         self.tell()
         with self._appending, faults(f"pack {self.id:x}"):
             if self._can_append():
                 self._leave_locked()
         self._mapped.close()
-        self._view = GONE  # of a thread that is in `find` now it makes a ValueError, as `Closed` is one
+        self._view = GONE
         self.lease.close()
 
     def _checked(self, slot: int) -> int:

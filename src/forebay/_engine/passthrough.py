@@ -48,6 +48,9 @@ class NoPack:
         self.has(slot)
         return None
 
+    def finder(self) -> Callable[..., memoryview | None]:
+        return self.find
+
     def has(self, slot: int) -> bool:
         if self.closed:
             raise errors.Closed.of("array of samples")
