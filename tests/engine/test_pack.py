@@ -451,3 +451,21 @@ def test_no_byte_is_taken_that_is_not_counted(cache: forebay.Cache) -> None:
         host.on_step(None)
     assert len(seen) == 1
     assert seen[0] >= 100 * KiB
+
+
+def test_an_array_whose_tail_cannot_be_given_back_is_let_go_all_the_same(cache: forebay.Cache) -> None:
+    samples = cache.samples("r", 10)
+    samples.put(0, body(0))
+
+    def hook(name: str, subject: str) -> None:
+        if name == "punch":
+            raise OSError(5, "the disk failed")
+
+    host.on_step(hook)
+    try:
+        samples.close()
+    finally:
+        host.on_step(None)
+    assert samples.closed
+    assert cache.evict("samples:r").removed == ("samples:r",)
+    assert cache.check(deep=True) == []

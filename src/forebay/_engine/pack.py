@@ -352,12 +352,14 @@ class Pack:
         self.closed = True
         self.finder().shut()
         self.tell()
-        with self._appending, faults(f"pack {self.id:x}"):
-            if self._can_append():
-                self._leave_locked()
-        self._mapped.close()
-        self._view = GONE
-        self.lease.close()
+        try:
+            with self._appending, faults(f"pack {self.id:x}"):
+                if self._can_append():
+                    self._leave_locked()
+        finally:  # what cannot be given back now is found by who needs room; the pack is let go all the same
+            self._mapped.close()
+            self._view = GONE
+            self.lease.close()
 
     def _checked(self, slot: int) -> int:
         index = operator.index(slot)

@@ -73,14 +73,6 @@ class ReadOnlyFileCache(Stored):
     def frozen(self) -> bool:
         return True
 
-    @property
-    def multiprocess_safe(self) -> bool:
-        return True
-
-    @property
-    def multithread_safe(self) -> bool:
-        return True
-
     def put(self, i: int, data: Any) -> bool:
         """Raises `io.UnsupportedOperation`."""
         raise io.UnsupportedOperation("this cache is read-only: put into a FileCache or a MultiprocessFileCache")
@@ -158,11 +150,3 @@ class MultiprocessFileCache(Filling):
         verbose: bool = False, trace: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(length, do_pickle, dir, cache_size_limit, verbose, trace)
-
-    @property
-    def multiprocess_safe(self) -> bool:
-        return True
-
-    @property
-    def multithread_safe(self) -> bool:
-        return True

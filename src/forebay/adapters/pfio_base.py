@@ -81,6 +81,14 @@ class Stored(Cache):
     def __len__(self) -> int:
         return self.length
 
+    @property
+    def multiprocess_safe(self) -> bool:
+        return True
+
+    @property
+    def multithread_safe(self) -> bool:
+        return True
+
     def get(self, i: int) -> Any:
         """The data of slot i as bytes, or unpickled; None if there are none, and after `close`. Raises IndexError."""
         if not self.trace:
