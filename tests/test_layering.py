@@ -31,6 +31,8 @@ ORDER = """
     _engine.publish < _engine.packing < _engine.appending < _engine.pack < _engine.store
     _engine.packs < _engine.mapped < _engine.finding < _engine.pack
     _engine.packing < _engine.engine
+    _engine.intent _engine.publish < _engine.credit < _engine.ahead < _engine.store
+    _engine.engine < _engine.ahead
     _engine.budget _engine.fill < _engine.publish _engine.settings _engine.census < _engine.reading < _engine.check < _engine.engine
     _engine.engine < _engine.store _engine.passthrough
     _config _kernel.waits < remote < testing < cli

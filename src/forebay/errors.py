@@ -250,7 +250,7 @@ def to_wire(error: BaseException) -> dict[str, Any]:
     return {"kind": type(error).__name__, "message": str(error), "args": args if whole else None}
 
 
-def from_wire(wire: dict[str, Any]) -> BaseException:
+def from_wire(wire: dict[str, Any]) -> Exception:
     """The error that `to_wire` described: of the same class for Forebay's own and the built-in ones, else `FillFailed`."""
     kind, message = str(wire.get("kind")), str(wire.get("message"))
     own = globals().get(kind)

@@ -81,15 +81,24 @@ class Budget:
         nothing is evicted."""
         return self._attempt(want, _Attempt(self._owners.me()))
 
-    def resize(self, reservation: Reservation, size: int) -> Reservation:
+    def resize(self, reservation: Reservation, size: int, *, charged: int = 0, entries: int = 1) -> Reservation:
         """The same reservation with another size. Raises `NoSpace`: then it is as it was."""
-        want = Want(reservation.space, reservation.key, reservation.keyhash, size, reservation.suffix)
+        r = reservation
+        want = Want(r.space, r.key, r.keyhash, size, r.suffix, charged=charged, entries=entries)
         return self._attempt(want, _Attempt(self._owners.me(), reservation.id))
 
     def cancel(self, id: int) -> None:
         """Give a reservation back. Its files are gone already."""
         with self._catalog.write() as txn:
             reservations.delete(txn, id)
+        self._words.bump(SPACE_WORD)
+
+    def split(self, txn: Txn, want: Want) -> Reservation:
+        """A reservation of its own, out of a larger one that the caller makes smaller in the same transaction."""
+        return self._enter(txn, want, _Attempt(self._owners.me()), granted=True)
+
+    def tell(self) -> None:
+        """Bytes were given back: who waits for room looks again."""
         self._words.bump(SPACE_WORD)
 
     def make_room(self) -> bool:
@@ -165,16 +174,17 @@ class Budget:
             return _NOTHING
         if not attempt.id:
             return self._enter(txn, want, attempt, granted=True)
-        reservations.set_size(txn, attempt.id, want.size, self.room.charge(want.size, want.inline), True)
+        reservations.set_size(txn, attempt.id, want.size, self.room.charge_of(want), True, want.entries)
         found = reservations.by_id(txn, attempt.id)
         if found is None:
             raise errors.CacheFault(f"the reservation of {want.key!r} is gone: the catalog was made anew meanwhile")
         return found
 
     def _enter(self, txn: Txn, want: Want, attempt: _Attempt, *, granted: bool) -> Reservation:
-        attempt.id, charge = txn.take("next_id"), self.room.charge(want.size, want.inline)
+        attempt.id, charge = txn.take("next_id"), self.room.charge_of(want)
         row = Reservation(
-            attempt.id, attempt.me, want.space, want.key, want.keyhash, granted, want.size, charge, want.suffix, time.time()
+            attempt.id, attempt.me, want.space, want.key, want.keyhash, granted, want.size, charge, want.suffix, time.time(),
+            want.entries,
         )  # fmt: skip
         reservations.insert(txn, row)
         return row
@@ -185,7 +195,7 @@ class Budget:
             return True
         limits = spaces.totals(txn, space=want.space)
         quota = limits.quota if limits.quota is not None else want.size
-        if self.room.charge(want.size, want.inline) > limits.budget or want.size > quota or limits.max_entries == 0:
+        if self.room.charge_of(want) > limits.budget or want.size > quota or 0 in (limits.max_entries, limits.max_count):
             attempt.stuck, attempt.hopeless = short, True
             return False
         if not attempt.id:
@@ -201,12 +211,12 @@ class Budget:
         space = spaces.by_id(txn, want.space) if want else None
         evicts_own = space is None or Policy.parse(space.policy).evicts_own
         freed = _Freed()
-        if short.quota > 0 and space is not None:
+        if (short.quota > 0 or short.here > 0) and space is not None:
             if not evicts_own:
                 attempt.stuck = short
                 return
-            self._doom(txn, Scope(only=space.id), want, attempt, freed, doomed, _Freed(size=short.quota))
-            if freed.size < short.quota:
+            self._doom(txn, Scope(only=space.id), want, attempt, freed, doomed, _Freed(size=short.quota, count=short.here))
+            if freed.size < short.quota or freed.count < short.here:
                 self._stuck_unless(bool(doomed), attempt, short)
                 return
         lacking = short.bytes - short.leaving
@@ -286,8 +296,9 @@ class Budget:
     def _no_space(self, want: Want | None, short: Short, hopeless: bool) -> errors.NoSpace:
         if want is None:
             return errors.NoSpace.of("what is there", short.bytes, 0, short.budget)
-        if short.rows > 0 and short.bytes <= 0 and short.quota <= 0:
-            said = f"no room for {want.key!r}: there are max_entries already: raise it, or see `forebay ls --leased`"
+        if (short.rows > 0 or short.here > 0) and short.bytes <= 0 and short.quota <= 0:
+            limit = "max_entries" if short.rows > 0 else "max_count of the space"
+            said = f"no room for {want.key!r}: there are {limit} already: raise it, or see `forebay ls --leased`"
             return errors.NoSpace(said, key=want.key, need=want.size, free=short.free, budget=short.budget, hopeless=hopeless)
         if hopeless:
             return errors.NoSpace.of(

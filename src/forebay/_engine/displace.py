@@ -48,7 +48,8 @@ class Displacing:
         return self._budget.room.fits(txn, want), gone
 
     def _is_plain(self, txn: Txn, want: Want, short: Short) -> bool:
-        if short.quota > 0 or short.disk > 0 or short.leaving or self._budget.room.charge(want.size, inline=True) > short.budget:
+        large = self._budget.room.charge(want.size, inline=True) > short.budget
+        if large or max(short.quota, short.here, short.disk, short.leaving) > 0:
             return False
         space = spaces.by_id(txn, want.space)
         return space is not None and Policy.parse(space.policy).evicts_own and not reservations.abandoned(txn)

@@ -32,6 +32,7 @@ from forebay._engine.root import Root, open_root
 from forebay._engine.settings import Settings, apply
 from forebay._engine.slots import Slots
 from forebay._kernel import host, locks, waits
+from forebay._model import Entry
 
 log = logging.getLogger("forebay.engine")
 P = ParamSpec("P")
@@ -117,12 +118,12 @@ class Engine:
         self._budget.drop_dead = self.memo.drop_dead
         self._fill = Fill(root, self._catalog, self._owners, self.words, self.counters)
         displacing = Displacing(self._budget, self._eviction, self._ranking, self.counters)
-        intent = Intent(root, self._catalog, self._slots)
-        self._publisher = Publisher(root, self._catalog, self._slots, self._owners, self._budget, displacing, intent)
+        self._intent = Intent(root, self._catalog, self._slots)
+        self._publisher = Publisher(root, self._catalog, self._slots, self._owners, self._budget, displacing, self._intent)
         self._linking = Linking(root, self._catalog, self._slots, self._budget, self._publisher)
         self._packing = Packing(root, self._catalog, self._leases, self._owners, self._budget, self._publisher)
         self._budget.any_tails, self._budget.reclaim_tails = self._packing.any_left, self._packing.reclaim
-        self._recover = intent.recover
+        self._recover = self._intent.recover
         self._catalog.sweeper = self._eviction.sweep
         self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
         self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self.counters)
@@ -171,6 +172,17 @@ class Engine:
     def configure(self, settings: Settings) -> None:
         """Set what is given, for everybody; a lower limit is applied at once to what is there."""
         self._in_force = apply(settings, self.root, self._catalog, self._budget, self._owners)
+
+    @mending
+    def register(self) -> None:
+        """Be one of those that have the root open: from then on others see what this process counts."""
+        if not self.root.read_only:
+            self._owners.me()
+
+    def touch(self, entry: Entry) -> None:
+        """Say that an entry is used now."""
+        if self._slots.id_of(entry.slot) == entry.id:
+            self._slots.touch(entry.slot, host.now_ns())
 
     def check_usable(self, *, writing: bool = False) -> None:
         if writing and self.root.read_only:

@@ -28,7 +28,7 @@ from forebay._model import Entry
 log = logging.getLogger("forebay.eviction")
 
 SPACE_WORD = 1
-HELD_A_TURN = 8
+HELD_A_TURN, TURNS = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,12 @@ class Eviction:
         self._words.bump(SPACE_WORD)
 
     def drop_value(self, txn: Txn, id: int, slot: int) -> bool:
-        """`doom` and `delete` in one for a small value: nobody can lease it, and no file has to go in between."""
-        if not entries.drop_value(txn, id):
-            return False
-        self._slots.clear(slot, id)
-        return True
+        """`doom` and `delete` in one for a small value: no file has to go in between. False if it is leased or gone."""
+        with self._leases.evicting(id) as free:
+            if not free or not entries.drop_value(txn, id):
+                return False
+            self._slots.clear(slot, id)  # P1 locks, and looks at the slot / P2 drops it: P1 has its lease before, or finds it empty
+            return True
 
     def remove(self, wanted: Sequence[tuple[int, int, Doomed]]) -> list[Doomed]:
         """Remove these entries, given as (id, slot, what it has on the disk); gives those that went."""
@@ -104,6 +105,15 @@ class Eviction:
 
     def sweep(self) -> int:
         """Finish what evictors that died, replacers, and the last holders of held entries left; gives how many entries went."""
+        gone = 0
+        for _ in range(TURNS):
+            went = self._sweep()
+            gone += went
+            if went < HELD_A_TURN:
+                break
+        return gone
+
+    def _sweep(self) -> int:
         self._leases.drain()
         rows = [(id, slot, Doomed(id, kind, suffix)) for id, slot, kind, suffix, _ in entries.leaving(self._catalog)]
         rows += [(entry.id, entry.slot, Doomed(entry.id, entry.kind, entry.suffix)) for entry in self._some_held()]

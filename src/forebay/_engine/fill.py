@@ -107,14 +107,21 @@ class Fill:
             self.unlock(keyhash)
 
     def _make(self, space: int, key: str, make: Callable[[], T]) -> T:
-        token = _working.set(True)
         try:
-            return make()
+            with self.working():
+                return make()
         except errors.CacheFault:
             raise  # ours, not the source's: each caller passes the cache by himself
         except Exception as error:
-            self._record(space, key, error)
+            self.note_failure(space, key, error)
             raise
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what makes a key's value: in there no other key is waited for, since two such could wait for each other."""
+        token = _working.set(True)
+        try:
+            yield
         finally:
             _working.reset(token)
 
@@ -152,6 +159,10 @@ class Fill:
     def try_hold_hash(self, keyhash: int) -> KeyHold | None:
         """The lock at this offset if it is free."""
         return KeyHold(self, keyhash) if self._keys.try_lock(keyhash, exclusive=True) else None
+
+    def sleep(self, space: int, key: str, seconds: float) -> None:
+        """Until the key's lock may have been let go, at most ``seconds``."""
+        self._words.sleep(_word_of(hash_of(space, key)), seconds)
 
     def unlock(self, keyhash: int) -> None:
         self._keys.unlock(keyhash)
@@ -194,7 +205,8 @@ class Fill:
             self._counters.add(WAIT_NS_LOCK, time.monotonic_ns() - since)
         return since
 
-    def _record(self, space: int, key: str, error: Exception) -> None:
+    def note_failure(self, space: int, key: str, error: Exception) -> None:
+        """Let those who wait for this key know what became of it."""
         with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
             at = time.monotonic_ns()
             people.record_failure(txn, space, key, errors.to_wire(error), at)
@@ -204,11 +216,17 @@ class Fill:
 
     def _raise_shared(self, space: int, key: str, since: int) -> None:
         """Raise the failure of the attempt that this caller waited for. A later caller tries again."""
+        error = self.failure(space, key, since)
+        if error is not None:
+            raise error
+
+    def failure(self, space: int, key: str, since: int) -> Exception | None:
+        """What the work on a key failed with after ``since``, in any process."""
         found = people.failure(self._catalog, space, key)
         if found is None or found[0] < since:
-            return
+            return None
         at, error = self._errors.get((space, key), (0, None))
-        raise error if error is not None and at == found[0] else errors.from_wire(found[1])
+        return error if error is not None and at == found[0] else errors.from_wire(found[1])
 
     def close(self) -> None:
         self._keys.close()

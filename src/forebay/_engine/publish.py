@@ -228,14 +228,16 @@ class Publisher:
 class Writing:
     """One write: a `Sink` for a remote, then `publish`. Left without it, what came is kept for a successor where it can be resumed.
 
-    Caller: holds the key's lock, unless nothing is to be resumed. ``on_progress`` is called with (done, total) bytes."""
+    Caller: holds the key's lock, unless nothing is to be resumed. ``reserved``: its room, where it has that already.
+    ``on_progress`` is called with (done, total) bytes."""
 
     def __init__(
-        self, publisher: Publisher, label: Label, *, resume: bool = False, on_progress: Callable[[int, int | None], None] | None = None
-    ) -> None:
+        self, publisher: Publisher, label: Label, *, resume: bool = False, reserved: Reservation | None = None,
+        on_progress: Callable[[int, int | None], None] | None = None,
+    ) -> None:  # fmt: skip
         self._publisher, self.label, self._on_progress = publisher, label, on_progress
         self._keyhash = hash_of(label.space, label.key)
-        self._reserved: Reservation | None = None
+        self._reserved = reserved
         self._stage: Stage | None = None
         self._small: MemoryStage | None = None
         self._leases: Leases | None = None

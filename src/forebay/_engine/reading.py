@@ -41,7 +41,7 @@ class Reading:
                 return found
             with faults(key):
                 entry = self._leases.current(place, key)
-                if entry is None or entry.kind in ("tree", "pack"):
+                if entry is None or entry.kind in ("tree", "pack", "session"):
                     return None
                 data = self._bytes_of(entry)
                 if data is not None and self._is_sound(entry, data):
@@ -59,6 +59,17 @@ class Reading:
                 lease.close()
                 return None
         return lease
+
+    def take(self, place: int, key: str) -> Lease | None:
+        """A lease on the bytes of a key, those of a small value too; None where there is none."""
+        with faults(key):
+            lease = self._leases.take(place, key)
+            if lease is None:
+                return None
+            if lease.entry.kind not in ("blob", "value") or (lease.entry.kind == "blob" and not self._file_is_sound(lease)):
+                lease.close()
+                return None
+            return lease
 
     def view_leased(self, space: str, key: str, lease: Lease) -> Remembered | None:
         """The bytes of what is leased, which was seen to be sound; None where they cannot be mapped."""

@@ -22,7 +22,8 @@ NO_LIMIT = 1 << 62
 
 class Want(NamedTuple):
     """What a write asks room for. ``size`` in bytes; ``replaces``: the id that will be superseded, no victim, its ``replaced`` bytes
-    do not count against the quota."""
+    do not count against the quota. ``charged``: what the budget counts, where it is not what one file of ``size`` bytes costs;
+    ``entries``: how many will be made of it."""
 
     space: int
     key: str
@@ -32,10 +33,13 @@ class Want(NamedTuple):
     replaces: int = 0
     replaced: int = 0
     inline: bool = False
+    charged: int = 0
+    entries: int = 1
 
 
 class Short(NamedTuple):
-    """What is lacking. ``quota`` and ``bytes`` in bytes, ``rows`` in entries: positive where something has to go.
+    """What is lacking. ``quota`` and ``bytes`` in bytes, ``here`` (of the space) and ``rows`` in entries: positive where something
+    has to go.
     ``leaving``: bytes that are on their way out already. ``disk``: bytes below ``min_free``. ``leftovers``: see `spaces.Totals`."""
 
     quota: int
@@ -46,10 +50,11 @@ class Short(NamedTuple):
     budget: int
     disk: int = 0
     leftovers: bool = False
+    here: int = -NO_LIMIT
 
     @property
     def fits(self) -> bool:
-        return self.quota <= 0 and self.bytes <= 0 and self.rows <= 0
+        return self.quota <= 0 and self.bytes <= 0 and self.rows <= 0 and self.here <= 0
 
 
 class Room:
@@ -64,6 +69,10 @@ class Room:
         """What ``size`` bytes count while they are written: whole blocks and the chunk map, or bytes and a row for a small value."""
         return size + ROW if inline else stages.footprint(size, self._block)
 
+    def charge_of(self, want: Want) -> int:
+        """What the budget counts for ``want``."""
+        return want.charged or self.charge(want.size, want.inline)
+
     def charge_published(self, size: int) -> int:
         """What a finished file of ``size`` bytes counts."""
         return -(-size // self._block) * self._block
@@ -71,17 +80,21 @@ class Room:
     def short(self, rows: Rows, want: Want | None, id: int = 0) -> Short:
         """What is lacking for ``want``, or for nothing new; older pending reservations are served before ``id``."""
         totals = spaces.totals(rows, id or None, want.space if want else 0)
-        charge = self.charge(want.size, want.inline) if want else 0
+        charge = self.charge_of(want) if want else 0
         used = totals.entries + totals.granted + totals.pending + totals.over
         floor = totals.min_free + (charge if want else 0) - host.free_bytes(self._path)
-        quota = -NO_LIMIT
-        if want is not None and totals.quota is not None:
-            quota = totals.space + reservations.reserved_in(rows, want.space, id) + want.size - want.replaced - totals.quota
-        rows_over = -NO_LIMIT
+        quota = count = rows_over = -NO_LIMIT
+        new = want.entries - bool(want.replaces) if want is not None else 0
+        if want is not None and (totals.quota is not None or totals.max_count is not None):
+            promised, many = reservations.reserved_in(rows, want.space, id)
+            if totals.quota is not None:
+                quota = totals.space + promised + want.size - want.replaced - totals.quota
+            if totals.max_count is not None:
+                count = totals.rows_here + many + new - totals.max_count
         if totals.max_entries is not None:
-            rows_over = totals.rows + (want is not None and not want.replaces) - totals.max_entries
+            rows_over = totals.rows + new - totals.max_entries
         lacking = max(used + charge - totals.budget, floor)
-        return Short(quota, lacking, rows_over, totals.leaving, totals.budget - used, totals.budget, floor, totals.leftovers)
+        return Short(quota, lacking, rows_over, totals.leaving, totals.budget - used, totals.budget, floor, totals.leftovers, count)
 
     def fits(self, txn: Txn, want: Want) -> bool:
         """Whether ``want`` fits as things are. For what is written in this very transaction: its row is its reservation."""
@@ -99,13 +112,14 @@ class Room:
             and short.quota + sum(want.size - want.replaced for want in others) <= 0
             and short.bytes + sum(self.charge(want.size) for want in others) <= 0
             and short.rows + len(others) <= 0
+            and short.here + len(others) <= 0
         )
 
     def has_ample(self, want: Want) -> bool:
         """Whether there seems to be room. Asked without the writer lock, so it may be wrong a moment later; for as long as that, what was
         seen does for others too where there was room for many of them."""
         space, until, seen = self._seen
-        ample = max(seen.quota + MANY * want.size, seen.bytes + MANY * self.charge(want.size), seen.rows + MANY) <= 0
+        ample = max(seen.quota + MANY * want.size, seen.bytes + MANY * self.charge(want.size), seen.rows + MANY, seen.here + MANY) <= 0
         if space == want.space and time.monotonic() < until and ample:
             return True
         seen = self.short(self._catalog, want)

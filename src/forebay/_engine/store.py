@@ -12,9 +12,10 @@ from typing import TypeVar
 
 from forebay import errors
 from forebay._engine import check, counters
-from forebay._engine.catalog import CatalogBroken, entries, spaces
+from forebay._engine.ahead import Ahead
+from forebay._engine.catalog import CatalogBroken, entries
 from forebay._engine.census import Usage
-from forebay._engine.engine import Engine, mending
+from forebay._engine.engine import mending
 from forebay._engine.eviction import Doomed
 from forebay._engine.faults import faults
 from forebay._engine.fill import KeyHold, OnWait
@@ -35,39 +36,8 @@ T = TypeVar("T")
 NAMED = 0  # no space has this id: the keys of named locks
 
 
-class Store(Engine):
+class Store(Ahead):
     """The calls on one root. Opened by `open`; callable from any thread, and in a forked child."""
-
-    # -- spaces ----------------------------------------------------------------------------------------------------
-
-    def space(self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | None = None) -> spaces.Space:
-        """The space of this name, made if there is none; an explicit policy or quota is set for everybody."""
-        known = self._spaces.get(name)
-        return known if known is not None and policy is None and quota is None else self._make_space(name, kind, policy, quota)
-
-    @mending
-    def _make_space(self, name: str, kind: str, policy: str | None, quota: int | None) -> spaces.Space:
-        found = spaces.find(self._catalog, name)
-        if self.root.read_only:
-            return found or spaces.Space(0, name, kind, "lru", None)
-        if found is None or (policy or found.policy, quota or found.quota) != (found.policy, found.quota):
-            parsed = str(Policy.parse(policy)) if policy else None
-            with self._catalog.write() as txn:
-                spaces.insert(txn, name, kind, parsed or "lru", quota)
-                spaces.change(txn, name, parsed, quota)
-                found = spaces.find(txn, name)
-        assert found is not None
-        self._spaces[name] = found
-        if quota is not None:
-            self._shrink(found)
-        return found
-
-    def _shrink(self, space: spaces.Space) -> None:
-        """Apply a lower quota to what is there, as far as nobody holds it: make room for nothing."""
-        try:
-            self._budget.cancel(self._budget.reserve(Want(space.id, "", 0, 0)).id)
-        except errors.NoSpace as error:
-            log.info("the space %s stays above its quota for now: %s", space.name, error)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -98,11 +68,6 @@ class Store(Engine):
     def alias(self, space: str, name: str, found: Remembered) -> None:
         """Let another name of an entry, such as a URL as the caller writes it, lead to it."""
         self.memo.alias(space, name, found)
-
-    def touch(self, entry: Entry) -> None:
-        """Say that an entry is used now."""
-        if self._slots.id_of(entry.slot) == entry.id:
-            self._slots.touch(entry.slot, host.now_ns())
 
     def validated(self, entry: Entry) -> int:
         """When an entry was last seen to be the remote's: nanoseconds since 1970; 0: ask."""
@@ -249,12 +214,6 @@ class Store(Engine):
     def leave_segment(self, pack: int, number: int, tail: int) -> None:
         """See `Packing.leave`."""
         self._packing.leave(pack, number, tail)
-
-    @mending
-    def register(self) -> None:
-        """Be one of those that have the root open: from then on others see what this process counts."""
-        if not self.root.read_only:
-            self._owners.me()
 
     def forget_segment(self, ticket: int) -> None:
         """See `Packing.forget`."""

@@ -88,7 +88,14 @@ def delete(txn: Txn, id: int, kind: str) -> None:
         txn.run("DELETE FROM links WHERE tree = ?", id)
     elif kind == "pack":
         txn.run("DELETE FROM segments WHERE pack = ?", id)
+    elif kind == "session":
+        txn.run("UPDATE entries SET life = 'held' WHERE validator = ? AND life = 'cached'", session_of(id))
     txn.run("DELETE FROM entries WHERE id = ?", id)
+
+
+def session_of(id: int) -> str:
+    """The validator of entries that are kept no longer than the session ``id``: then the sweep takes them."""
+    return f"session:{id:x}"
 
 
 def drop_value(txn: Txn, id: int) -> bool:

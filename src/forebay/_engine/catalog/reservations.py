@@ -9,7 +9,9 @@ from forebay._engine.catalog.connection import Rows, Txn
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Bytes promised to one write. Its id becomes the entry's. ``owner`` None: a partial that waits for a successor."""
+    """Bytes promised to one write. Its id becomes the entry's. ``owner`` None: a partial that waits for a successor.
+
+    ``rows``: how many entries it is for. One whose ``keyhash`` is 0 has no files: see `Credit`."""
 
     id: int
     owner: int | None
@@ -21,15 +23,16 @@ class Reservation:
     charge: int
     suffix: str
     created: float
+    rows: int = 1
 
 
-_FROM = "SELECT id, owner, space, key, keyhash, granted, size, charge, suffix, created FROM reservations"
+_FROM = "SELECT id, owner, space, key, keyhash, granted, size, charge, suffix, created, rows FROM reservations"
 
 
 def insert(txn: Txn, r: Reservation) -> None:
     txn.run(
-        "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        r.id, r.owner, r.space, r.key, r.keyhash, r.granted, r.size, r.charge, r.suffix, r.created,
+        "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        r.id, r.owner, r.space, r.key, r.keyhash, r.granted, r.size, r.charge, r.suffix, r.created, r.rows,
     )  # fmt: skip
 
 
@@ -57,14 +60,19 @@ def owners(rows: Rows) -> list[int]:
     return [row[0] for row in rows.all("SELECT DISTINCT owner FROM reservations WHERE owner IS NOT NULL")]
 
 
-def reserved_in(rows: Rows, space: int, before: int) -> int:
-    """Bytes that are promised in one space, by reservations older than ``before`` (0: by all)."""
-    row = rows.one("SELECT coalesce(sum(size), 0) FROM reservations WHERE space = ?1 AND (?2 = 0 OR id < ?2)", space, before)
-    return int(row[0])
+def reserved_in(rows: Rows, space: int, before: int) -> tuple[int, int]:
+    """Bytes and entries that are promised in one space: all that were granted, and what asks since longer than ``before`` (0: all), which
+    itself does not count."""
+    bytes, count = rows.one(
+        "SELECT coalesce(sum(size), 0), coalesce(sum(rows), 0) FROM reservations"
+        " WHERE space = ?1 AND id IS NOT ?2 AND (granted OR ?2 = 0 OR id < ?2)",
+        space, before,
+    )  # fmt: skip
+    return bytes, count
 
 
-def set_size(txn: Txn, id: int, size: int, charge: int, granted: bool) -> None:
-    txn.run("UPDATE reservations SET size = ?, charge = ?, granted = ? WHERE id = ?", size, charge, granted, id)
+def set_size(txn: Txn, id: int, size: int, charge: int, granted: bool, rows: int = 1) -> None:
+    txn.run("UPDATE reservations SET size = ?, charge = ?, granted = ?, rows = ? WHERE id = ?", size, charge, granted, rows, id)
 
 
 def set_owner(txn: Txn, id: int, owner: int | None) -> None:
@@ -72,8 +80,8 @@ def set_owner(txn: Txn, id: int, owner: int | None) -> None:
 
 
 def disown(txn: Txn, owner: int) -> None:
-    """The owner is dead: what it had granted stays counted as partials; what was only asked for goes."""
-    txn.run("DELETE FROM reservations WHERE owner = ? AND granted = 0", owner)
+    """The owner is dead: what it had granted stays counted as partials; what was only asked for, or has no files, goes."""
+    txn.run("DELETE FROM reservations WHERE owner = ? AND (granted = 0 OR keyhash = 0)", owner)
     txn.run("UPDATE reservations SET owner = NULL WHERE owner = ?", owner)
 
 

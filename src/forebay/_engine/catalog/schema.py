@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 
-FORMAT = 1
+FORMAT = 2
 LIVE, SUPERSEDED, DOOMED = 0, 1, 2
 """States of an entry: served; replaced, its bytes go when the last lease does; being unlinked."""
 
@@ -13,6 +13,7 @@ TABLES = f"""
 CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE spaces(
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, policy TEXT NOT NULL, quota INTEGER,
+    max_count INTEGER,                     -- of entries
     bytes INTEGER NOT NULL DEFAULT 0,      -- of live entries: what a quota counts
     charge INTEGER NOT NULL DEFAULT 0,     -- of all entries whose blocks are on the disk: what the budget counts
     inline INTEGER NOT NULL DEFAULT 0,     -- the part of charge that lies in the catalog itself
@@ -29,7 +30,8 @@ CREATE TABLE links(tree INTEGER NOT NULL, name TEXT NOT NULL, member INTEGER NOT
 CREATE INDEX link_member ON links(member);
 CREATE TABLE reservations(
     id INTEGER PRIMARY KEY, owner INTEGER, space INTEGER NOT NULL, key TEXT NOT NULL, keyhash INTEGER NOT NULL,
-    granted INTEGER NOT NULL, size INTEGER NOT NULL, charge INTEGER NOT NULL, suffix TEXT NOT NULL, created REAL NOT NULL);
+    granted INTEGER NOT NULL, size INTEGER NOT NULL, charge INTEGER NOT NULL, suffix TEXT NOT NULL, created REAL NOT NULL,
+    rows INTEGER NOT NULL DEFAULT 1);      -- how many entries it is for
 CREATE INDEX reservation_key ON reservations(keyhash);
 CREATE TABLE segments(
     pack INTEGER NOT NULL, number INTEGER NOT NULL, owner INTEGER, capacity INTEGER NOT NULL, size INTEGER NOT NULL,

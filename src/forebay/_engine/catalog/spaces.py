@@ -16,7 +16,8 @@ ALLOWANCE = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A named part of the root. ``quota`` binds stored bytes of live entries; ``charge`` is what the budget counts."""
+    """A named part of the root. ``quota`` binds stored bytes of live entries, ``max_count`` their number; ``charge`` is what the budget
+    counts."""
 
     id: int
     name: str
@@ -26,13 +27,14 @@ class Space:
     bytes: int = 0
     charge: int = 0
     entries: int = 0
+    max_count: int | None = None
 
 
 class Totals(NamedTuple):
     """What is used, and what binds, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being
     unlinked; ``granted`` and ``pending``: of reservations; ``over``: of the catalog beside small values, above `ALLOWANCE`; ``rows``:
-    of entries and reservations; ``space``: of the live entries of one space, ``quota`` its own. ``leftovers``: something waits to be
-    swept: replaced, doomed, or held by somebody who may be gone."""
+    of entries and reservations; ``space``: of the live entries of one space, ``rows_here`` their number, ``quota`` and
+    ``max_count`` its own. ``leftovers``: something waits to be swept: replaced, doomed, or held by somebody who may be gone."""
 
     entries: int
     leaving: int
@@ -44,7 +46,9 @@ class Totals(NamedTuple):
     min_free: int
     max_entries: int | None
     space: int
+    rows_here: int
     quota: int | None
+    max_count: int | None
     leftovers: bool
 
 
@@ -56,12 +60,14 @@ SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries)
     EXISTS (SELECT 1 FROM reservations), (SELECT page_count FROM pragma_page_count),
     (SELECT value FROM meta WHERE name = 'budget'), (SELECT value FROM meta WHERE name = 'min_free'),
     (SELECT value FROM meta WHERE name = 'max_entries'),
-    coalesce(sum(bytes * (id = ?1)), 0), max(quota) FILTER (WHERE id = ?1)
+    coalesce(sum(bytes * (id = ?1)), 0), coalesce(sum(entries * (id = ?1)), 0),
+    max(quota) FILTER (WHERE id = ?1), max(max_count) FILTER (WHERE id = ?1)
 FROM spaces
 """
-_LEAVING = f"SELECT count(*), coalesce(sum(charge * (state = {DOOMED})), 0) FROM entries WHERE state > {LIVE}"
+_LEAVING = f"SELECT count(*), coalesce(sum(charge * (state = {DOOMED})), 0), coalesce(sum(space = ?), 0) FROM entries WHERE state > {LIVE}"
 _PROMISED = """
-SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?1)), 0), coalesce(sum(granted OR id < ?1), 0)
+SELECT coalesce(sum(charge * granted), 0), coalesce(sum(charge * (1 - granted) * (id < ?1)), 0),
+    coalesce(sum(rows * (granted OR id < ?1)), 0)
 FROM reservations WHERE id IS NOT ?1
 """
 _USAGE = """
@@ -69,10 +75,10 @@ SELECT coalesce(sum(charge), 0), (SELECT coalesce(sum(charge * granted), 0) FROM
     coalesce((SELECT value FROM meta WHERE name = 'budget'), 0)
 FROM spaces
 """
-_FROM = "SELECT id, name, kind, policy, quota, bytes, charge, entries FROM spaces"
+_FROM = "SELECT id, name, kind, policy, quota, bytes, charge, entries, max_count FROM spaces"
 _SEEN = f"""
 SELECT id, name, kind, policy, quota, bytes, charge,
-    entries - (SELECT count(*) FROM entries WHERE state > {LIVE} AND space = spaces.id)
+    entries - (SELECT count(*) FROM entries WHERE state > {LIVE} AND space = spaces.id), max_count
 FROM spaces
 """
 
@@ -96,23 +102,29 @@ def insert(txn: Txn, name: str, kind: str, policy: str, quota: int | None) -> No
     txn.run("INSERT OR IGNORE INTO spaces(name, kind, policy, quota) VALUES (?, ?, ?, ?)", name, kind, policy, quota)
 
 
-def change(txn: Txn, name: str, policy: str | None, quota: int | None) -> None:
+def change(txn: Txn, name: str, policy: str | None, quota: int | None, max_count: int | None = None) -> None:
     """Set what is given; None leaves as it is."""
-    txn.run("UPDATE spaces SET policy = coalesce(?, policy), quota = coalesce(?, quota) WHERE name = ?", policy, quota, name)
+    txn.run(
+        "UPDATE spaces SET policy = coalesce(?, policy), quota = coalesce(?, quota), max_count = coalesce(?, max_count) WHERE name = ?",
+        policy, quota, max_count, name,
+    )  # fmt: skip
 
 
 def totals(txn: Rows, before: int | None = None, space: int = 0) -> Totals:
     """What is used now. ``before``: count only the pending reservations that are older than this one. Outside of a transaction its parts
     may be of different moments."""
     row = txn.one(_TOTALS, space)
-    charge, inline, rows, any_leaving, any_held, any_promised, pages, budget, min_free, max_entries, used, quota = row
-    left, leaving = txn.one(_LEAVING) if any_leaving else (0, 0)
+    charge, inline, rows, any_leaving, any_held, any_promised, pages, budget, min_free, max_entries, used, count, quota, max_count = row
+    left, leaving, left_here = txn.one(_LEAVING, space) if any_leaving else (0, 0, 0)
     granted, pending, waiting = txn.one(_PROMISED, NEWEST if before is None else before) if any_promised else (0, 0, 0)
     over = pages * PAGE - inline - ALLOWANCE
     if over > 0:
         over -= PAGE * txn.one("PRAGMA freelist_count")[0]
     rows, over, leftovers = rows - left + waiting, max(0, over), bool(any_leaving or any_held)
-    return Totals(charge, leaving, granted, pending, over, rows, budget or 0, min_free or 0, max_entries, used, quota, leftovers)
+    return Totals(
+        charge, leaving, granted, pending, over, rows, budget or 0, min_free or 0, max_entries, used, count - left_here, quota, max_count,
+        leftovers,
+    )  # fmt: skip
 
 
 def usage(rows: Rows) -> tuple[int, int, int]:

@@ -1,0 +1,149 @@
+"""The doors for who loads ahead of those who read: spaces, single steps of single-flight, promised room, sessions."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from forebay import errors
+from forebay._engine import counters
+from forebay._engine.catalog import spaces
+from forebay._engine.credit import Credit
+from forebay._engine.engine import Engine, mending
+from forebay._engine.eviction import Doomed
+from forebay._engine.faults import faults
+from forebay._engine.fill import KeyHold
+from forebay._engine.leases import Lease
+from forebay._engine.policy import Policy
+from forebay._engine.publish import Label
+from forebay._engine.room import Want
+from forebay._model import Entry
+
+log = logging.getLogger("forebay.store")
+
+
+class Ahead(Engine):
+    """The part of `Store` that a prefetcher needs beside the rest."""
+
+    def space(
+        self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | None = None, max_count: int | None = None
+    ) -> spaces.Space:  # fmt: skip
+        """The space of this name, made if there is none; an explicit policy, quota or count is set for everybody."""
+        known = self._spaces.get(name)
+        if known is not None and policy is None and quota is None and max_count is None:
+            return known
+        return self._make_space(name, kind, policy, quota, max_count)
+
+    @mending
+    def _make_space(self, name: str, kind: str, policy: str | None, quota: int | None, max_count: int | None) -> spaces.Space:
+        found = spaces.find(self._catalog, name)
+        if self.root.read_only:
+            return found or spaces.Space(0, name, kind, "lru", None)
+        parsed = str(Policy.parse(policy)) if policy else None
+        wanted = {"policy": parsed, "quota": quota, "max_count": max_count}
+        if found is None or any(value is not None and value != getattr(found, what) for what, value in wanted.items()):
+            with self._catalog.write() as txn:
+                spaces.insert(txn, name, kind, parsed or "lru", quota)
+                spaces.change(txn, name, parsed, quota, max_count)
+                found = spaces.find(txn, name)
+        assert found is not None
+        self._spaces[name] = found
+        if quota is not None or max_count is not None:
+            self._shrink(found)
+        return found
+
+    def _shrink(self, space: spaces.Space) -> None:
+        """Apply a lower limit to what is there, as far as nobody holds it: make room for nothing."""
+        try:
+            self._budget.cancel(self._budget.reserve(Want(space.id, "", 0, 0, entries=0)).id)
+        except errors.NoSpace as error:
+            log.info("the space %s stays above its limit for now: %s", space.name, error)
+
+    # -- single steps of `Fill.single`, for who does several keys at once --------------------------------------------
+
+    @mending
+    def take(self, space: str, key: str) -> Lease | None:
+        """A lease on the bytes of a key, those of a small value too, touched; None where there is none."""
+        self.register()
+        lease = self._reading.take(self.space(space).id, key)
+        if lease is not None:
+            self.touch(lease.entry)
+        return lease
+
+    def try_hold(self, space: str, key: str) -> KeyHold | None:
+        """The key's lock if it is free."""
+        self.check_usable(writing=True)
+        with faults(key):
+            return self._fill.try_hold(self.space(space).id, key)
+
+    def wait_turn(self, space: str, key: str, seconds: float) -> None:
+        """Sleep until a key's lock may have been let go, at most ``seconds``."""
+        self._fill.sleep(self.space(space).id, key, seconds)
+
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        """Around what makes a value while its key is held: in there no other key is waited for."""
+        return self._fill.working()
+
+    @mending
+    def failure(self, space: str, key: str, since: int) -> Exception | None:
+        """What the work on a key failed with after ``since`` (nanoseconds of the monotonic clock), in any process."""
+        return self._fill.failure(self.space(space).id, key, since)
+
+    def note_failure(self, space: str, key: str, error: Exception) -> None:
+        """Let those who wait for this key know."""
+        self._fill.note_failure(self.space(space).id, key, error)
+
+    # -- room, and what is made of it --------------------------------------------------------------------------------
+
+    @mending
+    def credit(self, space: str) -> Credit:
+        """Room in a space, promised ahead: for one loader."""
+        self.check_usable(writing=True)
+        place = self.space(space)
+        return Credit(self._catalog, self._budget, self._publisher, self._leases, self._intent, place)
+
+    def drop(self, wanted: Sequence[Entry]) -> int:
+        """Remove entries that nobody holds any more; gives how many went."""
+        with faults("what nobody holds"):
+            return len(self._eviction.remove([(e.id, e.slot, Doomed(e.id, e.kind, e.suffix)) for e in wanted]))
+
+    @mending
+    def join(self, space: str, key: str) -> Lease:
+        """Be of a session: it begins with the first who joins, and ends when the last lease on it is gone, by whatever death. Entries that
+        name it are then removed by whoever writes next."""
+        self.check_usable(writing=True)
+        place = self.space(space)
+        while True:
+            if (lease := self._leases.take(place.id, key)) is not None:
+                return lease
+            hold = self._fill.hold(place.id, key)
+            try:
+                # P1 and P2 find none / P1 holds the key, begins one, lets go / P2 holds the key: we are here.
+                if (lease := self._leases.take(place.id, key)) is not None:
+                    return lease
+                return self._begin_session(Label(place.id, place.name, key, life="held"))
+            finally:
+                hold.release()
+
+    def _begin_session(self, label: Label) -> Lease:
+        with faults(label.key), self._catalog.write() as txn:
+            id = txn.new_id()
+            self._leases.hold(id)
+            entry = self._publisher.insert(txn, label, id, "session", 0, b"", None)
+            txn.leftovers = True
+        return self._leases.adopt(entry)
+
+    def usage_of(self, space: str) -> tuple[int, int]:
+        """Bytes and number of the entries that a space has now."""
+        found = spaces.find(self._catalog, space)
+        return (found.bytes, found.entries) if found is not None else (0, 0)
+
+    def limits_of(self, space: str) -> tuple[int, str]:
+        """Bytes that one entry of a space can have at most, and the policy of the space."""
+        place = self.space(space)
+        budget = spaces.totals(self._catalog).budget
+        return min(budget, budget if place.quota is None else place.quota), place.policy
+
+    def count_stored(self, leases: Sequence[Lease]) -> None:
+        self.counters.add(counters.BYTES_STORED, sum(lease.entry.size for lease in leases))

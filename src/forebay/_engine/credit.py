@@ -1,0 +1,164 @@
+"""Room that is promised ahead, and entries that are made of it many at a time: for who loads what others will want soon.
+
+promise   a row without files counts bytes, blocks and entries   a crash: the next who lacks room deletes the row
+keep      the files, their rows, a smaller promise               a crash: as for any small files, see `intent`
+
+So a loader asks nobody before each read, and one transaction publishes what several of them brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from forebay import errors
+from forebay._engine import blobs
+from forebay._engine.budget import Budget
+from forebay._engine.catalog import Catalog, Txn, entries, reservations
+from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.catalog.spaces import Space
+from forebay._engine.faults import faults
+from forebay._engine.fill import hash_of
+from forebay._engine.intent import Intent
+from forebay._engine.leases import Lease, Leases
+from forebay._engine.publish import INLINE, Label, Publisher, Writing
+from forebay._engine.room import Want
+from forebay._model import Buffer, Entry, ObjectInfo
+
+
+class Need(NamedTuple):
+    """Room for ``entries`` of ``size`` bytes in all, of which the budget counts ``charge``."""
+
+    size: int = 0
+    charge: int = 0
+    entries: int = 0
+
+    def plus(self, other: Need, times: int = 1) -> Need:
+        return Need(self.size + times * other.size, self.charge + times * other.charge, self.entries + times * other.entries)
+
+    def covers(self, other: Need) -> bool:
+        return self.size >= other.size and self.charge >= other.charge and self.entries >= other.entries
+
+
+NOTHING = Need()
+
+
+class Item(NamedTuple):
+    """What is to be kept."""
+
+    key: str
+    data: Buffer
+
+
+class Credit:
+    """What one loader has been promised in one space. One thread at a time; a forked child begins with none."""
+
+    def __init__(
+        self, catalog: Catalog, budget: Budget, publisher: Publisher, leases: Leases, intent: Intent, space: Space
+    ) -> None:  # fmt: skip
+        self._catalog, self._budget, self._publisher = catalog, budget, publisher
+        self._leases, self._intent, self._space = leases, intent, space
+        self._row: Reservation | None = None
+        self.promised = NOTHING
+
+    def need(self, size: int) -> Need:
+        """What one entry of ``size`` bytes takes."""
+        return Need(size, self._budget.room.charge(size, inline=size <= INLINE), 1)
+
+    def ask(self, more: Need) -> None:
+        """Be promised ``more``, evicting what may go for it. Raises `NoSpace`, or another `CacheFault`: then all is as it was."""
+        total = self.promised.plus(more)
+        with faults(self._space.name, total.size):
+            if self._row is None:
+                want = Want(self._space.id, f"promised to {self._space.name}", 0, total.size, charged=total.charge, entries=total.entries)
+                self._row = self._budget.reserve(want)
+            else:
+                self._row = self._budget.resize(self._row, total.size, charged=total.charge, entries=total.entries)
+        self.promised = total
+
+    def give_back(self, less: Need) -> None:
+        """Be promised so much less."""
+        if self._row is not None and less != NOTHING:
+            with faults(self._space.name), self._catalog.write() as txn:
+                left = self._shrink(txn, less)
+            self._shrunk(left)
+            self._budget.tell()
+
+    def forget(self) -> None:
+        """The promise is another process's, or of a catalog that is gone."""
+        self._row, self.promised = None, NOTHING
+
+    def keep(self, items: Sequence[Item], *, life: str = "cached", session: int = 0) -> list[Lease]:
+        """Make entries of small items, of what was promised for them, with a lease on each: all of them or none.
+
+        ``session``: the id of the session after which nobody wants them. Caller: holds their keys. Raises `CacheFault`."""
+        used = NOTHING
+        for item in items:
+            used = used.plus(self.need(len(item.data)))
+        held: list[int] = []
+        try:
+            with faults(self._space.name, used.size), self._catalog.write() as txn:
+                made = self._insert(txn, items, life, session, held)
+                left = self._shrink(txn, used)
+                txn.leftovers = entries.any_leftovers(txn)
+        except BaseException:
+            for id in held:
+                self._leases.let_go_soon(id)
+            raise
+        self._shrunk(left)
+        return [self._leases.adopt(entry) for entry in made]
+
+    def _insert(self, txn: Txn, items: Sequence[Item], life: str, session: int, held: list[int]) -> list[Entry]:
+        ids = txn.new_ids(len(items))
+        self._intent.begin(txn, ids)
+        made = []
+        for id, item in zip(ids, items, strict=True):
+            if self._leases.hold(id):  # before anybody can see it: a held one that nobody holds is swept
+                held.append(id)
+            label, size = self._label(item, life), len(item.data)
+            inline = bytes(item.data) if size <= INLINE else None
+            if inline is None:
+                blobs.write(self._publisher.root, id, item.data)
+            kind, checksum = "blob" if inline is None else "value", blobs.checksum_of(item.data)
+            made.append(self._publisher.insert(txn, label, id, kind, size, checksum, _validator(session), inline))
+        return made
+
+    def keep_large(self, item: Item, *, life: str = "cached", session: int = 0) -> Lease:
+        """The same for one that is too large to be written while others wait to write."""
+        label, size = self._label(item, life), len(item.data)
+        with faults(item.key, size), self._catalog.write() as txn:
+            own = self._budget.split(txn, Want(label.space, label.key, hash_of(label.space, label.key), size))
+            left = self._shrink(txn, self.need(size))
+        self._shrunk(left)
+        with Writing(self._publisher, label, reserved=own) as writing:
+            writing.begin(ObjectInfo("", size))
+            writing.write(0, item.data)
+            return writing.publish_leased(self._leases, validator=_validator(session))
+
+    def _label(self, item: Item, life: str) -> Label:
+        return Label(self._space.id, self._space.name, item.key, life=life)
+
+    def _shrink(self, txn: Txn, used: Need) -> Reservation | None:
+        """The row without what was ``used`` of it; None if nothing is left."""
+        row = reservations.by_id(txn, self._row.id) if self._row is not None else None
+        if row is None:
+            raise errors.CacheFault(f"what was promised to {self._space.name} is gone: the catalog was made anew meanwhile")
+        if not self.promised.covers(used):
+            raise errors.CacheFault(f"{used.size:,} bytes were not promised to {self._space.name}: {self.promised.size:,} are")
+        left = Need(*(have - gone for have, gone in zip(self.promised, used, strict=True)))
+        if not left.entries:
+            reservations.delete(txn, row.id)
+            return None
+        row = replace(row, size=left.size, charge=left.charge, rows=left.entries)
+        reservations.set_size(txn, row.id, row.size, row.charge, True, row.rows)
+        return row
+
+    def _shrunk(self, row: Reservation | None) -> None:
+        """What `_shrink` gave was committed."""
+        self._row = row
+        self.promised = Need(row.size, row.charge, row.rows) if row is not None else NOTHING
+
+
+def _validator(session: int) -> str | None:
+    return entries.session_of(session) if session else None
