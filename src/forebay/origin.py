@@ -211,7 +211,7 @@ class Origin:
         began = time.time_ns()
         try:
             info = target.remote.stat(target.url, known=old.entry.validator)
-            self._count(Transfer(requests=1))
+            self.count(Transfer(requests=1))
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn(f"stale {target.key}", "%s cannot be reached (%s): its copy from the cache is served", target.key, error)
             self._postpone(old.entry, ask)
@@ -236,7 +236,7 @@ class Origin:
         if found is None or self.upstream is None or ask.offline or self.upstream.validated(found.entry) >= ask.since:
             return found
         try:
-            self._count(Transfer(requests=1))
+            self.count(Transfer(requests=1))
             return found if target.remote.stat(target.url, known=found.entry.validator) is None else None
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn(f"stale {target.key}", "%s cannot be reached (%s): the upstream's copy is served", target.key, error)
@@ -265,14 +265,14 @@ class Origin:
             try:
                 transfer = target.remote.fetch(target.url, sink)
             except errors.RemoteError as error:
-                self._count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
+                self.count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
                 raise
             except errors.CacheFault:
-                self._count(Transfer(requests=1))  # that there is no room is learnt from the first answer
+                self.count(Transfer(requests=1))  # that there is no room is learnt from the first answer
                 raise
             finally:
                 self.store.count("wait_ns_remote", time.time_ns() - began)
-            self._count(transfer)
+            self.count(transfer)
             self._check_sha256(target, ask, writing)
             lease = self.store.publish_leased(writing, validator=writing.info.validator if writing.info else None)
         self.store.count("fills")
@@ -288,7 +288,7 @@ class Origin:
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
         writing.set_meta(json.dumps({"sha256": found}))
 
-    def _count(self, transfer: Transfer) -> None:
+    def count(self, transfer: Transfer) -> None:
         self.store.count("requests", transfer.requests)
         self.store.count("bytes_remote", transfer.received)
         self.store.count("retries", transfer.retries)
@@ -320,7 +320,7 @@ class Origin:
         sink = MemorySink()
         transfer = target.remote.fetch(target.url, _Expecting(sink, target.key, ask.etag) if ask.etag else sink)
         if target.in_place is None:
-            self._count(transfer)
+            self.count(transfer)
         data = memoryview(sink.data).toreadonly()
         if ask.sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != ask.sha256.lower():
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
@@ -336,10 +336,10 @@ class Origin:
             return io.BytesIO(self._direct(target, ask))
         self._refuse_offline(target, ask)
         info = target.remote.stat(target.url)
-        self._count(Transfer(requests=1))
+        self.count(Transfer(requests=1))
         if info is None or info.size is None:
             return io.BytesIO(self._direct(target, ask))
-        return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, info, self._count), RANGE))
+        return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, info, self.count), RANGE))
 
     def local(self, target: Target, ask: Ask) -> Lease:
         """A lease on the kept copy; a local file is its own path."""
@@ -361,7 +361,7 @@ class Origin:
             if ask.offline:
                 raise errors.Offline.of(key)
             data = target.remote.read(target.url, span, validator=validator)
-            self._count(Transfer(requests=1, received=len(data)))
+            self.count(Transfer(requests=1, received=len(data)))
             try:
                 self.store.put(URLS, key, data, validator=validator)
             except errors.CacheFault as error:
