@@ -41,6 +41,8 @@ ORDER = """
     _engine.pack codecs origin < arrays < samples < cache
     pfio_file < samples
     _engine.fill < reports < warming < cache
+    origin < places < tars < sources < cache
+    _model < tar_index < tars
     _model _kernel.mappings < pfio_file
     _model < codecs < spaces
     cache pfio_file < adapters
