@@ -45,13 +45,19 @@ ORDER = """
     _model < tar_index < tars
     _model _kernel.mappings < pfio_file
     _model < codecs < spaces
+    _engine.store < _loading.loads < _loading.desk < _loading.keeper < _loading.steps < _loading.worker < _loading.loader
+    _loading.loads sources < lazies
+    lazies reports < pools
+    errors < _loading
+    codecs _loading.loader origin pools < prefetch < cache
+    _config _engine.store _engine.passthrough < opening < cache
     cache pfio_file < adapters
 """
 
 # Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
 THIRD_PARTY = {
     "urllib3": ("remote",),
-    "xxhash": ("_engine", "remote", "origin", "cache"),
+    "xxhash": ("_engine", "remote", "origin", "cache", "prefetch"),
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),
@@ -64,7 +70,7 @@ THIRD_PARTY = {
     "pytorch_pfn_extras": ("adapters.pfio_base",),
 }
 LOADED_WITH = {
-    "xxhash": ("_engine", "remote", "origin", "cache"),
+    "xxhash": ("_engine", "remote", "origin", "cache", "prefetch"),
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),

@@ -13,15 +13,16 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from forebay import _config, errors, remote, samples
-from forebay._engine.faults import FULL
 from forebay._engine.fill import Waiting
 from forebay._engine.leases import Lease
 from forebay._engine.memo import no_hit
 from forebay._engine.passthrough import PassThrough
-from forebay._engine.store import Settings, Store
-from forebay._kernel import host
+from forebay._engine.store import Store
 from forebay._model import Buffer, Entry, Problem, Report, Victim
+from forebay.opening import is_network, open_store
 from forebay.origin import URLS, Ask, Origin, Target
+from forebay.prefetch import PassThrough as NoPrefetch
+from forebay.prefetch import Prefetcher, open_prefetcher
 from forebay.reports import OnProgress as OnProgress
 from forebay.reports import Plan as Plan
 from forebay.reports import Progress as Progress
@@ -62,7 +63,7 @@ class Cache:
         said = _config.Settings.from_environment()
         if root is not None and not os.fspath(root):
             raise errors.ConfigError("root='' names no directory: '.' is the current one", name="root", value="")
-        place = Path(root) if root is not None else said.home or _config.default_root(is_network=_is_network)
+        place = Path(root) if root is not None else said.home or _config.default_root(is_network=is_network)
         self._how: dict[str, Any] = {
             "shared": shared, "read_only": read_only, "upstream": upstream, "offline": offline, "max_age": max_age, "timeout": timeout,
             "remote_options": remote_options, "enabled": enabled,
@@ -74,10 +75,10 @@ class Cache:
         if max_entries is not None and max_entries < 0:
             raise errors.ConfigError(f"max_entries={max_entries} makes no sense: it is not negative", name="max_entries", value=max_entries)
         budget, min_free = said.budget if budget is None else budget, said.min_free if min_free is None else min_free
-        store = _open_store(place, budget, min_free, max_entries, shared, read_only) if enabled else PassThrough()
+        store = open_store(place, budget, min_free, max_entries, shared, read_only) if enabled else PassThrough()
         self._store: Store | PassThrough = store
         self.path = store.root.path if isinstance(store, Store) else place.absolute()
-        above = _open_store(Path(upstream), None, None, None, False, True) if upstream is not None else None
+        above = open_store(Path(upstream), None, None, None, False, True) if upstream is not None else None
         self._origin = Origin(
             store, remote_options or remote.RemoteOptions.from_environment(), above if isinstance(above, Store) else None,
             set() if enabled else {"NoSpace"},  # that nothing is kept was asked for: it need not be told
@@ -85,7 +86,7 @@ class Cache:
         self._hit = store.hitter(URLS)
         self.closed = False
         self._values = Space(self._origin, VALUES)
-        self._opened: weakref.WeakSet[Samples] = weakref.WeakSet()
+        self._opened: weakref.WeakSet[Samples | Prefetcher | NoPrefetch] = weakref.WeakSet()
 
     # -- objects of remotes ----------------------------------------------------------------------------------------
 
@@ -196,6 +197,28 @@ class Cache:
         self._opened.add(found)
         return found
 
+    def prefetcher(
+        self, source: Any, *, name: str = "prefetch", workers: int = 8, budget: int | str | None = None, max_count: int = 10_000_000,
+        policy: str = "wait", decode: Any = None, store: str = "raw", codec: Any = "pickle", keep: bool = True,
+    ) -> Prefetcher | NoPrefetch:  # fmt: skip
+        """Loads items of ``source`` into the space ``name``, in ``workers`` threads, and hands out lazies for them.
+
+        ``source``: an object with ``source[key] -> bytes`` and ``uri``; a URL prefix or directory; a tar shard, or several: see
+        `forebay.sources`. ``decode(key, data)``: what makes a value of an item's bytes. ``store``: ``raw`` keeps the bytes, and decodes at
+        each `Lazy.get`; ``decoded`` keeps the value, through ``codec``. ``budget`` (bytes), ``max_count``: of the space, for all
+        processes together. ``policy``: ``wait`` until somebody lets go when all is held; ``lru`` and ``freeze`` read past the cache then.
+        ``keep=False``: an item goes when its last holder in any process is done with it. Raises `ConfigError`."""
+        self._check_open()
+        if not name or ":" in checked(name):
+            raise errors.ConfigError(f"the space {name!r} cannot be named: not empty, and without ':'", name="name", value=name)
+        size = _config.parse_size(budget, total=self.budget, name="budget") if budget is not None else None
+        found = open_prefetcher(
+            self._origin, self, source, decode=decode, name=name, workers=workers, budget=size, max_count=max_count, policy=policy,
+            store=store, codec=codec, keep=keep,
+        )  # fmt: skip
+        self._opened.add(found)
+        return found
+
     # -- what is there ---------------------------------------------------------------------------------------------
 
     def entries(self, space: str | None = None) -> list[Entry]:
@@ -303,8 +326,8 @@ class Cache:
     def close(self) -> None:
         """Let go of the root. Buffers, files and leases that were handed out stay good; any other call is `Closed`."""
         if not self.closed:
-            for samples in list(self._opened):
-                samples.close()
+            for opened in list(self._opened):
+                opened.close()
             self.closed, self._hit = True, no_hit
             self._store.close()
             if self._origin.upstream is not None:
@@ -364,36 +387,6 @@ samples.open_default = Cache
 
 def _arrive(path: str, how: dict[str, Any]) -> Cache:
     return _config.with_limits_unsaid(Cache, path, **how)
-
-
-def _is_network(path: Path) -> bool:
-    return not host.is_local(host.fs_kind(path))
-
-
-def _open_store(
-    place: Path, budget: int | str | None, min_free: int | str | None, max_entries: int | None, shared: bool, read_only: bool
-) -> Store | PassThrough:  # fmt: skip
-    """The store, or `PassThrough` where the root cannot be used for now; a place that is wrong is an error."""
-    total = None
-    if isinstance(budget, str) or isinstance(min_free, str):
-        there = next(p for p in (place, *place.absolute().parents) if p.exists())
-        total = host.disk(there).total
-    settings = Settings(
-        _config.parse_size(budget, total=total, name="budget") if budget is not None else None,
-        _config.parse_size(min_free, total=total, name="min_free") if min_free is not None else None,
-        max_entries,
-    )
-    try:
-        return Store.open(place, settings, shared=shared, read_only=read_only)
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        wanted, found = "a directory that can be made and written to", error.strerror or type(error).__name__
-        message = f"{place}: {wanted} was wanted, but found was '{found}': choose another place"
-        raise errors.RootRefused(message, path=str(place), wanted=wanted, found=found) from error
-    except (errors.CacheFault, OSError) as error:
-        if isinstance(error, errors.RootError) or not (isinstance(error, errors.CacheFault) or error.errno in FULL):
-            raise
-        log.warning("the cache in %s cannot be used, reading past it: %s", place, str(error))  # the error itself would keep its frames
-        return PassThrough(str(error))
 
 
 def _leased(store: Store | PassThrough, entry: Entry) -> Entry:

@@ -23,7 +23,8 @@
         ├── RemoteUnavailable (ConnectionError)   retries are used up
         ├── RemoteChanged                    the object became another one while it was read
         ├── Conflict (FileExistsError)       a conditional write found another object there
-        └── RemoteProtocolError              an answer that HTTP or S3 does not allow
+        ├── RemoteProtocolError              an answer that HTTP or S3 does not allow
+        └── BadArchive                       a tar that is cut short, damaged, or none
 
 Each is pickled and rebuilt with its message and its facts, so that one raised in a worker reaches the main process.
 """
@@ -238,6 +239,12 @@ class Conflict(RemoteError, FileExistsError):
 
 class RemoteProtocolError(RemoteError):
     """An answer that does not fit the question: a wrong range, a body that is too short or too long."""
+
+
+class BadArchive(RemoteError):
+    """A tar that is cut short, damaged, compressed, or none. ``offset``: of the byte where that was seen."""
+
+    offset: int
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:

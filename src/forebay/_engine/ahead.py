@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from forebay import errors
 from forebay._engine import counters
 from forebay._engine.catalog import spaces
-from forebay._engine.credit import Credit
+from forebay._engine.credit import Credit, Item
 from forebay._engine.engine import Engine, mending
 from forebay._engine.eviction import Doomed
 from forebay._engine.faults import faults
 from forebay._engine.fill import KeyHold
 from forebay._engine.leases import Lease
 from forebay._engine.policy import Policy
-from forebay._engine.publish import Label
+from forebay._engine.publish import SMALL, Label
 from forebay._engine.room import Want
-from forebay._model import Entry
+from forebay._model import Buffer, Entry
 
 log = logging.getLogger("forebay.store")
 
@@ -71,6 +71,10 @@ class Ahead(Engine):
             self.touch(lease.entry)
         return lease
 
+    def bytes_leased(self, lease: Lease) -> memoryview | None:
+        """The bytes of what is leased, checked before their first use here; None where they are damaged or gone."""
+        return self._reading.bytes_leased(lease)
+
     def try_hold(self, space: str, key: str) -> KeyHold | None:
         """The key's lock if it is free."""
         self.check_usable(writing=True)
@@ -102,6 +106,14 @@ class Ahead(Engine):
         self.check_usable(writing=True)
         place = self.space(space)
         return Credit(self._catalog, self._budget, self._publisher, self._leases, self._intent, place)
+
+    def spill(self, space: str, key: str, data: Buffer) -> Lease:
+        """Keep bytes as long as somebody holds them: the lease that this gives, or a copy of it after a fork. Raises `CacheFault`."""
+        credit = self.credit(space)
+        credit.ask(credit.need(len(data)))
+        if len(data) > SMALL:
+            return credit.keep_large(Item(key, data), life="held")
+        return credit.keep([Item(key, data)], life="held")[0]
 
     def drop(self, wanted: Sequence[Entry]) -> int:
         """Remove entries that nobody holds any more; gives how many went."""

@@ -34,8 +34,19 @@ class Need(NamedTuple):
     charge: int = 0
     entries: int = 0
 
-    def plus(self, other: Need, times: int = 1) -> Need:
-        return Need(self.size + times * other.size, self.charge + times * other.charge, self.entries + times * other.entries)
+    def plus(self, other: Need) -> Need:
+        return Need(self.size + other.size, self.charge + other.charge, self.entries + other.entries)
+
+    def times(self, n: int) -> Need:
+        return Need(n * self.size, n * self.charge, n * self.entries)
+
+    def minus(self, other: Need) -> Need:
+        """What is left of it; nothing, where the other is more."""
+        return Need(max(self.size - other.size, 0), max(self.charge - other.charge, 0), max(self.entries - other.entries, 0))
+
+    def least(self, other: Need) -> Need:
+        """The part of it that ``other`` can give."""
+        return Need(min(self.size, other.size), min(self.charge, other.charge), min(self.entries, other.entries))
 
     def covers(self, other: Need) -> bool:
         return self.size >= other.size and self.charge >= other.charge and self.entries >= other.entries
@@ -45,10 +56,11 @@ NOTHING = Need()
 
 
 class Item(NamedTuple):
-    """What is to be kept."""
+    """What is to be kept. ``session``: the id of the session after which nobody wants it."""
 
     key: str
     data: Buffer
+    session: int = 0
 
 
 class Credit:
@@ -71,11 +83,19 @@ class Credit:
         total = self.promised.plus(more)
         with faults(self._space.name, total.size):
             if self._row is None:
-                want = Want(self._space.id, f"promised to {self._space.name}", 0, total.size, charged=total.charge, entries=total.entries)
-                self._row = self._budget.reserve(want)
+                self._row = self._budget.reserve(self._want(total))
             else:
                 self._row = self._budget.resize(self._row, total.size, charged=total.charge, entries=total.entries)
         self.promised = total
+
+    def _want(self, need: Need) -> Want:
+        key = f"promised to {self._space.name}"
+        return Want(self._space.id, key, 0, need.size, charged=need.charge, entries=need.entries)
+
+    def free(self) -> Need:
+        """What could be promised beside what is there now, evicting nothing."""
+        short = self._budget.room.short(self._catalog, self._want(self.promised), self._row.id if self._row is not None else 0)
+        return Need(max(-short.quota, 0), max(-short.bytes, 0), max(-max(short.rows, short.here), 0))
 
     def give_back(self, less: Need) -> None:
         """Be promised so much less."""
@@ -89,18 +109,18 @@ class Credit:
         """The promise is another process's, or of a catalog that is gone."""
         self._row, self.promised = None, NOTHING
 
-    def keep(self, items: Sequence[Item], *, life: str = "cached", session: int = 0) -> list[Lease]:
+    def keep(self, items: Sequence[Item], *, life: str = "cached", more: Need = NOTHING) -> list[Lease]:
         """Make entries of small items, of what was promised for them, with a lease on each: all of them or none.
 
-        ``session``: the id of the session after which nobody wants them. Caller: holds their keys. Raises `CacheFault`."""
+        ``more``: be promised this too, if it fits as things are. Caller: holds their keys. Raises `CacheFault`."""
         used = NOTHING
         for item in items:
             used = used.plus(self.need(len(item.data)))
         held: list[int] = []
         try:
             with faults(self._space.name, used.size), self._catalog.write() as txn:
-                made = self._insert(txn, items, life, session, held)
-                left = self._shrink(txn, used)
+                made = self._insert(txn, items, life, held)
+                left = self._shrink(txn, used, more)
                 txn.leftovers = entries.any_leftovers(txn)
         except BaseException:
             for id in held:
@@ -109,7 +129,7 @@ class Credit:
         self._shrunk(left)
         return [self._leases.adopt(entry) for entry in made]
 
-    def _insert(self, txn: Txn, items: Sequence[Item], life: str, session: int, held: list[int]) -> list[Entry]:
+    def _insert(self, txn: Txn, items: Sequence[Item], life: str, held: list[int]) -> list[Entry]:
         ids = txn.new_ids(len(items))
         self._intent.begin(txn, ids)
         made = []
@@ -121,10 +141,10 @@ class Credit:
             if inline is None:
                 blobs.write(self._publisher.root, id, item.data)
             kind, checksum = "blob" if inline is None else "value", blobs.checksum_of(item.data)
-            made.append(self._publisher.insert(txn, label, id, kind, size, checksum, _validator(session), inline))
+            made.append(self._publisher.insert(txn, label, id, kind, size, checksum, _validator(item.session), inline))
         return made
 
-    def keep_large(self, item: Item, *, life: str = "cached", session: int = 0) -> Lease:
+    def keep_large(self, item: Item, *, life: str = "cached") -> Lease:
         """The same for one that is too large to be written while others wait to write."""
         label, size = self._label(item, life), len(item.data)
         with faults(item.key, size), self._catalog.write() as txn:
@@ -134,19 +154,21 @@ class Credit:
         with Writing(self._publisher, label, reserved=own) as writing:
             writing.begin(ObjectInfo("", size))
             writing.write(0, item.data)
-            return writing.publish_leased(self._leases, validator=_validator(session))
+            return writing.publish_leased(self._leases, validator=_validator(item.session))
 
     def _label(self, item: Item, life: str) -> Label:
         return Label(self._space.id, self._space.name, item.key, life=life)
 
-    def _shrink(self, txn: Txn, used: Need) -> Reservation | None:
-        """The row without what was ``used`` of it; None if nothing is left."""
+    def _shrink(self, txn: Txn, used: Need, more: Need = NOTHING) -> Reservation | None:
+        """The row without what was ``used`` of it, and with ``more`` if that fits; None if nothing is left."""
         row = reservations.by_id(txn, self._row.id) if self._row is not None else None
         if row is None:
             raise errors.CacheFault(f"what was promised to {self._space.name} is gone: the catalog was made anew meanwhile")
         if not self.promised.covers(used):
             raise errors.CacheFault(f"{used.size:,} bytes were not promised to {self._space.name}: {self.promised.size:,} are")
-        left = Need(*(have - gone for have, gone in zip(self.promised, used, strict=True)))
+        left = self.promised.minus(used)
+        if more != NOTHING and self._budget.room.short(txn, self._want(left.plus(more)), row.id).fits:
+            left = left.plus(more)
         if not left.entries:
             reservations.delete(txn, row.id)
             return None

@@ -61,15 +61,19 @@ class Reading:
         return lease
 
     def take(self, place: int, key: str) -> Lease | None:
-        """A lease on the bytes of a key, those of a small value too; None where there is none."""
+        """A lease on the bytes of a key, those of a small value too, for `bytes_leased`; None where there is none."""
         with faults(key):
             lease = self._leases.take(place, key)
-            if lease is None:
-                return None
-            if lease.entry.kind not in ("blob", "value") or (lease.entry.kind == "blob" and not self._file_is_sound(lease)):
+            if lease is not None and lease.entry.kind not in ("blob", "value"):
                 lease.close()
                 return None
             return lease
+
+    def bytes_leased(self, lease: Lease) -> memoryview | None:
+        """The bytes of what is leased, mapped and not remembered: they are wanted once. None where they are damaged or gone."""
+        with faults(lease.entry.key):
+            data = self._bytes_of(lease.entry)
+            return data if data is not None and self._is_sound(lease.entry, data) else None
 
     def view_leased(self, space: str, key: str, lease: Lease) -> Remembered | None:
         """The bytes of what is leased, which was seen to be sound; None where they cannot be mapped."""

@@ -1,0 +1,1 @@
+"""How a prefetcher works: loads, the threads that bring them, the one that keeps them."""

@@ -1,0 +1,222 @@
+"""What the threads of a prefetcher share: the loads, in which order they are to be done, and the room that was promised for them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forebay import errors
+from forebay._engine.credit import NOTHING, Need
+from forebay._engine.leases import Lease
+from forebay._engine.store import Store
+from forebay._loading.loads import Brought, Load, Mark, State
+from forebay._model import Buffer, Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one prefetcher loads from where to where. ``make`` gives the bytes of an item, as they are stored, and raises what the
+    source raises; ``size_of``, where the source can tell, how many they will be."""
+
+    store: Store
+    space: str
+    workers: int
+    keep: bool
+    make: Callable[[str], Buffer]
+    size_of: Callable[[str], int | None] | None
+    timeout: float | None
+    tell: Callable[[Exception, str], None]
+    session: Lease | None = None
+
+
+class Desk:
+    """Callable from any thread. Nothing of the engine is called under the lock, and no finalizer takes it."""
+
+    def __init__(self, job: Job, need_of: Callable[[int], Need], limit: int, typical: int) -> None:
+        self.job, self.need_of, self.limit, self.largest = job, need_of, limit, min(typical, limit)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.lock = threading.RLock()  # guards all that follows
+        self.work = threading.Condition(self.lock)
+        self.settled = threading.Condition(self.lock)
+        self.marks: dict[str, Mark] = {}
+        self.asked: deque[Mark] = deque()
+        """Not looked at yet."""
+        self.missing: deque[Mark] = deque()
+        """Not in the cache: to be read, in this order, as room is promised."""
+        self.elsewhere: list[Mark] = []
+        """Another process is at them."""
+        self.brought: deque[Brought] = deque()
+        """Read, and to be kept."""
+        self.stalled: list[Brought] = []
+        """Read, but there is no room: they wait with their bytes, and no other read begins meanwhile."""
+        self.room = NOTHING
+        """Promised, and not given to any load yet."""
+        self.epoch = 0
+        """Raised when all promises are gone."""
+        self.reading = self.keeping = 0
+        self.watched = self.stuck = self.closing = False
+        self.drops: deque[Entry] = deque()
+        """Nobody here wants them any more."""
+        self.news: queue.SimpleQueue[Mark | None] = queue.SimpleQueue()
+        """Wakes the keeper: a load that is gone, or None. The one thing here that finalizers touch: it may be filled inside anything."""
+
+    # -- loads -----------------------------------------------------------------------------------------------------
+
+    def load(self, key: str, name: str, bound: bool) -> Load:
+        """The load of this key, queued if there is none, or it failed. Raises `Closed`."""
+        with self.lock:
+            if self.closing:
+                raise errors.Closed.of("prefetcher")
+            mark = self.marks.get(key)
+            load = mark() if mark is not None else None
+            if load is None or load.state is State.FAILED:
+                load = Load(key, name, bound)
+                load.mark = self.marks[key] = Mark(load, self._gone)
+                self.asked.append(load.mark)
+                self.work.notify()
+            return load
+
+    def _gone(self, mark: Mark) -> None:
+        """A load is gone. Runs inside anything: nothing here waits."""
+        if mark.lease is not None:
+            mark.lease.close()
+        self.news.put(mark)
+
+    def set(self, load: Load, state: State, *, data: Buffer | None = None, error: BaseException | None = None) -> None:
+        """Caller: holds the lock."""
+        load.state, load.data, load.error = state, data, error
+        if state is not State.RUNNING:
+            self.settled.notify_all()
+
+    def kept(self, load: Load, lease: Lease) -> None:
+        """It is in the cache. Caller: holds the lock."""
+        assert load.mark is not None
+        load.mark.lease = lease
+        self.set(load, State.KEPT)
+
+    def queue_again(self, load: Load) -> None:
+        """It comes next. Caller: holds the lock."""
+        assert load.mark is not None
+        self.set(load, State.QUEUED)
+        self.missing.appendleft(load.mark)
+        self.work.notify()
+        self.news.put(None)
+
+    def wait(self, load: Load, until: float | None, say_after: float) -> bool:
+        """Until the load is not running any more; False if the time is up, or it has lasted ``say_after`` seconds.
+        Caller: holds the lock."""
+        load.waiting += 1
+        try:
+            while load.state is State.RUNNING:
+                left = say_after if until is None else min(say_after, until - time.monotonic())
+                if left <= 0 or not self.settled.wait(left):
+                    return load.state is not State.RUNNING
+            return True
+        finally:
+            load.waiting -= 1
+
+    # -- what comes next -------------------------------------------------------------------------------------------
+
+    def next_to_read(self) -> tuple[Load, Need] | None:
+        """The first load that is to be read, and the room for it, which is its own now. Caller: holds the lock."""
+        if self.stalled or self.reading + self.keeping + len(self.brought) >= 2 * self.job.workers:
+            return None
+        while self.missing:
+            load = self.missing[0]()
+            if load is None or load.state is not State.QUEUED:
+                self.missing.popleft()
+                continue
+            need = self.need(load)
+            if not self.room.covers(need):
+                self.news.put(None)
+                return None
+            self.missing.popleft()
+            self._start(load, need)
+            return load, need
+        return self._unseen() if self.job.size_of is None else None
+
+    def _unseen(self) -> tuple[Load, Need] | None:
+        """Where there is room already a load is read without being looked for first: that is done under its key's lock anyway."""
+        need = self.need_of(self.largest)
+        if not self.largest or not self.room.covers(need):
+            return None
+        load = self.next_to_look()
+        if load is not None:
+            self._start(load, need)
+        return (load, need) if load is not None else None
+
+    def _start(self, load: Load, need: Need) -> None:
+        self.room = self.room.minus(need)
+        self.reading += 1
+        self.set(load, State.RUNNING)
+
+    def next_to_look(self) -> Load | None:
+        """The first load that nobody looked for yet. Caller: holds the lock."""
+        while self.asked:
+            load = self.asked.popleft()()
+            if load is not None and load.state is State.QUEUED:
+                return load
+        return None
+
+    def need(self, load: Load) -> Need:
+        return self.need_of(self.largest if load.size is None else load.size)
+
+    def lacking(self, times: int) -> Need:
+        """What lacks for the next ``times`` loads. Caller: holds the lock."""
+        total = NOTHING
+        for mark in list(self.missing)[:times]:
+            load = mark()
+            if load is not None and load.state is State.QUEUED:
+                total = total.plus(self.need(load))
+        return total.minus(self.room)
+
+    def ahead(self) -> Need:
+        """What is worth having, if it costs nobody anything. Caller: holds the lock."""
+        times = min(len(self.missing) + len(self.asked), 2 * self.job.workers)
+        return self.need_of(self.largest).times(times).minus(self.room)
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def settle_room(self, given: Need, epoch: int, size: int | None) -> bool:
+        """A read ended: give back what it had, and take what ``size`` bytes need, if that is there. Caller: holds the lock."""
+        self.reading -= 1
+        if self.closing:
+            self.news.put(None)
+        if epoch == self.epoch:
+            self.room = self.room.plus(given)
+        if size is None:
+            return False
+        if size <= self.limit:
+            self.largest = max(self.largest, size)
+        need = self.need_of(size)
+        if not self.room.covers(need):
+            return False
+        self.room = self.room.minus(need)
+        return True
+
+    # -- forks -----------------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        self.lock.acquire()
+
+    def after_fork_parent(self) -> None:
+        self.lock.release()
+
+    def after_fork_child(self) -> None:
+        """The threads are gone, and the promises are the parent's. What was being done is queued again."""
+        loads = [load for mark in list(self.marks.values()) if (load := mark()) is not None]
+        closing = self.closing
+        self._begin()
+        self.closing = closing
+        for load in loads:
+            assert load.mark is not None
+            self.marks[load.key] = load.mark
+            if load.state in (State.QUEUED, State.RUNNING):
+                load.state = State.QUEUED
+                self.asked.append(load.mark)

@@ -1,0 +1,348 @@
+"""The thread that gives what was read its place on the disk, several items at a time, and asks for room before it is wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+from collections.abc import Sequence
+
+from forebay import errors
+from forebay._engine.catalog import CatalogBroken
+from forebay._engine.credit import NOTHING, Credit, Item, Need
+from forebay._engine.leases import Lease
+from forebay._engine.policy import Policy
+from forebay._engine.publish import SMALL
+from forebay._loading.desk import Desk, Job
+from forebay._loading.loads import Brought, Load, Mark, State
+from forebay._model import Entry
+
+log = logging.getLogger("forebay.prefetch")
+
+TOGETHER = 16
+IDLE = 0.2
+"""Seconds without news after which promised room is given back."""
+LOOK_AGAIN = 0.05
+"""Seconds until room is asked for again where another process may have let some go."""
+
+
+class Keeper:
+    """Of one prefetcher; `run` in one thread."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._store = job, job.store
+        self._credit: Credit = job.store.credit(job.space)
+        used, entries = self._store.usage_of(job.space)
+        limit, policy = self._store.limits_of(job.space)
+        self._waits = policy == Policy.WAIT
+        self.desk = Desk(job, self._credit.need, limit, -(-used // entries) if entries else 0)
+        self._session = job.session.entry.id if job.session is not None else 0
+        self._life = "cached" if job.keep else "held"
+        self._said = False
+
+    def run(self) -> None:
+        """Until the prefetcher is closed, and all that was read is kept."""
+        while not self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """Keep what came, and ask for what is wanted; whether that was the end."""
+        desk = self.desk
+        forgotten = self._forget(self._wait())
+        with desk.lock:
+            batch = [desk.brought.popleft() for _ in range(min(TOGETHER, len(desk.brought)))]
+            desk.keeping = len(batch)
+            lacking = desk.lacking(2 * self._job.workers) if not batch else NOTHING
+            over = desk.closing and not (batch or desk.reading)
+        try:
+            if forgotten:
+                self._store.drop(forgotten)
+            if batch:
+                self._keep(batch)
+            elif desk.stalled:
+                self._retry()
+            elif lacking != NOTHING:
+                self._ask(lacking)
+            if over:
+                self._give_back()
+        except errors.CacheFault as error:
+            self._fault(error)
+        return over
+
+    # -- news ------------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> list[Mark]:
+        """Sleep until something is to be done; gives the loads that are gone."""
+        desk = self.desk
+        with desk.lock:
+            waiting, has_room = desk.stuck or bool(desk.stalled), desk.room != NOTHING
+            busy = bool(desk.brought) or (desk.closing and not desk.reading)
+        gone: list[Mark] = []
+        try:
+            mark = desk.news.get(timeout=0 if busy else LOOK_AGAIN if waiting else IDLE if has_room else None)
+            while True:
+                if mark is not None:
+                    gone.append(mark)
+                mark = desk.news.get_nowait()
+        except queue.Empty:
+            if has_room and not (busy or gone or waiting):
+                self._give_back_if_idle()
+        return gone
+
+    def _forget(self, gone: list[Mark]) -> list[Entry]:
+        """Loads are gone; gives the entries that nobody here wants any more. What waited for room for them waits no longer."""
+        desk = self.desk
+        with desk.lock:
+            for mark in gone:
+                if desk.marks.get(mark.key) is mark:
+                    del desk.marks[mark.key]
+            idle = [b for b in desk.stalled if (load := b.mark()) is None or load.state is not State.READ]
+            if desk.closing:
+                desk.work.notify_all()
+            drops = [desk.drops.popleft() for _ in range(len(desk.drops))]
+            if idle:
+                desk.stalled = [b for b in desk.stalled if b not in idle]
+                desk.work.notify_all()
+        return drops if self._job.keep else drops + [mark.lease.entry for mark in gone if mark.lease is not None]
+
+    # -- keeping ---------------------------------------------------------------------------------------------------
+
+    def _keep(self, batch: Sequence[Brought]) -> None:
+        ready: list[Brought] = []
+        try:
+            for one in batch:
+                if self._is_unwanted(one):
+                    self._return(one)
+                elif one.is_promised(self.desk.epoch) or self._promise(one):
+                    ready.append(one)
+            small = [one for one in ready if len(one.data) <= SMALL]
+            leases = self._keep_small(small) if small else []
+            self._settle(small, leases)
+            for one in ready:
+                if len(one.data) > SMALL:
+                    self._settle([one], [self._credit.keep_large(self._item(one), life=self._life)])
+        except errors.CacheFault:
+            self._to_past(batch)
+            raise
+        finally:
+            for one in batch:
+                one.release()
+            with self.desk.lock:
+                self.desk.keeping = 0
+                self.desk.work.notify_all()
+
+    def _is_unwanted(self, one: Brought) -> bool:
+        """Nobody holds it, and it is not to stay; or there is no room for it, and nobody waits until there is."""
+        return one.mark() is None and (not self._job.keep or not one.is_promised(self.desk.epoch))
+
+    def _return(self, one: Brought) -> None:
+        with self.desk.lock:
+            if one.is_promised(self.desk.epoch):
+                self.desk.room = self.desk.room.plus(one.promised)
+            one.promised = NOTHING
+
+    def _keep_small(self, small: Sequence[Brought]) -> list[Lease]:
+        with self.desk.lock:
+            ahead = self.desk.ahead()
+        items = [self._item(one) for one in small]
+        used = NOTHING
+        for one in small:
+            used = used.plus(one.needs)
+        left = self._credit.promised.minus(used)
+        leases = self._credit.keep(items, life=self._life, more=ahead)
+        more = self._credit.promised.minus(left)
+        with self.desk.lock:
+            self.desk.room = self.desk.room.plus(more)
+        return leases
+
+    def _item(self, one: Brought) -> Item:
+        return Item(one.name, one.data, self._session if one.bound else 0)
+
+    def _settle(self, kept: Sequence[Brought], leases: Sequence[Lease]) -> None:
+        """They are entries now: who holds one of them holds its lease, and its bytes leave the memory."""
+        unheld: list[Lease] = []
+        with self.desk.lock:
+            for one, lease in zip(kept, leases, strict=True):
+                load = one.mark()
+                if load is not None and load.state is State.READ:
+                    self.desk.kept(load, lease)
+                else:
+                    unheld.append(lease)
+                one.promised = NOTHING
+                del load
+        self._store.count("fills", len(leases))
+        self._store.count_stored(leases)
+        for lease in unheld:
+            lease.close()
+        if unheld and not self._job.keep:
+            self._store.drop([lease.entry for lease in unheld])
+
+    def _to_past(self, batch: Sequence[Brought]) -> None:
+        """The cache failed: they are served from the source."""
+        with self.desk.lock:
+            for one in batch:
+                load = one.mark()
+                if load is not None and load.state is State.READ and not load.waiting:
+                    self.desk.set(load, State.PAST)
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def _promise(self, one: Brought) -> bool:
+        """Room for something that was read without, since its size was not known. False: it waits with its bytes, or is not kept."""
+        desk = self.desk
+        with desk.lock:
+            have = one.needs.least(desk.room)
+            desk.room = desk.room.minus(have)
+        try:
+            lacking = one.needs.minus(have)
+            if lacking != NOTHING:
+                self._credit.ask(lacking)
+        except errors.CacheFault as error:
+            with desk.lock:
+                desk.room = desk.room.plus(have)
+            if not isinstance(error, errors.NoSpace):
+                raise
+            if self._waits and not error.hopeless:
+                self._stall(one)
+            else:
+                self._refuse(one, error)
+            return False
+        one.promised, one.epoch = one.needs, desk.epoch
+        return True
+
+    def _stall(self, one: Brought) -> None:
+        one.release()  # who waits for room holds no key: another process may want the item now, and hold what we wait for
+        with self.desk.lock:
+            if one not in self.desk.stalled:
+                self.desk.stalled.append(one)
+
+    def _refuse(self, one: Brought, error: errors.NoSpace) -> None:
+        self._to_past([one])
+        if error.hopeless:
+            self._look_at_limit()
+            self.say_too_large(one.key, len(one.data))
+        else:
+            self._job.tell(error, one.key)
+
+    def _retry(self) -> None:
+        """Those that wait with their bytes, in order."""
+        desk = self.desk
+        for one in list(desk.stalled):
+            if not self._promise(one):
+                break
+            with desk.lock:
+                desk.stalled.remove(one)
+            hold = self._store.try_hold(self._job.space, one.name)
+            lease = self._store.take(self._job.space, one.name) if hold is not None else None
+            if hold is not None and lease is None:
+                one.release = hold.release
+                self._keep([one])
+                continue
+            self._return(one)
+            with desk.lock:
+                load = one.mark()
+                if load is not None and load.state is State.READ:
+                    desk.kept(load, lease) if lease is not None else desk.queue_again(load)
+                del load
+            if hold is not None:
+                hold.release()
+        with desk.lock:
+            desk.work.notify_all()
+
+    def _ask(self, lacking: Need) -> None:
+        """Room for those that come next: for as many of them as can be."""
+        desk = self.desk
+        try:
+            try:
+                self._credit.ask(lacking)
+            except errors.NoSpace:
+                with desk.lock:
+                    lacking = self._fitting()
+                if lacking != NOTHING:
+                    self._credit.ask(lacking)
+        except errors.NoSpace as error:
+            self._no_room(error)
+            return
+        with desk.lock:
+            desk.room, desk.stuck = desk.room.plus(lacking), False
+            desk.work.notify_all()
+
+    def _fitting(self) -> Need:
+        """What lacks for the next one, or for as many as fit beside what is there. Caller: holds the lock."""
+        free = self._credit.free()
+        for times in range(2 * self._job.workers, 1, -1):
+            lacking = self.desk.lacking(times)
+            if free.covers(lacking):
+                return lacking
+        return self.desk.lacking(1)
+
+    def _no_room(self, error: errors.NoSpace) -> None:
+        if error.hopeless:
+            self._look_at_limit()
+        desk = self.desk
+        said: list[Load] = []
+        with desk.lock:
+            desk.stuck = True
+            if not self._waits or error.hopeless:
+                desk.stuck = False
+                said = [load for mark in desk.missing if (load := mark()) is not None and load.state is State.QUEUED]
+                said = said[:1] if error.hopeless else said
+                for load in said:
+                    desk.set(load, State.PAST)
+                desk.work.notify_all()
+        if said and not error.hopeless:
+            self._job.tell(error, said[0].key)
+        elif said:
+            self.say_too_large(said[0].key, error.need)
+
+    def _look_at_limit(self) -> None:
+        limit, policy = self._store.limits_of(self._job.space)
+        with self.desk.lock:
+            self.desk.limit, self._waits = limit, policy == Policy.WAIT
+            self.desk.largest = min(self.desk.largest, limit)
+
+    def say_too_large(self, key: str, size: int) -> None:
+        """Once: what is larger than all the room there may be is read from the source whenever it is wanted."""
+        if not self._said:
+            self._said = True
+            log.warning(
+                "%s has %s bytes, and the space %r may have %s in all: it is read past the cache, and so is whatever else is too large",
+                key, f"{size:,}", self._job.space, f"{self.desk.limit:,}",
+            )  # fmt: skip
+
+    def _give_back_if_idle(self) -> None:
+        with self.desk.lock:
+            idle = not (self.desk.reading or self.desk.missing or self.desk.asked)
+        if idle:
+            try:
+                self._give_back()
+            except errors.CacheFault as error:
+                self._fault(error)
+
+    def _give_back(self) -> None:
+        with self.desk.lock:
+            room, self.desk.room = self.desk.room, NOTHING
+        self._credit.give_back(room)
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    def _fault(self, error: errors.CacheFault) -> None:
+        """The cache cannot be used now: what is queued is served from the source, and the next ones are tried again."""
+        desk = self.desk
+        with desk.lock:
+            loads = [load for mark in desk.missing if (load := mark()) is not None and load.state is State.QUEUED]
+            for load in loads:
+                desk.set(load, State.PAST)
+            desk.room, desk.epoch, desk.stuck = NOTHING, desk.epoch + 1, False
+            desk.work.notify_all()
+        self._job.tell(error, loads[0].key if loads else self._job.space)
+        with contextlib.suppress(errors.CacheFault):
+            self._credit.give_back(self._credit.promised)
+        with contextlib.suppress(errors.CacheFault):
+            if isinstance(error, CatalogBroken):
+                self._store.mend(error, self._store.mends)
+            self._credit = self._store.credit(self._job.space)
+
+    def after_fork_child(self) -> None:
+        """What was promised is the parent's."""
+        self._credit.forget()

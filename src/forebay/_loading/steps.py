@@ -1,0 +1,73 @@
+"""The steps by which a load comes to its end, whoever takes them: a worker, or somebody who cannot wait."""
+
+from __future__ import annotations
+
+from forebay import errors
+from forebay._engine.credit import Need
+from forebay._engine.fill import KeyHold
+from forebay._engine.leases import Lease
+from forebay._loading.desk import Job
+from forebay._loading.keeper import Keeper
+from forebay._loading.loads import Brought, Load, State
+from forebay._model import Buffer
+
+
+class Steps:
+    """Of one prefetcher. Callable from any thread."""
+
+    def __init__(self, job: Job, keeper: Keeper) -> None:
+        self._job, self._store, self._keeper, self._desk = job, job.store, keeper, keeper.desk
+
+    def read(self, load: Load) -> Buffer:
+        """The source, asked under the key's lock. What it raises is noted for those who wait for the same in other processes."""
+        try:
+            with self._store.working():
+                return self._job.make(load.key)
+        except errors.CacheFault:
+            raise
+        except Exception as error:
+            self._store.note_failure(self._job.space, load.name, error)
+            raise
+
+    def bring(self, load: Load, data: Buffer, hold: KeyHold, given: Need, epoch: int) -> None:
+        """It was read: from now on it is served from memory, and the keeper keeps it. He lets go of the key, in any event."""
+        desk = self._desk
+        brought = Brought(load, data, desk.need_of(len(data)), hold.release)
+        with desk.lock:
+            if epoch < 0:
+                desk.reading += 1  # not a worker's: it had no room
+            if desk.settle_room(given, epoch, len(data)):
+                brought.promised, brought.epoch = brought.needs, desk.epoch
+            too_large = len(data) > desk.limit
+            if too_large and not load.waiting:
+                desk.set(load, State.PAST)
+            else:
+                desk.set(load, State.READ, data=data)
+            if not too_large and (epoch >= 0 or len(desk.brought) < 2 * self._job.workers):
+                desk.brought.append(brought)
+                desk.news.put(None)
+                return
+        if too_large:
+            self._keeper.say_too_large(load.key, len(data))
+        else:
+            with desk.lock:
+                desk.queue_again(load)
+        hold.release()
+
+    def found(self, load: Load, lease: Lease) -> None:
+        with self._desk.lock:
+            self.found_locked(load, lease)
+
+    def found_locked(self, load: Load, lease: Lease) -> None:
+        self._desk.kept(load, lease)
+        self._store.count("hits")
+        self._store.count("bytes_hit", lease.entry.size)
+
+    def past(self, load: Load) -> None:
+        with self._desk.lock:
+            if load.state is State.RUNNING:
+                self._desk.set(load, State.PAST)
+
+    def fail(self, load: Load, error: BaseException) -> None:
+        with self._desk.lock:
+            self._desk.set(load, State.FAILED, error=error)

@@ -1,0 +1,279 @@
+"""Load in the background what the loop will need next, and hand out lazies for it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import xxhash
+
+from forebay import codecs, errors
+from forebay._engine.leases import Lease
+from forebay._engine.store import Store
+from forebay._loading.desk import Job
+from forebay._loading.loader import Loader
+from forebay._loading.loads import Load
+from forebay._model import Buffer
+from forebay.codecs import as_bytes
+from forebay.lazies import Lazy, Spilled
+from forebay.origin import Origin
+from forebay.pools import PassThrough as PassThrough
+from forebay.pools import Pool, wrapped
+from forebay.reports import OnProgress, Progress, WarmReport
+from forebay.sources import DecodedSource, Source, source_of
+
+log = logging.getLogger("forebay.prefetch")
+
+STORES = ("raw", "decoded")
+
+
+class Prefetcher(Pool):
+    """Loads items of one source into the cache, in threads of its own. Made by `Cache.prefetcher`.
+
+    Callable from any thread; usable in both processes after a fork, loads pending or not; picklable if its source is. A context
+    manager. Dropped, it ends its threads."""
+
+    def __init__(self, origin: Origin, home: Any, source: Source, how: dict[str, Any]) -> None:
+        self._origin, self._home, self._how = origin, home, how
+        self.source = source
+        self.name: str = how["name"]
+        self._codec = codecs.codec(how["codec"])
+        self._is_raw = how["store"] == "raw"
+        self._inner: Any = source
+        self._decoders: list[Any] = []
+        while self._is_raw and isinstance(self._inner, DecodedSource):
+            self._decoders.insert(0, self._inner.decode)
+            self._inner = self._inner.inner
+        self._store = self._store_of(origin)
+        bind = getattr(source, "bind", None)
+        if bind is not None:
+            bind(origin)
+        self._counts_reads = bind is None
+        session = self._join()
+        self._loader = Loader(self._job(session))
+        self.identity = f"{self.name}:{self._digest}"
+        self._told: set[str] = set()
+        weakref.finalize(self, self._loader.abandon).atexit = False
+
+    @staticmethod
+    def _store_of(origin: Origin) -> Store:
+        assert isinstance(origin.store, Store)
+        return origin.store
+
+    def _join(self) -> Lease | None:
+        """What the names of all items end in: they differ for all that makes other bytes.
+
+        Items without a version are named after a session, which ends with the last process that uses it."""
+        version = getattr(self.source, "version", None)
+        decoder = () if self._is_raw else (*decoder_of(self.source), self._codec.name)
+        parts = [self.source.uri, repr(version), self._how["store"], *decoder]
+        self._digest = self._bound = _digest(parts)
+        self._item_version: Callable[[str], str | None] | None = getattr(self.source, "version_of", None) if version is None else None
+        if version is not None:
+            return None
+        session = self._store.join(self.name, f"~session/{self._digest}")
+        self._bound = _digest([*parts, f"{session.entry.id:x}"])
+        return session
+
+    def _job(self, session: Lease | None) -> Job:
+        size = getattr(self.source, "size", None)
+        return Job(
+            store=self._store, space=self.name, workers=self._how["workers"], keep=self._how["keep"], make=self._make,
+            size_of=size if self._is_raw else None, timeout=self._home._timeout, tell=self._tell, session=session,
+        )  # fmt: skip
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._home, self.source, self._how)
+
+    def __repr__(self) -> str:
+        return f"<forebay.Prefetcher {self.name!r} of {self.source.uri!r}{' closed' if self.closed else ''}>"
+
+    @property
+    def _lock(self) -> threading.RLock:
+        return self._loader.lock
+
+    # -- items -----------------------------------------------------------------------------------------------------
+
+    def get_lazy(self, key: str) -> Lazy:
+        """Begin to load an item. Returns at once. Raises `Closed` (a RuntimeError)."""
+        if type(key) is not str or not key:
+            raise errors.ConfigError(f"key={key!r} names no item: a key is a str, and not empty", name="key", value=repr(key))
+        return Lazy(self, key, self._loader.submit(key, *self._name_of(key)))
+
+    def put(self, obj: Any, name: str = "") -> Lazy:
+        """Spill an object to the disk, pickled, and give a lazy for it: its bytes go when it is read or dropped. ``name``: to be shown.
+
+        Where there is no room it stays in memory. Raises what its pickling raises, and `Closed`."""
+        self._check_open()
+        data = b"".join(codecs.codec("pickle").encode(obj))
+        try:
+            return Spilled(self, name, self._spill(name, data))
+        except errors.CacheFault as error:
+            self._tell(error, name or "an object")
+            return Spilled(self, name, None, obj)
+
+    def _spill(self, name: str, data: bytes) -> Lease:
+        return self._store.spill(self.name, f"~put/{name}~{secrets.token_hex(8)}", data)
+
+    def _unspill(self, lease: Lease) -> Any:
+        data = self._store.bytes_leased(lease)
+        if data is None:
+            raise errors.Damaged(f"the spilled object {lease.entry.key!r} is damaged or gone: make it anew", key=lease.entry.key)
+        value = codecs.codec("pickle").decode(data, lambda: memoryview(bytearray(data)))
+        lease.close()
+        self._loader.drop(lease.entry)
+        return value
+
+    def warm(self, keys: Iterable[str], on_progress: OnProgress | None = None) -> WarmReport:
+        """Have items in the cache, and hold none. ``on_progress`` is told of each that is there. What is there already costs no read: an
+        interrupted call is taken up again by the same call. Items that cannot be kept are among the failed, with `NoSpace`."""
+        done: list[str] = []
+        failed: list[tuple[str, errors.ForebayError]] = []
+        window: deque[tuple[str, Load]] = deque()
+
+        def land(count: int) -> None:
+            while len(window) > count:
+                key, load = window.popleft()
+                error = self._loader.settle(load)
+                if error is not None:
+                    failed.append((key, error))
+                    continue
+                done.append(key)
+                if on_progress is not None:
+                    on_progress(Progress(key, state="done"))
+
+        for key in keys:
+            self._check_open()
+            window.append((key, self._loader.submit(key, *self._name_of(key))))
+            land(4 * int(self._how["workers"]))
+        land(0)
+        return WarmReport(tuple(done), tuple(failed))
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        """Bytes that the items of this pool's space have now, for all processes."""
+        return self._store.usage_of(self.name)[0]
+
+    @property
+    def count(self) -> int:
+        """How many items this pool's space has now, for all processes."""
+        return self._store.usage_of(self.name)[1]
+
+    @property
+    def closed(self) -> bool:
+        """Whether this pool was closed, or its cache."""
+        return self._loader.closed
+
+    def close(self) -> None:
+        """Cancel what is queued, and wait for what runs. Lazies that were handed out still deliver; `get_lazy` is then `Closed`.
+        A second call does nothing."""
+        self._loader.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise errors.Closed.of("prefetcher")
+
+    # -- how an item is made ---------------------------------------------------------------------------------------
+
+    def _name_of(self, key: str) -> tuple[str, bool]:
+        """Of an item in the cache, and whether it is bound to the session. What is before the ``~`` is for people; what is behind it keeps
+        apart what must not be mixed."""
+        version = None
+        if self._item_version is not None:
+            try:
+                version = self._item_version(key)
+            except Exception as error:  # noqa: BLE001  # the source's own: its read will tell
+                log.debug("the version of %s is not known: %s", key, error)
+        what = self._bound if version is None else f"{self._digest}.{version}"
+        return f"{self.source.uri.rstrip('/')}/{key}~{what}", what is self._bound is not self._digest
+
+    def _make(self, key: str) -> Buffer:
+        """The bytes of an item as they are stored."""
+        began = time.time_ns()
+        self._store.count("misses")
+        try:
+            found = self._inner[key]
+        finally:
+            self._store.count("wait_ns_remote", time.time_ns() - began)
+        if not self._is_raw:
+            return b"".join(self._codec.encode(found))
+        data = _checked(found, self.source, key)
+        if self._counts_reads:
+            self._store.count("requests")
+            self._store.count("bytes_remote", len(data))
+        return data
+
+    def _read(self, key: str) -> Any:
+        self._check_open()
+        return self.source[key]
+
+    def _value_of(self, load: Load) -> Any:
+        data = self._loader.take(load)
+        if not self._is_raw:
+            view = memoryview(data).toreadonly()
+            return self._codec.decode(view, lambda: memoryview(bytearray(view)))
+        value: Any = data if type(data) is bytes else bytes(data)
+        for decode in self._decoders:
+            value = decode(load.key, value)
+        return value
+
+    def _tell(self, error: Exception, key: str) -> None:
+        """The cache could not help: counted, and each kind told once."""
+        self._origin.fall_back(error, f"{self.name}: {key}")
+
+
+# -- making ------------------------------------------------------------------------------------------------------------
+
+
+def open_prefetcher(origin: Origin, home: Any, source: Any, *, decode: Any = None, **how: Any) -> Prefetcher | PassThrough:
+    """See `Cache.prefetcher`. ``budget`` in bytes."""
+    if how["store"] not in STORES:
+        raise errors.ConfigError(f"store={how['store']!r}: there are {' and '.join(map(repr, STORES))}", name="store", value=how["store"])
+    if type(how["workers"]) is not int or how["workers"] < 1:
+        raise errors.ConfigError(f"workers={how['workers']!r}: at least one thread loads", name="workers", value=how["workers"])
+    if type(how["max_count"]) is not int or how["max_count"] < 0:
+        raise errors.ConfigError(f"max_count={how['max_count']!r}: a number of items is wanted", name="max_count", value=how["max_count"])
+    found = wrapped(source_of(source), decode)
+    codecs.codec(how["codec"])
+    if not isinstance(origin.store, Store) or origin.store.root.read_only:
+        return PassThrough(found)
+    origin.store.space(how["name"], policy=how["policy"], quota=how["budget"], max_count=how["max_count"])
+    return Prefetcher(origin, home, found, how)
+
+
+def decoder_of(source: Any) -> tuple[str, ...]:
+    """The name and the version of what decodes the items of a source."""
+    found: list[str] = []
+    while isinstance(source, DecodedSource):
+        found += [str(source.decoder), repr(source.decoder_version)]
+        source = source.inner
+    return tuple(found)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return xxhash.xxh3_128_hexdigest("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass"))[:16]
+
+
+def _checked(found: Any, source: Source, key: str) -> bytes:
+    if type(found) is bytes:
+        return found
+    try:
+        return bytes(as_bytes(found))
+    except (TypeError, ValueError) as error:
+        message = (
+            f"the source {source.uri!r} gave a {type(found).__name__} for {key!r}, and bytes were wanted: give decode= for other objects"
+        )
+        raise errors.ConfigError(message, name="source", value=type(found).__name__) from error
+
+
+def _arrive(home: Any, source: Any, how: dict[str, Any]) -> Prefetcher | PassThrough:
+    found: Prefetcher | PassThrough = home.prefetcher(source, **how)
+    return found
