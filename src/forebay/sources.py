@@ -15,6 +15,8 @@ from forebay.places import Prefix, Reach, checked_name, info_of
 from forebay.places import Source as Source
 from forebay.places import SourceInfo as SourceInfo
 from forebay.remote import RemoteOptions
+from forebay.tars import TarSource as TarSource
+from forebay.tars import is_tar
 
 Decode: TypeAlias = Callable[[str, Any], Any]
 
@@ -211,7 +213,13 @@ def source_of(thing: Any) -> Source:
     """The source that a caller means: a path or URL that ends with ``.tar``, or several of them, are shards; any other is a prefix;
     an object with ``source[key]`` and ``uri`` is taken as it is. Raises `ConfigError` for anything else."""
     if isinstance(thing, (str, os.PathLike)):
-        return UrlSource(os.fspath(thing))
+        return TarSource(thing) if is_tar(os.fspath(thing)) else UrlSource(thing)
+    if (
+        isinstance(thing, (list, tuple))
+        and thing
+        and all(isinstance(each, (str, os.PathLike)) and is_tar(os.fspath(each)) for each in thing)
+    ):
+        return TarSource(thing)
     if hasattr(thing, "__getitem__") and isinstance(getattr(thing, "uri", None), str):
         found: Source = thing
         return found

@@ -1,0 +1,332 @@
+"""The members of tar shards as items: by an index of each shard, and ranged reads of members."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from forebay import errors, tar_index
+from forebay._model import ObjectInfo, Span
+from forebay.origin import Origin
+from forebay.places import Prefix, Reach, SourceInfo
+from forebay.remote import RemoteOptions
+from forebay.tar_index import Index
+
+log = logging.getLogger("forebay.tars")
+
+SPACE = "indexes"
+MANY = 4096
+"""Indexes of the cache that one process keeps open: each may be a mapping."""
+
+AT_ONCE = 8
+"""Shards whose indexes are made at once where all keys are wanted."""
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+class _Layout(NamedTuple):
+    """``uri`` of the dataset; ``urls`` of the shards by name, in order; ``infos``: what a listing told of them."""
+
+    uri: str
+    urls: dict[str, str]
+    infos: dict[str, ObjectInfo]
+
+
+class _Indexed(NamedTuple):
+    """An index, and the version of the shard that it is of: never one without the other."""
+
+    index: Index
+    info: ObjectInfo
+
+
+class TarSource:
+    """The members of tar shards, such as webdataset's: ``TarSource("s3://bucket/train")["shard-000017.tar/000123.jpg"]``.
+
+    ``shards``: the path or URL of a shard, also as ``shard-{000..999}.tar``; several of them; or a directory, or what URLs begin with:
+    all ``.tar`` below it. With ``filesystem``, an object of fsspec or pyarrow, its paths. A key is the shard's path below the directory
+    that all shards have in common, a slash, and the member's name. ``version``: of the whole dataset; without it the version of an item is
+    its shard's: ETag, or time and size.
+
+    Only the bytes of members are read, by an index of the shard that is made from its headers when it is first wanted: once for the
+    node where the source is bound to a cache, and kept there, else once a process. A shard that changes meanwhile is indexed again.
+    Plain tars of all formats; of several members with one name the last; links by name and directories are left out.
+
+    Callable from any thread and after a fork; picklable if the filesystem is. Raises `ConfigError`, `MissingExtra`."""
+
+    def __init__(
+        self, shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, filesystem: Any = None, version: str | None = None,
+        options: RemoteOptions | None = None,
+    ) -> None:  # fmt: skip
+        given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
+        self._reach, self.version = Reach(filesystem, options), version
+        self._infos: dict[str, ObjectInfo] = {}
+        texts = [text for each in given for text in _expanded(os.fspath(each))]
+        self._prefix, self._layout = None, None
+        if len(given) == 1 and not is_tar(texts[0]):
+            self._prefix = _checked_prefix(Prefix(texts[0], plain=filesystem is not None))
+            self.uri = self._reach.key(self._prefix.url)
+        else:
+            self._layout = _laid_out(self._reach, texts)
+            self.uri = self._layout.uri
+        self._start()
+
+    def _start(self) -> None:
+        self._indexes: dict[str, _Indexed] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self._pid = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_indexes", "_locks", "_pid")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start()
+
+    def __repr__(self) -> str:
+        return f"TarSource({self.uri!r})"
+
+    def bind(self, origin: Origin) -> None:
+        """Ask with a cache's options, let it count, and keep the indexes there. The prefetcher does this."""
+        self._reach.bind(origin)
+
+    # -- items -----------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: str) -> bytes:
+        """The member's bytes. Raises `NotFound`, `BadArchive` for a shard that is damaged, or another `RemoteError`."""
+        shard, name = self._split(key)
+        for last in (False, True):
+            found = self._index(shard)
+            try:
+                return self._read(shard, name, found)
+            except (errors.RemoteChanged, errors.BadArchive):
+                if last:
+                    raise
+                self._forget(shard, found)
+        raise AssertionError("unreachable: the last turn returns or raises")
+
+    def _read(self, shard: str, name: str, found: _Indexed) -> bytes:
+        span = found.index.get(name)
+        if span is None:
+            raise errors.NotFound(f"{self._shown(shard)} has no member {name!r}", url=self._shown(shard))
+        data = self._reach.part(self._url(shard), span, found.info.validator)
+        if len(data) < span.length:
+            message = f"{self._shown(shard)}: cut short within {name!r}, at byte {span.start + len(data):,}"
+            raise errors.BadArchive(message, url=self._shown(shard), offset=span.start + len(data))
+        return data
+
+    def keys(self) -> Iterator[str]:
+        """All members, shard by shard, in their order. Makes the indexes that are not there yet, of several shards at once."""
+        names = iter(self.shards())
+        with ThreadPoolExecutor(AT_ONCE, "forebay-index") as pool:
+            coming: deque[tuple[str, Future[_Indexed]]] = deque()
+            coming.extend((shard, pool.submit(self._index, shard)) for shard in islice(names, AT_ONCE))
+            while coming:
+                shard, found = coming.popleft()
+                index = found.result().index
+                coming.extend((each, pool.submit(self._index, each)) for each in islice(names, 1))
+                yield from (f"{shard}/{name}" for name in index)
+
+    def shards(self) -> list[str]:
+        """The names of the shards, in order. Raises `RemoteError`."""
+        return list(self._laid_out().urls)
+
+    def size(self, key: str) -> int | None:
+        """Bytes of a member; None if it cannot be told: reading it will tell why."""
+        try:
+            shard, name = self._split(key)
+            span = self._index(shard).index.get(name)
+        except errors.RemoteError:
+            return None
+        return None if span is None else span.length
+
+    def version_of(self, key: str) -> str | None:
+        """What the remote calls the version of the shard: asked for once a shard. None if the source as a whole has a version."""
+        if self.version is not None:
+            return None
+        try:
+            return self._info(self._split(key)[0]).validator
+        except errors.RemoteError:
+            return None
+
+    def info(self, key: str) -> SourceInfo:
+        """The provenance of an item."""
+        shard, name = self._split(key)
+        return SourceInfo(self.uri, key, shard, (name,))
+
+    # -- shards ----------------------------------------------------------------------------------------------------
+
+    def _laid_out(self) -> _Layout:
+        if self._layout is None:
+            assert self._prefix is not None
+            found = [info for info in self._reach.list(self._prefix.folder) if info.url.endswith(".tar")]
+            if not found:
+                raise errors.NotFound(f"{self.uri}: no .tar below it", url=self.uri)
+            names = [self._prefix.name_of(info.url) for info in found]
+            urls = {name: self._prefix.join(name) for name in names}
+            self._layout = _Layout(self.uri, urls, dict(zip(names, found, strict=True)))
+        return self._layout
+
+    def _url(self, shard: str) -> str:
+        return self._laid_out().urls[shard]
+
+    def _shown(self, shard: str) -> str:
+        return self._reach.key(self._url(shard))
+
+    def _split(self, key: str) -> tuple[str, str]:
+        """Shard and member."""
+        urls = self._laid_out().urls
+        at = key.find("/")
+        while at >= 0:
+            if key[:at] in urls:
+                return key[:at], key[at + 1 :]
+            at = key.find("/", at + 1)
+        raise errors.NotFound(f"{key!r}: no shard of {self.uri} has this name: a key is shard.tar/member", url=self.uri)
+
+    def _info(self, shard: str) -> ObjectInfo:
+        found = self._infos.get(shard)
+        if found is None:
+            listed = self._laid_out().infos.get(shard)
+            found = listed if listed is not None and listed.validator is not None else self._reach.stat(self._url(shard))
+            self._infos[shard] = found
+        return found
+
+    def _forget(self, shard: str, stale: _Indexed) -> None:
+        """The shard is not what it was when it was indexed. Who indexed it again meanwhile is not disturbed."""
+        with self._lock(shard):
+            if self._infos.get(shard) is stale.info:
+                self._indexes.pop(shard, None)
+                self._infos[shard] = self._reach.stat(self._url(shard))
+
+    # -- indexes ---------------------------------------------------------------------------------------------------
+
+    def _lock(self, shard: str) -> threading.Lock:
+        if self._pid != os.getpid():  # after a fork: what other threads held there is held by nobody here
+            self._locks, self._pid = {}, os.getpid()
+        return self._locks.setdefault(shard, threading.Lock())
+
+    def _index(self, shard: str) -> _Indexed:
+        found = self._indexes.get(shard)
+        if found is not None:
+            return found
+        with self._lock(shard):
+            # T1 and T2 want a new shard; T1 makes its index: T2, which waited here, finds it
+            found = self._indexes.get(shard)
+            if found is None:
+                info = self._info(shard)
+                found = _Indexed(self._obtain(shard, info), info)
+                if self._reach.origin is not None and len(self._indexes) >= MANY:
+                    self._indexes.clear()
+                self._indexes[shard] = found
+            return found
+
+    def _obtain(self, shard: str, info: ObjectInfo) -> Index:
+        """Out of the cache; made, and kept there, if it has none."""
+        origin = self._reach.origin
+        if origin is None or info.validator is None:
+            return Index(self._build(shard, info))
+        key = f"{self._shown(shard)}&version={info.validator}"
+        made: list[Index] = []
+
+        def look() -> Index | None:
+            return _kept(origin, key)
+
+        def make() -> Index:
+            made.append(Index(self._build(shard, info)))
+            try:
+                origin.store.put(SPACE, key, made[0].data, validator=info.validator)
+            except (errors.CacheFault, errors.Closed) as error:
+                origin.fall_back(error, key)
+            return made[0]
+
+        try:
+            found = look()
+            return origin.store.single(SPACE, key, look, make) if found is None else found
+        except (errors.CacheFault, errors.WaitTimeout, errors.Closed) as error:
+            origin.fall_back(error, key)
+            return made[0] if made else Index(self._build(shard, info))
+
+    def _build(self, shard: str, info: ObjectInfo) -> bytes:
+        url = self._url(shard)
+
+        def read(span: Span) -> bytes:
+            return self._reach.part(url, span, info.validator)
+
+        # A request costs as much as a megabyte or more; a read of a local file as much as some blocks of it.
+        window, most, jump = (65_536, 65_536, 16_384) if self._reach.is_local(url) else (1 << 20, 8 << 20, 1 << 20)
+        return tar_index.build(read, info.size, self._shown(shard), window=window, most=most, jump=jump)
+
+
+def _kept(origin: Origin, key: str) -> Index | None:
+    """What the cache has, or the root that it was filled from."""
+    for store in (origin.store, origin.upstream):
+        found = store.view(SPACE, key) if store is not None else None
+        if found is None:
+            continue
+        try:
+            index = Index(found.view)
+        except ValueError as error:
+            log.warning("the index %s is made anew: %s", key, str(error))
+            continue
+        if store is origin.store:
+            store.touch(found.entry)
+        return index
+    return None
+
+
+def is_tar(text: str) -> bool:
+    """Whether a path or URL names a shard."""
+    return (_bare(text) if "://" in text else text).endswith(".tar")
+
+
+def _bare(url: str) -> str:
+    """Without a query, such as a signature: of HTTP, where it is no part of the name."""
+    return url.partition("#")[0].partition("?")[0] if url.lower().startswith(("http://", "https://")) else url
+
+
+def _expanded(text: str) -> Iterator[str]:
+    """``shard-{08..10}.tar`` as all that it stands for."""
+    found = _RANGE.search(text)
+    if found is None:
+        yield text
+        return
+    first, last = found.groups()
+    for number in range(int(first), int(last) + 1):
+        yield from _expanded(f"{text[: found.start()]}{number:0{len(first)}d}{text[found.end() :]}")
+
+
+def _checked_prefix(prefix: Prefix) -> Prefix:
+    if prefix.url.lower().startswith(("http://", "https://")):
+        message = f"{_bare(prefix.url)}: HTTP has no listings: name the shards, as in .../shard-{{000..099}}.tar"
+        raise errors.ConfigError(message, name="shards", value=_bare(prefix.url))
+    return prefix
+
+
+def _laid_out(reach: Reach, texts: Sequence[str]) -> _Layout:
+    """Shards that are named one by one."""
+    urls = [Prefix(text, plain=reach.filesystem is not None).url for text in texts]
+    if not urls:
+        raise errors.ConfigError("no shards: name one at least", name="shards", value=None)
+    parts = [_bare(url).split("/") for url in urls]
+    folders = [each[:-1] for each in parts]
+    common = sum(1 for _ in takewhile(lambda same: len(set(same)) == 1, zip(*folders, strict=False)))
+    if "://" in urls[0] and common < 3:  # on several hosts, or in several buckets
+        names = [reach.key(url) for url in urls]
+        uri = names[0].partition("://")[0] + "://"
+    else:
+        quoted = urls[0].lower().startswith(("http://", "https://"))
+        names = ["/".join(each[common:]) for each in parts]
+        names = [unquote(name, errors="surrogateescape") for name in names] if quoted else names
+        uri = reach.key("/".join(parts[0][:common]) or "/")
+    found = dict(zip(names, urls, strict=True))
+    if len(found) < len(urls):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise errors.ConfigError(f"the shard {twice!r} is named twice", name="shards", value=twice)
+    return _Layout(uri, found, {})
