@@ -110,29 +110,29 @@ class DecodedSource:
         """The decoded item. Raises what ``inner`` and the decoder raise."""
         return self.decode(key, self.inner[key])
 
-    def keys(self) -> Iterator[str]:
-        """The keys of ``inner``, if it tells them."""
-        return iter(self.inner.keys())
+    @property
+    def keys(self) -> Any:
+        """The same of ``inner``, as `size`, `version_of` and `bind` are: None where it has none. Sizes are those before decoding."""
+        return getattr(self.inner, "keys", None)
 
-    def size(self, key: str) -> int | None:
-        """Bytes of the item before it is decoded; None where ``inner`` does not tell."""
-        own = getattr(self.inner, "size", None)
-        return None if own is None else own(key)
+    @property
+    def size(self) -> Any:
+        """See `keys`."""
+        return getattr(self.inner, "size", None)
 
-    def version_of(self, key: str) -> str | None:
-        """The item's version; None where ``inner`` does not tell."""
-        own = getattr(self.inner, "version_of", None)
-        return None if own is None else own(key)
+    @property
+    def version_of(self) -> Any:
+        """See `keys`."""
+        return getattr(self.inner, "version_of", None)
+
+    @property
+    def bind(self) -> Any:
+        """See `keys`."""
+        return getattr(self.inner, "bind", None)
 
     def info(self, key: str) -> SourceInfo:
         """The provenance of an item."""
         return info_of(self.inner, key)
-
-    def bind(self, origin: Origin) -> None:
-        """Bind ``inner``, if it can be."""
-        own = getattr(self.inner, "bind", None)
-        if own is not None:
-            own(origin)
 
 
 class _ByExtension:
