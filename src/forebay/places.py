@@ -74,7 +74,8 @@ class Prefix:
         text = os.fspath(text)
         local = None if plain else remote.local_path(text)
         kind = text.partition("://")[0].lower() if "://" in text and not plain else ""
-        self._quoted = local is None and kind in ("http", "https")
+        self._quoted = kind in ("http", "https")
+        self._chained = kind not in ("", "file", "http", "https", "s3")
         head, mark, tail = (local, "", "") if local is not None else self._cut(text, kind)
         self.local = local
         self._head, self._tail = head.rstrip("/"), mark + tail
@@ -88,7 +89,10 @@ class Prefix:
         return (text, "", "") if kind == "s3" else text.partition("::")
 
     def join(self, name: str) -> str:
-        """The URL, or path, of what has this name below it."""
+        """The URL, or path, of what has this name below it. Raises `ConfigError` where fsspec would take it for several URLs."""
+        if self._chained and "::" in name:
+            message = f"{name!r} cannot be read by a URL, where :: has a meaning: give the filesystem, UrlSource(path, filesystem=...)"
+            raise errors.ConfigError(message, name="key", value=name)
         if self._quoted:
             name = quote(name.encode("utf-8", "surrogateescape"), safe="/~")
         return f"{self._head}/{name}{self._tail}"
