@@ -220,12 +220,24 @@ class TarSource:
             # T1 and T2 want a new shard; T1 makes its index: T2, which waited here, finds it
             found = self._indexes.get(shard)
             if found is None:
-                info = self._info(shard)
-                found = _Indexed(self._obtain(shard, info), info)
+                found = self._indexed(shard)
                 if self._reach.origin is not None and len(self._indexes) >= MANY:
                     self._indexes.clear()
                 self._indexes[shard] = found
             return found
+
+    def _indexed(self, shard: str) -> _Indexed:
+        """Once more where the shard changes meanwhile. What fails is asked for anew by the next call."""
+        for last in (False, True):
+            info = self._info(shard)
+            try:
+                return _Indexed(self._obtain(shard, info), info)
+            except errors.RemoteError as error:
+                self._infos.pop(shard, None)
+                self._laid_out().infos.pop(shard, None)
+                if last or not isinstance(error, errors.RemoteChanged):
+                    raise
+        raise AssertionError("unreachable: the last turn returns or raises")
 
     def _obtain(self, shard: str, info: ObjectInfo) -> Index:
         """Out of the cache; made, and kept there, if it has none."""

@@ -1,0 +1,630 @@
+"""Tar shards as sources: indexes of all formats, what they cost, where they are kept, and shards that change or are damaged."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import subprocess
+import tarfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import forebay
+from forebay import errors, tar_index
+from forebay._model import Span
+from forebay.remote import RemoteOptions
+from forebay.sources import SourceInfo, TarSource
+from forebay.tar_index import Index
+from forebay.testing import Request, ScriptedServer
+from tests.harness import KiB, MiB, fork, in_child
+from tests.servers.nginx import nginx
+
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+every_format = pytest.mark.parametrize("kind", FORMATS)
+FAST = RemoteOptions(backoff=0.01, attempts=3)
+
+
+def tar_of(members: Mapping[str, bytes], kind: str = "pax", **pax: str) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=FORMATS[kind]) as tar:
+        for name, body in members.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.pax_headers = len(body), dict(pax)
+            tar.addfile(info, io.BytesIO(body))
+    return out.getvalue()
+
+
+def samples(count: int, size: int = 1000) -> dict[str, bytes]:
+    """As webdataset writes them."""
+    found = {}
+    for i in range(count):
+        found[f"{i:06d}.jpg"] = bytes([i % 251]) * size
+        found[f"{i:06d}.json"] = b'{"label": %d}' % i
+    return found
+
+
+class Reads:
+    """A tar in memory that counts what is read of it."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.spans = data, list[Span]()
+
+    def __call__(self, span: Span) -> bytes:
+        self.spans.append(span)
+        return self.data[span.start : span.end]
+
+    @property
+    def read(self) -> int:
+        return sum(max(0, min(span.end, len(self.data)) - span.start) for span in self.spans)
+
+
+def index_of(data: bytes, *, sized: bool = True, window: int = 4096) -> Index:
+    return Index(tar_index.build(Reads(data), len(data) if sized else None, "x.tar", window=window, most=4 * window, jump=window))
+
+
+def members_of(data: bytes, index: Index) -> dict[str, bytes]:
+    spans = {name: index.get(name) for name in index}
+    return {name: data[span.start : span.end] for name, span in spans.items() if span is not None}
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as found:
+        yield found
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
+    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0) as cache:
+        yield cache
+        assert cache.check(deep=True) == []
+
+
+# -- formats -------------------------------------------------------------------------------------------------------------
+
+
+@every_format
+@pytest.mark.parametrize("sized", [True, False])
+def test_members_of_every_format(kind: str, sized: bool) -> None:
+    members = {**samples(50), "empty": b"", "block": b"b" * 512, "d" * 60 + "/" + "f" * 90: b"a long name"}
+    data = tar_of(members, kind)
+    index = index_of(data, sized=sized)
+    assert list(index) == list(members)
+    assert members_of(data, index) == members
+    assert index.get("nothing") is None
+
+
+@pytest.mark.parametrize("kind", ["gnu", "pax"])
+def test_long_names_and_other_letters(kind: str) -> None:
+    members = {"x" * 300: b"1", "é/ü" * 70: b"2", "\udcff raw": b"3", "a" * 100: b"4", "a" * 101: b"5", "日本": b"6"}
+    data = tar_of(members, kind)
+    assert members_of(data, index_of(data)) == members
+
+
+names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/"), min_size=1, max_size=120).filter(
+    lambda n: n not in (".", "..")
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.dictionaries(st.lists(names, min_size=1, max_size=3).map("/".join), st.binary(max_size=1500), max_size=8),
+    st.sampled_from(["gnu", "pax"]), st.sampled_from([512, 1024, 4096]),
+)  # fmt: skip
+def test_whatever_is_in_it_is_found_as_by_python(members: dict[str, bytes], kind: str, window: int) -> None:
+    data = tar_of(members, kind)
+    index = index_of(data, window=window)
+    assert members_of(data, index) == members
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        assert [(m.name, m.offset_data, m.size) for m in tar] == [(name, s.start, s.length) for name in index if (s := index.get(name))]
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_damaged_tar_is_an_error_or_an_index(data: st.DataObject) -> None:
+    body = bytearray(tar_of(samples(3, 600), data.draw(st.sampled_from(list(FORMATS)))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        index = index_of(bytes(body), sized=data.draw(st.booleans()))
+    except errors.BadArchive:
+        return
+    assert all(span.end <= len(body) for name in index if (span := index.get(name)))
+
+
+def test_what_gnu_tar_writes(tmp_path: Path) -> None:
+    program = shutil.which("tar")
+    if program is None:
+        pytest.skip("tar is not installed")
+    place = tmp_path / "in"
+    (place / "deep").mkdir(parents=True)
+    (place / "deep" / ("n" * 200)).write_bytes(b"long")
+    (place / "a").write_bytes(b"body")
+    os.link(place / "a", place / "b")
+    os.symlink("a", place / "c")
+    for kind in ("v7", "oldgnu", "gnu", "ustar", "posix"):
+        if kind == "oldgnu":  # v7 knows none
+            os.mkfifo(place / "fifo")
+        left_out = [] if kind in ("oldgnu", "gnu", "posix") else ["--exclude", "n" * 200]
+        subprocess.run([program, "-C", place, f"--format={kind}", *left_out, "-cf", tmp_path / "x.tar", "."], check=True)
+        data = (tmp_path / "x.tar").read_bytes()
+        wanted = {"a": b"body", "b": b"body"} | ({} if left_out else {"deep/" + "n" * 200: b"long"})
+        assert members_of(data, index_of(data)) == wanted, kind
+
+
+@pytest.mark.parametrize("kind", ["gnu", "posix", "oldgnu"])
+def test_a_file_with_holes_is_left_out_and_told(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    program = shutil.which("tar")
+    if program is None:
+        pytest.skip("tar is not installed")
+    with open(tmp_path / "holes", "wb") as file:
+        for i in range(40):
+            file.seek(i << 20)
+            file.write(b"x" * 4096)
+    (tmp_path / "z").write_bytes(b"after")
+    subprocess.run([program, "-C", tmp_path, f"--format={kind}", "-S", "-cf", tmp_path / "x.tar", "holes", "z"], check=True)
+    data = (tmp_path / "x.tar").read_bytes()
+    if len(data) > 10 << 20:
+        pytest.skip("this file system keeps no holes")
+    assert members_of(data, index_of(data)) == {"z": b"after"}
+    assert "holes" in caplog.text
+
+
+def test_a_size_beyond_what_octal_digits_hold() -> None:
+    for kind in ("gnu", "pax"):
+        info = tarfile.TarInfo("huge")
+        info.size = 9 << 30
+        head = info.tobuf(FORMATS[kind])
+        tail = tar_of({"next": b"n"}, kind)
+
+        def read(span: Span, head: bytes = head, tail: bytes = tail) -> bytes:
+            start = len(head) + (9 << 30)
+            return head[span.start : span.end] if span.start < start else tail[span.start - start : span.end - start]
+
+        index = Index(tar_index.build(read, len(head) + (9 << 30) + len(tail), "x.tar", window=512, most=512, jump=512))
+        assert index.get("huge") == Span(len(head), 9 << 30)
+        assert list(index) == ["huge", "next"]
+
+
+def test_records_for_all_members() -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "x" * 700}) as tar:
+        info = tarfile.TarInfo("a")
+        info.size = 1
+        tar.addfile(info, io.BytesIO(b"a"))
+    assert members_of(out.getvalue(), index_of(out.getvalue())) == {"a": b"a"}
+
+
+def test_of_several_with_one_name_the_last_counts() -> None:
+    one, two = tar_of({"a": b"1", "b": b"2"}), tar_of({"a": b"3"})
+    data = one.rstrip(b"\0") + b"\0" * (-len(one.rstrip(b"\0")) % 512) + two
+    assert members_of(data, index_of(data)) == {"a": b"3", "b": b"2"}
+
+
+def test_an_empty_tar_has_no_members() -> None:
+    assert list(index_of(tar_of({}))) == []
+
+
+# -- what is no tar --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("cut", [1, 511, 600, 1023, 1536, 2047])
+def test_a_tar_that_is_cut_short_says_so(cut: int, sized: bool) -> None:
+    data = tar_of({"a": b"a" * 1000, "b": b"b" * 1000}, "ustar")[:cut]
+    if cut == 1536:  # the whole of a; between two members nobody can tell
+        assert members_of(data, index_of(data, sized=sized)) == {"a": b"a" * 1000}
+        return
+    with pytest.raises(errors.BadArchive, match=r"x\.tar: cut short within .*, at byte") as caught:
+        index_of(data, sized=sized)
+    assert (caught.value.offset, caught.value.url) == (1536 if cut > 1536 else 0, "x.tar")
+
+
+def test_a_tar_without_its_end_is_taken_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    data = tar_of({"a": b"a" * 512}, "ustar")[:1024]
+    assert list(index_of(data)) == ["a"]
+    assert "no mark at its end" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "empty"),
+        (b"\x1f\x8b" + b"z" * 2000, "compressed"),
+        (b"<html>not here</html>" * 50, "damaged, or no tar"),
+        (tar_of({"a": b"a"}, "ustar")[:1024] + b"x" * 512, "damaged, or no tar"),
+    ],
+)
+def test_what_is_no_tar_says_so(data: bytes, why: str) -> None:
+    with pytest.raises(errors.BadArchive, match=why):
+        index_of(data)
+
+
+def test_a_header_that_would_fill_the_memory_is_refused() -> None:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 1 << 33
+    head = info.tobuf(tarfile.GNU_FORMAT)
+    with pytest.raises(errors.BadArchive, match="a header of"):
+        tar_index.build(Reads(head), len(head) + (1 << 33), "x.tar", window=512, most=512, jump=512)
+
+
+# -- the index -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_index_is_looked_up_where_it_lies() -> None:
+    data = tar_of(samples(2000, 10))
+    packed = bytes(index_of(data).data)
+    assert len(packed) < 2 * 2000 * 60
+    assert list(Index(memoryview(packed))) == list(samples(2000))
+    assert members_of(data, Index(packed)) == samples(2000, 10)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda d: d[:-1], lambda d: d + b"x", lambda d: b"other!!!" + d[8:], lambda d: b"", lambda d: d[:8] + b"\xff" * 16 + d[24:]]
+)
+def test_what_is_no_index_is_refused(change: object) -> None:
+    packed = bytes(index_of(tar_of(samples(3))).data)
+    with pytest.raises(ValueError, match=r"cut short|no index"):
+        Index(change(packed))  # type: ignore[operator]
+
+
+def test_names_with_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tar_index, "_hash", lambda name: len(name))
+    members = {"aa": b"1", "bb": b"2", "c": b"3", "dd": b"4"}
+    data = tar_of(members)
+    index = index_of(data)
+    assert members_of(data, index) == members
+    assert index.get("ee") is None
+
+
+# -- what an index costs -----------------------------------------------------------------------------------------------------
+
+
+def cost(data: bytes) -> Reads:
+    reads = Reads(data)
+    tar_index.build(reads, len(data), "x.tar", window=MiB, most=8 * MiB, jump=MiB)
+    return reads
+
+
+def test_many_small_members_are_a_few_reads() -> None:
+    assert len(cost(tar_of(samples(400, 50 * KiB), "ustar")).spans) <= 6  # 20 MiB
+
+
+def test_large_members_are_jumped_over() -> None:
+    data = tar_of({str(i): bytes(5 * MiB) for i in range(8)}, "ustar")
+    reads = cost(data)
+    assert len(reads.spans) == 9
+    assert reads.read < 2 * MiB + 100 * KiB
+
+
+def test_a_small_tar_is_one_read() -> None:
+    assert len(cost(tar_of(samples(10))).spans) == 1
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "set"
+    (place / "b").mkdir(parents=True)
+    for i, name in enumerate(["a-00.tar", "a-01.tar", "b/c d.tar"]):
+        (place / name).write_bytes(tar_of({f"{i}.jpg": b"jpg", f"{i}.json": b"{}"}, list(FORMATS)[i]))
+    (place / "notes.txt").write_bytes(b"no shard")
+    return place
+
+
+KEYS = ["a-00.tar/0.jpg", "a-00.tar/0.json", "a-01.tar/1.jpg", "a-01.tar/1.json", "b/c d.tar/2.jpg", "b/c d.tar/2.json"]
+
+
+def test_a_directory_of_shards(folder: Path) -> None:
+    for source in (TarSource(folder), TarSource(f"file://{folder}/"), TarSource(f"{folder}/")):
+        assert list(source.keys()) == KEYS
+        assert [source[key] for key in KEYS] == [b"jpg", b"{}"] * 3
+        assert source.uri == f"file://{folder}"
+        assert source.shards() == ["a-00.tar", "a-01.tar", "b/c d.tar"]
+        assert source.info(KEYS[5]) == SourceInfo(source.uri, KEYS[5], "b/c d.tar", ("2.json",))
+        assert (source.size(KEYS[0]), source.size("a-00.tar/none"), source.size("none.tar/x")) == (3, None, None)
+
+
+def test_one_shard_and_lists_of_them_share_keys(folder: Path) -> None:
+    whole = TarSource(folder)
+    one, several, ranged = (
+        TarSource(folder / "a-00.tar"),
+        TarSource([folder / "a-00.tar", folder / "a-01.tar"]),
+        TarSource(folder / "a-{00..01}.tar"),
+    )
+    assert list(one.keys()) == KEYS[:2]
+    assert list(several.keys()) == list(ranged.keys()) == KEYS[:4]
+    assert one.uri == several.uri == ranged.uri == whole.uri
+    assert list(TarSource([folder / "a-01.tar", folder / "b" / "c d.tar"]).keys()) == KEYS[2:]
+    assert [one.version_of(KEYS[0]), several.version_of(KEYS[0])] == [whole.version_of(KEYS[0])] * 2 != [None, None]
+
+
+def test_shards_on_a_filesystem_object(folder: Path) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    arrow = pytest.importorskip("pyarrow.fs")
+    for name in TarSource(folder).shards():
+        memory.pipe_file(f"/tars/{name}", (folder / name).read_bytes())
+    for source in (
+        TarSource("/tars", filesystem=memory),
+        TarSource("memory://tars"),
+        TarSource(str(folder), filesystem=arrow.LocalFileSystem()),
+    ):
+        assert list(source.keys()) == KEYS
+        assert source[KEYS[4]] == b"jpg"
+        assert source.version_of(KEYS[4]) is not None
+    assert TarSource("tars/a-01.tar", filesystem=memory)["a-01.tar/1.jpg"] == b"jpg"
+
+
+def test_shards_of_a_web_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with nginx(tmp_path_factory.mktemp("nginx")) as web:
+        shutil.copytree(folder, web.files / "set")
+        source = TarSource([f"{web.url}/set/a-{{00..01}}.tar", f"{web.url}/set/b/c%20d.tar?token=x"])
+        assert list(source.keys()) == KEYS
+        assert [source[key] for key in KEYS] == [b"jpg", b"{}"] * 3
+        assert source.uri == f"{web.url}/set"
+
+
+def test_shards_in_several_buckets() -> None:
+    source = TarSource(["s3://one/x.tar", "s3://two/x.tar"])
+    assert source.shards() == ["s3://one/x.tar", "s3://two/x.tar"]
+    assert source._split("s3://two/x.tar/a/b") == ("s3://two/x.tar", "a/b")
+
+
+def test_no_shards(tmp_path: Path) -> None:
+    with pytest.raises(errors.NotFound, match=r"no \.tar"):
+        list(TarSource(tmp_path).keys())
+    with pytest.raises(errors.ConfigError, match=r"HTTP has no listings.*\{000\.\.099\}"):
+        TarSource("https://host/set?sig=secret")
+    with pytest.raises(errors.ConfigError, match="no shards"):
+        TarSource([])
+    with pytest.raises(errors.ConfigError, match="named twice"):
+        TarSource(["/d/a.tar", "/d/a.tar"])
+
+
+def test_keys_that_name_nothing(folder: Path) -> None:
+    source = TarSource(folder)
+    for key in ("", "a-00.tar", "c.tar/0.jpg", "/a-00.tar/0.jpg", "../set/a-00.tar/0.jpg"):
+        with pytest.raises(errors.NotFound, match="no shard"):
+            source[key]
+    with pytest.raises(errors.NotFound, match="no member 'x'"):
+        source["a-00.tar/x"]
+    with pytest.raises(errors.NotFound):
+        TarSource(folder / "gone.tar")["gone.tar/x"]
+
+
+def test_copies_and_forks(folder: Path) -> None:
+    source = TarSource(folder)
+    assert source[KEYS[0]] == b"jpg"
+    copy = pickle.loads(pickle.dumps(source))
+    assert [copy[key] for key in KEYS] == [b"jpg", b"{}"] * 3
+    assert in_child(lambda: [source[key] for key in KEYS]) == [b"jpg", b"{}"] * 3
+
+
+def test_a_version_of_the_whole_stands_for_those_of_shards(server: ScriptedServer) -> None:
+    source = TarSource(server.put("/a.tar", tar_of(samples(1))), version="2026-11")
+    assert (source.version, source.version_of("a.tar/000000.jpg")) == ("2026-11", None)
+    assert server.requests == []
+
+
+# -- what reading costs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_member_is_one_ranged_read(server: ScriptedServer) -> None:
+    members = samples(30, 100_000)
+    data = tar_of(members)
+    source = TarSource(server.put("/a.tar", data))
+    assert source["a.tar/000007.jpg"] == members["000007.jpg"]
+    before, sent = len(server.requests), server.sent
+    assert source["a.tar/000023.jpg"] == members["000023.jpg"]
+    assert len(server.requests) == before + 1
+    assert server.sent - sent == 100_000
+    assert server.requests[-1].status == 206
+
+
+def test_headers_only_are_read_of_large_members(server: ScriptedServer) -> None:
+    data = tar_of({f"{i}.bin": bytes(4 * MiB) for i in range(6)})
+    source = TarSource(server.put("/a.tar", data))
+    assert len(list(source.keys())) == 6
+    assert server.sent < 2 * MiB + 100 * KiB < len(data) / 4
+
+
+def test_an_index_is_made_once_by_all_threads(server: ScriptedServer) -> None:
+    source = TarSource(server.put("/a.tar", tar_of(samples(20))))
+    together = threading.Barrier(8)
+    found: list[bytes] = []
+
+    def read() -> None:
+        together.wait()
+        found.append(source["a.tar/000003.json"])
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [b'{"label": 3}'] * 8
+    assert server.heads == 1
+    assert server.gets == 1 + 8
+
+
+def test_a_child_that_was_forked_while_an_index_is_made_makes_its_own(server: ScriptedServer) -> None:
+    source = TarSource(server.put("/a.tar", tar_of(samples(20)), stall_after=100, stalls=1), options=FAST)
+    thread = threading.Thread(target=lambda: source["a.tar/000003.json"])
+    thread.start()
+    assert server.stalled.wait(20)
+    child = fork(lambda: source["a.tar/000003.json"])
+    try:
+        assert child.result() == b'{"label": 3}'
+    finally:
+        child.kill()
+        server.go.set()
+        thread.join()
+
+
+# -- indexes in the cache ------------------------------------------------------------------------------------------------------
+
+
+def bound(cache: forebay.Cache, *shards: str) -> TarSource:
+    source = TarSource(shards)
+    source.bind(cache._origin)
+    return source
+
+
+def test_an_index_is_kept_for_all_processes(server: ScriptedServer, cache: forebay.Cache) -> None:
+    url = server.put("/a.tar", tar_of(samples(20)))
+    assert bound(cache, url)["a.tar/000003.json"] == b'{"label": 3}'
+    assert [entry.space for entry in cache.entries("indexes")] == ["indexes"]
+    before = server.gets
+    assert bound(cache, url)["a.tar/000004.json"] == b'{"label": 4}'
+    assert server.gets == before + 1
+    assert in_child(lambda: bound(cache, url)["a.tar/000005.json"]) == b'{"label": 5}'
+    assert server.gets == before + 2
+    counts = cache._store.counts()
+    assert counts["requests"] == len(server.requests)
+    assert counts["bytes_remote"] == server.sent
+
+
+def test_processes_that_want_one_shard_index_it_once(server: ScriptedServer, cache: forebay.Cache) -> None:
+    url = server.put("/a.tar", tar_of(samples(20)), latency=0.2)
+    children = [fork(lambda: bound(cache, url).size("a.tar/000003.json")) for _ in range(4)]
+    assert [child.result() for child in children] == [12] * 4
+    assert server.gets == 1
+
+
+def test_an_index_in_the_cache_that_is_none_is_made_anew(server: ScriptedServer, cache: forebay.Cache) -> None:
+    url = server.put("/a.tar", tar_of(samples(20)))
+    bound(cache, url).size("a.tar/000003.json")
+    key = cache.entries("indexes")[0].key
+    cache.space("indexes").put(key, b"something else")
+    assert bound(cache, url)["a.tar/000003.json"] == b'{"label": 3}'
+    assert len(cache.space("indexes").get(key) or b"") > 100
+
+
+def test_a_shard_without_a_version_is_indexed_by_each_process(server: ScriptedServer, cache: forebay.Cache) -> None:
+    url = server.put("/a.tar", tar_of(samples(20)), etag=None, modified=None)
+    source = bound(cache, url)
+    assert source["a.tar/000003.json"] == b'{"label": 3}'
+    assert source.version_of("a.tar/000003.json") is None
+    assert cache.entries("indexes") == []
+
+
+def test_a_cache_that_cannot_keep_it_is_done_without(server: ScriptedServer, tmp_path: Path) -> None:
+    url = server.put("/a.tar", tar_of(samples(20)))
+    with forebay.Cache(tmp_path / "none", enabled=False) as off, forebay.Cache(tmp_path / "tiny", budget=4 * KiB, min_free=0) as tiny:
+        for cache in (off, tiny):
+            source = bound(cache, url)
+            assert source["a.tar/000003.json"] == b'{"label": 3}'
+            assert source["a.tar/000004.json"] == b'{"label": 4}'
+    closed = bound(tiny, url)
+    assert closed["a.tar/000003.json"] == b'{"label": 3}'
+    assert cache.closed
+
+
+def test_a_root_that_may_only_be_read_gives_its_indexes(server: ScriptedServer, cache: forebay.Cache) -> None:
+    kept, other = server.put("/a.tar", tar_of(samples(20))), server.put("/b.tar", tar_of(samples(3)))
+    bound(cache, kept).size("a.tar/000003.json")
+    before = server.gets
+    with forebay.Cache(cache.path, read_only=True) as reader:
+        assert bound(reader, kept).size("a.tar/000003.json") == 12
+        assert server.gets == before
+        assert bound(reader, other).size("b.tar/000002.json") == 12
+
+
+def test_an_upstream_root_gives_its_indexes(server: ScriptedServer, cache: forebay.Cache, tmp_path: Path) -> None:
+    url = server.put("/a.tar", tar_of(samples(20)))
+    bound(cache, url).size("a.tar/000003.json")
+    before = server.gets
+    with forebay.Cache(tmp_path / "second", budget=MiB, min_free=0, upstream=cache.path) as second:
+        assert bound(second, url).size("a.tar/000003.json") == 12
+    assert server.gets == before
+
+
+# -- shards that change, and servers that fail ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_a_shard_that_changes_is_indexed_again(server: ScriptedServer, cache: forebay.Cache, is_bound: bool) -> None:
+    url = server.put("/a.tar", tar_of({"x": b"old", "y": b"other"}))
+    source = bound(cache, url) if is_bound else TarSource(url)
+    assert source["a.tar/x"] == b"old"
+    before = source.version_of("a.tar/x")
+    server.put("/a.tar", tar_of({"before": bytes(5000), "y": b"other", "x": b"new"}))
+    assert source["a.tar/x"] == b"new"
+    assert source.version_of("a.tar/x") != before
+    assert list(source.keys()) == ["a.tar/before", "a.tar/y", "a.tar/x"]
+
+
+def test_a_local_shard_that_changes_is_indexed_again(folder: Path) -> None:
+    source = TarSource(folder)
+    assert source[KEYS[0]] == b"jpg"
+    (folder / "new").write_bytes(tar_of({"before": bytes(5000), "0.jpg": b"new"}))
+    (folder / "new").rename(folder / "a-00.tar")
+    assert source[KEYS[0]] == b"new"
+
+
+def test_a_member_that_is_not_in_the_new_shard_is_not_found(server: ScriptedServer) -> None:
+    source = TarSource(server.put("/a.tar", tar_of({"x": b"old"})))
+    assert source["a.tar/x"] == b"old"
+    server.put("/a.tar", tar_of({"y": b"new"}))
+    with pytest.raises(errors.NotFound, match="no member 'x'"):
+        source["a.tar/x"]
+
+
+def test_a_shard_without_a_version_that_shrinks_is_indexed_again(server: ScriptedServer) -> None:
+    source = TarSource(server.put("/a.tar", tar_of({"x": bytes(50_000), "y": b"old"}), etag=None, modified=None))
+    assert source["a.tar/y"] == b"old"
+    server.put("/a.tar", tar_of({"y": b"new"}), etag=None, modified=None)
+    assert source["a.tar/y"] == b"new"
+
+
+def test_a_shard_that_was_cut_short_says_which_and_where(server: ScriptedServer) -> None:
+    url = server.put("/a.tar", tar_of({"x": b"1" * 1000, "y": b"2" * 1000}, "ustar")[:2500])
+    with pytest.raises(errors.BadArchive, match=r"/a\.tar: cut short within 'y', of 1,000 bytes, at byte 1,536"):
+        TarSource(url)["a.tar/x"]
+
+
+def test_a_shard_that_changes_while_it_is_indexed(server: ScriptedServer, cache: forebay.Cache) -> None:
+    old, new = tar_of({"x": b"old"}), tar_of({"before": bytes(5000), "x": b"new"})
+    url = server.put("/a.tar", old)
+
+    def change(request: Request) -> None:
+        if request.method == "GET" and server.gets == 1:
+            server.put("/a.tar", new)
+
+    server.on_request = change
+    assert bound(cache, url)["a.tar/x"] == b"new"
+
+
+def test_an_error_is_not_remembered(server: ScriptedServer, cache: forebay.Cache) -> None:
+    url = server.put("/a.tar", b"")
+    source = bound(cache, url)
+    with pytest.raises(errors.BadArchive, match="empty"):
+        source["a.tar/000001.json"]
+    assert source.size("a.tar/000001.json") is None
+    server.put("/a.tar", tar_of(samples(3)))
+    assert source["a.tar/000001.json"] == b'{"label": 1}'
+
+
+def test_a_server_that_is_busy_for_a_moment(server: ScriptedServer) -> None:
+    url = server.put("/a.tar", tar_of(samples(3)), statuses=[503, 503])
+    assert TarSource(url, options=FAST)["a.tar/000001.json"] == b'{"label": 1}'
+    server.objects["/a.tar"].statuses[:] = [503] * 9
+    with pytest.raises(errors.RemoteUnavailable):
+        TarSource(url, options=FAST)["a.tar/000001.json"]
+
+
+def test_keys_end_when_nobody_wants_more(server: ScriptedServer) -> None:
+    urls = [server.put(f"/{i:02d}.tar", tar_of(samples(2))) for i in range(40)]
+    keys = TarSource(urls).keys()
+    assert next(keys) == "00.tar/000000.jpg"
+    keys.close()
+    assert server.heads <= 9
