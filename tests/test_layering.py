@@ -26,6 +26,7 @@ ORDER = """
     _engine.catalog _engine.stages < _engine.room < _engine.budget < _engine.displace < _engine.publish < _engine.linking < _engine.engine
     _engine.catalog _engine.slots _engine.blobs < _engine.intent < _engine.publish
     errors < _engine.combining < _engine.publish
+    _engine.budget < _engine.inserting < _engine.publish
     _engine.trees < _engine.packs < _engine.eviction
     _engine.layout < _engine.records < _engine.packs
     _engine.publish < _engine.packing < _engine.appending < _engine.pack < _engine.store
@@ -41,11 +42,11 @@ ORDER = """
     _engine.pack codecs origin < arrays < samples < cache
     pfio_file < samples
     _engine.fill < reports < warming < cache
-    origin < places < tars < sources < cache
-    _model < tar_index < tars
+    origin < places < shards < tars < sources < cache
+    _model < tar_index < shards
     _model _kernel.mappings < pfio_file
     _model < codecs < spaces
-    _engine.store < _loading.loads < _loading.desk < _loading.keeper < _loading.steps < _loading.worker < _loading.loader
+    _engine.store < _loading.loads < _loading.desk < _loading.scout < _loading.keeper < _loading.steps < _loading.worker < _loading.loader
     _loading.loads sources < lazies
     lazies reports < pools
     errors < _loading

@@ -210,8 +210,8 @@ MUTANTS = (
         "tests/engine/test_displace.py::test_who_remembers_what_made_way_finds_nothing",
     ),
     Mutant(
-        7, "a replaced entry keeps its slot", "_engine/publish.py",
-        "            self._slots.clear(old.slot, old.id)\n            txn.leftovers", "            txn.leftovers",
+        7, "a replaced entry keeps its slot", "_engine/inserting.py",
+        "        self._slots.clear(old.slot, old.id)\n        txn.leftovers", "        txn.leftovers",
         f"{OTHERS}test_who_remembers_reads_exact_bytes[replace]",
     ),
     # 8. A hit takes no lock and no system call

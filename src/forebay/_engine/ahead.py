@@ -14,9 +14,10 @@ from forebay._engine.engine import Engine, mending
 from forebay._engine.eviction import Doomed
 from forebay._engine.faults import faults
 from forebay._engine.fill import KeyHold
+from forebay._engine.inserting import Label
 from forebay._engine.leases import Lease
 from forebay._engine.policy import Policy
-from forebay._engine.publish import SMALL, Label
+from forebay._engine.publish import SMALL
 from forebay._engine.room import Want
 from forebay._model import Buffer, Entry
 
@@ -70,6 +71,16 @@ class Ahead(Engine):
         if lease is not None:
             self.touch(lease.entry)
         return lease
+
+    @mending
+    def take_many(self, space: str, keys: Sequence[str]) -> dict[str, Lease]:
+        """`take` of several keys: those that have something."""
+        self.register()
+        with faults("several keys"):
+            found = self._leases.take_many(self.space(space).id, keys)
+        for lease in found.values():
+            self.touch(lease.entry)
+        return found
 
     def bytes_leased(self, lease: Lease) -> memoryview | None:
         """The bytes of what is leased, checked before their first use here; None where they are damaged or gone."""

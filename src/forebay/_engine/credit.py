@@ -20,9 +20,10 @@ from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.spaces import Space
 from forebay._engine.faults import faults
 from forebay._engine.fill import hash_of
+from forebay._engine.inserting import Label, New
 from forebay._engine.intent import Intent
 from forebay._engine.leases import Lease, Leases
-from forebay._engine.publish import INLINE, Label, Publisher, Writing
+from forebay._engine.publish import INLINE, Publisher, Writing
 from forebay._engine.room import Want
 from forebay._model import Buffer, Entry, ObjectInfo
 
@@ -132,17 +133,16 @@ class Credit:
     def _insert(self, txn: Txn, items: Sequence[Item], life: str, held: list[int]) -> list[Entry]:
         ids = txn.new_ids(len(items))
         self._intent.begin(txn, ids)
-        made = []
+        several = []
         for id, item in zip(ids, items, strict=True):
             if self._leases.hold(id):  # before anybody can see it: a held one that nobody holds is swept
                 held.append(id)
-            label, size = self._label(item, life), len(item.data)
+            size = len(item.data)
             inline = bytes(item.data) if size <= INLINE else None
             if inline is None:
                 blobs.write(self._publisher.root, id, item.data)
-            kind, checksum = "blob" if inline is None else "value", blobs.checksum_of(item.data)
-            made.append(self._publisher.insert(txn, label, id, kind, size, checksum, _validator(item.session), inline))
-        return made
+            several.append(New(id, item.key, size, blobs.checksum_of(item.data), _validator(item.session), inline))
+        return self._publisher.insert_many(txn, Label(self._space.id, self._space.name, "", life=life), several)
 
     def keep_large(self, item: Item, *, life: str = "cached") -> Lease:
         """The same for one that is too large to be written while others wait to write."""

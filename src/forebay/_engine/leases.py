@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -143,6 +143,15 @@ class Leases:
             if (lease := self._try(entry)) is not None:
                 return lease
         return None
+
+    def take_many(self, space: int, keys: Sequence[str]) -> dict[str, Lease]:
+        """Leases on what these keys have now, as far as they have something."""
+        found: dict[str, Lease] = {}
+        for entry in entries.find_many(self._catalog, space, keys):
+            lease = self._try(entry) or self.take(space, entry.key)
+            if lease is not None:
+                found[entry.key] = lease
+        return found
 
     def _try(self, entry: Entry) -> Lease | None:
         """Lock first, then look at the slot: an evictor that had the lock before us has emptied it."""

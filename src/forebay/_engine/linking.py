@@ -10,7 +10,8 @@ from forebay._engine.budget import Budget
 from forebay._engine.catalog import Catalog, Txn, entries, reservations
 from forebay._engine.faults import faults
 from forebay._engine.fill import hash_of
-from forebay._engine.publish import Label, Publisher
+from forebay._engine.inserting import Label
+from forebay._engine.publish import Publisher
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
 from forebay._kernel import host

@@ -22,9 +22,10 @@ from forebay._engine.catalog import Catalog, Txn, entries, reservations, segment
 from forebay._engine.catalog.segments import Segment
 from forebay._engine.faults import faults
 from forebay._engine.fill import hash_of
+from forebay._engine.inserting import Label
 from forebay._engine.leases import Lease, Leases
 from forebay._engine.owners import Owners
-from forebay._engine.publish import Label, Publisher
+from forebay._engine.publish import Publisher
 from forebay._engine.room import Want
 from forebay._engine.root import Root
 

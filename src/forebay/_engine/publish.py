@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -28,6 +28,7 @@ from forebay._engine.combining import Combining
 from forebay._engine.displace import Displacing
 from forebay._engine.faults import faults
 from forebay._engine.fill import hash_of
+from forebay._engine.inserting import Inserting, Label
 from forebay._engine.intent import Intent
 from forebay._engine.leases import Lease, Leases
 from forebay._engine.owners import Owners
@@ -35,25 +36,12 @@ from forebay._engine.room import Want
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
 from forebay._engine.stages import MemoryStage, Stage
-from forebay._kernel import host
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Span
 
 INLINE = 16 << 10
 """Values up to this size lie in the catalog: neither a block nor an inode each."""
 SMALL = 256 << 10
 """Files up to this size come into memory first, and are written and published in one step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What an entry is to be called and to carry. ``life``: ``cached``, ``pinned`` or ``held``; a pin follows the name."""
-
-    space: int
-    space_name: str
-    key: str
-    suffix: str = ""
-    life: str = "cached"
-    meta: str = ""
 
 
 class _Ready(NamedTuple):
@@ -65,14 +53,15 @@ class _Ready(NamedTuple):
     checksum: bytes
 
 
-class Publisher:
+class Publisher(Inserting):
     """Writes entries into one root. Callable from any thread."""
 
     def __init__(
         self, root: Root, catalog: Catalog, slots: Slots, owners: Owners, budget: Budget, displacing: Displacing, intent: Intent
     ) -> None:  # fmt: skip
-        self.root, self.rows, self._catalog, self._slots = root, catalog, catalog, slots
-        self._owners, self.budget, self._displacing, self._intent = owners, budget, displacing, intent
+        super().__init__(slots, budget)
+        self.root, self.rows, self._catalog = root, catalog, catalog
+        self._owners, self._displacing, self._intent = owners, displacing, intent
         self._together = Combining(self._publish_together, shared=WriterBusy)
 
     def after_fork_child(self) -> None:
@@ -131,30 +120,6 @@ class Publisher:
         old = entries.find(rows, label.space, label.key)
         keyhash = hash_of(label.space, label.key)
         return Want(label.space, label.key, keyhash, size, label.suffix, old.id if old else 0, old.size if old else 0, inline)
-
-    def insert(
-        self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None,
-        want: Want | None = None,
-    ) -> Entry:  # fmt: skip
-        """Enter the row and its slot, and let the version before go. Nothing of it is seen before the commit but empty slots.
-
-        ``want``: made in this very transaction, so that it tells whether there is a version before."""
-        now = host.now_ns()
-        old = entries.find(txn, label.space, label.key) if want is None or want.replaces else None
-        if old is not None:
-            entries.supersede(txn, old)
-            self._slots.clear(old.slot, old.id)
-            txn.leftovers |= old.kind != "value"
-        slot = entries.free_slot(txn)
-        charge = self.budget.room.charge(size, inline=True) if kind == "value" else self.budget.room.charge_published(size)
-        life = "pinned" if old is not None and old.life == "pinned" else label.life
-        entry = Entry(
-            id, label.space_name, label.key, kind, size, charge, slot, checksum, validator, now / 1e9, host.boot_id(), life,
-            label.suffix, label.meta,
-        )  # fmt: skip
-        entries.insert(txn, label.space, entry, data)
-        self._slots.settle(slot, id, now)
-        return entry
 
     def publish_small(self, writing: Writing, small: MemoryStage) -> Entry | None:
         """Write and publish in one step what came into memory; None if there is no room for it as things are."""

@@ -19,12 +19,13 @@ from forebay._engine.engine import mending
 from forebay._engine.eviction import Doomed
 from forebay._engine.faults import faults
 from forebay._engine.fill import KeyHold, OnWait
+from forebay._engine.inserting import Label
 from forebay._engine.leases import Lease
 from forebay._engine.memo import Hit, Remembered, no_hit
 from forebay._engine.pack import Pack
 from forebay._engine.packing import Room, Taken
 from forebay._engine.policy import Policy
-from forebay._engine.publish import Label, Writing
+from forebay._engine.publish import Writing
 from forebay._engine.room import Want
 from forebay._engine.settings import Settings as Settings
 from forebay._kernel import host

@@ -13,7 +13,7 @@ from forebay import errors
 from forebay._engine.credit import NOTHING, Need
 from forebay._engine.leases import Lease
 from forebay._engine.store import Store
-from forebay._loading.loads import Brought, Load, Mark, State
+from forebay._loading.loads import Brought, Load, Mark, Prepared, State
 from forebay._model import Buffer, Entry
 
 
@@ -45,10 +45,16 @@ class Desk:
         self.work = threading.Condition(self.lock)
         self.settled = threading.Condition(self.lock)
         self.marks: dict[str, Mark] = {}
+        self.unsized: deque[Mark] = deque()
+        """The source is to be asked for their size first, which may take its time: workers do that."""
         self.asked: deque[Mark] = deque()
-        """Not looked at yet."""
+        """Not looked for yet."""
         self.missing: deque[Mark] = deque()
         """Not in the cache: to be read, in this order, as room is promised."""
+        self.ready: deque[Prepared] = deque()
+        """To be read by the next worker that is free."""
+        self.discarded: list[Prepared] = []
+        """Nobody wants them any more: their keys are to be let go."""
         self.elsewhere: list[Mark] = []
         """Another process is at them."""
         self.brought: deque[Brought] = deque()
@@ -60,7 +66,7 @@ class Desk:
         self.epoch = 0
         """Raised when all promises are gone."""
         self.reading = self.keeping = 0
-        self.watched = self.stuck = self.closing = False
+        self.watched = self.look_elsewhere = self.stuck = self.jammed = self.closing = False
         self.drops: deque[Entry] = deque()
         """Nobody here wants them any more."""
         self.news: queue.SimpleQueue[Mark | None] = queue.SimpleQueue()
@@ -78,8 +84,12 @@ class Desk:
             if load is None or load.state is State.FAILED:
                 load = Load(key, name, bound)
                 load.mark = self.marks[key] = Mark(load, self._gone)
-                self.asked.append(load.mark)
-                self.work.notify()
+                if self.job.size_of is not None:
+                    self.unsized.append(load.mark)
+                    self.work.notify()
+                else:
+                    self.asked.append(load.mark)
+                    self.news.put(None)
             return load
 
     def _gone(self, mark: Mark) -> None:
@@ -91,7 +101,7 @@ class Desk:
     def set(self, load: Load, state: State, *, data: Buffer | None = None, error: BaseException | None = None) -> None:
         """Caller: holds the lock."""
         load.state, load.data, load.error = state, data, error
-        if state is not State.RUNNING:
+        if state is not State.RUNNING and load.waiting:
             self.settled.notify_all()
 
     def kept(self, load: Load, lease: Lease) -> None:
@@ -105,7 +115,6 @@ class Desk:
         assert load.mark is not None
         self.set(load, State.QUEUED)
         self.missing.appendleft(load.mark)
-        self.work.notify()
         self.news.put(None)
 
     def wait(self, load: Load, until: float | None, say_after: float) -> bool:
@@ -123,46 +132,54 @@ class Desk:
 
     # -- what comes next -------------------------------------------------------------------------------------------
 
-    def next_to_read(self) -> tuple[Load, Need] | None:
-        """The first load that is to be read, and the room for it, which is its own now. Caller: holds the lock."""
-        if self.stalled or self.reading + self.keeping + len(self.brought) >= 2 * self.job.workers:
-            return None
-        while self.missing:
-            load = self.missing[0]()
-            if load is None or load.state is not State.QUEUED:
-                self.missing.popleft()
-                continue
-            need = self.need(load)
-            if not self.room.covers(need):
+    def next_ready(self) -> tuple[Load, Prepared] | None:
+        """What a worker is to read now. Caller: holds the lock."""
+        while self.ready:
+            one = self.ready.popleft()
+            load = one.mark()
+            if len(self.ready) <= self.job.workers // 2:
                 self.news.put(None)
-                return None
-            self.missing.popleft()
-            self._start(load, need)
-            return load, need
-        return self._unseen() if self.job.size_of is None else None
+            if load is not None and load.prepared is one:
+                load.prepared = None
+                self.reading += 1
+                self.set(load, State.RUNNING)
+                return load, one
+            if load is None:
+                self.discarded.append(one)
+        return None
 
-    def _unseen(self) -> tuple[Load, Need] | None:
-        """Where there is room already a load is read without being looked for first: that is done under its key's lock anyway."""
-        need = self.need_of(self.largest)
-        if not self.largest or not self.room.covers(need):
-            return None
-        load = self.next_to_look()
-        if load is not None:
-            self._start(load, need)
-        return (load, need) if load is not None else None
-
-    def _start(self, load: Load, need: Need) -> None:
-        self.room = self.room.minus(need)
-        self.reading += 1
+    def take_over(self, load: Load) -> Prepared | None:
+        """Somebody reads it who cannot wait. Caller: holds the lock."""
+        one, load.prepared = load.prepared, None
         self.set(load, State.RUNNING)
+        if one is not None and one.epoch == self.epoch:
+            self.room = self.room.plus(one.need)
+        return one
 
-    def next_to_look(self) -> Load | None:
-        """The first load that nobody looked for yet. Caller: holds the lock."""
-        while self.asked:
-            load = self.asked.popleft()()
+    def next_queued(self, queue: deque[Mark]) -> Load | None:
+        """The first of these that still is to be done. Caller: holds the lock."""
+        while queue:
+            load = queue.popleft()()
             if load is not None and load.state is State.QUEUED:
                 return load
         return None
+
+    def wanted(self) -> int:
+        """How many more loads may be made ready. Caller: holds the lock."""
+        most = 2 * self.job.workers
+        if self.stalled or self.jammed or self.keeping + len(self.brought) >= most:
+            return 0
+        return most - self.reading - len(self.ready)
+
+    def start(self, load: Load) -> Need | None:
+        """Room for a load, out of what is promised; None if there is not enough. Caller: holds the lock."""
+        need = self.need(load)
+        if not self.largest and load.size is None and self.reading + len(self.ready) >= self.job.workers:
+            return None  # nobody knows yet how large they are: not more than one a worker
+        if not self.room.covers(need):
+            return None
+        self.room = self.room.minus(need)
+        return need
 
     def need(self, load: Load) -> Need:
         return self.need_of(self.largest if load.size is None else load.size)
@@ -178,7 +195,7 @@ class Desk:
 
     def ahead(self) -> Need:
         """What is worth having, if it costs nobody anything. Caller: holds the lock."""
-        times = min(len(self.missing) + len(self.asked), 2 * self.job.workers)
+        times = min(len(self.missing) + len(self.asked) + len(self.unsized), 2 * self.job.workers)
         return self.need_of(self.largest).times(times).minus(self.room)
 
     # -- room ------------------------------------------------------------------------------------------------------
@@ -186,6 +203,7 @@ class Desk:
     def settle_room(self, given: Need, epoch: int, size: int | None) -> bool:
         """A read ended: give back what it had, and take what ``size`` bytes need, if that is there. Caller: holds the lock."""
         self.reading -= 1
+        self.jammed = False
         if self.closing:
             self.news.put(None)
         if epoch == self.epoch:
@@ -218,5 +236,5 @@ class Desk:
             assert load.mark is not None
             self.marks[load.key] = load.mark
             if load.state in (State.QUEUED, State.RUNNING):
-                load.state = State.QUEUED
+                load.state, load.prepared = State.QUEUED, None
                 self.asked.append(load.mark)

@@ -15,6 +15,7 @@ from forebay._engine.policy import Policy
 from forebay._engine.publish import SMALL
 from forebay._loading.desk import Desk, Job
 from forebay._loading.loads import Brought, Load, Mark, State
+from forebay._loading.scout import Scout
 from forebay._model import Entry
 
 log = logging.getLogger("forebay.prefetch")
@@ -36,6 +37,7 @@ class Keeper:
         limit, policy = self._store.limits_of(job.space)
         self._waits = policy == Policy.WAIT
         self.desk = Desk(job, self._credit.need, limit, -(-used // entries) if entries else 0)
+        self._scout = Scout(job, self.desk)
         self._session = job.session.entry.id if job.session is not None else 0
         self._life = "cached" if job.keep else "held"
         self._said = False
@@ -49,6 +51,9 @@ class Keeper:
         """Keep what came, and ask for what is wanted; whether that was the end."""
         desk = self.desk
         forgotten = self._forget(self._wait())
+        self._scout.let_go()
+        if not desk.closing:
+            self._scout.look()
         with desk.lock:
             batch = [desk.brought.popleft() for _ in range(min(TOGETHER, len(desk.brought)))]
             desk.keeping = len(batch)
@@ -77,6 +82,7 @@ class Keeper:
         with desk.lock:
             waiting, has_room = desk.stuck or bool(desk.stalled), desk.room != NOTHING
             busy = bool(desk.brought) or (desk.closing and not desk.reading)
+            waiting = waiting or bool(desk.ready)
         gone: list[Mark] = []
         try:
             mark = desk.news.get(timeout=0 if busy else LOOK_AGAIN if waiting else IDLE if has_room else None)
@@ -312,7 +318,8 @@ class Keeper:
 
     def _give_back_if_idle(self) -> None:
         with self.desk.lock:
-            idle = not (self.desk.reading or self.desk.missing or self.desk.asked)
+            desk = self.desk
+            idle = not (desk.reading or desk.missing or desk.asked or desk.unsized or desk.ready)
         if idle:
             try:
                 self._give_back()

@@ -45,7 +45,7 @@ class Loader:
         self._keeper = Keeper(job)
         self._desk = self._keeper.desk
         self._steps = Steps(job, self._keeper)
-        self._worker = Worker(job, self._keeper, self._steps)
+        self._worker = Worker(job, self._desk, self._steps)
         self._threads: list[threading.Thread] = []
         host.at_fork(self)
         _alive.add(self)
@@ -89,8 +89,10 @@ class Loader:
         """Wait until an item is kept. Gives why it is not."""
         desk = self._desk
         with desk.lock:
+            load.waiting += 1
             while load.state not in (State.KEPT, State.PAST, State.FAILED):
                 desk.settled.wait()
+            load.waiting -= 1
             error = load.error
         if load.state is State.FAILED:
             return error if isinstance(error, errors.ForebayError) else errors.FillFailed(f"{load.key}: {error}", kind=type(error).__name__)
@@ -114,8 +116,7 @@ class Loader:
                 if state is State.RUNNING and desk.wait(load, until, SAY_AFTER):
                     continue
                 lease = load.mark.lease if load.mark is not None else None
-                if state is State.QUEUED:
-                    desk.set(load, State.RUNNING)
+                ready = desk.take_over(load) if state is State.QUEUED else None
             if state is State.RUNNING:
                 if until is not None and time.monotonic() >= until:
                     return self._direct(load, errors.WaitTimeout.of(load.key, self._job.timeout or 0.0, "this process"))
@@ -128,7 +129,7 @@ class Loader:
             elif data is not None:
                 return data
             elif state is State.QUEUED:
-                found = self._overtake(load)
+                found = self._overtake(load, ready.hold if ready is not None else None)
                 if found is not None:
                     return found
             elif lease is not None:
@@ -153,16 +154,17 @@ class Loader:
         self._job.tell(error, load.key)
         return self._job.make(load.key)
 
-    def _overtake(self, load: Load) -> Buffer | None:
-        """It was still queued: read it here, at once. None: it turned out to be in the cache."""
-        hold: KeyHold | None = None
+    def _overtake(self, load: Load, hold: KeyHold | None) -> Buffer | None:
+        """It was still queued: read it here, at once. None: it turned out to be in the cache. ``hold``: the key's lock, where it was looked
+        for under it."""
         data: Buffer | None = None
         try:
-            found = self._await_turn(load)
-            if isinstance(found, Lease):
-                self._steps.found(load, found)
-                return None
-            hold = found
+            if hold is None:
+                found = self._await_turn(load)
+                if isinstance(found, Lease):
+                    self._steps.found(load, found)
+                    return None
+                hold = found
             data = self._steps.read(load)
             self._steps.bring(load, data, hold, NOTHING, -1)
             hold = None
@@ -215,6 +217,7 @@ class Loader:
                 load = mark()
                 if load is not None and load.state is State.QUEUED:
                     desk.set(load, State.PAST)
+            desk.unsized.clear()
             desk.asked.clear()
             desk.missing.clear()
             desk.elsewhere.clear()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable
-from typing import Self
+from typing import NamedTuple, Self
 
 from forebay._engine.credit import NOTHING, Need
+from forebay._engine.fill import KeyHold
 from forebay._engine.leases import Lease
 from forebay._model import Buffer
 
@@ -34,7 +35,7 @@ class Load:
 
     It lives as long as a lazy, or a thread that works on it, holds it: nothing else counts holders."""
 
-    __slots__ = ("__weakref__", "bound", "busy_since", "data", "error", "key", "mark", "name", "size", "state", "waiting")
+    __slots__ = ("__weakref__", "bound", "busy_since", "data", "error", "key", "mark", "name", "prepared", "size", "state", "waiting")
 
     def __init__(self, key: str, name: str, bound: bool) -> None:
         self.key, self.name, self.bound = key, name, bound
@@ -47,6 +48,7 @@ class Load:
         """How many threads wait for it now."""
         self.busy_since: int | None = None
         """Since when another process works on it, in nanoseconds of the monotonic clock."""
+        self.prepared: Prepared | None = None
         self.mark: Mark | None = None
 
     @property
@@ -69,6 +71,16 @@ class Mark(weakref.ref[Load]):
         mark = super().__new__(cls, load, gone)
         mark.key, mark.lease = load.key, None
         return mark
+
+
+class Prepared(NamedTuple):
+    """All is ready for a load to be read: there is room, and its key is held. ``since``: seconds of the monotonic clock."""
+
+    mark: Mark
+    hold: KeyHold
+    need: Need
+    epoch: int
+    since: float
 
 
 class Brought:

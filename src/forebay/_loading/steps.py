@@ -56,10 +56,7 @@ class Steps:
 
     def found(self, load: Load, lease: Lease) -> None:
         with self._desk.lock:
-            self.found_locked(load, lease)
-
-    def found_locked(self, load: Load, lease: Lease) -> None:
-        self._desk.kept(load, lease)
+            self._desk.kept(load, lease)
         self._store.count("hits")
         self._store.count("bytes_hit", lease.entry.size)
 

@@ -11,7 +11,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -89,6 +89,10 @@ class Txn:
     def run(self, sql: str, *values: Any) -> int:
         """Change rows; gives how many."""
         return self._con.execute(sql, values).rowcount
+
+    def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        """The same change for each of several rows."""
+        self._con.executemany(sql, rows)
 
     def take(self, name: str, count: int = 1) -> int:
         """The next number of a sequence in ``meta``: the last of ``count``."""

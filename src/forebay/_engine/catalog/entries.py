@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from forebay._engine.catalog.connection import Rows, Txn
@@ -11,12 +11,26 @@ from forebay._model import Entry
 
 _COLUMNS = "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e.validator, e.created, e.boot, e.life, e.suffix, e.meta"
 _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
+_INSERT = "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_DATA = "INSERT INTO payloads VALUES (?, ?)"
+_AT_ONCE = 16
+_FIND_MANY = f"{_FROM} WHERE e.space = ? AND e.state = {LIVE} AND e.key IN ({', '.join('?' * _AT_ONCE)})"
 
 
 def find(rows: Rows, space: int, key: str) -> Entry | None:
     """The live entry of this key."""
     row = rows.one(f"{_FROM} WHERE e.space = ? AND e.key = ? AND e.state = {LIVE}", space, key)
     return Entry(*row) if row else None
+
+
+def find_many(rows: Rows, space: int, keys: Sequence[str]) -> list[Entry]:
+    """The live entries of these keys, in any order."""
+    found: list[Entry] = []
+    for at in range(0, len(keys), _AT_ONCE):
+        some = list(keys[at : at + _AT_ONCE])
+        some += some[:1] * (_AT_ONCE - len(some))  # one statement for any number of keys, so that it is parsed once
+        found += [Entry(*row) for row in rows.all(_FIND_MANY, space, *some)]
+    return found
 
 
 def by_id(rows: Rows, id: int) -> Entry | None:
@@ -50,15 +64,34 @@ def free_slot(txn: Txn) -> int:
     return int(new if freed is None else freed)
 
 
+def free_slots(txn: Txn, count: int) -> list[int]:
+    """`free_slot`, for several entries."""
+    freed = [row[0] for row in txn.all("SELECT slot FROM free_slots LIMIT ?", count)]
+    if len(freed) < count:
+        first = int(txn.one("SELECT value FROM meta WHERE name = 'next_slot'")[0])
+        freed += range(first, first + count - len(freed))
+    return freed
+
+
 def insert(txn: Txn, space: int, entry: Entry, data: bytes | memoryview | None = None) -> None:
     """Add a live entry, with its payload if it is a small value."""
-    txn.run(
-        "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        entry.id, space, entry.key, entry.kind, LIVE, entry.slot, entry.size, entry.charge, entry.checksum, entry.validator,
-        entry.created, entry.boot, entry.life, entry.suffix, entry.meta,
-    )  # fmt: skip
+    txn.run(_INSERT, *_row(space, entry))
     if data is not None:
-        txn.run("INSERT INTO payloads VALUES (?, ?)", entry.id, data)
+        txn.run(_INSERT_DATA, entry.id, data)
+
+
+def insert_many(txn: Txn, space: int, found: Sequence[tuple[Entry, bytes | None]]) -> None:
+    """`insert`, for several."""
+    txn.run_many(_INSERT, [_row(space, entry) for entry, _ in found])
+    payloads = [(entry.id, data) for entry, data in found if data is not None]
+    if payloads:
+        txn.run_many(_INSERT_DATA, payloads)
+
+
+def _row(space: int, e: Entry) -> tuple[Any, ...]:
+    return (
+        e.id, space, e.key, e.kind, LIVE, e.slot, e.size, e.charge, e.checksum, e.validator, e.created, e.boot, e.life, e.suffix, e.meta
+    )  # fmt: skip
 
 
 def supersede(txn: Txn, entry: Entry) -> None:
