@@ -286,6 +286,19 @@ def test_a_connection_that_breaks_is_resumed(server: ScriptedServer) -> None:
     assert server.sent < 1.5 * len(body)
 
 
+def test_offline_only_local_files_are_read(server: ScriptedServer, cache: forebay.Cache, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"here")
+    server.put("/d/a", b"body")
+    with forebay.Cache(cache.path, offline=True) as offline:
+        there, here = UrlSource(f"{server.url}/d"), UrlSource(tmp_path)
+        for source in (there, here):
+            source.bind(offline._origin)
+        with pytest.raises(errors.Offline):
+            there["a"]
+        assert here["a"] == b"here"
+    assert server.requests == []
+
+
 def test_what_fails_is_counted(server: ScriptedServer, cache: forebay.Cache) -> None:
     server.put("/d/a", b"body", statuses=[503] * 9)
     source = UrlSource(f"{server.url}/d", options=FAST)

@@ -482,12 +482,12 @@ def bound(cache: forebay.Cache, *shards: str) -> TarSource:
 def test_an_index_is_kept_for_all_processes(server: ScriptedServer, cache: forebay.Cache) -> None:
     url = server.put("/a.tar", tar_of(samples(20)))
     assert bound(cache, url)["a.tar/000003.json"] == b'{"label": 3}'
-    assert [entry.space for entry in cache.entries("indexes")] == ["indexes"]
-    before = server.gets
+    assert [entry.key for entry in cache.entries("indexes")][-1].startswith(f"{url}&version=")
+    before, heads = server.gets, server.heads
     assert bound(cache, url)["a.tar/000004.json"] == b'{"label": 4}'
     assert server.gets == before + 1
     assert in_child(lambda: bound(cache, url)["a.tar/000005.json"]) == b'{"label": 5}'
-    assert server.gets == before + 2
+    assert (server.gets, server.heads) == (before + 2, heads)  # what is known of the shard was asked for not long ago
     counts = cache._store.counts()
     assert counts["requests"] == len(server.requests)
     assert counts["bytes_remote"] == server.sent
@@ -500,13 +500,67 @@ def test_processes_that_want_one_shard_index_it_once(server: ScriptedServer, cac
     assert server.gets == 1
 
 
-def test_an_index_in_the_cache_that_is_none_is_made_anew(server: ScriptedServer, cache: forebay.Cache) -> None:
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_is_kept_but_makes_no_sense_is_made_anew(server: ScriptedServer, cache: forebay.Cache, which: int) -> None:
     url = server.put("/a.tar", tar_of(samples(20)))
     bound(cache, url).size("a.tar/000003.json")
-    key = cache.entries("indexes")[0].key
+    key = cache.entries("indexes")[which].key
     cache.space("indexes").put(key, b"something else")
     assert bound(cache, url)["a.tar/000003.json"] == b'{"label": 3}'
-    assert len(cache.space("indexes").get(key) or b"") > 100
+    assert cache.space("indexes").get(key) != b"something else"
+
+
+def test_the_node_asks_for_a_version_once(server: ScriptedServer, cache: forebay.Cache) -> None:
+    url = server.put("/a.tar", tar_of(samples(2)), latency=0.1)
+    children = [fork(lambda: bound(cache, url).version_of("a.tar/000001.json")) for _ in range(4)]
+    assert {child.result() for child in children} == {server.objects["/a.tar"].etag}
+    assert server.heads == 1
+
+
+def test_a_cache_that_always_asks_asks_for_versions(server: ScriptedServer, cache: forebay.Cache) -> None:
+    url = server.put("/a.tar", tar_of({"x": b"old"}))
+    before = bound(cache, url).version_of("a.tar/x")
+    server.put("/a.tar", tar_of({"x": b"new"}))
+    assert bound(cache, url).version_of("a.tar/x") == before
+    with forebay.Cache(cache.path, max_age=0) as eager:
+        assert bound(eager, url).version_of("a.tar/x") != before
+
+
+def test_a_server_that_is_gone_leaves_what_was_known(server: ScriptedServer, cache: forebay.Cache) -> None:
+    url = server.put("/a.tar", tar_of(samples(20)))
+    known = bound(cache, url)
+    assert known.size("a.tar/000003.json") == 12
+    server.close()
+    with forebay.Cache(cache.path, max_age=0, remote_options=FAST) as eager:
+        source = bound(eager, url)
+        assert source.version_of("a.tar/000003.json") == known.version_of("a.tar/000003.json")
+        assert source.size("a.tar/000003.json") == 12
+        with pytest.raises(errors.RemoteUnavailable):
+            source["a.tar/000003.json"]
+
+
+def test_a_server_that_does_not_answer_is_not_asked_for_each_version(server: ScriptedServer) -> None:
+    url = server.put("/a.tar", tar_of(samples(2)), statuses=[503] * 3)
+    source = TarSource(url, options=FAST)
+    assert [source.version_of("a.tar/000001.json") for _ in range(5)] == [None] * 5
+    assert server.heads == 3
+    assert source["a.tar/000001.json"] == b'{"label": 1}'
+
+
+def test_offline_nobody_is_asked(server: ScriptedServer, cache: forebay.Cache) -> None:
+    url, other = server.put("/a.tar", tar_of(samples(20))), server.put("/b.tar", tar_of(samples(2)))
+    known = bound(cache, url)
+    assert known.size("a.tar/000003.json") == 12
+    before = len(server.requests)
+    with forebay.Cache(cache.path, offline=True) as offline:
+        source = bound(offline, url, other)
+        assert source.version_of("a.tar/000003.json") == known.version_of("a.tar/000003.json") is not None
+        assert (source.size("a.tar/000003.json"), source.size("b.tar/000001.json")) == (12, None)
+        assert source.version_of("b.tar/000001.json") is None
+        for key in ("a.tar/000003.json", "b.tar/000001.json"):
+            with pytest.raises(errors.Offline):
+                source[key]
+    assert len(server.requests) == before
 
 
 def test_a_shard_without_a_version_is_indexed_by_each_process(server: ScriptedServer, cache: forebay.Cache) -> None:

@@ -82,6 +82,7 @@ class Cache:
         self._origin = Origin(
             store, remote_options or remote.RemoteOptions.from_environment(), above if isinstance(above, Store) else None,
             set() if enabled else {"NoSpace"},  # that nothing is kept was asked for: it need not be told
+            self.offline, self._max_age,
         )  # fmt: skip
         self._hit = store.hitter(URLS)
         self.closed = False

@@ -44,9 +44,8 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class Ask:
     """How one call wants an object. ``since``: serve what was validated at or after this (nanoseconds since 1970; 1: ever; -1: even if
-    it was invalidated). ``timeout``: seconds of waiting for another process.
-
-    ``bypass``: neither look into the cache nor write to it. ``force``: keep a local file in the cache too."""
+    it was invalidated). ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it.
+    ``force``: keep a local file in the cache too."""
 
     since: int = 1
     offline: bool = False
@@ -83,6 +82,8 @@ class Origin:
     options: remote.RemoteOptions
     upstream: Store | None = None
     told: set[str] = field(default_factory=set)
+    offline: bool = False  # what calls of the cache ask for, if they do not say; ``max_age`` in nanoseconds
+    max_age: int = 300_000_000_000
     _targets: dict[str, Target] = field(default_factory=dict)
 
     # -- what a URL is ---------------------------------------------------------------------------------------------
@@ -225,8 +226,7 @@ class Origin:
         return old if same else None
 
     def _postpone(self, entry: Entry, ask: Ask) -> None:
-        """The remote cannot be reached: who waits for this answer is served what is there, and so is who asks in the next seconds,
-        in any process. Each would wait for a time-out of his own, else."""
+        """The remote cannot be reached: who waits for this answer, or asks in the next seconds, need not wait for a time-out of his own."""
         if ask.since > 1:
             self.store.set_validated(entry, ask.since + min(time.time_ns() - ask.since, POSTPONED))
 

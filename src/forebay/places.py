@@ -155,7 +155,9 @@ class Reach:
         return f"{kind}://{(url.partition('://')[2] or url).lstrip('/')}#{identity}"
 
     def remote(self, url: str) -> Remote:
-        """Who serves this URL. Raises `ConfigError`, `MissingExtra`."""
+        """Who serves this URL. Raises `ConfigError`, `MissingExtra`; `Offline` where the cache may ask nobody."""
+        if self.origin is not None and self.origin.offline and not self.is_local(url):
+            raise errors.Offline.of(self.key(url))
         return remote.resolve(url, self.options) if self.filesystem is None else self._filesystem()[2]
 
     def is_local(self, url: str) -> bool:

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from forebay import errors, tar_index
-from forebay._model import ObjectInfo, Span
+from forebay import errors
 from forebay.origin import Origin
 from forebay.places import Prefix, Reach, SourceInfo
 from forebay.remote import RemoteOptions
-from forebay.tar_index import Index
-
-log = logging.getLogger("forebay.tars")
-
-SPACE = "indexes"
-MANY = 4096
-"""Indexes of the cache that one process keeps open: each may be a mapping."""
+from forebay.shards import Indexed, Shards
 
 AT_ONCE = 8
 """Shards whose indexes are made at once where all keys are wanted."""
+
+SILENCE = 10.0
+"""Seconds for which a shard whose remote does not answer is taken to have no version: who asks waits for retries each time, else."""
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 class _Layout(NamedTuple):
-    """``uri`` of the dataset; ``urls`` of the shards by name, in order; ``infos``: what a listing told of them."""
+    """``uri`` of the dataset; ``urls`` of the shards by name, in order."""
 
     uri: str
     urls: dict[str, str]
-    infos: dict[str, ObjectInfo]
-
-
-class _Indexed(NamedTuple):
-    """An index, and the version of the shard that it is of: never one without the other."""
-
-    index: Index
-    info: ObjectInfo
 
 
 class TarSource:
@@ -67,7 +54,8 @@ class TarSource:
     ) -> None:  # fmt: skip
         given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
         self._reach, self.version = Reach(filesystem, options), version
-        self._infos: dict[str, ObjectInfo] = {}
+        self._shards = Shards(self._reach)
+        self._silent: dict[str, float] = {}
         texts = [text for each in given for text in _expanded(os.fspath(each))]
         self._prefix, self._layout = None, None
         if len(given) == 1 and not is_tar(texts[0]):
@@ -76,19 +64,6 @@ class TarSource:
         else:
             self._layout = _laid_out(self._reach, texts)
             self.uri = self._layout.uri
-        self._start()
-
-    def _start(self) -> None:
-        self._indexes: dict[str, _Indexed] = {}
-        self._locks: dict[str, threading.Lock] = {}
-        self._pid = os.getpid()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_indexes", "_locks", "_pid")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._start()
 
     def __repr__(self) -> str:
         return f"TarSource({self.uri!r})"
@@ -103,16 +78,16 @@ class TarSource:
         """The member's bytes. Raises `NotFound`, `BadArchive` for a shard that is damaged, or another `RemoteError`."""
         shard, name = self._split(key)
         for last in (False, True):
-            found = self._index(shard)
+            found = self._shards.index(self._url(shard))
             try:
                 return self._read(shard, name, found)
             except (errors.RemoteChanged, errors.BadArchive):
                 if last:
                     raise
-                self._forget(shard, found)
+                self._shards.forget(self._url(shard), found.info)
         raise AssertionError("unreachable: the last turn returns or raises")
 
-    def _read(self, shard: str, name: str, found: _Indexed) -> bytes:
+    def _read(self, shard: str, name: str, found: Indexed) -> bytes:
         span = found.index.get(name)
         if span is None:
             raise errors.NotFound(f"{self._shown(shard)} has no member {name!r}", url=self._shown(shard))
@@ -124,14 +99,13 @@ class TarSource:
 
     def keys(self) -> Iterator[str]:
         """All members, shard by shard, in their order. Makes the indexes that are not there yet, of several shards at once."""
-        names = iter(self.shards())
+        names = iter(self._laid_out().urls.items())
         with ThreadPoolExecutor(AT_ONCE, "forebay-index") as pool:
-            coming: deque[tuple[str, Future[_Indexed]]] = deque()
-            coming.extend((shard, pool.submit(self._index, shard)) for shard in islice(names, AT_ONCE))
+            coming = deque((shard, pool.submit(self._shards.index, url)) for shard, url in islice(names, AT_ONCE))
             while coming:
                 shard, found = coming.popleft()
                 index = found.result().index
-                coming.extend((each, pool.submit(self._index, each)) for each in islice(names, 1))
+                coming.extend((each, pool.submit(self._shards.index, url)) for each, url in islice(names, 1))
                 yield from (f"{shard}/{name}" for name in index)
 
     def shards(self) -> list[str]:
@@ -142,18 +116,27 @@ class TarSource:
         """Bytes of a member; None if it cannot be told: reading it will tell why."""
         try:
             shard, name = self._split(key)
-            span = self._index(shard).index.get(name)
-        except errors.RemoteError:
+            span = self._shards.index(self._url(shard)).index.get(name)
+        except (errors.RemoteError, errors.Offline):
             return None
         return None if span is None else span.length
 
     def version_of(self, key: str) -> str | None:
-        """What the remote calls the version of the shard: asked for once a shard. None if the source as a whole has a version."""
+        """What the remote calls the version of the shard: asked for once a shard, by the first process of the node that wants it.
+
+        None if the source as a whole has a version, or this one cannot be told: not asked for again in the next seconds then."""
         if self.version is not None:
             return None
         try:
-            return self._info(self._split(key)[0]).validator
-        except errors.RemoteError:
+            url = self._url(self._split(key)[0])
+        except (errors.RemoteError, errors.Offline):
+            return None
+        if time.monotonic() < self._silent.get(url, 0.0):
+            return None
+        try:
+            return self._shards.info(url).validator
+        except (errors.RemoteError, errors.Offline):
+            self._silent[url] = time.monotonic() + SILENCE
             return None
 
     def info(self, key: str) -> SourceInfo:
@@ -169,9 +152,10 @@ class TarSource:
             found = [info for info in self._reach.list(self._prefix.folder) if info.url.endswith(".tar")]
             if not found:
                 raise errors.NotFound(f"{self.uri}: no .tar below it", url=self.uri)
-            names = [self._prefix.name_of(info.url) for info in found]
-            urls = {name: self._prefix.join(name) for name in names}
-            self._layout = _Layout(self.uri, urls, dict(zip(names, found, strict=True)))
+            urls = {name: self._prefix.join(name) for name in (self._prefix.name_of(info.url) for info in found)}
+            for url, info in zip(urls.values(), found, strict=True):
+                self._shards.learn(url, info)
+            self._layout = _Layout(self.uri, urls)
         return self._layout
 
     def _url(self, shard: str) -> str:
@@ -189,108 +173,6 @@ class TarSource:
                 return key[:at], key[at + 1 :]
             at = key.find("/", at + 1)
         raise errors.NotFound(f"{key!r}: no shard of {self.uri} has this name: a key is shard.tar/member", url=self.uri)
-
-    def _info(self, shard: str) -> ObjectInfo:
-        found = self._infos.get(shard)
-        if found is None:
-            listed = self._laid_out().infos.get(shard)
-            found = listed if listed is not None and listed.validator is not None else self._reach.stat(self._url(shard))
-            self._infos[shard] = found
-        return found
-
-    def _forget(self, shard: str, stale: _Indexed) -> None:
-        """The shard is not what it was when it was indexed. Who indexed it again meanwhile is not disturbed."""
-        with self._lock(shard):
-            if self._infos.get(shard) is stale.info:
-                self._indexes.pop(shard, None)
-                self._infos[shard] = self._reach.stat(self._url(shard))
-
-    # -- indexes ---------------------------------------------------------------------------------------------------
-
-    def _lock(self, shard: str) -> threading.Lock:
-        if self._pid != os.getpid():  # after a fork: what other threads held there is held by nobody here
-            self._locks, self._pid = {}, os.getpid()
-        return self._locks.setdefault(shard, threading.Lock())
-
-    def _index(self, shard: str) -> _Indexed:
-        found = self._indexes.get(shard)
-        if found is not None:
-            return found
-        with self._lock(shard):
-            # T1 and T2 want a new shard; T1 makes its index: T2, which waited here, finds it
-            found = self._indexes.get(shard)
-            if found is None:
-                found = self._indexed(shard)
-                if self._reach.origin is not None and len(self._indexes) >= MANY:
-                    self._indexes.clear()
-                self._indexes[shard] = found
-            return found
-
-    def _indexed(self, shard: str) -> _Indexed:
-        """Once more where the shard changes meanwhile. What fails is asked for anew by the next call."""
-        for last in (False, True):
-            info = self._info(shard)
-            try:
-                return _Indexed(self._obtain(shard, info), info)
-            except errors.RemoteError as error:
-                self._infos.pop(shard, None)
-                self._laid_out().infos.pop(shard, None)
-                if last or not isinstance(error, errors.RemoteChanged):
-                    raise
-        raise AssertionError("unreachable: the last turn returns or raises")
-
-    def _obtain(self, shard: str, info: ObjectInfo) -> Index:
-        """Out of the cache; made, and kept there, if it has none."""
-        origin = self._reach.origin
-        if origin is None or info.validator is None:
-            return Index(self._build(shard, info))
-        key = f"{self._shown(shard)}&version={info.validator}"
-        made: list[Index] = []
-
-        def look() -> Index | None:
-            return _kept(origin, key)
-
-        def make() -> Index:
-            made.append(Index(self._build(shard, info)))
-            try:
-                origin.store.put(SPACE, key, made[0].data, validator=info.validator)
-            except (errors.CacheFault, errors.Closed) as error:
-                origin.fall_back(error, key)
-            return made[0]
-
-        try:
-            found = look()
-            return origin.store.single(SPACE, key, look, make) if found is None else found
-        except (errors.CacheFault, errors.WaitTimeout, errors.Closed) as error:
-            origin.fall_back(error, key)
-            return made[0] if made else Index(self._build(shard, info))
-
-    def _build(self, shard: str, info: ObjectInfo) -> bytes:
-        url = self._url(shard)
-
-        def read(span: Span) -> bytes:
-            return self._reach.part(url, span, info.validator)
-
-        # A request costs as much as a megabyte or more; a read of a local file as much as some blocks of it.
-        window, most, jump = (65_536, 65_536, 16_384) if self._reach.is_local(url) else (1 << 20, 8 << 20, 1 << 20)
-        return tar_index.build(read, info.size, self._shown(shard), window=window, most=most, jump=jump)
-
-
-def _kept(origin: Origin, key: str) -> Index | None:
-    """What the cache has, or the root that it was filled from."""
-    for store in (origin.store, origin.upstream):
-        found = store.view(SPACE, key) if store is not None else None
-        if found is None:
-            continue
-        try:
-            index = Index(found.view)
-        except ValueError as error:
-            log.warning("the index %s is made anew: %s", key, str(error))
-            continue
-        if store is origin.store:
-            store.touch(found.entry)
-        return index
-    return None
 
 
 def is_tar(text: str) -> bool:
@@ -341,4 +223,4 @@ def _laid_out(reach: Reach, texts: Sequence[str]) -> _Layout:
     if len(found) < len(urls):
         twice = next(name for name in names if names.count(name) > 1)
         raise errors.ConfigError(f"the shard {twice!r} is named twice", name="shards", value=twice)
-    return _Layout(uri, found, {})
+    return _Layout(uri, found)
