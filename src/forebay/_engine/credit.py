@@ -45,6 +45,10 @@ class Need(NamedTuple):
         """What is left of it; nothing, where the other is more."""
         return Need(max(self.size - other.size, 0), max(self.charge - other.charge, 0), max(self.entries - other.entries, 0))
 
+    def fits(self, each: Need) -> int:
+        """For how many of ``each`` it is enough."""
+        return min(have // one for have, one in zip(self, each, strict=True) if one)
+
     def least(self, other: Need) -> Need:
         """The part of it that ``other`` can give."""
         return Need(min(self.size, other.size), min(self.charge, other.charge), min(self.entries, other.entries))

@@ -193,9 +193,21 @@ class Desk:
                 total = total.plus(self.need(load))
         return total.minus(self.room)
 
+    def lacking_soon(self) -> Need:
+        """What lacks for the next loads, once few are left for the workers. Caller: holds the lock."""
+        each = self.need_of(self.largest)
+        if self.closing or self.wanted() <= 0 or len(self.ready) + self.room.fits(each) > self.job.workers // 2:
+            return NOTHING
+        return self.lacking(self.at_once())
+
+    def at_once(self) -> int:
+        """For how many loads room is asked: not for so many that what was loaded before had none."""
+        each = self.need_of(self.largest).size
+        return max(min(2 * self.job.workers, self.limit // (2 * each) if each else 1), 1)
+
     def ahead(self) -> Need:
         """What is worth having, if it costs nobody anything. Caller: holds the lock."""
-        times = min(len(self.missing) + len(self.asked) + len(self.unsized), 2 * self.job.workers)
+        times = min(len(self.missing) + len(self.asked) + len(self.unsized), self.at_once())
         return self.need_of(self.largest).times(times).minus(self.room)
 
     # -- room ------------------------------------------------------------------------------------------------------

@@ -57,17 +57,19 @@ class Keeper:
         with desk.lock:
             batch = [desk.brought.popleft() for _ in range(min(TOGETHER, len(desk.brought)))]
             desk.keeping = len(batch)
-            lacking = desk.lacking(2 * self._job.workers) if not batch else NOTHING
             over = desk.closing and not (batch or desk.reading)
         try:
             if forgotten:
                 self._store.drop(forgotten)
             if batch:
                 self._keep(batch)
-            elif desk.stalled:
+            if desk.stalled:
                 self._retry()
-            elif lacking != NOTHING:
+            with desk.lock:
+                lacking = desk.lacking_soon()
+            if lacking != NOTHING:
                 self._ask(lacking)
+                self._scout.look()
             if over:
                 self._give_back()
         except errors.CacheFault as error:
@@ -276,7 +278,7 @@ class Keeper:
     def _fitting(self) -> Need:
         """What lacks for the next one, or for as many as fit beside what is there. Caller: holds the lock."""
         free = self._credit.free()
-        for times in range(2 * self._job.workers, 1, -1):
+        for times in range(self.desk.at_once(), 1, -1):
             lacking = self.desk.lacking(times)
             if free.covers(lacking):
                 return lacking
