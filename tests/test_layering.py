@@ -50,7 +50,7 @@ ORDER = """
     _loading.loads sources < lazies
     lazies reports < pools
     errors < _loading
-    codecs _loading.loader origin pools < prefetch < cache
+    codecs _loading.loader origin pools spaces < prefetch < cache
     _config _engine.store _engine.passthrough < opening < cache
     cache pfio_file < adapters
 """
@@ -69,6 +69,7 @@ THIRD_PARTY = {
     "numpy": ("codecs",),
     "torch": ("codecs", "adapters.torch"),
     "pytorch_pfn_extras": ("adapters.pfio_base",),
+    "megatron": ("adapters.energon",),
 }
 LOADED_WITH = {
     "xxhash": ("_engine", "remote", "origin", "cache", "prefetch"),
@@ -77,6 +78,7 @@ LOADED_WITH = {
     "rich": ("cli",),
     "urllib3": ("remote.connections", "remote.answers"),
     "torch": ("adapters.torch",),
+    "megatron": ("adapters.energon",),
 }
 
 CHANGING = frozenset(

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -17,7 +18,7 @@ from forebay import codecs, errors
 from forebay._engine.leases import Lease
 from forebay._engine.store import Store
 from forebay._loading.desk import Job
-from forebay._loading.loader import Loader
+from forebay._loading.loader import Loader, abandon
 from forebay._loading.loads import Load
 from forebay._model import Buffer
 from forebay.codecs import as_bytes
@@ -27,6 +28,7 @@ from forebay.pools import PassThrough as PassThrough
 from forebay.pools import Pool, wrapped
 from forebay.reports import OnProgress, Progress, WarmReport
 from forebay.sources import DecodedSource, Source, source_of
+from forebay.spaces import checked
 
 log = logging.getLogger("forebay.prefetch")
 
@@ -43,35 +45,23 @@ class Prefetcher(Pool):
         self._origin, self._home, self._how = origin, home, how
         self.source = source
         self.name: str = how["name"]
-        self._codec = codecs.codec(how["codec"])
-        self._is_raw = how["store"] == "raw"
-        self._inner: Any = source
-        self._decoders: list[Any] = []
-        while self._is_raw and isinstance(self._inner, DecodedSource):
-            self._decoders.insert(0, self._inner.decode)
-            self._inner = self._inner.inner
-        self._store = self._store_of(origin)
+        assert isinstance(origin.store, Store)
+        self._store = origin.store
         bind = getattr(source, "bind", None)
         if bind is not None:
             bind(origin)
-        self._counts_reads = bind is None
+        self._maker = _Maker(source, how, self._store, counts=bind is None)
         session = self._join()
         self._loader = Loader(self._job(session))
         self.identity = f"{self.name}:{self._digest}"
-        self._told: set[str] = set()
-        weakref.finalize(self, self._loader.abandon).atexit = False
-
-    @staticmethod
-    def _store_of(origin: Origin) -> Store:
-        assert isinstance(origin.store, Store)
-        return origin.store
+        weakref.finalize(self, abandon, weakref.ref(self._loader.desk)).atexit = False  # an error may hold the lazy that raised it, and so on
 
     def _join(self) -> Lease | None:
         """What the names of all items end in: they differ for all that makes other bytes.
 
         Items without a version are named after a session, which ends with the last process that uses it."""
         version = getattr(self.source, "version", None)
-        decoder = () if self._is_raw else (*decoder_of(self.source), self._codec.name)
+        decoder = () if self._maker.is_raw else (*decoder_of(self.source), self._maker.codec.name)
         parts = [self.source.uri, repr(version), self._how["store"], *decoder]
         self._digest = self._bound = _digest(parts)
         self._item_version: Callable[[str], str | None] | None = getattr(self.source, "version_of", None) if version is None else None
@@ -84,8 +74,9 @@ class Prefetcher(Pool):
     def _job(self, session: Lease | None) -> Job:
         size = getattr(self.source, "size", None)
         return Job(
-            store=self._store, space=self.name, workers=self._how["workers"], keep=self._how["keep"], make=self._make,
-            size_of=size if self._is_raw else None, timeout=self._home._timeout, tell=self._tell, session=session,
+            store=self._store, space=self.name, workers=self._how["workers"], keep=self._how["keep"], make=self._maker.make,
+            size_of=size if self._maker.is_raw else None, timeout=self._home._timeout,
+            tell=_Teller(self._origin, self.name), session=session,
         )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,6 +95,7 @@ class Prefetcher(Pool):
         """Begin to load an item. Returns at once. Raises `Closed` (a RuntimeError)."""
         if type(key) is not str or not key:
             raise errors.ConfigError(f"key={key!r} names no item: a key is a str, and not empty", name="key", value=repr(key))
+        checked(key)
         return Lazy(self, key, self._loader.submit(key, *self._name_of(key)))
 
     def put(self, obj: Any, name: str = "") -> Lazy:
@@ -115,7 +107,7 @@ class Prefetcher(Pool):
         try:
             return Spilled(self, name, self._spill(name, data))
         except errors.CacheFault as error:
-            self._tell(error, name or "an object")
+            self._origin.fall_back(error, f"{self.name}: {name or 'an object'}")
             return Spilled(self, name, None, obj)
 
     def _spill(self, name: str, data: bytes) -> Lease:
@@ -195,7 +187,29 @@ class Prefetcher(Pool):
         what = self._bound if version is None else f"{self._digest}.{version}"
         return f"{self.source.uri.rstrip('/')}/{key}~{what}", what is self._bound is not self._digest
 
-    def _make(self, key: str) -> Buffer:
+    def _read(self, key: str) -> Any:
+        self._check_open()
+        return self.source[key]
+
+    def _value_of(self, load: Load) -> Any:
+        return self._maker.value(load.key, self._loader.take(load))
+
+
+class _Maker:
+    """How items are made, as they are stored and as they are given. It does not know the prefetcher: the threads hold this, and whoever
+    drops the prefetcher ends them."""
+
+    def __init__(self, source: Source, how: dict[str, Any], store: Store, *, counts: bool) -> None:
+        self._source, self._store, self._counts = source, store, counts
+        self.codec = codecs.codec(how["codec"])
+        self.is_raw = how["store"] == "raw"
+        self._inner: Any = source
+        self._decoders: list[Any] = []
+        while self.is_raw and isinstance(self._inner, DecodedSource):
+            self._decoders.insert(0, self._inner.decode)
+            self._inner = self._inner.inner
+
+    def make(self, key: str) -> Buffer:
         """The bytes of an item as they are stored."""
         began = time.time_ns()
         self._store.count("misses")
@@ -203,31 +217,34 @@ class Prefetcher(Pool):
             found = self._inner[key]
         finally:
             self._store.count("wait_ns_remote", time.time_ns() - began)
-        if not self._is_raw:
-            return b"".join(self._codec.encode(found))
-        data = _checked(found, self.source, key)
-        if self._counts_reads:
+        if not self.is_raw:
+            return b"".join(self.codec.encode(found))
+        data = _checked(found, self._source, key)
+        if self._counts:
             self._store.count("requests")
             self._store.count("bytes_remote", len(data))
         return data
 
-    def _read(self, key: str) -> Any:
-        self._check_open()
-        return self.source[key]
-
-    def _value_of(self, load: Load) -> Any:
-        data = self._loader.take(load)
-        if not self._is_raw:
+    def value(self, key: str, data: Buffer) -> Any:
+        """What `Lazy.get` gives."""
+        if not self.is_raw:
             view = memoryview(data).toreadonly()
-            return self._codec.decode(view, lambda: memoryview(bytearray(view)))
+            return self.codec.decode(view, lambda: memoryview(bytearray(view)))
         value: Any = data if type(data) is bytes else bytes(data)
         for decode in self._decoders:
-            value = decode(load.key, value)
+            value = decode(key, value)
         return value
 
-    def _tell(self, error: Exception, key: str) -> None:
-        """The cache could not help: counted, and each kind told once."""
-        self._origin.fall_back(error, f"{self.name}: {key}")
+
+@dataclass(frozen=True, slots=True)
+class _Teller:
+    """The cache could not help: counted, and each kind told once."""
+
+    origin: Origin
+    space: str
+
+    def __call__(self, error: Exception, key: str) -> None:
+        self.origin.fall_back(error, f"{self.space}: {key}")
 
 
 # -- making ------------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class Desk:
         self.lock = threading.RLock()  # guards all that follows
         self.work = threading.Condition(self.lock)
         self.settled = threading.Condition(self.lock)
+        self.spared = threading.Condition(self.lock)
         self.marks: dict[str, Mark] = {}
         self.unsized: deque[Mark] = deque()
         """The source is to be asked for their size first, which may take its time: workers do that."""
@@ -130,6 +131,12 @@ class Desk:
         finally:
             load.waiting -= 1
 
+    def wait_for_keeper(self, seconds: float) -> None:
+        """Until fewer are waiting to be kept, at most ``seconds``. Caller: holds the lock."""
+        until = time.monotonic() + seconds
+        while len(self.brought) >= 2 * self.job.workers and (left := until - time.monotonic()) > 0:
+            self.spared.wait(left)
+
     # -- what comes next -------------------------------------------------------------------------------------------
 
     def next_ready(self) -> tuple[Load, Prepared] | None:
@@ -139,21 +146,25 @@ class Desk:
             load = one.mark()
             if len(self.ready) <= self.job.workers // 2:
                 self.news.put(None)
-            if load is not None and load.prepared is one:
+            if one.taken:
+                continue
+            one.taken = True
+            if load is not None and load.state is State.QUEUED:
                 load.prepared = None
                 self.reading += 1
                 self.set(load, State.RUNNING)
                 return load, one
-            if load is None:
-                self.discarded.append(one)
+            self.discarded.append(one)
         return None
 
     def take_over(self, load: Load) -> Prepared | None:
         """Somebody reads it who cannot wait. Caller: holds the lock."""
         one, load.prepared = load.prepared, None
         self.set(load, State.RUNNING)
-        if one is not None and one.epoch == self.epoch:
-            self.room = self.room.plus(one.need)
+        if one is not None:
+            one.taken = True
+            if one.epoch == self.epoch:
+                self.room = self.room.plus(one.need)
         return one
 
     def next_queued(self, queue: deque[Mark]) -> Load | None:

@@ -44,8 +44,12 @@ class Keeper:
 
     def run(self) -> None:
         """Until the prefetcher is closed, and all that was read is kept."""
-        while not self._turn():
-            pass
+        over = False
+        while not over:
+            try:
+                over = self._turn()
+            except Exception as error:  # noqa: BLE001  # whatever it is: without this thread nobody would get anything any more
+                self._fault(errors.CacheFault(f"keeping items of {self._job.space} failed: {type(error).__name__}: {error}"))
 
     def _turn(self) -> bool:
         """Keep what came, and ask for what is wanted; whether that was the end."""
@@ -57,6 +61,8 @@ class Keeper:
         with desk.lock:
             batch = [desk.brought.popleft() for _ in range(min(TOGETHER, len(desk.brought)))]
             desk.keeping = len(batch)
+            if batch:
+                desk.spared.notify_all()
             over = desk.closing and not (batch or desk.reading)
         try:
             if forgotten:
@@ -119,7 +125,7 @@ class Keeper:
         ready: list[Brought] = []
         try:
             for one in batch:
-                if self._is_unwanted(one):
+                if one.mark() is None and not self._job.keep:
                     self._return(one)
                 elif one.is_promised(self.desk.epoch) or self._promise(one):
                     ready.append(one)
@@ -129,7 +135,7 @@ class Keeper:
             for one in ready:
                 if len(one.data) > SMALL:
                     self._settle([one], [self._credit.keep_large(self._item(one), life=self._life)])
-        except errors.CacheFault:
+        except BaseException:
             self._to_past(batch)
             raise
         finally:
@@ -138,10 +144,6 @@ class Keeper:
             with self.desk.lock:
                 self.desk.keeping = 0
                 self.desk.work.notify_all()
-
-    def _is_unwanted(self, one: Brought) -> bool:
-        """Nobody holds it, and it is not to stay; or there is no room for it, and nobody waits until there is."""
-        return one.mark() is None and (not self._job.keep or not one.is_promised(self.desk.epoch))
 
     def _return(self, one: Brought) -> None:
         with self.desk.lock:
@@ -211,7 +213,8 @@ class Keeper:
             if not isinstance(error, errors.NoSpace):
                 raise
             if self._waits and not error.hopeless:
-                self._stall(one)
+                if one.mark() is not None:  # else nobody waits until there is room
+                    self._stall(one)
             else:
                 self._refuse(one, error)
             return False

@@ -21,7 +21,7 @@ from forebay._engine.credit import NOTHING
 from forebay._engine.fill import KeyHold
 from forebay._engine.leases import Lease
 from forebay._kernel import host
-from forebay._loading.desk import Job
+from forebay._loading.desk import Desk, Job
 from forebay._loading.keeper import Keeper
 from forebay._loading.loads import Load, State
 from forebay._loading.steps import Steps
@@ -43,9 +43,9 @@ class Loader:
     def __init__(self, job: Job) -> None:
         self._job, self._store = job, job.store
         self._keeper = Keeper(job)
-        self._desk = self._keeper.desk
+        self.desk = self._keeper.desk
         self._steps = Steps(job, self._keeper)
-        self._worker = Worker(job, self._desk, self._steps)
+        self._worker = Worker(job, self.desk, self._steps)
         self._threads: list[threading.Thread] = []
         host.at_fork(self)
         _alive.add(self)
@@ -54,15 +54,15 @@ class Loader:
 
     def submit(self, key: str, name: str, bound: bool) -> Load:
         """The load of an item, begun if there is none. ``name``: in the cache; ``bound``: to the session. Raises `Closed`."""
-        load = self._desk.load(key, name, bound)
+        load = self.desk.load(key, name, bound)
         if len(self._threads) <= self._job.workers and not host.forked_unseen():
             self._add_thread()
         return load
 
     def _add_thread(self) -> None:
-        with self._desk.lock:
+        with self.desk.lock:
             count = len(self._threads)
-            if count > self._job.workers or self._desk.closing:
+            if count > self._job.workers or self.desk.closing:
                 return
             what, name = (self._worker.run, f"prefetch-{count}") if count else (self._keeper.run, "prefetch-keeper")
             thread = threading.Thread(target=what, name=f"forebay-{name}", daemon=True)
@@ -74,20 +74,20 @@ class Loader:
     @property
     def lock(self) -> threading.RLock:
         """Of this process: another one after a fork."""
-        return self._desk.lock
+        return self.desk.lock
 
     @property
     def closed(self) -> bool:
-        return self._desk.closing
+        return self.desk.closing
 
     def drop(self, entry: Entry) -> None:
         """An entry that nobody here wants any more goes, if nobody else does."""
-        self._desk.drops.append(entry)
-        self._desk.news.put(None)
+        self.desk.drops.append(entry)
+        self.desk.news.put(None)
 
     def settle(self, load: Load) -> errors.ForebayError | None:
         """Wait until an item is kept. Gives why it is not."""
-        desk = self._desk
+        desk = self.desk
         with desk.lock:
             load.waiting += 1
             while load.state not in (State.KEPT, State.PAST, State.FAILED):
@@ -100,16 +100,11 @@ class Loader:
             return errors.NoSpace(f"{load.key} cannot be kept", key=load.key, need=load.size or 0, free=0, budget=desk.limit)
         return None
 
-    def abandon(self) -> None:
-        """Nobody has this prefetcher any more. Called by the garbage collector: nothing here waits."""
-        self._desk.closing = True
-        self._desk.news.put(None)
-
     def take(self, load: Load) -> Buffer:
         """The bytes of an item: from the cache, from memory, or from the source in this very thread, whichever is first.
 
         Raises what the source raised."""
-        desk, until = self._desk, None if self._job.timeout is None else time.monotonic() + self._job.timeout
+        desk, until = self.desk, None if self._job.timeout is None else time.monotonic() + self._job.timeout
         while True:
             with desk.lock:
                 state, data = load.state, load.data
@@ -145,9 +140,9 @@ class Loader:
         except errors.CacheFault as error:
             self._job.tell(error, load.key)
         if found is None:
-            with self._desk.lock:
+            with self.desk.lock:
                 if load.state is State.KEPT:
-                    self._desk.set(load, State.PAST)
+                    self.desk.set(load, State.PAST)
         return found
 
     def _direct(self, load: Load, error: Exception) -> Buffer:
@@ -176,8 +171,8 @@ class Loader:
             self._steps.fail(load, error)
             raise
         except BaseException:
-            with self._desk.lock:
-                self._desk.queue_again(load)
+            with self.desk.lock:
+                self.desk.queue_again(load)
             raise
         finally:
             if hold is not None:
@@ -210,7 +205,7 @@ class Loader:
 
     def close(self, patience: float | None = None) -> None:
         """Cancel what is queued, wait for what runs, at most ``patience`` seconds. What was handed out stays good."""
-        desk = self._desk
+        desk = self.desk
         with desk.lock:
             desk.closing = True
             for mark in list(desk.marks.values()):
@@ -232,15 +227,23 @@ class Loader:
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        self._desk.before_fork()
+        self.desk.before_fork()
 
     def after_fork_parent(self) -> None:
-        self._desk.after_fork_parent()
+        self.desk.after_fork_parent()
 
     def after_fork_child(self) -> None:
         self._threads = []
-        self._desk.after_fork_child()
+        self.desk.after_fork_child()
         self._keeper.after_fork_child()
+
+
+def abandon(found: weakref.ref[Desk]) -> None:
+    """Nobody has the prefetcher of this desk any more. Called by the garbage collector: nothing here waits."""
+    desk = found()
+    if desk is not None:
+        desk.closing = True
+        desk.news.put(None)
 
 
 def _end() -> None:

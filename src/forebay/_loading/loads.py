@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import Self
 
 from forebay._engine.credit import NOTHING, Need
 from forebay._engine.fill import KeyHold
@@ -73,14 +74,17 @@ class Mark(weakref.ref[Load]):
         return mark
 
 
-class Prepared(NamedTuple):
-    """All is ready for a load to be read: there is room, and its key is held. ``since``: seconds of the monotonic clock."""
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """All is ready for a load to be read: there is room, and its key is held. ``since``: seconds of the monotonic clock. ``taken``: by
+    somebody who reads it now; so it is nobody else's to let go, even when the load is gone."""
 
     mark: Mark
     hold: KeyHold
     need: Need
     epoch: int
     since: float
+    taken: bool = False
 
 
 class Brought:

@@ -126,10 +126,10 @@ class Scout:
             gone, desk.discarded = desk.discarded, []
             if desk.ready and time.monotonic() - desk.ready[0].since > STALE:
                 desk.jammed = True
-                for one in reversed(desk.ready):
+                for one in reversed([one for one in desk.ready if not one.taken]):
+                    one.taken = True
+                    gone.append(one)
                     load = one.mark()
-                    if load is None or load.prepared is one:
-                        gone.append(one)
                     if load is not None and load.prepared is one:
                         load.prepared = None
                         desk.missing.appendleft(one.mark)

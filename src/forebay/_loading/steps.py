@@ -12,6 +12,10 @@ from forebay._loading.loads import Brought, Load, State
 from forebay._model import Buffer
 
 
+PATIENCE = 0.25
+"""Seconds that one who reads for himself, faster than the disk takes it, waits for the keeper, before his item is not kept."""
+
+
 class Steps:
     """Of one prefetcher. Callable from any thread."""
 
@@ -36,6 +40,7 @@ class Steps:
         with desk.lock:
             if epoch < 0:
                 desk.reading += 1  # not a worker's: it had no room
+                desk.wait_for_keeper(PATIENCE)
             if desk.settle_room(given, epoch, len(data)):
                 brought.promised, brought.epoch = brought.needs, desk.epoch
             too_large = len(data) > desk.limit
