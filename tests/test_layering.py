@@ -50,7 +50,7 @@ ORDER = """
     _loading.loads sources < lazies
     lazies reports < pools
     errors < _loading
-    codecs _loading.loader origin pools spaces < prefetch < cache
+    codecs _loading.loader origin pools < prefetch < cache
     _config _engine.store _engine.passthrough < opening < cache
     cache pfio_file < adapters
 """

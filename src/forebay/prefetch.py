@@ -28,11 +28,11 @@ from forebay.pools import PassThrough as PassThrough
 from forebay.pools import Pool, wrapped
 from forebay.reports import OnProgress, Progress, WarmReport
 from forebay.sources import DecodedSource, Source, source_of
-from forebay.spaces import checked
 
 log = logging.getLogger("forebay.prefetch")
 
 STORES = ("raw", "decoded")
+SESSIONS = "sessions"
 
 
 class Prefetcher(Pool):
@@ -54,7 +54,9 @@ class Prefetcher(Pool):
         session = self._join()
         self._loader = Loader(self._job(session))
         self.identity = f"{self.name}:{self._digest}"
-        weakref.finalize(self, abandon, weakref.ref(self._loader.desk)).atexit = False  # an error may hold the lazy that raised it, and so on
+        weakref.finalize(
+            self, abandon, weakref.ref(self._loader._desk)
+        ).atexit = False  # an error may hold the lazy that raised it, and so on
 
     def _join(self) -> Lease | None:
         """What the names of all items end in: they differ for all that makes other bytes.
@@ -67,7 +69,7 @@ class Prefetcher(Pool):
         self._item_version: Callable[[str], str | None] | None = getattr(self.source, "version_of", None) if version is None else None
         if version is not None:
             return None
-        session = self._store.join(self.name, f"~session/{self._digest}")
+        session = self._store.join(SESSIONS, f"{self.name}/{self._digest}")  # not in the pool's own space, where items are counted
         self._bound = _digest([*parts, f"{session.entry.id:x}"])
         return session
 
@@ -95,7 +97,6 @@ class Prefetcher(Pool):
         """Begin to load an item. Returns at once. Raises `Closed` (a RuntimeError)."""
         if type(key) is not str or not key:
             raise errors.ConfigError(f"key={key!r} names no item: a key is a str, and not empty", name="key", value=repr(key))
-        checked(key)
         return Lazy(self, key, self._loader.submit(key, *self._name_of(key)))
 
     def put(self, obj: Any, name: str = "") -> Lazy:
@@ -184,8 +185,11 @@ class Prefetcher(Pool):
                 version = self._item_version(key)
             except Exception as error:  # noqa: BLE001  # the source's own: its read will tell
                 log.debug("the version of %s is not known: %s", key, error)
+        bound = version is None and self._bound is not self._digest
         what = self._bound if version is None else f"{self._digest}.{version}"
-        return f"{self.source.uri.rstrip('/')}/{key}~{what}", what is self._bound is not self._digest
+        if not key.isascii() and (plain := key.encode("utf-8", "backslashreplace").decode()) != key:
+            key, what = plain, f"{what}.escaped"  # half a character, as in names of files that are no UTF-8
+        return f"{self.source.uri.rstrip('/')}/{key}~{what}", bound
 
     def _read(self, key: str) -> Any:
         self._check_open()

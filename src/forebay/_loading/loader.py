@@ -43,9 +43,9 @@ class Loader:
     def __init__(self, job: Job) -> None:
         self._job, self._store = job, job.store
         self._keeper = Keeper(job)
-        self.desk = self._keeper.desk
+        self._desk = self._keeper.desk
         self._steps = Steps(job, self._keeper)
-        self._worker = Worker(job, self.desk, self._steps)
+        self._worker = Worker(job, self._desk, self._steps)
         self._threads: list[threading.Thread] = []
         host.at_fork(self)
         _alive.add(self)
@@ -54,15 +54,15 @@ class Loader:
 
     def submit(self, key: str, name: str, bound: bool) -> Load:
         """The load of an item, begun if there is none. ``name``: in the cache; ``bound``: to the session. Raises `Closed`."""
-        load = self.desk.load(key, name, bound)
+        load = self._desk.load(key, name, bound)
         if len(self._threads) <= self._job.workers and not host.forked_unseen():
             self._add_thread()
         return load
 
     def _add_thread(self) -> None:
-        with self.desk.lock:
+        with self._desk.lock:
             count = len(self._threads)
-            if count > self._job.workers or self.desk.closing:
+            if count > self._job.workers or self._desk.closing:
                 return
             what, name = (self._worker.run, f"prefetch-{count}") if count else (self._keeper.run, "prefetch-keeper")
             thread = threading.Thread(target=what, name=f"forebay-{name}", daemon=True)
@@ -74,37 +74,44 @@ class Loader:
     @property
     def lock(self) -> threading.RLock:
         """Of this process: another one after a fork."""
-        return self.desk.lock
+        return self._desk.lock
 
     @property
     def closed(self) -> bool:
-        return self.desk.closing
+        return self._desk.closing
 
     def drop(self, entry: Entry) -> None:
         """An entry that nobody here wants any more goes, if nobody else does."""
-        self.desk.drops.append(entry)
-        self.desk.news.put(None)
+        self._desk.drops.append(entry)
+        self._desk.news.put(None)
 
     def settle(self, load: Load) -> errors.ForebayError | None:
         """Wait until an item is kept. Gives why it is not."""
-        desk = self.desk
+        desk = self._desk
         with desk.lock:
             load.waiting += 1
-            while load.state not in (State.KEPT, State.PAST, State.FAILED):
-                desk.settled.wait()
+            while not self._is_over(load):
+                if not desk.settled.wait(SAY_AFTER):
+                    log.warning("waiting for %s to be kept", load.key)
             load.waiting -= 1
             error = load.error
         if load.state is State.FAILED:
             return error if isinstance(error, errors.ForebayError) else errors.FillFailed(f"{load.key}: {error}", kind=type(error).__name__)
-        if load.state is State.PAST:
+        if load.state is not State.KEPT:
             return errors.NoSpace(f"{load.key} cannot be kept", key=load.key, need=load.size or 0, free=0, budget=desk.limit)
         return None
+
+    def _is_over(self, load: Load) -> bool:
+        """What is too large stays in memory for those who wait for it, and is never kept."""
+        if load.state is State.READ:
+            return load.data is not None and len(load.data) > self._desk.limit
+        return load.state in (State.KEPT, State.PAST, State.FAILED)
 
     def take(self, load: Load) -> Buffer:
         """The bytes of an item: from the cache, from memory, or from the source in this very thread, whichever is first.
 
         Raises what the source raised."""
-        desk, until = self.desk, None if self._job.timeout is None else time.monotonic() + self._job.timeout
+        desk, until = self._desk, None if self._job.timeout is None else time.monotonic() + self._job.timeout
         while True:
             with desk.lock:
                 state, data = load.state, load.data
@@ -140,9 +147,9 @@ class Loader:
         except errors.CacheFault as error:
             self._job.tell(error, load.key)
         if found is None:
-            with self.desk.lock:
+            with self._desk.lock:
                 if load.state is State.KEPT:
-                    self.desk.set(load, State.PAST)
+                    self._desk.set(load, State.PAST)
         return found
 
     def _direct(self, load: Load, error: Exception) -> Buffer:
@@ -171,8 +178,8 @@ class Loader:
             self._steps.fail(load, error)
             raise
         except BaseException:
-            with self.desk.lock:
-                self.desk.queue_again(load)
+            with self._desk.lock:
+                self._desk.queue_again(load)
             raise
         finally:
             if hold is not None:
@@ -205,7 +212,7 @@ class Loader:
 
     def close(self, patience: float | None = None) -> None:
         """Cancel what is queued, wait for what runs, at most ``patience`` seconds. What was handed out stays good."""
-        desk = self.desk
+        desk = self._desk
         with desk.lock:
             desk.closing = True
             for mark in list(desk.marks.values()):
@@ -223,18 +230,20 @@ class Loader:
         for thread in reversed(threads):  # the keeper last
             if thread is not threading.current_thread():
                 thread.join(None if until is None else max(until - time.monotonic(), 0))
+        if self._job.session is not None:
+            self._job.session.close()
 
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        self.desk.before_fork()
+        self._desk.before_fork()
 
     def after_fork_parent(self) -> None:
-        self.desk.after_fork_parent()
+        self._desk.after_fork_parent()
 
     def after_fork_child(self) -> None:
         self._threads = []
-        self.desk.after_fork_child()
+        self._desk.after_fork_child()
         self._keeper.after_fork_child()
 
 

@@ -11,7 +11,6 @@ from forebay._loading.keeper import Keeper
 from forebay._loading.loads import Brought, Load, State
 from forebay._model import Buffer
 
-
 PATIENCE = 0.25
 """Seconds that one who reads for himself, faster than the disk takes it, waits for the keeper, before his item is not kept."""
 
