@@ -22,7 +22,7 @@ ORDER = """
     _engine.layout < _engine.chunkmaps < _engine.stages
     _engine.blobs < _engine.stages
     _engine.root _engine.slots _engine.counters _engine.policy _engine.stages _engine.trees _engine.faults < _engine.memo _engine.catalog
-    _engine.memo _engine.catalog < _engine.owners < _engine.leases < _engine.eviction _engine.ranking < _engine.budget _engine.fill
+    _engine.memo _engine.catalog < _engine.owners < _engine.leases < _engine.ranking < _engine.eviction < _engine.budget _engine.fill
     _engine.catalog _engine.stages < _engine.room < _engine.budget < _engine.displace < _engine.publish < _engine.linking < _engine.engine
     _engine.catalog _engine.slots _engine.blobs < _engine.intent < _engine.publish
     errors < _engine.combining < _engine.publish

@@ -188,8 +188,8 @@ MUTANTS = (
     ),
     Mutant(
         7, "unlink before the commit", "_engine/eviction.py",
-        "        self._slots.clear(slot, id)\n        return True\n\n    def unlink",
-        "        self._slots.clear(slot, id)\n        blobs.remove_blob(self._root, id)\n        return True\n\n    def unlink",
+        "                self._slots.clear(cold.slot, cold.id)\n",
+        "                self._slots.clear(cold.slot, cold.id)\n                blobs.remove_blob(self._root, cold.id)\n",
         f"{STEPS}test_evict_under_pressure",
     ),
     Mutant(

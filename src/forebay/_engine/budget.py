@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forebay import errors
 from forebay._engine import blobs, packs, stages, trees
@@ -20,7 +20,7 @@ from forebay._engine.counters import EVICTIONS, Counters
 from forebay._engine.eviction import SPACE_WORD, Doomed, Eviction
 from forebay._engine.owners import Owners
 from forebay._engine.policy import Policy
-from forebay._engine.ranking import Ranking, Scope
+from forebay._engine.ranking import Cold, Ranking, Scope
 from forebay._engine.room import Room, Short, Want
 from forebay._engine.root import Root
 from forebay._kernel import locks, waits
@@ -58,6 +58,12 @@ class _Freed:
     size: int = 0
     charge: int = 0
     count: int = 0
+
+    def add(self, cold: Cold) -> None:
+        self.size, self.charge, self.count = self.size + cold.size, self.charge + cold.charge, self.count + 1
+
+    def meets(self, need: _Freed) -> bool:
+        return self.size >= need.size and self.charge >= need.charge and self.count >= need.count
 
 
 class Budget:
@@ -240,19 +246,25 @@ class Budget:
     def _doom(
         self, txn: Txn, scope: Scope, want: Want | None, attempt: _Attempt, freed: _Freed, doomed: list[Doomed], need: _Freed
     ) -> None:
-        for _ in range(AT_ONCE):
-            if freed.size >= need.size and freed.charge >= need.charge and freed.count >= need.count:
-                return
+        left = AT_ONCE
+        while left > 0 and not freed.meets(need):
+            locked, planned = [], replace(freed)
             # Where all that is there is read all the time, each tick has changed since it was picked: then nearly the coldest will do.
-            cold = next(self._ranking.coldest(scope, exact=attempt.picks[scope] < PICKS), None)
-            if cold is None:
+            for cold in self._ranking.coldest(scope, exact=attempt.picks[scope] < PICKS):
+                if (want is None or cold.id != want.replaces) and self._eviction.lock(cold.id):
+                    locked.append(cold)
+                    planned.add(cold)
+                    if planned.meets(need) or len(locked) >= left:
+                        break
+            if not locked:
                 if attempt.picks[scope] < PICKS:
                     attempt.pick.add(scope)
                 return
-            if (want is None or cold.id != want.replaces) and self._eviction.doom(txn, cold.id, cold.slot):
+            left -= len(locked)
+            for cold in self._eviction.doom_many(txn, locked):
                 attempt.picks[scope] = 0
                 doomed.append(Doomed(cold.id, cold.kind, cold.suffix))
-                freed.size, freed.charge, freed.count = freed.size + cold.size, freed.charge + cold.charge, freed.count + 1
+                freed.add(cold)
 
     def _take_partials(self, txn: Txn, need: _Freed, freed: _Freed, partials: list[Reservation]) -> None:
         """What dead fetches left, oldest first, each under its key's lock: its successor may be at work."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from forebay._engine import blobs, packs, trees
 from forebay._engine.catalog import Catalog, Txn, entries
 from forebay._engine.leases import Leases
+from forebay._engine.ranking import Cold
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
 from forebay._kernel import waits
@@ -48,6 +49,10 @@ class Eviction:
         self._root, self._catalog, self._slots, self._leases, self._words = root, catalog, slots, leases, words
         self._held_after = 0
 
+    def lock(self, id: int) -> bool:
+        """The exclusive right to remove an entry. False if it is leased."""
+        return self._leases.try_evict(id)
+
     def doom(self, txn: Txn, id: int, slot: int) -> bool:
         """Lock and doom. False if it is leased, pinned, linked or gone: then nothing is held."""
         if not self._leases.try_evict(id):
@@ -57,6 +62,22 @@ class Eviction:
             return False
         self._slots.clear(slot, id)
         return True
+
+    def doom_many(self, txn: Txn, locked: Sequence[Cold]) -> list[Cold]:
+        """`doom`, for several whose exclusive lock the caller has taken: those that are doomed. The others' locks are let go."""
+        try:
+            ids = entries.doom_many(txn, [cold.id for cold in locked])
+        except BaseException:
+            for cold in locked:
+                self._leases.evicted(cold.id)
+            raise
+        gone = [cold for cold in locked if cold.id in ids]
+        for cold in locked:
+            if cold.id in ids:
+                self._slots.clear(cold.slot, cold.id)
+            else:
+                self._leases.evicted(cold.id)
+        return gone
 
     def unlink(self, doomed: Iterable[Doomed]) -> None:
         """The files go. Under no lock but the entries' own."""
@@ -69,8 +90,7 @@ class Eviction:
                 packs.remove(self._root, one.id)
 
     def delete(self, txn: Txn, doomed: Iterable[Doomed]) -> None:
-        for one in doomed:
-            entries.delete(txn, one.id, one.kind)
+        entries.delete_many(txn, [(one.id, one.kind) for one in doomed])
 
     def release(self, doomed: Sequence[Doomed]) -> None:
         """After the commit of `delete`, or of a `doom` that came to nothing."""

@@ -14,7 +14,7 @@ from forebay._engine.leases import Lease
 from forebay._engine.policy import Policy
 from forebay._engine.publish import SMALL
 from forebay._loading.desk import Desk, Job
-from forebay._loading.loads import Brought, Load, Mark, State
+from forebay._loading.loads import Brought, Mark, State
 from forebay._loading.scout import Scout
 from forebay._model import Entry
 
@@ -212,7 +212,7 @@ class Keeper:
                 desk.room = desk.room.plus(have)
             if not isinstance(error, errors.NoSpace):
                 raise
-            if self._waits and not error.hopeless:
+            if self._waits and not self._is_too_large(len(one.data), error):
                 if one.mark() is not None:  # else nobody waits until there is room
                     self._stall(one)
             else:
@@ -229,8 +229,7 @@ class Keeper:
 
     def _refuse(self, one: Brought, error: errors.NoSpace) -> None:
         self._to_past([one])
-        if error.hopeless:
-            self._look_at_limit()
+        if len(one.data) > self.desk.limit:
             self.say_too_large(one.key, len(one.data))
         else:
             self._job.tell(error, one.key)
@@ -288,23 +287,27 @@ class Keeper:
         return self.desk.lacking(1)
 
     def _no_room(self, error: errors.NoSpace) -> None:
+        desk = self.desk
+        with desk.lock:
+            queued = [load for mark in desk.missing if (load := mark()) is not None and load.state is State.QUEUED]
+            size = desk.need(queued[0]).size if queued else 0
+        too_large = self._is_too_large(size, error)
+        with desk.lock:
+            desk.stuck = self._waits and not too_large
+            past = [] if desk.stuck else queued[:1] if too_large else queued
+            for load in past:
+                if load.state is State.QUEUED:
+                    desk.set(load, State.PAST)
+        if past and too_large:
+            self.say_too_large(past[0].key, size)
+        elif past:
+            self._job.tell(error, past[0].key)
+
+    def _is_too_large(self, size: int, error: errors.NoSpace) -> bool:
+        """Whether one item of ``size`` can never be kept; that several together cannot says nothing. The limit may have changed."""
         if error.hopeless:
             self._look_at_limit()
-        desk = self.desk
-        said: list[Load] = []
-        with desk.lock:
-            desk.stuck = True
-            if not self._waits or error.hopeless:
-                desk.stuck = False
-                said = [load for mark in desk.missing if (load := mark()) is not None and load.state is State.QUEUED]
-                said = said[:1] if error.hopeless else said
-                for load in said:
-                    desk.set(load, State.PAST)
-                desk.work.notify_all()
-        if said and not error.hopeless:
-            self._job.tell(error, said[0].key)
-        elif said:
-            self.say_too_large(said[0].key, error.need)
+        return size > self.desk.limit
 
     def _look_at_limit(self) -> None:
         limit, policy = self._store.limits_of(self._job.space)

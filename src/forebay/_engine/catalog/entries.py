@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from forebay._engine.catalog.connection import Rows, Txn
 from forebay._engine.catalog.schema import DOOMED, LIVE, SUPERSEDED
 from forebay._model import Entry
+
+T = TypeVar("T")
 
 _COLUMNS = "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e.validator, e.created, e.boot, e.life, e.suffix, e.meta"
 _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
 _INSERT = "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _INSERT_DATA = "INSERT INTO payloads VALUES (?, ?)"
 _AT_ONCE = 16
-_FIND_MANY = f"{_FROM} WHERE e.space = ? AND e.state = {LIVE} AND e.key IN ({', '.join('?' * _AT_ONCE)})"
+_SIXTEEN = ", ".join("?" * _AT_ONCE)
+_FIND_MANY = f"{_FROM} WHERE e.space = ? AND e.state = {LIVE} AND e.key IN ({_SIXTEEN})"
+_DOOM = (
+    f"UPDATE entries SET state = {DOOMED} WHERE state < {DOOMED} AND (life != 'pinned' OR state = {SUPERSEDED})"
+    " AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)"
+)
+_DOOM_MANY = f"{_DOOM} AND id IN ({_SIXTEEN}) RETURNING id"
+_DELETE_MANY = f"DELETE FROM entries WHERE id IN ({_SIXTEEN})"
+_DELETE_DATA = f"DELETE FROM payloads WHERE id IN ({_SIXTEEN})"
 
 
 def find(rows: Rows, space: int, key: str) -> Entry | None:
@@ -26,11 +36,16 @@ def find(rows: Rows, space: int, key: str) -> Entry | None:
 def find_many(rows: Rows, space: int, keys: Sequence[str]) -> list[Entry]:
     """The live entries of these keys, in any order."""
     found: list[Entry] = []
-    for at in range(0, len(keys), _AT_ONCE):
-        some = list(keys[at : at + _AT_ONCE])
-        some += some[:1] * (_AT_ONCE - len(some))  # one statement for any number of keys, so that it is parsed once
+    for some in _sixteens(keys):
         found += [Entry(*row) for row in rows.all(_FIND_MANY, space, *some)]
     return found
+
+
+def _sixteens(several: Sequence[T]) -> Iterator[list[T]]:
+    """In portions of one length, the last one filled up by repeating: one statement for any number, so that it is parsed once."""
+    for at in range(0, len(several), _AT_ONCE):
+        some = list(several[at : at + _AT_ONCE])
+        yield some + some[:1] * (_AT_ONCE - len(some))
 
 
 def by_id(rows: Rows, id: int) -> Entry | None:
@@ -104,13 +119,27 @@ def supersede(txn: Txn, entry: Entry) -> None:
 
 def doom(txn: Txn, id: int) -> bool:
     """Begin the removal. False if the entry is gone, pinned meanwhile, or linked from a tree that stands."""
-    return bool(
-        txn.run(
-            f"UPDATE entries SET state = {DOOMED} WHERE id = ? AND state < {DOOMED} AND (life != 'pinned' OR state = {SUPERSEDED})"
-            " AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)",
-            id,
-        )
-    )
+    return bool(txn.run(f"{_DOOM} AND id = ?", id))
+
+
+def doom_many(txn: Txn, ids: Sequence[int]) -> set[int]:
+    """`doom` of several: those that are doomed now."""
+    doomed: set[int] = set()
+    for some in _sixteens(ids):
+        doomed.update(row[0] for row in txn.all(_DOOM_MANY, *some))
+    return doomed
+
+
+def delete_many(txn: Txn, several: Sequence[tuple[int, str]]) -> None:
+    """`delete` of several: (id, kind) each."""
+    values, plain = [id for id, kind in several if kind == "value"], [id for id, kind in several if kind in ("value", "blob")]
+    for some in _sixteens(values):
+        txn.run(_DELETE_DATA, *some)
+    for some in _sixteens(plain):
+        txn.run(_DELETE_MANY, *some)
+    for id, kind in several:
+        if kind not in ("value", "blob"):
+            delete(txn, id, kind)
 
 
 def delete(txn: Txn, id: int, kind: str) -> None:
