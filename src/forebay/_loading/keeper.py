@@ -75,7 +75,8 @@ class Keeper:
                 lacking = desk.lacking_soon()
             if lacking != NOTHING:
                 self._ask(lacking)
-                self._scout.look()
+            if (lacking != NOTHING or batch) and not desk.closing:
+                self._scout.look()  # room came, with what was kept too: no news tells of it
             if over:
                 self._give_back()
         except errors.CacheFault as error:
