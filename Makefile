@@ -8,7 +8,7 @@ TEST_JOBS ?= 2
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example test quality style stress mutants bench-engine bench-samples bench-remote deps docs clean
+.PHONY: help demo example test quality style stress mutants bench-engine bench-samples bench-prefetch bench-remote deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -61,6 +61,9 @@ bench-engine: $(VENV)/.dev ## hits, puts, evictions, leases beside floors and pe
 
 bench-samples: $(VENV)/.dev ## arrays of samples beside pfio, lmdb, diskcache and the floor
 	$(PY) benchmarks/samples.py
+
+bench-prefetch: $(VENV)/.dev ## loading ahead, beside Energon's pool and a plain thread pool
+	$(PY) benchmarks/prefetch.py
 
 bench-remote: $(VENV)/.dev deps ## fetches from nginx beside curl and bare clients
 	$(PY) benchmarks/remote.py

@@ -1,0 +1,288 @@
+"""Loading ahead, beside Energon's pool and a plain thread pool. ``python benchmarks/prefetch.py [ROW...] [--quick] [--json]``"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import random
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, seconds
+from _prefetch import ENERGON, PLAIN, WAYS, WINDOW, WORKERS, Fetched, Slow, consume, give_back_at_once, in_time, own_memory
+from engine import crowd
+
+KB, MB = 1_000, 1_000_000
+ITEM = 100 * KB
+ADAPTER = "Forebay as Energon's pool"
+
+
+def names(count: int) -> Iterator[list[str]]:
+    """Keys that were never asked for, again and again."""
+    for number in itertools.count():
+        yield [f"{number}/{i:06d}" for i in range(count)]
+
+
+def keys_of(count: int) -> list[str]:
+    return next(names(count))
+
+
+# -- in order ----------------------------------------------------------------------------------------------------------
+
+
+def order(folder: Path, quick: bool) -> list[Line]:
+    """Items of 100 KB from a source with 5 ms of latency, 8 workers, 64 ahead, read in order; and within 2 MB."""
+    count, rounds = (100, 2) if quick else (2_000, 9)
+    line = Line(f"{count:,} items of 100 KB in order, 5 ms of latency, 8 workers, 64 ahead: time per item", f">= 0.97x {PLAIN}; >= Energon")
+    parts: dict[str, Part] = {}
+    for label, (kind, way) in WAYS.items():
+        parts[label] = Part(kind, partial(_read, way, Slow(ITEM), folder, names(count), None), count)
+    parts["Forebay, 2 MB"] = Part(OURS, partial(_read, WAYS["Forebay"][1], Slow(ITEM), folder / "small", names(count), 2 * MB), count)
+    (folder / "small").mkdir()
+    timings = interleave(rounds, parts)
+    limited = Line("the same with a limit of 2 MB", ">= 0.95x of the run without")
+    limited.timings = {"Forebay": timings.pop("Forebay, 2 MB"), "without a limit": Timing(FLOOR, timings["Forebay"].wall)}
+    line.timings = timings
+    line.note = f"{1 / line.ours.median:,.0f}/s; {line.ratio(PLAIN):.3f}x the threads; " + _others(timings)
+    line.met = line.ratio(PLAIN) >= 0.97 and line.ratio(ENERGON) >= 1
+    _limited_energon(limited, folder, names(count), 15.0 if quick else 30.0, count, 1 if quick else 3)
+    limited.note = f"{1 / limited.ours.median:,.0f}/s, {limited.ratio('without a limit'):.3f}x" + limited.note
+    limited.met = limited.ratio("without a limit") >= 0.95
+    return [line, limited]
+
+
+def _read(way: Any, source: Any, folder: Path, lists: Iterator[list[str]], limit: int | None) -> None:
+    keys = next(lists)
+    with way(source, folder, limit) as pool:
+        consume(pool.stream(keys, ahead=WINDOW), keys)
+
+
+def _others(timings: dict[str, Timing]) -> str:
+    return "; ".join(f"{label.removeprefix('Forebay').strip(', ')} {1 / timings[label].median:,.0f}/s" for label in list(WAYS)[1:3])
+
+
+def _limited_energon(line: Line, folder: Path, lists: Iterator[list[str]], patience: float, count: int, rounds: int) -> None:
+    """Energon's pool can stand still for ever once it is full: it gets a process that may be ended."""
+    for label in (ENERGON, ADAPTER):
+        read = partial(_read, WAYS[label][1], Slow(ITEM), folder / "small", lists, 2 * MB)
+        taken = [in_time(patience, _tell_time, read) for _ in range(rounds)]
+        if None in taken:
+            line.note += f"; {label} had not ended after {patience:.0f} s in {taken.count(None)} of {rounds} runs"
+        elif label == ENERGON:
+            line.timings[label] = Timing(PEER, [wall / count for wall in taken])
+        else:
+            line.note += f"; as Energon's pool {count / statistics.median(taken):,.0f}/s"
+
+
+def _tell_time(tell: Callable[[float], None], work: Callable[[], object]) -> None:
+    tell(_timed(work))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+# -- fetched once ------------------------------------------------------------------------------------------------------
+
+
+def once(folder: Path, quick: bool) -> list[Line]:
+    """Source reads, where several processes want the same, or one asks for the same several times."""
+    count = 40 if quick else 500
+    return [_shared(folder / "in_step", count, False), _shared(folder / "apart", count, True), _thrice(folder / "thrice", count)]
+
+
+def _shared(folder: Path, count: int, apart: bool) -> Line:
+    folder.mkdir()
+    what = "each in an order of its own" if apart else "in the same order"
+    line = Line(f"4 processes that want the same {count} items, {what}: source reads in all", f"{count}", unit="reads")
+    for label, (kind, way) in WAYS.items():
+        if label == "Forebay, keep=False":
+            continue  # an item may go before the last process comes to it
+        source = Slow(ITEM)
+        wall, _ = crowd(4, _member, way, source, folder, keys_of(count), apart)
+        line.timings[label] = Timing(kind, [source.reads.value])
+        line.note += f"{'; ' if line.note else ''}{label} {seconds(wall)}"
+    line.met = line.ours.median == count
+    return line
+
+
+def _member(gate: Any, way: Any, source: Slow, folder: Path, keys: list[str], apart: bool, member: int) -> None:
+    if apart:
+        random.Random(member).shuffle(keys)
+    with way(source, folder) as pool:
+        gate.wait()
+        consume(pool.stream(keys, ahead=WINDOW), keys)
+
+
+def _thrice(folder: Path, count: int) -> Line:
+    """Three references to each item, not one behind the other: those of 20 items are mixed."""
+    folder.mkdir()
+    keys, mixed = keys_of(count), random.Random(4)
+    asked = [key for i in range(0, count, 20) for key in mixed.sample(keys[i : i + 20] * 3, 60)]
+    line = Line(f"{count} items, each referenced 3 times in one process: source reads", f"{count}", unit="reads")
+    for label, (kind, way) in WAYS.items():
+        source = Slow(ITEM)
+        with way(source, folder) as pool:
+            consume(pool.stream(asked, ahead=WINDOW), asked)
+        line.timings[label] = Timing(kind, [source.reads.value])
+    line.met = line.ours.median == count
+    return line
+
+
+# -- publishing --------------------------------------------------------------------------------------------------------
+
+
+def publishing(folder: Path, quick: bool) -> list[Line]:
+    """Who changes files and commits transactions while items are loaded, and how often."""
+    from forebay._kernel import host
+
+    count = 200 if quick else 2_000
+    line = Line(f"{count:,} items of 100 KB: transactions that keep them", "in groups; nothing in threads that load", unit="transactions")
+    keys, seen = keys_of(count), Counter[tuple[str, bool]]()
+    with WAYS["Forebay"][1](Slow(ITEM), folder) as pool:
+        pool.get_lazy("first").get()  # the threads run
+        loading = {t.name for t in threading.enumerate() if t.name.startswith("forebay") and "keeper" not in t.name}
+        host.on_step(lambda what, subject: seen.update([(what, threading.current_thread().name in {*loading, "MainThread"})]))
+        consume(pool.stream(keys, ahead=WINDOW), keys)
+        host.on_step(None)
+    line.timings["Forebay"] = Timing(OURS, [seen["commit", False]])
+    line.timings["items"] = Timing(FLOOR, [count])
+    elsewhere = sum(times for (_, loads), times in seen.items() if loads)
+    line.note = f"{count / line.ours.median:.1f} items each; {elsewhere} changes of files in threads that load, or want an item"
+    line.met = elsewhere == 0 and line.ours.median <= count / 2
+    return [line]
+
+
+# -- a demand ----------------------------------------------------------------------------------------------------------
+
+
+def demand(folder: Path, quick: bool) -> list[Line]:
+    """One item that is wanted now, while many are queued to be loaded ahead."""
+    queued, rounds = (100, 2) if quick else (1_000, 9)
+    what = f"while {queued:,} loads ahead are queued"
+    lines = [Line(f"{call}, {what}", "<= 2x a lone read") for call in ("`get_lazy(key).get()`", "`get(key)`")]
+    for line in lines:
+        line.timings = {label: Timing(kind) for label, (kind, _) in WAYS.items()} | {"a lone read": Timing(FLOOR)}
+    source, lists = Slow(ITEM), names(queued)
+    for _ in range(rounds):
+        for label, (_, way) in WAYS.items():
+            for line, call in zip(lines, (_now, _past), strict=True):
+                with way(source, folder) as pool:
+                    line.timings[label].wall.append(_demand(pool, next(lists), call))
+        alone = [_timed(lambda: source["0"]) for _ in range(3)]
+        for line in lines:
+            line.timings["a lone read"].wall += alone
+    for line in lines:
+        over = 1 / line.ratio("a lone read")
+        line.note, line.met = f"{over:.2f}x a lone read", over <= 2
+    return lines
+
+
+def _now(pool: Any, key: str) -> Any:
+    return pool.start(key)()
+
+
+def _past(pool: Any, key: str) -> Any:
+    return pool.get(key)
+
+
+def _demand(pool: Any, keys: list[str], call: Callable[[Any, str], Any]) -> float:
+    held = [pool.start(key) for key in keys]
+    taken = _timed(lambda: call(pool, f"{keys[0]}/now"))
+    assert len(held) == len(keys)
+    return taken
+
+
+# -- a distant server --------------------------------------------------------------------------------------------------
+
+
+def server(folder: Path, quick: bool) -> list[Line]:
+    """A server that takes 200 ms to answer, and 50 ms of computing with each item."""
+    count, rounds = (12, 1) if quick else (100, 3)
+    line = Line(f"200 ms of latency, {count} items, 50 ms of computing each, 8 ahead: from the first item on", "<= 1.2x pure computing")
+    line.timings = {label: Timing(kind) for label, (kind, _) in WAYS.items()} | {"computing": Timing(FLOOR)}
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=_serve, args=(there, count))
+    child.start()
+    try:
+        url = here.recv()
+        for number in range(rounds):
+            (folder / str(number)).mkdir()
+            for label, (_, way) in WAYS.items():
+                source = f"{url}/" if label.startswith("Forebay") and label != ADAPTER else Fetched(url)
+                with way(source, folder / str(number)) as pool:
+                    line.timings[label].wall.append(_compute(pool.stream([f"{i:03d}" for i in range(count)], ahead=8)))
+            line.timings["computing"].wall.append(_compute(iter(range(count))))
+    finally:
+        here.send(None)
+        child.join()
+    line.met = 1 / line.ratio("computing") <= 1.2
+    return [line]
+
+
+def _compute(stream: Iterator[Any]) -> float:
+    next(stream)
+    began = time.perf_counter()
+    time.sleep(0.05)
+    for _ in stream:
+        time.sleep(0.05)
+    return time.perf_counter() - began
+
+
+def _serve(pipe: Any, count: int) -> None:
+    from forebay.testing import ScriptedServer
+
+    with ScriptedServer() as server:
+        for i in range(count):
+            server.put(f"/{i:03d}", bytes(ITEM), latency=0.2)
+        pipe.send(server.url)
+        pipe.recv()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def memory(folder: Path, quick: bool) -> list[Line]:
+    """Lazies of which few fit the limit, and which nobody gets: their bytes are not kept in memory."""
+    size, count = 4 * MB, 16 if quick else 64
+    must = f"<= {WORKERS} workers x 4 MB, and 1 MB for the threads"
+    line = Line(f"{count} lazies of 4 MB, of which 2 fit the limit: most memory taken", must, unit="bytes")
+    for label, (kind, way) in WAYS.items():
+        (folder / label).mkdir()
+        peak, reads = in_time(120, _peak, way, size, folder / label, keys_of(count))
+        line.timings[label] = Timing(kind, [peak])
+        line.note += f"{'; ' if line.note else ''}{label} {peak / MB:.1f} MB, {reads} reads"
+    line.timings[f"{WORKERS} items"] = Timing(FLOOR, [WORKERS * size])
+    line.met = line.ours.median <= WORKERS * size + MB
+    return [line]
+
+
+def _peak(tell: Callable[[tuple[int, int]], None], way: Any, size: int, folder: Path, keys: list[str]) -> None:
+    """Until the source has not been read for half a second."""
+    give_back_at_once()
+    source = Slow(size)
+    with way(source, folder, 2 * size + 4 * KB) as pool:
+        before, most, quiet, reads = own_memory(), 0, time.monotonic(), 0
+        held = [pool.start(key) for key in keys]
+        while time.monotonic() < quiet + 0.5:
+            most = max(most, own_memory() - before)
+            if source.reads.value != reads:
+                reads, quiet = source.reads.value, time.monotonic()
+            time.sleep(0.002)
+        tell((most, reads))
+        assert len(held) == len(keys)
+
+
+ROWS = {"order": order, "once": once, "publishing": publishing, "demand": demand, "server": server, "memory": memory}
+
+if __name__ == "__main__":
+    main("prefetch", ROWS)
