@@ -227,9 +227,10 @@ class Loader:
             desk.news.put(None)
             threads = list(self._threads)
         until = None if patience is None else time.monotonic() + patience
+        if threading.current_thread() in threads:  # a source that closes: the others wait for what this one reads
+            return
         for thread in reversed(threads):  # the keeper last
-            if thread is not threading.current_thread():
-                thread.join(None if until is None else max(until - time.monotonic(), 0))
+            thread.join(None if until is None else max(until - time.monotonic(), 0))
         if self._job.session is not None:
             self._job.session.close()
 
