@@ -141,10 +141,10 @@ class Desk:
 
     def next_ready(self) -> tuple[Load, Prepared] | None:
         """What a worker is to read now. Caller: holds the lock."""
-        while self.ready:
+        while self.ready and self.keeping + len(self.brought) < 2 * self.job.workers:
             one = self.ready.popleft()
             load = one.mark()
-            if len(self.ready) <= self.job.workers // 2:
+            if len(self.ready) <= self.job.workers:
                 self.news.put(None)
             if one.taken:
                 continue
@@ -177,10 +177,9 @@ class Desk:
 
     def wanted(self) -> int:
         """How many more loads may be made ready. Caller: holds the lock."""
-        most = 2 * self.job.workers
-        if self.stalled or self.jammed or self.keeping + len(self.brought) >= most:
+        if self.stalled or self.jammed:
             return 0
-        return most - self.reading - len(self.ready)
+        return 3 * self.job.workers - self.reading - len(self.ready)
 
     def start(self, load: Load) -> Need | None:
         """Room for a load, out of what is promised; None if there is not enough. Caller: holds the lock."""
@@ -204,17 +203,21 @@ class Desk:
                 total = total.plus(self.need(load))
         return total.minus(self.room)
 
+    def is_supplied(self) -> bool:
+        """Whether the workers have enough to do for now. Asked without the lock: it may be wrong."""
+        return self.reading >= self.job.workers - 1 and len(self.ready) >= self.job.workers and not self.closing
+
     def lacking_soon(self) -> Need:
         """What lacks for the next loads, once few are left for the workers. Caller: holds the lock."""
         each = self.need_of(self.largest)
-        if self.closing or self.wanted() <= 0 or len(self.ready) + self.room.fits(each) > self.job.workers // 2:
+        if self.closing or self.wanted() <= 0 or len(self.ready) + self.room.fits(each) > self.job.workers:
             return NOTHING
         return self.lacking(self.at_once())
 
     def at_once(self) -> int:
         """For how many loads room is asked: not for so many that what was loaded before had none."""
         each = self.need_of(self.largest).size
-        return max(min(2 * self.job.workers, self.limit // (2 * each) if each else 1), 1)
+        return max(min(3 * self.job.workers, self.limit // (2 * each) if each else 1), 1)
 
     def ahead(self) -> Need:
         """What is worth having, if it costs nobody anything. Caller: holds the lock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import time
 from collections.abc import Sequence
 
 from forebay import errors
@@ -21,8 +22,11 @@ from forebay._model import Entry
 log = logging.getLogger("forebay.prefetch")
 
 TOGETHER = 16
+GATHER = 0.001
+"""Seconds that more may come in, while all workers have something to do: each wake of this thread takes the interpreter from them."""
 IDLE = 0.2
 """Seconds without news after which promised room is given back."""
+MOMENT = 0.005
 LOOK_AGAIN = 0.05
 """Seconds until room is asked for again where another process may have let some go."""
 
@@ -41,6 +45,7 @@ class Keeper:
         self._session = job.session.entry.id if job.session is not None else 0
         self._life = "cached" if job.keep else "held"
         self._said = False
+        self._let_go, self._ask_at = 0, 0.0
 
     def run(self) -> None:
         """Until the prefetcher is closed, and all that was read is kept."""
@@ -57,7 +62,7 @@ class Keeper:
         forgotten = self._forget(self._wait())
         self._scout.let_go()
         if not desk.closing:
-            self._scout.look()
+            self._look()
         with desk.lock:
             batch = [desk.brought.popleft() for _ in range(min(TOGETHER, len(desk.brought)))]
             desk.keeping = len(batch)
@@ -73,15 +78,20 @@ class Keeper:
                 self._retry()
             with desk.lock:
                 lacking = desk.lacking_soon()
-            if lacking != NOTHING:
+            if lacking != NOTHING and self._is_worth_asking():
                 self._ask(lacking)
             if (lacking != NOTHING or batch) and not desk.closing:
-                self._scout.look()  # room came, with what was kept too: no news tells of it
+                self._look()  # room came, with what was kept too: no news tells of it
             if over:
                 self._give_back()
         except errors.CacheFault as error:
             self._fault(error)
         return over
+
+    def _look(self) -> None:
+        refused = self._scout.look()
+        if refused is not None:
+            self.say_too_large(*refused)
 
     # -- news ------------------------------------------------------------------------------------------------------
 
@@ -93,11 +103,17 @@ class Keeper:
             busy = bool(desk.brought) or (desk.closing and not desk.reading)
             waiting = waiting or bool(desk.ready)
         gone: list[Mark] = []
+        pause = IDLE if has_room else None
+        if waiting or self._ask_at:
+            pause = LOOK_AGAIN if not self._ask_at else MOMENT
         try:
-            mark = desk.news.get(timeout=0 if busy else LOOK_AGAIN if waiting else IDLE if has_room else None)
+            mark = desk.news.get(timeout=0 if busy else pause)
+            if not busy and desk.is_supplied():
+                time.sleep(GATHER)
             while True:
                 if mark is not None:
                     gone.append(mark)
+                    self._let_go += mark.lease is not None
                 mark = desk.news.get_nowait()
         except queue.Empty:
             if has_room and not (busy or gone or waiting):
@@ -183,6 +199,7 @@ class Keeper:
                 del load
         self._store.count("fills", len(leases))
         self._store.count_stored(leases)
+        self._let_go += len(unheld)
         for lease in unheld:
             lease.close()
         if unheld and not self._job.keep:
@@ -260,13 +277,21 @@ class Keeper:
         with desk.lock:
             desk.work.notify_all()
 
+    def _is_worth_asking(self) -> bool:
+        """Where there was room for some only, it is not asked for again before some more were let go, or a moment went by."""
+        desk = self.desk
+        stands = not (desk.reading or desk.ready)
+        return stands or self._let_go >= desk.at_once() // 2 or time.monotonic() >= self._ask_at
+
     def _ask(self, lacking: Need) -> None:
         """Room for those that come next: for as many of them as can be."""
         desk = self.desk
+        self._let_go, self._ask_at = 0, 0.0
         try:
             try:
                 self._credit.ask(lacking)
             except errors.NoSpace:
+                self._ask_at = time.monotonic() + MOMENT
                 with desk.lock:
                     lacking = self._fitting()
                 if lacking != NOTHING:

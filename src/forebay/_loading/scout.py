@@ -21,9 +21,11 @@ class Scout:
 
     def __init__(self, job: Job, desk: Desk) -> None:
         self._job, self._store, self._desk = job, job.store, desk
+        self._refused: tuple[str, int] | None = None
 
-    def look(self) -> bool:
-        """Look for those that nobody looked for, and get ready as many as there is room for. Whether there was anything to do."""
+    def look(self) -> tuple[str, int] | None:
+        """Look for those that nobody looked for, and get ready as many as there is room for. Gives key and size of one that is larger than
+        all the room there may be."""
         desk = self._desk
         loads: list[Load] = []
         started: dict[Load, Need] = {}
@@ -49,7 +51,8 @@ class Scout:
                     break
         if loads:
             self._sort(loads, started)
-        return bool(loads)
+        refused, self._refused = self._refused, None
+        return refused
 
     def _start(self, load: Load, started: dict[Load, Need]) -> bool:
         need = self._desk.start(load)
@@ -116,6 +119,7 @@ class Scout:
             desk.elsewhere.append(mark)
         elif load.size is not None and load.size > desk.limit:
             desk.set(load, State.PAST)
+            self._refused = load.key, load.size
         else:
             desk.missing.append(mark)
 
