@@ -119,7 +119,7 @@ class Scout:
             desk.elsewhere.append(mark)
         elif load.size is not None and load.size > desk.limit:
             desk.set(load, State.PAST)
-            self._refused = load.key, load.size
+            self._refused = self._refused or (load.key, load.size)
         else:
             desk.missing.append(mark)
 
