@@ -2,7 +2,7 @@
 
 A module imports only from those to its left:
 
-    errors _model | _kernel/ _engine/ (private) _config remote/ | origin | spaces samples | cache | adapters/ cli/
+    errors _model | _kernel/ _engine/ (private) _config remote/ | origin | spaces samples sources | prefetch | cache | adapters/ cli/
 
 Importing this package loads the standard library only; the engine comes with the first `Cache`.
 """
@@ -16,15 +16,17 @@ from forebay import errors as errors
 if TYPE_CHECKING:
     from forebay.cache import Cache as Cache
     from forebay.errors import ForebayError as ForebayError
+    from forebay.prefetch import Prefetcher as Prefetcher
     from forebay.remote import RemoteOptions as RemoteOptions
     from forebay.samples import Samples as Samples
 
 __version__ = "0.1.0"
-__all__ = ["Cache", "ForebayError", "RemoteOptions", "Samples", "__version__", "errors"]
+__all__ = ["Cache", "ForebayError", "Prefetcher", "RemoteOptions", "Samples", "__version__", "errors"]
 
 _PLACES = {
     "Cache": "forebay.cache",
     "ForebayError": "forebay.errors",
+    "Prefetcher": "forebay.prefetch",
     "RemoteOptions": "forebay.remote",
     "Samples": "forebay.cache",  # which `Samples.import_pfio` needs, to open the default one
 }
