@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from forebay import _config, errors, remote, samples
 from forebay._engine.fill import Waiting
@@ -21,8 +21,6 @@ from forebay._engine.store import Store
 from forebay._model import Buffer, Entry, Problem, Report, Victim
 from forebay.opening import is_network, open_store
 from forebay.origin import URLS, Ask, Origin, Target
-from forebay.prefetch import PassThrough as NoPrefetch
-from forebay.prefetch import Prefetcher, open_prefetcher
 from forebay.reports import OnProgress as OnProgress
 from forebay.reports import Plan as Plan
 from forebay.reports import Progress as Progress
@@ -32,6 +30,10 @@ from forebay.reports import WarmReport as WarmReport
 from forebay.samples import Samples, open_samples
 from forebay.spaces import Space, checked
 from forebay.warming import warm
+
+if TYPE_CHECKING:
+    from forebay.prefetch import PassThrough as NoPrefetch
+    from forebay.prefetch import Prefetcher
 
 log = logging.getLogger("forebay.cache")
 
@@ -209,6 +211,8 @@ class Cache:
         each `Lazy.get`; ``decoded`` keeps the value, through ``codec``. ``budget`` (bytes), ``max_count``: of the space, for all
         processes together. ``policy``: ``wait`` until somebody lets go when all is held; ``lru`` and ``freeze`` read past the cache then.
         ``keep=False``: an item goes when its last holder in any process is done with it. Raises `ConfigError`."""
+        from forebay.prefetch import open_prefetcher  # with all kinds of sources: half of those who open a cache never want it
+
         self._check_open()
         if not name or ":" in checked(name):
             raise errors.ConfigError(f"the space {name!r} cannot be named: not empty, and without ':'", name="name", value=name)
