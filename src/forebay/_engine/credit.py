@@ -173,7 +173,7 @@ class Credit:
         left = self.promised.minus(used)
         if more != NOTHING and self._budget.room.short(txn, self._want(left.plus(more)), row.id).fits:
             left = left.plus(more)
-        if not left.entries:
+        if left == NOTHING:  # bytes without entries stay promised: whoever has them asks for so much less
             reservations.delete(txn, row.id)
             return None
         row = replace(row, size=left.size, charge=left.charge, rows=left.entries)
