@@ -91,6 +91,12 @@ class Spilled(Lazy):
         """None that can be named."""
         return SourceInfo("", self.key)
 
+    def __del__(self) -> None:
+        """Dropped unread: its bytes go."""
+        lease: Lease | None = getattr(self, "_lease", None)
+        if lease is not None:
+            self._pool._let_go(lease)
+
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:

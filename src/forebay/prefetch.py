@@ -112,6 +112,7 @@ class Prefetcher(Pool):
             return Spilled(self, name, None, obj)
 
     def _spill(self, name: str, data: bytes) -> Lease:
+        self._loader.begin()
         return self._store.spill(self.name, f"~put/{name}~{secrets.token_hex(8)}", data)
 
     def _unspill(self, lease: Lease) -> Any:
@@ -119,9 +120,13 @@ class Prefetcher(Pool):
         if data is None:
             raise errors.Damaged(f"the spilled object {lease.entry.key!r} is damaged or gone: make it anew", key=lease.entry.key)
         value = codecs.codec("pickle").decode(data, lambda: memoryview(bytearray(data)))
+        self._let_go(lease)
+        return value
+
+    def _let_go(self, lease: Lease) -> None:
+        """Of what was spilled. Runs inside anything: nothing here waits."""
         lease.close()
         self._loader.drop(lease.entry)
-        return value
 
     def warm(self, keys: Iterable[str], on_progress: OnProgress | None = None) -> WarmReport:
         """Have items in the cache, and hold none. ``on_progress`` is told of each that is there. What is there already costs no read: an

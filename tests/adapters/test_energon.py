@@ -19,7 +19,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from tests.harness import MiB, fork, in_child
+from tests.harness import KiB, MiB, fork, in_child
 
 pytest.importorskip("megatron.energon")
 
@@ -27,7 +27,7 @@ from megatron.energon import TextSample
 from megatron.energon.cache import CachePool, DecodeFileStore, FileStore, FileStoreDecoder, Lazy
 from megatron.energon.source_info import SourceInfo
 
-from forebay.adapters.energon import FileCacheLazy, FileStoreCachePool, NoCachePool
+from forebay.adapters.energon import FileCacheLazy, FileStoreCachePool, NoCachePool, SpilledLazy
 
 HANG = 30.0
 GIB = 1 << 30
@@ -270,6 +270,17 @@ def test_an_item_goes_with_its_last_holder(make: Callable[..., FileStoreCachePoo
     gc.collect()
     come_to(lambda: held(pool) == (0, 0))
     assert sorted(store.reads) == ["a.txt", "b.txt"]
+
+
+def test_what_was_put_goes_when_it_was_read_or_dropped(make: Callable[..., FileStoreCachePool]) -> None:
+    pool = make()
+    read, dropped = pool.to_cache(os.urandom(256 * KiB), "read"), pool.to_cache(os.urandom(256 * KiB), "dropped")
+    assert isinstance(read, SpilledLazy)
+    assert len(read.get()) == 256 * KiB
+    del dropped
+    gc.collect()
+    come_to(lambda: held(pool) == (0, 0))
+    assert len(read.get()) == 256 * KiB
 
 
 def test_raw_keeps_what_the_store_holds(make: Callable[..., FileStoreCachePool], store: Store) -> None:

@@ -59,6 +59,11 @@ class Loader:
             self._add_thread()
         return load
 
+    def begin(self) -> None:
+        """Have the threads, one of which does what `drop` asks for."""
+        if not self._threads and not host.forked_unseen():
+            self._add_thread()
+
     def _add_thread(self) -> None:
         with self._desk.lock:
             count = len(self._threads)
