@@ -26,7 +26,7 @@ def demo(
     workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Processes that read.")] = 4,
     as_json: JsonOption = False,
 ) -> None:
-    """See it work: offline, about half a minute. Worker processes read real data over HTTP twice; one is killed in the middle.
+    """See it work: offline, about half a minute. Worker processes read real data over HTTP twice, loading ahead; one is killed.
 
     The data are the library files of this Python, packed into shards; cache and data lie in a temporary folder that goes at the end.
     """

@@ -86,7 +86,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a worker told: ``"ready"``, a URL that it asks for, a dict of what it read, None (its list is done), or ``"gone"``."""
+    """What a worker told: ``"ready"``, a shard whose load begins, a dict of what it read, None (its list is done), or ``"gone"``."""
 
     index: int
     pid: int
@@ -95,9 +95,10 @@ class News:
 
 @dataclass(slots=True)
 class Crew:
-    """``count`` workers on one cache. A context manager; driven by one thread, stood still by another."""
+    """``count`` workers on one cache and the shards below one URL. A context manager; driven by one thread, stood still by another."""
 
     root: Path
+    url: str
     count: int
     news: queue.SimpleQueue[News] = field(default_factory=queue.SimpleQueue)
     workers: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -115,7 +116,7 @@ class Crew:
                 _end(process)
 
     def _start(self, index: int) -> subprocess.Popen[str]:
-        process = start(worker.__name__, self.root)
+        process = start(worker.__name__, self.root, self.url)
         threading.Thread(target=self._listen, args=(index, process), daemon=True).start()
         return process
 
@@ -137,9 +138,9 @@ class Crew:
                 raise DemoFailed(f"worker {news.index + 1} ended by itself; its last words stand above")
             return news
 
-    def give(self, index: int, urls: Sequence[str]) -> None:
+    def give(self, index: int, names: Sequence[str]) -> None:
         pipe = _pipe(self.workers[index].stdin)
-        pipe.write(json.dumps(list(urls)) + "\n")
+        pipe.write(json.dumps(list(names)) + "\n")
         pipe.flush()
 
     def replace(self, index: int) -> int:

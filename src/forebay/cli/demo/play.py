@@ -78,10 +78,10 @@ def play(folder: Path, scene: Scene, screen: Screen) -> Result:
     with (
         Served(remote, scene.latency, scene.rate) as served,
         Cache(root, budget=budget) as cache,
-        Crew(root, scene.workers) as crew,
+        Crew(root, served.url, scene.workers) as crew,
         Sampler(crew) as sampler,
     ):
-        course = _Course(scene, screen, served, cache, crew, sampler, budget, {f"{served.url}/{shard.name}": shard for shard in shards})
+        course = _Course(scene, screen, served, cache, crew, sampler, budget, {shard.name: shard for shard in shards})
         pace = f"{format_size(scene.rate)}/s after {scene.latency * 1000:.0f} ms"
         screen.say(f"{scene.workers} workers, {format_size(data)} behind a server that gives {pace}")
         epochs = (course.epoch(1, kill=True), course.epoch(2))
@@ -106,14 +106,14 @@ class _Course:
     damaged: int = 0
 
     def epoch(self, number: int, *, kill: bool = False) -> Epoch:
-        """Each worker reads every shard, in an order of its own. With ``kill`` one dies by -9 in a fetch, after a third of the reads."""
+        """Each worker reads every shard, in an order of its own. With ``kill`` one dies by -9 in a fetch, after a quarter of the reads."""
         orders = [random.Random(f"{number} {index}").sample(list(self.shards), len(self.shards)) for index in range(self.scene.workers)]
         total = sum(len(order) for order in orders)
         self.screen.begin(number, [len(order) for order in orders])
         before, counted, began = self.cache.stats(), self.served.counts(), time.monotonic()
         for index, order in enumerate(orders):
             self.crew.give(index, order)
-        read = self._follow(orders, kill_at=total // 3 if kill else None)
+        read = self._follow(orders, kill_at=total // 4 if kill else None)
         seconds = time.monotonic() - began
         self.screen.end(seconds)
         return _difference(seconds, read, before, self.cache.stats(), counted, self.served.counts())
@@ -126,26 +126,26 @@ class _Course:
         while any(left):
             news = self.crew.next()
             if isinstance(news.said, dict):
-                left[news.index].discard(news.said["url"])
+                left[news.index].discard(news.said["name"])
                 reads, size = reads + 1, size + news.said["size"]
                 self._check(news.said)
                 self.screen.read(news.index, self.sampler.last, self.budget)
             elif news.said == "ready":  # the one that took the place of the killed
-                self.crew.give(news.index, [url for url in orders[news.index] if url in left[news.index]])
+                self.crew.give(news.index, [name for name in orders[news.index] if name in left[news.index]])
             elif news.said is not None:
                 if kill_at is not None and reads >= kill_at and not self.killed and news.said not in asked:
                     self._kill(news.index, news.said)
                 asked.add(news.said)
         return size
 
-    def _kill(self, index: int, url: str) -> None:
-        """Kill the one that has just begun to fetch ``url``, when some of it has come."""
-        time.sleep(self.scene.latency + 0.5 * self.shards[url].size / self.scene.rate)
+    def _kill(self, index: int, name: str) -> None:
+        """Kill the one that has just begun to load this shard, when some of it may have come."""
+        time.sleep(self.scene.latency + 0.5 * self.shards[name].size / self.scene.rate)
         self.killed = self.crew.replace(index)
         self.screen.say(f"worker {index + 1} (process {self.killed}) was killed with -9 in a fetch; another takes its place")
 
     def _check(self, said: Mapping[str, object]) -> None:
-        shard = self.shards[str(said["url"])]
+        shard = self.shards[str(said["name"])]
         self.damaged += (said["size"], said["crc"]) != (shard.size, shard.crc)
 
 

@@ -31,7 +31,7 @@ class Screen:
             self._console.print(Text(text), soft_wrap=True)
 
     def begin(self, number: int, shards: Sequence[int]) -> None:
-        self.say(f"epoch {number}: each worker reads all {shards[0]} shards, in an order of its own")
+        self.say(f"epoch {number}: each worker reads all {shards[0]} shards, in an order of its own, and loads the next ones meanwhile")
         self._progress = self._new()
         self._workers = [self._progress.add_task(f"worker {n + 1}", total=total, about="") for n, total in enumerate(shards)]
         self._all = self._progress.add_task("all", total=sum(shards), about="")

@@ -1,7 +1,7 @@
-"""A worker of the demo: reads shards through the cache and goes through every file in them, as a data loader does.
+"""A worker of the demo: goes through every file of its shards, as a data loader does, while a prefetcher has the next ones on their way.
 
-``python -m forebay.cli.demo.worker ROOT``: takes a JSON list of URLs a line. Tells, a line of JSON each: a URL before it is
-read, what was read, and ``null`` at the end of the list.
+``python -m forebay.cli.demo.worker ROOT URL``: takes a JSON list of names below URL a line. Tells, a line of JSON each: a name when
+its load begins, what was read of it, and ``null`` at the end of the list.
 """
 
 from __future__ import annotations
@@ -11,31 +11,35 @@ import json
 import sys
 import tarfile
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from forebay import Cache
+from forebay.sources import UrlSource
+
+AHEAD = 2
+"""Shards that load while the worker is at one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
     """One shard that was read: ``lines`` of source text in ``files``; ``crc`` of all its bytes."""
 
-    url: str
+    name: str
     size: int
     crc: int
     files: int
     lines: int
 
 
-def read(cache: Cache, url: str) -> Read:
-    data = cache.read(url)
+def read(name: str, data: bytes) -> Read:
     files = lines = 0
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         for member in tar:
             source = tar.extractfile(member)
             if source is not None:
                 files, lines = files + 1, lines + source.read().count(b"\n")
-    return Read(url, len(data), zlib.crc32(data), files, lines)
+    return Read(name, len(data), zlib.crc32(data), files, lines)
 
 
 def _tell(value: object) -> None:
@@ -43,13 +47,23 @@ def _tell(value: object) -> None:
     sys.stdout.flush()
 
 
+def _told(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        _tell(name)
+        yield name
+
+
 def main() -> None:
-    with Cache(sys.argv[1]) as cache:
+    root, url = sys.argv[1:]
+    source = UrlSource(
+        url, version="of this demo"
+    )  # it does not change: so what one worker loaded stays for the others, and the next epoch
+    with Cache(root) as cache, cache.prefetcher(source, name="shards", workers=AHEAD + 1) as pool:
         _tell("ready")
         for line in sys.stdin:
-            for url in json.loads(line):
-                _tell(url)
-                _tell(asdict(read(cache, url)))
+            names = json.loads(line)
+            for name, data in zip(names, pool.stream(_told(names), ahead=AHEAD), strict=True):
+                _tell(asdict(read(name, data)))
             _tell(None)
 
 
