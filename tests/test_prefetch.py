@@ -1,0 +1,982 @@
+"""The prefetcher as a program uses it: lazies, limits, what is shared and what is kept."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pickle
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay.pools import PassThrough
+from forebay.prefetch import Prefetcher
+from forebay.sources import DecodedSource, SourceInfo
+from tests.harness import Gate, MiB, fork, in_child
+from tests.items import Items, Sized, body, until
+
+KEYS = [f"k{i}" for i in range(40)]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
+    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0) as cache:
+        yield cache
+        assert cache.check(deep=True) == []
+
+
+@pytest.fixture
+def source() -> Items:
+    return Items()
+
+
+@pytest.fixture
+def pool(cache: forebay.Cache, source: Items) -> Iterator[Prefetcher]:
+    with cache.prefetcher(source, workers=2) as pool:
+        yield pool
+        source.go()
+
+
+@pytest.fixture
+def lone(cache: forebay.Cache, source: Items) -> Iterator[Prefetcher]:
+    """One with a single worker, so that what stands behind its read is queued."""
+    with cache.prefetcher(source, workers=1) as pool:
+        yield pool
+        source.go()
+
+
+def in_thread(work: Any) -> Any:
+    """Run it aside; the call that this gives waits for what it gave, or raises what it raised."""
+    got: list[Any] = []
+
+    def run() -> None:
+        try:
+            got.append((True, work()))
+        except BaseException as error:
+            got.append((False, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(60)
+        assert not thread.is_alive()
+        good, value = got[0]
+        if not good:
+            raise value
+        return value
+
+    return result
+
+
+def kept(cache: forebay.Cache, space: str = "prefetch") -> set[str]:
+    """The keys of the items that are in the cache."""
+    names = [entry.key.rpartition("~")[0].rpartition("/")[2] for entry in cache.entries(space)]
+    return {name for name in names if name}
+
+
+# -- what the interface promises, with a cache and without -------------------------------------------------------------
+
+
+@pytest.fixture(params=["cache", "decoded", "off", "read-only", "bare"])
+def any_pool(request: pytest.FixtureRequest, cache: forebay.Cache, source: Items, tmp_path: Path) -> Iterator[Any]:
+    how = {"off": {"enabled": False}, "read-only": {"read_only": True}}.get(request.param, {})
+    with forebay.Cache(tmp_path / "root", **how) as home:
+        store = "decoded" if request.param == "decoded" else "raw"
+        with PassThrough(source) if request.param == "bare" else home.prefetcher(source, store=store) as pool:
+            assert isinstance(pool, Prefetcher) == (request.param in ("cache", "decoded"))
+            yield pool
+
+
+def test_a_lazy_gives_its_item(any_pool: Any) -> None:
+    lazy = any_pool.get_lazy("a")
+    assert lazy.key == "a"
+    value = lazy.get()
+    assert type(value) is bytes
+    assert value == body("a")
+    assert lazy.done
+    assert lazy.get() is value
+
+
+def test_many_in_order(any_pool: Any) -> None:
+    assert any_pool.get_many(KEYS) == [body(key) for key in KEYS]
+    assert list(any_pool.stream(iter(KEYS), ahead=7)) == [body(key) for key in KEYS]
+    assert list(any_pool.stream(KEYS, ahead=0)) == [body(key) for key in KEYS]
+    assert any_pool.get_many([]) == []
+    assert any_pool.get_many(["a", "b", "a"]) == [body("a"), body("b"), body("a")]
+    assert any_pool.get("a") == body("a")
+
+
+def test_what_the_source_raises_is_raised(any_pool: Any, source: Items) -> None:
+    source.faults["bad"] = fault = ZeroDivisionError("the source's own")
+    lazy = any_pool.get_lazy("bad")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError) as raised:
+            lazy.get()
+        assert raised.value is fault
+    with pytest.raises(ZeroDivisionError):
+        any_pool.get("bad")
+    with pytest.raises(ZeroDivisionError):
+        any_pool.get_many(["a", "bad"])
+    del source.faults["bad"]
+    assert any_pool.get_lazy("bad").get() == body("bad")
+
+
+def test_provenance_is_collected(any_pool: Any) -> None:
+    class Sample:
+        __sources__ = None
+
+    info, more = SourceInfo("test://items", "a", None, ("a",)), SourceInfo("test://items", "b", None, ("b",))
+    lazy, other = any_pool.get_lazy("a"), any_pool.get_lazy("b")
+    assert lazy.source == info
+    for _ in range(2):  # at a second get too
+        sample: dict[str, Any] = {"__key__": "x"}
+        lazy.get(sample)
+        other.get(sample)
+        assert sample["__sources__"] == (info, more)
+    thing = Sample()
+    lazy.get(thing)
+    assert thing.__sources__ == (info,)
+    sample = {"__sources__": (more,)}
+    any_pool.get("a", sample)
+    assert sample["__sources__"] == (more, info)
+    assert lazy.get(object()) == body("a")  # what cannot take it is left alone
+
+
+def test_lazies_are_equal_by_source_and_key(any_pool: Any) -> None:
+    first, second, other = any_pool.get_lazy("a"), any_pool.get_lazy("a"), any_pool.get_lazy("b")
+    assert first == second
+    assert first != other
+    assert first != "a"
+    assert {first: 1}[second] == 1
+    assert len({first, second, other}) == 2
+    before = hash(first)
+    first.get()
+    assert (first == second, hash(first)) == (True, before)
+
+
+def test_put_gives_back_the_object(any_pool: Any) -> None:
+    lazy = any_pool.put({"a": [1, 2]}, "notes")
+    assert lazy.key == "notes"
+    assert lazy.get() == {"a": [1, 2]}
+    assert lazy.get() is lazy.get()
+    assert any_pool.put(None).get() is None
+    assert any_pool.put(1, "same") != any_pool.put(1, "same")
+
+
+def test_closed(any_pool: Any) -> None:
+    lazy, spilled = any_pool.get_lazy("a"), any_pool.put("x")
+    assert not any_pool.closed
+    any_pool.close()
+    any_pool.close()
+    assert any_pool.closed
+    for call in (lambda: any_pool.get_lazy("b"), lambda: any_pool.put(1), lambda: any_pool.get_many(["b"])):
+        with pytest.raises(errors.Closed):
+            call()
+        with pytest.raises(RuntimeError):
+            call()
+    assert lazy.get() == body("a")
+    assert spilled.get() == "x"
+
+
+def test_an_empty_item(any_pool: Any, source: Items) -> None:
+    source.sizes["empty"] = 0
+    assert any_pool.get_lazy("empty").get() == b""
+
+
+def test_it_takes_decode(cache: forebay.Cache, source: Items, tmp_path: Path) -> None:
+    off = forebay.Cache(tmp_path / "off", enabled=False)
+    for home in (cache, off):
+        with home.prefetcher(source, decode=lambda key, data: (key, len(data))) as pool:
+            assert pool.get_lazy("a").get() == ("a", 2000)
+            assert pool.get("b") == ("b", 2000)
+            assert pool.get_many(["c"]) == [("c", 2000)]
+
+
+# -- get: whatever the state of the load -------------------------------------------------------------------------------
+
+
+def test_done_it_is_read_from_the_cache(cache: forebay.Cache, pool: Prefetcher, source: Items) -> None:
+    lazy = pool.get_lazy("a")
+    until(lambda: kept(cache) == {"a"})
+    assert lazy.done
+    assert lazy.get() == body("a")
+    assert source.reads == ["a"]
+    assert pool.get_lazy("a").get() == body("a")
+    assert source.reads == ["a"]
+
+
+def test_running_it_is_waited_for(pool: Prefetcher, source: Items) -> None:
+    source.stop("a")
+    lazy = pool.get_lazy("a")
+    source.wait("a")
+    assert not lazy.done
+    waits = in_thread(lazy.get)
+    until(lambda: lazy._load is not None and lazy._load.waiting == 1)
+    source.go("a")
+    assert waits() == body("a")
+    assert source.reads == ["a"]
+
+
+def test_queued_it_is_read_by_who_wants_it(lone: Prefetcher, source: Items) -> None:
+    source.stop("busy")
+    busy, queued = lone.get_lazy("busy"), lone.get_lazy("queued")
+    source.wait("busy")
+    assert queued.get() == body("queued")
+    assert (source.reads, source.threads[1]) == (["busy", "queued"], threading.current_thread().name)
+    source.go("busy")
+    assert busy.get() == body("busy")
+    assert source.reads == ["busy", "queued"]
+
+
+def test_an_overtaken_load_is_kept_for_its_other_holders(cache: forebay.Cache, lone: Prefetcher, source: Items) -> None:
+    source.stop("busy")
+    busy, mine, others = lone.get_lazy("busy"), lone.get_lazy("a"), lone.get_lazy("a")
+    source.wait("busy")
+    assert mine.get() == body("a")
+    del mine
+    until(lambda: "a" in kept(cache), "the item")  # though the worker is at another one
+    assert others.get() == body("a")
+    assert source.reads == ["busy", "a"]
+    source.go()
+    busy.get()
+
+
+def test_two_threads_want_one_queued_item(lone: Prefetcher, source: Items) -> None:
+    source.stop("busy", "a")
+    busy, one, two = lone.get_lazy("busy"), lone.get_lazy("a"), lone.get_lazy("a")
+    source.wait("busy")
+    first = in_thread(one.get)
+    source.wait("a")
+    second = in_thread(two.get)
+    until(lambda: two._load is not None and two._load.waiting == 1)
+    source.go()
+    assert first() == second() == body("a")
+    assert source.reads == ["busy", "a"]
+    busy.get()
+
+
+def test_one_lazy_in_many_threads_gives_one_object(pool: Prefetcher, source: Items) -> None:
+    source.stop("a")
+    lazy = pool.get_lazy("a")
+    source.wait("a")
+    results = [in_thread(lazy.get) for _ in range(8)]
+    source.go()
+    values = [result() for result in results]
+    assert all(value is values[0] for value in values)
+    assert lazy.get() is values[0]
+
+
+def test_a_decoder_runs_once_for_a_lazy(cache: forebay.Cache, source: Items) -> None:
+    with cache.prefetcher(source, decode=lambda key, data: [key]) as pool:
+        lazy = pool.get_lazy("a")
+        lazy.get().append("changed by its owner")
+        assert lazy.get() == ["a", "changed by its owner"]
+        assert pool.get_lazy("a").get() == ["a"]
+
+
+def test_a_failure_reaches_every_holder_and_the_next_tries_again(pool: Prefetcher, source: Items) -> None:
+    source.stop("a")
+    source.faults["a"] = KeyError("not today")
+    holders = [pool.get_lazy("a") for _ in range(3)]
+    source.wait("a")
+    waits = [in_thread(lazy.get) for lazy in holders]
+    source.go("a")
+    for wait in waits:
+        with pytest.raises(KeyError, match="not today"):
+            wait()
+    assert source.reads == ["a"]
+    del source.faults["a"]
+    assert pool.get_lazy("a").get() == body("a")
+    assert source.reads == ["a", "a"]
+    with pytest.raises(KeyError):
+        holders[0].get()  # its own answer stays what it was
+
+
+def test_a_failure_is_not_remembered_by_the_cache(cache: forebay.Cache, pool: Prefetcher, source: Items) -> None:
+    source.faults["a"] = OSError("gone")
+    with pytest.raises(OSError, match="gone"):
+        pool.get_lazy("a").get()
+    assert kept(cache) == set()
+    source.faults.clear()
+    with cache.prefetcher(source) as other:
+        assert other.get_lazy("a").get() == body("a")
+
+
+@pytest.mark.parametrize("fault", [SystemExit, KeyboardInterrupt])
+def test_not_even_an_exit_ends_a_worker(lone: Prefetcher, source: Items, fault: type[BaseException]) -> None:
+    source.stop("a")
+    source.faults["a"] = fault()
+    lazy = lone.get_lazy("a")
+    source.wait("a")
+    wait = in_thread(lazy.get)
+    until(lambda: lazy._load is not None and lazy._load.waiting == 1)
+    source.go("a")
+    with pytest.raises(fault):
+        wait()
+    after = lone.get_lazy("b")
+    until(lambda: after.done)
+    assert source.threads[-1].startswith("forebay-prefetch")
+
+
+# -- what is asked for, and what is read -------------------------------------------------------------------------------
+
+
+def test_get_reads_past_the_cache(cache: forebay.Cache, pool: Prefetcher, source: Items) -> None:
+    assert pool.get("a") == pool.get("a") == body("a")
+    assert source.reads == ["a", "a"]
+    assert kept(cache) == set()
+    pool.get_lazy("a").get()
+    assert pool.get("a") == body("a")
+    assert source.reads == ["a"] * 4
+
+
+@pytest.mark.parametrize("key", ["", None, 3, b"a"])
+def test_a_key_that_is_none(pool: Prefetcher, key: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="key"):
+        pool.get_lazy(key)
+
+
+@pytest.mark.parametrize("key", ["a/b", "a b", "ä", "~", "a~b", "x:y", "../up", "%2F", "k" * 3000, "\ud800", "a\0b"], ids=ascii)
+def test_keys_are_any_text(cache: forebay.Cache, pool: Prefetcher, source: Items, key: str) -> None:
+    lazy = pool.get_lazy(key)
+    assert lazy.get() == source.body(key)
+    del lazy
+    until(lambda: pool.count == 1)
+    assert pool.get_lazy(key).get() == source.body(key)
+    assert source.reads == [key]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"store": "cooked"}, {"workers": 0}, {"max_count": -1}, {"policy": "fifo"}, {"codec": "yaml"}, {"name": ""}, {"name": "a:b"}]
+)
+def test_settings_that_make_no_sense(cache: forebay.Cache, source: Items, wrong: dict[str, Any]) -> None:
+    with pytest.raises(errors.ConfigError):
+        cache.prefetcher(source, **wrong)
+
+
+def test_a_source_that_gives_something_else_than_bytes(cache: forebay.Cache) -> None:
+    class Odd:
+        uri, version = "test://odd", "1"
+
+        def __getitem__(self, key: str) -> Any:
+            return {"array": bytearray(b"abc"), "view": memoryview(b"abc")}.get(key, 17)
+
+    with cache.prefetcher(Odd()) as pool:
+        for key in ("array", "view"):
+            assert pool.get_lazy(key).get() == b"abc"
+            assert type(pool.get_lazy(key).get()) is bytes
+        with pytest.raises(errors.ConfigError, match=r"int.*decode"):
+            pool.get_lazy("number").get()
+
+
+def test_stream_keeps_a_window(cache: forebay.Cache, source: Items) -> None:
+    """Not one key more is taken than the window has, and it is loaded while the consumer is at work."""
+    taken: list[str] = []
+
+    def endless() -> Iterator[str]:
+        for i in range(10**9):
+            taken.append(f"k{i}")
+            yield taken[-1]
+
+    with cache.prefetcher(source, workers=4) as pool:
+        stream = pool.stream(endless(), ahead=8)
+        assert taken == []
+        for i in range(20):
+            assert next(stream) == body(f"k{i}")
+            assert len(taken) <= i + 9
+            until(lambda: len(source.reads) == len(taken), "the window")
+        del stream
+        gc.collect()
+        before = len(source.reads)
+        assert pool.get_lazy("other").get() == body("other")
+        assert len(source.reads) == before + 1
+    assert sorted(source.reads) == sorted([*taken, "other"])
+
+
+def test_a_dropped_stream_lets_go_of_what_is_queued(lone: Prefetcher, source: Items) -> None:
+    source.stop("k1")
+    stream = lone.stream(KEYS, ahead=30)
+    assert next(stream) == body("k0")
+    source.wait("k1")
+    del stream
+    gc.collect()
+    source.go()
+    assert lone.get_lazy("last").get() == body("last")
+    lone.close()
+    assert not set(source.reads) - {"k0", "k1", "last"}
+
+
+def test_stream_raises_at_the_item_and_refuses_nonsense(any_pool: Any, source: Items) -> None:
+    source.faults["k3"] = LookupError("k3")
+    stream = any_pool.stream(KEYS, ahead=10)
+    assert [next(stream) for _ in range(3)] == [body(key) for key in KEYS[:3]]
+    with pytest.raises(LookupError, match="k3"):
+        next(stream)
+    with pytest.raises(errors.ConfigError, match="-1"):
+        any_pool.stream(KEYS, ahead=-1)
+
+
+def test_warm_fills_and_tells(cache: forebay.Cache, pool: Prefetcher, source: Items) -> None:
+    told: list[tuple[str, str]] = []
+    source.faults["k7"] = ConnectionError("no k7")
+    report = pool.warm(iter(KEYS), on_progress=lambda progress: told.append((progress.url, progress.state)))
+    assert set(report.done) == set(KEYS) - {"k7"}
+    assert [key for key, _ in report.failed] == ["k7"]
+    assert "no k7" in str(report.failed[0][1])
+    assert {key for key, state in told if state == "done"} == set(report.done)
+    assert kept(cache) == set(KEYS) - {"k7"}
+    assert not any(entry.leased for entry in cache.entries("prefetch"))  # it holds nothing
+    source.faults.clear()
+    reads = len(source.reads)
+    assert pool.warm(KEYS).failed == ()
+    assert source.reads[reads:] == ["k7"]
+
+
+def test_warm_of_what_has_no_room(cache: forebay.Cache, source: Items) -> None:
+    with cache.prefetcher(source, budget=100_000) as pool:
+        source.sizes["huge"] = 200_000
+        report = pool.warm(["a", "huge", "b"])
+        assert set(report.done) == {"a", "b"}
+        assert [(key, type(error)) for key, error in report.failed] == [("huge", errors.NoSpace)]
+
+
+# -- what is kept, and for whom ----------------------------------------------------------------------------------------
+
+
+def test_each_item_is_read_once_by_two_pools(cache: forebay.Cache, pool: Prefetcher, source: Items) -> None:
+    with cache.prefetcher(source) as other:
+        lazies = [p.get_lazy(key) for key in KEYS for p in (pool, other)]
+        assert [lazy.get() for lazy in lazies] == [body(key) for key in KEYS for _ in (0, 1)]
+    assert sorted(source.reads) == sorted(KEYS)
+
+
+def test_keep_leaves_it_to_the_policy(cache: forebay.Cache, source: Items) -> None:
+    with cache.prefetcher(source) as pool:
+        pool.get_many(KEYS)
+    assert kept(cache) == set(KEYS)
+    again = Items()
+    with cache.prefetcher(again) as pool:
+        assert pool.get_many(KEYS) == [body(key) for key in KEYS]
+        assert (pool.count, again.reads) == (40, [])
+
+
+def test_without_keep_an_item_goes_with_its_last_holder(cache: forebay.Cache, source: Items) -> None:
+    with cache.prefetcher(source, keep=False) as pool:
+        lazies = [pool.get_lazy(key) for key in KEYS]
+        until(lambda: pool.count == 40)
+        lazies[0].get()  # its share is let go with the first get
+        del lazies[20:]
+        until(lambda: pool.count == 19)
+        held = lazies[1]
+        lazies.clear()
+        until(lambda: pool.count == 1)
+        assert (held.get(), source.reads.count("k1")) == (body("k1"), 1)
+        until(lambda: pool.used == pool.count == 0)
+
+
+def test_without_keep_the_last_holder_may_be_another_process(cache: forebay.Cache, source: Items, tmp_path: Path) -> None:
+    with cache.prefetcher(source, keep=False) as pool:
+        lazy: Any = pool.get_lazy("a")
+        until(lambda: kept(cache) == {"a"})
+        go = Gate()
+
+        def child() -> Any:
+            go.wait()
+            return lazy.get(), list(source.reads)
+
+        its = fork(child)
+        lazy = None
+        gc.collect()
+        cache.put("another", b"write")
+        assert kept(cache) == {"a"}
+        go.open()
+        value, reads = its.result()
+        go.close()
+        assert (value, reads) == (body("a"), ["a"])
+        until(lambda: cache.put("another", b"write") and pool.count == 0)
+
+
+def test_without_a_version_items_go_with_the_processes_that_use_them(cache: forebay.Cache, tmp_path: Path) -> None:
+    first = Items(version=None)
+    with cache.prefetcher(first) as pool:
+        pool.get_many(KEYS)
+        second = Items(version=None)
+        with cache.prefetcher(second) as other:  # at the same time: the same items
+            assert other.get_many(KEYS) == [body(key) for key in KEYS]
+            assert second.reads == []
+    gc.collect()
+    cache.put("next", b"write")
+    third = Items(version=None)
+    with cache.prefetcher(third) as pool:
+        pool.get_lazy("k1").get()
+        assert third.reads == ["k1"]
+
+
+@pytest.mark.parametrize("other", [{"version": "2"}, {"uri": "test://others"}])
+def test_what_makes_other_bytes_makes_other_items(cache: forebay.Cache, pool: Prefetcher, other: dict[str, Any]) -> None:
+    pool.get_lazy("a").get()
+    fresh = Items(**other)
+    with cache.prefetcher(fresh) as second:
+        second.get_lazy("a").get()
+        assert fresh.reads == ["a"]
+
+
+def test_a_source_with_versions_of_its_items(cache: forebay.Cache) -> None:
+    class Files(Items):
+        versions: ClassVar[dict[str, str | None]] = {}
+
+        def version_of(self, key: str) -> str | None:
+            return self.versions.get(key, "1")
+
+    source = Files(version=None)
+    with cache.prefetcher(source) as pool:
+        pool.get_many(["a", "b"])
+        source.versions["a"] = "2"
+        pool.get_many(["a", "b"])
+        assert sorted(source.reads) == ["a", "a", "b"]
+    with cache.prefetcher(again := Files(version=None)) as pool:
+        pool.get_many(["a", "b"])
+        assert again.reads == []  # they have a version: they stay
+
+
+def double(key: str, data: bytes) -> Any:
+    return data * 2
+
+
+def first(key: str, data: bytes) -> Any:
+    return data[:1]
+
+
+def test_raw_items_serve_any_decoder(cache: forebay.Cache, source: Items) -> None:
+    with cache.prefetcher(source, decode=double) as one, cache.prefetcher(source, decode=first) as two:
+        assert one.get_lazy("a").get() == body("a") * 2
+        assert two.get_lazy("a").get() == body("a")[:1]
+    assert source.reads == ["a"]
+
+
+def test_decoded_items_belong_to_their_decoder(cache: forebay.Cache, source: Items) -> None:
+    def get(decode: Any, version: str | None = None) -> Any:
+        with cache.prefetcher(DecodedSource(source, decode, version=version), store="decoded") as pool:
+            return pool.get_lazy("a").get()
+
+    assert (get(double), get(first), get(double)) == (body("a") * 2, body("a")[:1], body("a") * 2)
+    assert len(source.reads) == 2
+    assert get(double, "v2") == body("a") * 2
+    assert len(source.reads) == 3
+    with cache.prefetcher(source) as raw:
+        assert raw.get_lazy("a").get() == body("a")
+    assert len(source.reads) == 4
+
+
+def test_decoded_arrays_are_views(cache: forebay.Cache, source: Items) -> None:
+    numpy = pytest.importorskip("numpy")
+    decoded: list[str] = []
+
+    class Decode:
+        name = "array"
+
+        def __call__(self, key: str, data: bytes) -> Any:
+            decoded.append(key)
+            return numpy.frombuffer(data, "u1").reshape(20, -1)
+
+    with cache.prefetcher(source, decode=Decode(), store="decoded", codec="numpy") as pool:
+        for _ in range(3):
+            lazy = pool.get_lazy("a")
+            until(lambda: pool.count == 1)
+            array = lazy.get()
+            assert array.tobytes() == body("a")
+            assert not array.flags.writeable
+            assert not array.flags.owndata
+    assert decoded == ["a"]
+    with cache.prefetcher(source, decode=Decode(), store="decoded", codec="pickle") as pool:  # another codec: another item
+        assert pool.get_lazy("a").get().tobytes() == body("a")
+    assert decoded == ["a", "a"]
+
+
+def test_a_decoder_that_fails(cache: forebay.Cache, source: Items) -> None:
+    for store in ("raw", "decoded"):
+        bad = [True]
+
+        def decode(key: str, data: bytes) -> Any:
+            if bad[0]:  # noqa: B023
+                raise ArithmeticError(key)
+            return len(data)
+
+        with cache.prefetcher(source, decode=decode, store=store, name=store) as pool:
+            lazy = pool.get_lazy("a")
+            for _ in range(2):
+                with pytest.raises(ArithmeticError, match="a"):
+                    lazy.get()
+            bad.clear()
+            bad.append(False)
+            assert pool.get_lazy("a").get() == 2000
+
+
+def test_put_goes_with_its_last_holder(cache: forebay.Cache, pool: Prefetcher) -> None:
+    lazy = pool.put(bytes(300_000), "large")
+    small = pool.put([1, 2, 3], "small")
+    assert pool.count == 2
+    assert pool.used > 300_000
+    again = lazy
+    del lazy
+    gc.collect()
+    assert pool.count == 2
+    del again, small
+    until(lambda: cache.put("next", b"write") and pool.count == pool.used == 0, "the end of what was spilled")
+
+
+def test_put_of_what_does_not_pickle(pool: Prefetcher) -> None:
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+        pool.put(threading.Lock())
+    assert pool.count == 0
+
+
+def test_put_without_room_stays_in_memory(cache: forebay.Cache, source: Items, caplog: pytest.LogCaptureFixture) -> None:
+    with cache.prefetcher(source, budget=100_000) as pool:
+        lazy = pool.put(bytes(200_000), "too large")
+        assert pool.used == 0
+        assert lazy.get() == bytes(200_000)
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_wait_evicts_what_nobody_holds_the_oldest_first(cache: forebay.Cache, source: Items) -> None:
+    with cache.prefetcher(source, max_count=10, workers=2) as pool:
+        for key in KEYS[:10]:
+            pool.get_lazy(key).get()
+            until(lambda key=key: key in kept(cache))
+        held = pool.get_lazy("k0")
+        until(lambda: held.done)
+        assert "k0" not in source.reads[10:]
+        for key in ("new1", "new2", "new3"):
+            pool.get_lazy(key).get()
+            until(lambda key=key: key in kept(cache))
+        assert pool.count <= 10
+        left = kept(cache)
+        assert {"k0", "new1", "new2", "new3"} <= left
+        assert "k1" not in left
+        assert "k9" in left
+        assert held.get() == body("k0")
+
+
+@pytest.mark.parametrize("kind", [Items, Sized])
+def test_while_all_is_held_nothing_is_waited_for(cache: forebay.Cache, kind: type[Items]) -> None:
+    """The space is full of what lazies hold: who needs an item gets it from the source, and what was held goes when it is let go."""
+    source = kind()
+    with cache.prefetcher(source, max_count=4, workers=2) as pool:
+        held = [pool.get_lazy(key) for key in KEYS[:4]]
+        until(lambda: pool.count == 4)
+        more = [pool.get_lazy(key) for key in KEYS[4:8]]
+        assert [lazy.get() for lazy in more] == [body(key) for key in KEYS[4:8]]
+        assert pool.count == 4
+        assert kept(cache) == set(KEYS[:4])
+        late = pool.get_lazy("late")
+        held.clear()
+        until(lambda: "late" in kept(cache), "room")
+        assert late.get() == body("late")
+        assert source.reads.count("late") == 1
+
+
+def test_a_get_takes_the_bytes_that_wait_for_room(cache: forebay.Cache) -> None:
+    """Of a size that nobody knew before it was read: the load has the bytes, and has no room for them."""
+    source = Items()
+    source.sizes |= {"grown": 60_000}
+    with cache.prefetcher(source, budget=70_000, workers=2) as pool:
+        held = [pool.get_lazy(key) for key in KEYS[:8]]
+        until(lambda: pool.count == 8)
+        lazy = pool.get_lazy("grown")
+        source.wait("grown")
+        until(lambda: pool._loader._desk.stalled != [], "the stall")
+        assert lazy.get() == source.body("grown")
+        assert source.reads.count("grown") == 1
+        assert [one.get() for one in held] == [body(key) for key in KEYS[:8]]
+
+
+def test_a_size_that_is_told_is_reserved_before_the_read(cache: forebay.Cache) -> None:
+    source = Sized(50_000)
+    reserved: list[int] = []
+    source.on_read = lambda key: reserved.append(cache.stats().bytes_reserved)
+    source.sizes["huge"] = 3_000_000
+    with cache.prefetcher(source, workers=1) as pool:
+        small = pool.get_lazy("a")
+        until(lambda: small.done)
+        huge = pool.get_lazy("huge")
+        until(lambda: huge.done)
+        assert reserved[0] >= 50_000
+        assert reserved[1] >= 3_000_000
+    assert cache.stats().bytes_reserved == 0
+
+
+def test_of_unknown_sizes_the_largest_so_far_is_reserved(cache: forebay.Cache) -> None:
+    source = Items(50_000)
+    reserved: list[int] = []
+    source.on_read = lambda key: reserved.append(cache.stats().bytes_reserved)
+    with cache.prefetcher(source, workers=1) as pool:
+        for key in ("a", "b", "c"):
+            lazy = pool.get_lazy(key)
+            until(lambda lazy=lazy, key=key: lazy.done and key in kept(cache))
+        assert min(reserved[1:]) >= 50_000
+        until(lambda: cache.stats().bytes_reserved == 0, "what was not needed")
+        assert pool.used == 150_000
+
+
+def test_the_limits_hold(cache: forebay.Cache, source: Items) -> None:
+    source.sizes |= {f"k{i}": 500 + 400 * i for i in range(40)}
+    with cache.prefetcher(source, budget=100_000, workers=4) as pool:
+        for value, key in zip(pool.stream(KEYS * 3, ahead=16), KEYS * 3, strict=True):
+            assert value == source.body(key)
+            assert pool.used <= 100_000
+    with cache.prefetcher(source, max_count=7, name="few", workers=4) as pool:
+        for value, key in zip(pool.stream(KEYS * 3, ahead=16), KEYS * 3, strict=True):
+            assert value == source.body(key)
+            assert pool.count <= 7
+
+
+@pytest.mark.parametrize("size", [1000, 100_000, 400_000])
+@pytest.mark.parametrize("kind", [Items, Sized])
+def test_items_of_many_sizes_are_all_kept(cache: forebay.Cache, kind: type[Items], size: int) -> None:
+    source = kind()
+    chance = random.Random(size)
+    source.sizes = {key: size + chance.randrange(size // 2) for key in KEYS}
+    with cache.prefetcher(source, workers=3) as pool:
+        for key, found in zip(KEYS, pool.stream(KEYS, ahead=2), strict=True):
+            assert found == source.body(key)
+    assert kept(cache) == set(KEYS)
+    assert cache.stats().fallbacks == cache.stats().bytes_reserved == 0
+    assert len(source.reads) == 40
+
+
+def test_a_limit_of_nothing(cache: forebay.Cache, source: Items) -> None:
+    for limits in ({"budget": 0}, {"max_count": 0}):
+        with cache.prefetcher(source, name=next(iter(limits)), **limits) as pool:
+            assert pool.get_many(KEYS[:5]) == [body(key) for key in KEYS[:5]]
+            assert pool.count == pool.used == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "freeze", "wait"])
+def test_policies(cache: forebay.Cache, source: Items, policy: str) -> None:
+    with cache.prefetcher(source, max_count=10, policy=policy, workers=1) as pool:
+        for _ in range(2):
+            for key in KEYS[:20]:
+                assert pool.get_lazy(key).get() == body(key)
+        pool.close()
+        assert pool.count <= 10
+    if policy == "freeze":
+        assert kept(cache) <= set(KEYS[:12])
+    else:
+        assert "k19" in kept(cache)
+
+
+def test_a_quota_in_words(cache: forebay.Cache, source: Items) -> None:
+    with cache.prefetcher(source, budget="50kB") as pool:
+        pool.get_many(KEYS)
+        assert 10_000 < pool.used <= 50_000
+
+
+# -- closing, and what is dropped --------------------------------------------------------------------------------------
+
+
+def test_close_cancels_what_is_queued_and_waits_for_what_runs(cache: forebay.Cache, source: Items) -> None:
+    pool = cache.prefetcher(source, workers=1)
+    source.stop("a")
+    lazies = [pool.get_lazy(key) for key in ("a", "b", "c")]
+    source.wait("a")
+    closing = in_thread(pool.close)
+    until(lambda: pool.closed)
+    with pytest.raises(RuntimeError):
+        pool.get_lazy("d")
+    source.go("a")
+    closing()
+    assert source.reads == ["a"]
+    assert kept(cache) == {"a"}
+    assert [lazy.get() for lazy in lazies] == [body(key) for key in ("a", "b", "c")]
+    assert source.reads == ["a", "b", "c"]
+    assert [t for t in threading.enumerate() if t.name.startswith("forebay-prefetch")] == []
+
+
+def test_close_in_a_decoder_does_not_wait_for_itself(cache: forebay.Cache, source: Items) -> None:
+    pool = cache.prefetcher(source, workers=2)
+    source.on_read = lambda key: pool.close()
+    assert pool.get_lazy("a").get() == body("a")
+    source.on_read = None
+    pool.close()
+    assert pool.closed
+
+
+def test_the_cache_closes_its_pools(tmp_path: Path, source: Items) -> None:
+    with forebay.Cache(tmp_path / "root", budget=MiB) as cache:
+        pool = cache.prefetcher(source)
+        lazy = pool.get_lazy("a")
+    assert pool.closed
+    assert lazy.get() == body("a")
+    with pytest.raises(errors.Closed):
+        pool.get_lazy("b")
+
+
+def test_a_dropped_pool_ends_its_threads(cache: forebay.Cache, source: Items) -> None:
+    pool = cache.prefetcher(source)
+    lazy: Any = pool.get_lazy("a")
+    until(lambda: lazy.done)
+    del pool
+    gc.collect()
+    assert lazy.get() == body("a")
+    lazy = None
+    gc.collect()
+    until(lambda: [t for t in threading.enumerate() if t.name.startswith("forebay-prefetch")] == [], "the end of the threads")
+
+
+def test_a_dropped_lazy_that_is_queued_is_never_read(lone: Prefetcher, source: Items) -> None:
+    source.stop("busy")
+    busy = lone.get_lazy("busy")
+    source.wait("busy")
+    for key in KEYS:
+        lone.get_lazy(key)
+    last = lone.get_lazy("last")
+    source.go()
+    until(lambda: last.done)
+    assert source.reads == ["busy", "last"]
+    busy.get()
+
+
+def test_dropped_while_it_runs_its_room_comes_back(cache: forebay.Cache, source: Items) -> None:
+    with cache.prefetcher(source, workers=4, keep=False) as pool:
+        source.stop(*KEYS[:4])
+        lazies = [pool.get_lazy(key) for key in KEYS[:4]]
+        for key in KEYS[:4]:
+            source.wait(key)
+        lazies.clear()
+        source.go()
+        until(lambda: pool.used == pool.count == cache.stats().bytes_reserved == 0, "the room")
+    assert cache.entries("prefetch") == []
+
+
+def test_dropped_inside_the_pools_own_lock(pool: Prefetcher, source: Items) -> None:
+    """The collector may run anywhere, also in the middle of the pool's work."""
+    lazy: Any = pool.get_lazy("a")
+    until(lambda: lazy.done)
+    with pool._lock:
+        lazy = None
+        gc.collect()
+    done = in_thread(lambda: pool.get_lazy("b").get())
+    assert done() == body("b")
+
+
+def test_a_lazy_outlives_everything(tmp_path: Path, source: Items) -> None:
+    def make() -> list[Any]:
+        cache = forebay.Cache(tmp_path / "root", budget=MiB)
+        pool = cache.prefetcher(source)
+        return [pool.get_lazy("a"), pool.put("b")]
+
+    def child() -> list[Any]:
+        lazies = make()
+        gc.collect()
+        return [lazy.get() for lazy in lazies]
+
+    assert in_child(child) == [body("a"), "b"]
+
+
+# -- demand ------------------------------------------------------------------------------------------------------------
+
+
+def test_demand_goes_before_what_is_queued(lone: Prefetcher, source: Items) -> None:
+    source.stop("busy")
+    busy, queue = lone.get_lazy("busy"), [lone.get_lazy(f"q{i}") for i in range(1000)]
+    source.wait("busy")
+    assert lone.get_lazy("now").get() == body("now")
+    assert queue[-1].get() == body("q999")
+    assert source.reads == ["busy", "now", "q999"]
+    queue.clear()
+    source.go()
+    busy.get()
+
+
+def test_what_is_too_large_occupies_no_worker(cache: forebay.Cache, caplog: pytest.LogCaptureFixture) -> None:
+    """Its size is known: nobody reads it before it is wanted, and then whoever wants it."""
+    source = Sized()
+    source.sizes |= {"huge": 200_000, "vast": 300_000}
+    with cache.prefetcher(source, budget=100_000, workers=1) as pool:
+        huge, vast = pool.get_lazy("huge"), pool.get_lazy("vast")
+        assert pool.get_many(KEYS) == [body(key) for key in KEYS]
+        assert not {"huge", "vast"} & set(source.reads)
+        assert huge.get() == source.body("huge")
+        assert vast.get() == source.body("vast")
+        assert source.threads[-1] == threading.current_thread().name
+        assert huge.get() is huge.get()
+        until(lambda: len(kept(cache)) == 40, "the rest")  # nothing is evicted for what does not fit
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1
+    assert "200,000" in said[0]
+    assert "100,000" in said[0]
+
+
+def test_what_turns_out_too_large(cache: forebay.Cache, source: Items, caplog: pytest.LogCaptureFixture) -> None:
+    source.sizes["huge"] = 200_000
+    with cache.prefetcher(source, budget=100_000, workers=1) as pool:
+        huge = pool.get_lazy("huge")
+        assert pool.get_many(KEYS) == [body(key) for key in KEYS]
+        assert huge.get() == source.body("huge")
+        pool.close()
+        assert kept(cache) == set(KEYS)
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1
+    assert "200,000" in said[0]
+    assert "100,000" in said[0]
+
+
+@pytest.mark.parametrize("size", [20_000, 400_000])
+def test_memory_is_bounded_by_the_workers(cache: forebay.Cache, size: int) -> None:
+    """While all room is held, no more is read than a few items for each worker."""
+    source = Items(size)
+    with cache.prefetcher(source, max_count=2, workers=3) as pool:
+        held = [pool.get_lazy(key) for key in KEYS[:2]]
+        until(lambda: pool.count == 2)
+        waiting = [pool.get_lazy(key) for key in KEYS[2:]]
+        until(lambda: bool(pool._loader._desk.stuck or pool._loader._desk.stalled), "the stop")
+        assert len(source.reads) <= 2 + 2 * 3
+        held.clear()
+        assert [lazy.get() for lazy in waiting] == [source.body(key) for key in KEYS[2:]]
+
+
+# -- handles -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_arrives_by_pickle(cache: forebay.Cache, source: Items, tmp_path: Path) -> None:
+    source.journal = tmp_path / "journal"
+    with cache.prefetcher(source, max_count=30, decode=double, name="mine") as pool:
+        lazy = pool.get_lazy("a")
+        assert lazy.get() == body("a") * 2
+        until(lambda: kept(cache, "mine") == {"a"})
+        data = pickle.dumps((pool, lazy, pool.put([1])))
+
+    def child() -> Any:
+        arrived, its, spilled = pickle.loads(data)
+        return its.get(), arrived.get_lazy("b").get(), spilled.get(), arrived.name, its == arrived.get_lazy("a")
+
+    assert in_child(child) == (body("a") * 2, body("b") * 2, [1], "mine", True)
+    assert source.all_reads() == {"a": 1, "b": 1}
+
+
+def test_it_says_what_it_is(any_pool: Any) -> None:
+    assert "a" in repr(any_pool.get_lazy("a"))
+    assert any_pool.source.uri == "test://items"
+
+
+def test_counts(cache: forebay.Cache, pool: Prefetcher) -> None:
+    cache.reset_stats()
+    pool.get_many(KEYS)
+    until(lambda: pool.count == 40)
+    pool.get_many(KEYS)
+    stats = cache.stats()
+    assert (stats.misses, stats.hits, stats.fills) == (40, 40, 40)
+    assert stats.bytes_remote == stats.bytes_stored == stats.bytes_hit == 80_000
+    assert stats.fallbacks == 0
+    assert stats.spaces["prefetch"][0] == 40
