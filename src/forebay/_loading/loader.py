@@ -55,9 +55,12 @@ class Loader:
     def submit(self, key: str, name: str, bound: bool) -> Load:
         """The load of an item, begun if there is none. ``name``: in the cache; ``bound``: to the session. Raises `Closed`."""
         load = self._desk.load(key, name, bound)
+        self._have_threads()
+        return load
+
+    def _have_threads(self) -> None:
         if len(self._threads) <= self._job.workers and not host.forked_unseen():
             self._add_thread()
-        return load
 
     def begin(self) -> None:
         """Have the threads, one of which does what `drop` asks for."""
@@ -165,6 +168,7 @@ class Loader:
         """It was still queued: read it here, at once. None: it turned out to be in the cache. ``hold``: the key's lock, where it was looked
         for under it."""
         data: Buffer | None = None
+        self._have_threads()  # in a child of a fork there are none, and what is read is to be kept
         try:
             if hold is None:
                 found = self._await_turn(load)
