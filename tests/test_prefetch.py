@@ -15,6 +15,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.credit import Credit
 from forebay.pools import PassThrough
 from forebay.prefetch import Prefetcher
 from forebay.sources import DecodedSource, SourceInfo
@@ -944,6 +945,56 @@ def test_memory_is_bounded_by_the_workers(cache: forebay.Cache, size: int) -> No
         assert len(source.reads) <= 2 + 2 * 3
         held.clear()
         assert [lazy.get() for lazy in waiting] == [source.body(key) for key in KEYS[2:]]
+
+
+def test_until_it_is_published_it_is_served_from_memory(cache: forebay.Cache, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper stands still: nobody waits for it. Then it publishes all that came meanwhile, together."""
+    groups: list[int] = []
+    keepers: set[str] = set()
+    go, begun = threading.Event(), threading.Event()
+    keep = Credit.keep
+
+    def slow(self: Credit, items: Any, **how: Any) -> Any:
+        groups.append(len(items))
+        keepers.add(threading.current_thread().name)
+        begun.set()
+        assert go.wait(60)
+        return keep(self, items, **how)
+
+    monkeypatch.setattr(Credit, "keep", slow)
+    with cache.prefetcher(source, workers=6) as pool:
+        first = pool.get_lazy("k0")
+        assert begun.wait(60)
+        lazies = [pool.get_lazy(key) for key in KEYS[:10]]
+        assert [lazy.get() for lazy in (first, *lazies)] == [body(key) for key in ["k0", *KEYS[:10]]]
+        assert pool.count == 0
+        go.set()
+        until(lambda: pool.count == 10)
+    assert sorted(source.reads) == sorted(KEYS[:10])
+    assert sum(groups) == 10
+    assert len(groups) < 10
+    assert keepers == {"forebay-prefetch-keeper"}
+
+
+def test_faults_of_the_cache_reach_nobody(cache: forebay.Cache, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the engine raises while it keeps items: they are served, one warning is told, and later ones are kept again."""
+    bad = [True]
+    keep = Credit.keep
+
+    def broken(self: Credit, items: Any, **how: Any) -> Any:
+        if bad[0]:
+            raise errors.CacheFault("the disk went away")
+        return keep(self, items, **how)
+
+    monkeypatch.setattr(Credit, "keep", broken)
+    with cache.prefetcher(source) as pool:
+        assert pool.get_many(KEYS) == [body(key) for key in KEYS]
+        assert pool.count == 0
+        bad[0] = False
+        assert pool.get_many(KEYS) == [body(key) for key in KEYS]
+        until(lambda: pool.get_many(KEYS) != [] and pool.count == 40, "the recovery")
+    assert cache.stats().fallbacks > 0
+    assert cache.stats().bytes_reserved == 0
 
 
 # -- handles -----------------------------------------------------------------------------------------------------------
