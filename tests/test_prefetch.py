@@ -6,6 +6,7 @@ import gc
 import logging
 import pickle
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -995,6 +996,87 @@ def test_faults_of_the_cache_reach_nobody(cache: forebay.Cache, source: Items, m
         until(lambda: pool.get_many(KEYS) != [] and pool.count == 40, "the recovery")
     assert cache.stats().fallbacks > 0
     assert cache.stats().bytes_reserved == 0
+
+
+# -- when the cache or the source is odd -------------------------------------------------------------------------------
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_damaged_item_is_read_anew_and_kept_again(tmp_path: Path, source: Items, caplog: pytest.LogCaptureFixture) -> None:
+    source.length = 50_000
+    with forebay.Cache(tmp_path / "root", budget=8 * MiB, min_free=0) as cache, cache.prefetcher(source) as pool:
+        assert pool.get_lazy("a").get() == source.body("a")
+    (stored,) = [path for path in (tmp_path / "root" / "blobs").glob("*/*") if path.stat().st_size == 50_000]
+    stored.chmod(0o600)
+    with open(stored, "r+b") as file:
+        file.seek(20_000)
+        byte = file.read(1)
+        file.seek(20_000)
+        file.write(bytes([byte[0] ^ 1]))
+    with forebay.Cache(tmp_path / "root") as cache, cache.prefetcher(source) as pool:
+        for _ in range(2):
+            assert pool.get_lazy("a").get() == source.body("a")
+            until(lambda: pool.get_lazy("a").get() == source.body("a") and pool.count == 1)
+        assert source.reads.count("a") <= 3
+        reads = len(source.reads)
+        assert pool.get_lazy("a").get() == source.body("a")
+        assert len(source.reads) == reads
+        assert cache.stats().damaged == 1
+        assert cache.check(deep=True) == []
+    assert len(told(caplog)) == 1
+
+
+def test_the_root_is_deleted_meanwhile(tmp_path: Path, source: Items, caplog: pytest.LogCaptureFixture) -> None:
+    with forebay.Cache(tmp_path / "root", budget=8 * MiB, min_free=0) as cache, cache.prefetcher(source, workers=2) as pool:
+        lazies = [pool.get_lazy(key) for key in KEYS[:20]]
+        spilled = pool.put([1, 2])
+        until(lambda: pool.count == 21)
+        shutil.rmtree(tmp_path / "root")
+        assert [lazy.get() for lazy in lazies] == [body(key) for key in KEYS[:20]]
+        assert pool.get_many(KEYS) == [body(key) for key in KEYS]
+        until(lambda: pool.get_many(KEYS) != [] and pool.count >= 40, "the new root")
+        assert cache.check(deep=True) == []
+        del spilled
+    assert len(told(caplog)) <= 3
+
+
+def test_a_source_that_asks_the_pool(cache: forebay.Cache, source: Items) -> None:
+    """For a part that several items have in common: there are more of them than workers."""
+
+    class Composed:
+        uri, version = "test://composed", "1"
+        pool: Any = None
+
+        def __getitem__(self, key: str) -> bytes:
+            part = source["base"] if key == "base" else self.pool.get_lazy("base").get()
+            return bytes(part[:10]) + key.encode()
+
+    composed = Composed()
+    with cache.prefetcher(composed, workers=2) as pool:
+        composed.pool = pool
+        expected = [body("base")[:10] + key.encode() for key in KEYS]
+        assert in_thread(lambda: [value[-len(key) - 10 :] for key, value in zip(KEYS, pool.get_many(KEYS), strict=True)])() == expected
+        composed.pool = None
+
+
+def test_a_timeout_of_the_cache_bounds_a_wait(tmp_path: Path, source: Items) -> None:
+    stalls = threading.Event()
+
+    def first_stalls(key: str) -> None:
+        if len(source.reads) == 1:
+            assert stalls.wait(60)
+
+    source.on_read = first_stalls
+    with forebay.Cache(tmp_path / "root", budget=8 * MiB, timeout=0.2) as cache, cache.prefetcher(source) as pool:
+        lazy = pool.get_lazy("a")
+        source.wait("a")
+        assert lazy.get() == body("a")
+        assert source.reads == ["a", "a"]
+        assert cache.stats().fallbacks == 1
+        stalls.set()
 
 
 # -- handles -----------------------------------------------------------------------------------------------------------
