@@ -149,6 +149,11 @@ WAYS: dict[str, tuple[str, Any]] = {
 }
 
 
+def import_energon() -> None:
+    """Before a row forks: it takes seconds."""
+    import forebay.adapters.energon  # noqa: F401
+
+
 def consume(stream: Iterator[Any], keys: list[str]) -> None:
     """Look at each value: it is its key's."""
     for key, value in zip(keys, stream, strict=True):

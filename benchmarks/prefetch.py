@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, seconds
-from _prefetch import ENERGON, PLAIN, WAYS, WINDOW, WORKERS, Fetched, Slow, consume, give_back_at_once, in_time, own_memory
+from _prefetch import ENERGON, PLAIN, WAYS, WINDOW, WORKERS, Fetched, Slow, consume, give_back_at_once, import_energon, in_time, own_memory
 from engine import crowd
 
 KB, MB = 1_000, 1_000_000
@@ -95,6 +95,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 def once(folder: Path, quick: bool) -> list[Line]:
     """Source reads, where several processes want the same, or one asks for the same several times."""
+    import_energon()
     count = 40 if quick else 500
     return [_shared(folder / "in_step", count, False), _shared(folder / "apart", count, True), _thrice(folder / "thrice", count)]
 
@@ -253,6 +254,7 @@ def _serve(pipe: Any, count: int) -> None:
 
 def memory(folder: Path, quick: bool) -> list[Line]:
     """Lazies of which few fit the limit, and which nobody gets: their bytes are not kept in memory."""
+    import_energon()
     size, count = 4 * MB, 16 if quick else 64
     must = f"<= {WORKERS} workers x 4 MB, and 1 MB for the threads"
     line = Line(f"{count} lazies of 4 MB, of which 2 fit the limit: most memory taken", must, unit="bytes")

@@ -25,3 +25,15 @@ def test_the_table_of_samples_has_the_rows_that_were_asked_for(tmp_path: Path) -
     ]
     assert all("pfio" in row[5] and "diskcache" in row[5] for row in rows)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_of_loading_ahead_has_energon_in_it(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.energon")
+    words = [sys.executable, str(BENCHMARKS / "prefetch.py"), "--quick", "--folder", str(tmp_path), "once", "publishing"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    whats = ["4 processes", "4 processes", "40 items, each referenced 3 times", "200 items"]
+    assert all(row[1].strip().startswith(what) for row, what in zip(rows, whats, strict=True))
+    assert ["Energon" in row[5] for row in rows] == [True, True, True, False]
+    assert list(tmp_path.iterdir()) == []
