@@ -327,6 +327,79 @@ MUTANTS = (
         "            return True\n",
         "tests/engine/test_pack.py::test_two_handles_of_a_process_append_apart",
     ),
+    # Loading ahead
+    Mutant(
+        2, "who waited for another's read reads again", "_loading/loader.py",
+        "        try:\n            lease = self._store.take(space, name)\n",
+        "        try:\n            lease = None\n",
+        "tests/scenarios/test_prefetch.py::test_s06_thirty_two_want_one_item",
+    ),
+    Mutant(
+        2, "a failed load is told to nobody else", "_loading/steps.py",
+        "            self._store.note_failure(self._job.space, load.name, error)\n", "",
+        "tests/scenarios/test_prefetch.py::test_s06_a_failure_reaches_all_who_wait",
+    ),
+    Mutant(
+        3, "items without a version outlive those who use them", "prefetch.py",
+        "        bound = version is None and self._bound is not self._digest\n", "        bound = False\n",
+        "tests/test_prefetch.py::test_without_a_version_items_go_with_the_processes_that_use_them",
+    ),
+    Mutant(
+        4, "a size that is told is not reserved", "_loading/desk.py",
+        "        return self.need_of(self.largest if load.size is None else load.size)\n", "        return self.need_of(self.largest)\n",
+        "tests/test_prefetch.py::test_a_size_that_is_told_is_reserved_before_the_read",
+    ),
+    Mutant(
+        4, "bytes that are left of a promise are lost", "_engine/credit.py",
+        "        if left == NOTHING:", "        if not left.entries:",
+        "tests/test_prefetch.py::test_items_of_many_sizes_are_all_kept",
+    ),
+    Mutant(
+        9, "a child waits for what its parent was reading", "_loading/desk.py",
+        "            if load.state in (State.QUEUED, State.RUNNING):\n                load.state",
+        "            if load.state is State.QUEUED:\n                load.state",
+        "tests/scenarios/test_prefetch.py::test_s17_forked_while_loads_are_pending",
+    ),
+    Mutant(
+        9, "a child that only gets keeps nothing", "_loading/loader.py",
+        "        self._have_threads()  # in a child of a fork there are none, and what is read is to be kept\n", "",
+        "tests/scenarios/test_prefetch.py::test_s17_forked_while_loads_are_pending",
+    ),
+    Mutant(
+        11, "nobody is told that a load is done", "_loading/desk.py",
+        "        if state is not State.RUNNING and load.waiting:\n            self.settled.notify_all()\n", "",
+        "tests/test_prefetch.py::test_running_it_is_waited_for",
+    ),
+    Mutant(
+        2, "what is to be read is not looked for under its key's lock", "_loading/scout.py",
+        "[load.name for load in loads])", "[load.name for load in loads if load not in started])",
+        "tests/test_prefetch.py::test_each_item_is_read_once_by_two_pools",
+    ),
+    Mutant(
+        4, "what is promised ahead does not count against a quota", "_engine/credit.py",
+        "return Want(self._space.id, key, 0, need.size, charged", "return Want(self._space.id, key, 0, 0, charged",
+        "tests/engine/test_credit.py::test_a_promise_counts_against_the_limits_of_its_space",
+    ),
+    Mutant(
+        4, "an older promise grows beside a younger one unseen", "_engine/catalog/reservations.py",
+        "AND (granted OR ?2 = 0 OR id < ?2)", "AND (?2 = 0 OR id < ?2)",
+        "tests/engine/test_credit.py::test_a_promise_counts_against_the_limits_of_its_space",
+    ),
+    Mutant(
+        5, "a small value goes though it is leased", "_engine/eviction.py",
+        "            if not free or not entries.drop_value(txn, id):\n", "            if not entries.drop_value(txn, id):\n",
+        "tests/engine/test_credit.py::test_a_small_value_that_is_leased_makes_no_way",
+    ),
+    Mutant(
+        7, "what a dead process was promised stays promised", "_engine/catalog/reservations.py",
+        "AND (granted = 0 OR keyhash = 0)", "AND granted = 0",
+        "tests/engine/test_credit.py::test_a_dead_process_has_no_promise",
+    ),
+    Mutant(
+        7, "items outlive their session", "_engine/catalog/entries.py",
+        "SET life = 'held' WHERE validator", "SET life = 'cached' WHERE validator",
+        "tests/engine/test_credit.py::test_a_session_takes_its_entries_along",
+    ),
 )  # fmt: skip
 
 

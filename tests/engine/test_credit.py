@@ -1,0 +1,168 @@
+"""Room that is promised ahead: counted from the start, turned into entries many at a time, gone with its process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay import errors
+from forebay._engine.credit import NOTHING, Item, Need
+from forebay._engine.ranking import Scope
+from forebay._engine.store import Store
+from tests.harness import Gate, KiB, MiB, fork, opened
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with opened(tmp_path / "root", MiB) as found:
+        yield found
+        assert found.check(deep=True) == []
+
+
+def promised(store: Store) -> int:
+    return store.usage().reserved
+
+
+def items(count: int, size: int, begin: str = "k") -> list[Item]:
+    return [Item(f"{begin}{n}", bytes([n % 251]) * size) for n in range(count)]
+
+
+@pytest.mark.parametrize("size", [0, 100, 16 * KiB, 16 * KiB + 1, 100 * KiB])
+def test_what_is_promised_becomes_entries(store: Store, size: int) -> None:
+    credit = store.credit("ahead")
+    credit.ask(credit.need(size).times(5))
+    before = promised(store)
+    assert before == credit.promised.charge == 5 * credit.need(size).charge
+    leases = credit.keep(items(3, size))
+    assert [bytes(store.bytes_leased(lease) or b"") for lease in leases] == [item.data for item in items(3, size)]
+    assert credit.promised == credit.need(size).times(2)
+    assert promised(store) == credit.promised.charge
+    credit.give_back(credit.promised)
+    assert promised(store) == 0
+    for lease in leases:
+        lease.close()
+
+
+def test_a_large_one_comes_out_of_the_promise_too(store: Store) -> None:
+    credit = store.credit("ahead")
+    credit.ask(credit.need(400 * KiB).plus(credit.need(10)))
+    with credit.keep_large(Item("large", bytes(400 * KiB))) as lease:
+        assert store.bytes_leased(lease) == bytes(400 * KiB)
+        assert credit.promised == credit.need(10)
+    credit.give_back(credit.promised)
+
+
+def test_more_than_was_promised_is_not_kept(store: Store) -> None:
+    credit = store.credit("ahead")
+    credit.ask(credit.need(1000))
+    with pytest.raises(errors.CacheFault, match="were not promised"):
+        credit.keep(items(2, 1000))
+    assert store.entries("ahead") == []
+    credit.keep(items(1, 1000))[0].close()
+
+
+def test_a_promise_counts_against_the_budget(store: Store) -> None:
+    credit = store.credit("ahead")
+    credit.ask(credit.need(900 * KiB))
+    with pytest.raises(errors.NoSpace):
+        store.put("v", "k", bytes(200 * KiB))
+    credit.give_back(credit.promised)
+    store.put("v", "k", bytes(200 * KiB))
+
+
+@pytest.mark.parametrize(("quota", "count"), [(10_000, None), (None, 3)])
+def test_a_promise_counts_against_the_limits_of_its_space(store: Store, quota: int | None, count: int | None) -> None:
+    store.space("ahead", policy="wait", quota=quota, max_count=count)
+    first, second = store.credit("ahead"), store.credit("ahead")
+    first.ask(first.need(3000).times(3))
+    with pytest.raises(errors.NoSpace):
+        second.ask(second.need(3000))
+    assert second.free().fits(second.need(3000)) == 0
+    assert second.promised == NOTHING
+    first.give_back(first.need(3000))
+    second.ask(second.need(3000))
+    with pytest.raises(errors.NoSpace):  # it grows beside a younger one
+        first.ask(first.need(3000))
+    for credit in (first, second):
+        for lease in credit.keep(items(credit.promised.entries, 3000, begin=f"{id(credit)}-")):
+            lease.close()
+    first.ask(first.need(3000))  # evicts
+    assert len(store.entries("ahead")) == 2
+    first.give_back(first.promised)
+
+
+def test_more_is_promised_with_what_is_kept_if_it_costs_nobody_anything(store: Store) -> None:
+    store.space("ahead", policy="wait", quota=10_000)
+    credit = store.credit("ahead")
+    each = credit.need(2000)
+    credit.ask(each)
+    (lease,) = credit.keep(items(1, 2000), more=each.times(3))
+    assert credit.promised == each.times(3)
+    (other,) = credit.keep(items(1, 2000, begin="other"), more=each.times(2))  # would not fit
+    assert credit.promised == each.times(2)
+    assert len(store.entries("ahead")) == 2
+    lease.close()
+    other.close()
+    credit.give_back(credit.promised)
+
+
+def test_a_dead_process_has_no_promise(tmp_path: Path) -> None:
+    with opened(tmp_path / "root", MiB) as store:
+        asked, never = Gate(), Gate()
+
+        def child() -> None:
+            store.credit("ahead").ask(Need(900_000, 900 * KiB, 7))
+            asked.open()
+            never.wait()
+
+        its = fork(child)
+        asked.wait()
+        with pytest.raises(errors.NoSpace):
+            store.put("v", "k", bytes(500 * KiB))
+        its.kill()
+        with store._catalog.write() as txn:
+            store._owners.reap(txn)  # as whoever lacks room does; there are no files that a successor could go on with
+        assert promised(store) == 0
+        store.put("v", "k", bytes(500 * KiB))
+
+
+def test_a_small_value_that_is_leased_makes_no_way(store: Store) -> None:
+    """Where small values make way in the transaction that adds another: a lazy may hold one of them."""
+    credit = store.credit("ahead")
+    credit.ask(credit.need(10 * KiB))
+    (lease,) = credit.keep(items(1, 10 * KiB))
+    for n in range(90):
+        store.put("v", f"v{n}", bytes(10 * KiB))
+    store._ranking.pick(Scope())  # it is the coldest of those that are picked
+    for n in range(100, 200):
+        store.put("v", f"v{n}", bytes(10 * KiB))
+    assert store.bytes_leased(lease) == items(1, 10 * KiB)[0].data
+    lease.close()
+    for n in range(200):
+        store.put("v", f"w{n}", bytes(10 * KiB))
+    assert store.take("ahead", "k0") is None
+
+
+def test_a_session_takes_its_entries_along(store: Store) -> None:
+    session = store.join("ahead", "~session")
+    same = store.join("ahead", "~session")
+    assert session.entry.id == same.entry.id
+    credit = store.credit("ahead")
+    credit.ask(credit.need(10).times(40))
+    bound = [Item(f"bound{n}", b"x" * 10, session.entry.id) for n in range(20)]
+    leases = credit.keep([*bound, *items(20, 10, begin="free")])
+    for lease in leases[1:]:
+        lease.close()
+    session.close()
+    store.put("v", "k", b"a write")
+    assert len(store.entries("ahead")) == 41  # the other one is of it too
+    same.close()
+    for _ in range(5):
+        store.put("v", "k", b"a write")
+    assert {entry.key.strip("0123456789") for entry in store.entries("ahead")} == {"bound", "free"}
+    assert len(store.entries("ahead")) == 21  # one is leased
+    leases[0].close()
+    store.put("v", "k", b"a write")
+    assert len(store.entries("ahead")) == 20
