@@ -261,7 +261,7 @@ def test_s06_a_failure_reaches_all_who_wait(root: Path, children: Start, flag: C
     def fails(key: str) -> None:
         reading.set()
         assert fail.wait(60)
-        raise LookupError("the source has no such item")
+        raise LookupError(f"process {os.getpid()} found no such item")
 
     def rank() -> str:
         source.on_read = fails
@@ -277,7 +277,9 @@ def test_s06_a_failure_reaches_all_who_wait(root: Path, children: Start, flag: C
     until(lambda: len(waiting_in(root)) >= 4, "the waiters")
     time.sleep(0.3)  # so that they wait, and not only begin to; were it too short, there would be more reads, and the same answers
     fail.set()
-    assert ["no such item" in child.result() for child in born] == [True] * 4
+    said = [child.result() for child in born]
+    assert all("no such item" in text for text in said)
+    assert len(set(said)) < 4  # it is the same failure
     with forebay.Cache(root) as cache, cache.prefetcher(source) as pool:
         assert pool.get_lazy("a").get() == body("a")
 
@@ -409,7 +411,7 @@ def test_s17_forked_while_loads_are_pending(root: Path, children: Start) -> None
         def child() -> bool:
             source.go()  # of its own gates, though nobody here is behind them
             good = [lazy.get() for lazy in (done, *queued)] == [body(key) for key in ("done", "q0", "q1", "q2")]
-            until(lambda: pool.count >= 4, "the child's keeping")  # the parent keeps its own meanwhile
+            until(lambda: sum("/q" in entry.key for entry in cache.entries(pool.name)) == 3, "the child's keeping")
             return good and [lazy.get() for lazy in running] == [body("r0"), body("r1")]
 
         born = children(child)
