@@ -157,6 +157,14 @@ class Desk:
             self.discarded.append(one)
         return None
 
+    def discard_ready(self) -> None:
+        """No worker comes any more. Caller: holds the lock."""
+        for one in self.ready:
+            if not one.taken:
+                one.taken = True
+                self.discarded.append(one)
+        self.ready.clear()
+
     def take_over(self, load: Load) -> Prepared | None:
         """Somebody reads it who cannot wait. Caller: holds the lock."""
         one, load.prepared = load.prepared, None

@@ -27,7 +27,7 @@ GATHER = 0.001
 IDLE = 0.2
 """Seconds without news after which promised room is given back."""
 MOMENT = 0.005
-LOOK_AGAIN = 0.05
+LOOK_AGAIN = 0.1
 """Seconds until room is asked for again where another process may have let some go."""
 
 
@@ -69,6 +69,10 @@ class Keeper:
             if batch:
                 desk.spared.notify_all()
             over = desk.closing and not (batch or desk.reading)
+            if desk.closing:
+                desk.discard_ready()
+        if desk.closing:
+            self._scout.let_go()
         try:
             if forgotten:
                 self._store.drop(forgotten)
@@ -78,7 +82,9 @@ class Keeper:
                 self._retry()
             with desk.lock:
                 lacking = desk.lacking_soon()
-            if lacking != NOTHING and self._is_worth_asking():
+            if lacking == NOTHING:
+                self._ask_at = 0.0
+            elif self._is_worth_asking():
                 self._ask(lacking)
             if (lacking != NOTHING or batch) and not desk.closing:
                 self._look()  # room came, with what was kept too: no news tells of it
@@ -105,7 +111,7 @@ class Keeper:
         gone: list[Mark] = []
         pause = IDLE if has_room else None
         if waiting or self._ask_at:
-            pause = LOOK_AGAIN if not self._ask_at else MOMENT
+            pause = LOOK_AGAIN if waiting else MOMENT
         try:
             mark = desk.news.get(timeout=0 if busy else pause)
             if not busy and desk.is_supplied():
@@ -292,8 +298,9 @@ class Keeper:
                 self._credit.ask(lacking)
             except errors.NoSpace:
                 self._ask_at = time.monotonic() + MOMENT
+                free = self._credit.free()
                 with desk.lock:
-                    lacking = self._fitting()
+                    lacking = self._fitting(free)
                 if lacking != NOTHING:
                     self._credit.ask(lacking)
         except errors.NoSpace as error:
@@ -303,9 +310,8 @@ class Keeper:
             desk.room, desk.stuck = desk.room.plus(lacking), False
             desk.work.notify_all()
 
-    def _fitting(self) -> Need:
-        """What lacks for the next one, or for as many as fit beside what is there. Caller: holds the lock."""
-        free = self._credit.free()
+    def _fitting(self, free: Need) -> Need:
+        """What lacks for the next one, or for as many as ``free`` is enough for. Caller: holds the lock."""
         for times in range(self.desk.at_once(), 1, -1):
             lacking = self.desk.lacking(times)
             if free.covers(lacking):

@@ -84,12 +84,13 @@ class Scout:
                 for load in loads:
                     if load.state is State.QUEUED:
                         desk.set(load, State.PAST)
-        with desk.lock:
-            for load in loads:
-                self._place(load, found.get(load.name), started.get(load), holds, failed, epoch, now)
-            desk.work.notify(len(desk.ready))
-        for hold in holds.values():
-            hold.release()
+        finally:
+            with desk.lock:
+                for load in loads:
+                    self._place(load, found.get(load.name), started.get(load), holds, failed, epoch, now)
+                desk.work.notify(len(desk.ready))
+            for hold in holds.values():
+                hold.release()
 
     def _place(
         self, load: Load, lease: Lease | None, need: Need | None, holds: dict[Load, KeyHold], failed: dict[Load, Exception], epoch: int,

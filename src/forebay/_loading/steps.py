@@ -43,17 +43,18 @@ class Steps:
             if desk.settle_room(given, epoch, len(data)):
                 brought.promised, brought.epoch = brought.needs, desk.epoch
             too_large = len(data) > desk.limit
-            if too_large and not load.waiting:
+            over = epoch < 0 and desk.closing  # the keeper may be gone
+            if (too_large or over) and not load.waiting:
                 desk.set(load, State.PAST)
             else:
                 desk.set(load, State.READ, data=data)
-            if not too_large and (epoch >= 0 or len(desk.brought) < 2 * self._job.workers):
+            if not (too_large or over) and (epoch >= 0 or len(desk.brought) < 2 * self._job.workers):
                 desk.brought.append(brought)
                 desk.news.put(None)
                 return
         if too_large:
             self._keeper.say_too_large(load.key, len(data))
-        else:
+        elif not over:
             with desk.lock:
                 desk.queue_again(load)
         hold.release()

@@ -30,11 +30,11 @@ class Worker:
         """One load, or one sleep. What is worked on is known to this call alone: a thread that sleeps keeps no load alive."""
         desk = self._desk
         with desk.lock:
+            if desk.closing:
+                return False
             ready = desk.next_ready()
-            unsized = desk.next_queued(desk.unsized) if ready is None and not desk.closing else None
+            unsized = desk.next_queued(desk.unsized) if ready is None else None
             if ready is None and unsized is None:
-                if desk.closing:
-                    return False
                 if not desk.elsewhere or desk.watched:
                     desk.work.wait()
                     return True
