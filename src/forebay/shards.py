@@ -32,7 +32,7 @@ PAST = (errors.CacheFault, errors.WaitTimeout, errors.Closed)
 class Indexed(NamedTuple):
     """An index, and the version of the shard that it is of: never one without the other."""
 
-    index: Index
+    members: Index
     info: ObjectInfo
 
 

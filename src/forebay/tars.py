@@ -88,7 +88,7 @@ class TarSource:
         raise AssertionError("unreachable: the last turn returns or raises")
 
     def _read(self, shard: str, name: str, found: Indexed) -> bytes:
-        span = found.index.get(name)
+        span = found.members.get(name)
         if span is None:
             raise errors.NotFound(f"{self._shown(shard)} has no member {name!r}", url=self._shown(shard))
         data = self._reach.part(self._url(shard), span, found.info.validator)
@@ -104,7 +104,7 @@ class TarSource:
             coming = deque((shard, pool.submit(self._shards.index, url)) for shard, url in islice(names, AT_ONCE))
             while coming:
                 shard, found = coming.popleft()
-                index = found.result().index
+                index = found.result().members
                 coming.extend((each, pool.submit(self._shards.index, url)) for each, url in islice(names, 1))
                 yield from (f"{shard}/{name}" for name in index)
 
@@ -116,7 +116,7 @@ class TarSource:
         """Bytes of a member; None if it cannot be told: reading it will tell why."""
         try:
             shard, name = self._split(key)
-            span = self._shards.index(self._url(shard)).index.get(name)
+            span = self._shards.index(self._url(shard)).members.get(name)
         except (errors.RemoteError, errors.Offline):
             return None
         return None if span is None else span.length

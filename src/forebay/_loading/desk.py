@@ -217,10 +217,10 @@ class Desk:
 
     def lacking_soon(self) -> Need:
         """What lacks for the next loads, once few are left for the workers. Caller: holds the lock."""
-        each = self.need_of(self.largest)
-        if self.closing or self.wanted() <= 0 or len(self.ready) + self.room.fits(each) > self.job.workers:
+        if self.closing or self.wanted() <= 0:
             return NOTHING
-        return self.lacking(self.at_once())
+        enough = len(self.ready) + self.room.fits(self.need_of(self.largest)) > self.job.workers
+        return NOTHING if enough and self.lacking(1) == NOTHING else self.lacking(self.at_once())
 
     def at_once(self) -> int:
         """For how many loads room is asked: not for so many that what was loaded before had none."""

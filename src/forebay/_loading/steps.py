@@ -52,6 +52,9 @@ class Steps:
                 desk.brought.append(brought)
                 desk.news.put(None)
                 return
+            if brought.is_promised(desk.epoch):  # it is not kept now: its room is for others
+                desk.room = desk.room.plus(brought.promised)
+                desk.news.put(None)
         if too_large:
             self._keeper.say_too_large(load.key, len(data))
         elif not over:
