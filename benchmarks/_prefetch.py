@@ -127,6 +127,14 @@ def forebay(source: Any, folder: Path, limit: int | None = None, **how: Any) -> 
             yield _Ours(pool)
 
 
+def clear(folder: Path) -> None:
+    """What was kept goes before the system writes it out, as Energon's files do, and as what is in RAM does."""
+    import forebay as package
+
+    with package.Cache(folder / "forebay", budget=BUDGET) as cache:
+        cache.clear().execute()
+
+
 class _Ours(Ahead):
     def __init__(self, pool: Any) -> None:
         super().__init__(lambda key: pool.get_lazy(key).get, pool.get)

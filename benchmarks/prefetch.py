@@ -15,7 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, seconds
-from _prefetch import ENERGON, PLAIN, WAYS, WINDOW, WORKERS, Fetched, Slow, consume, give_back_at_once, import_energon, in_time, own_memory
+from _prefetch import (
+    ENERGON,
+    PLAIN,
+    WAYS,
+    WINDOW,
+    WORKERS,
+    Fetched,
+    Slow,
+    clear,
+    consume,
+    give_back_at_once,
+    import_energon,
+    in_time,
+    own_memory,
+)
 from engine import crowd
 
 KB, MB = 1_000, 1_000_000
@@ -36,35 +50,49 @@ def keys_of(count: int) -> list[str]:
 # -- in order ----------------------------------------------------------------------------------------------------------
 
 
+SCRATCH = "Forebay, keep=False"
+
+
 def order(folder: Path, quick: bool) -> list[Line]:
-    """Items of 100 KB from a source with 5 ms of latency, 8 workers, 64 ahead, read in order; and within 2 MB."""
+    """Items of 100 KB from a source with 5 ms of latency, 8 workers, 64 ahead, read in order; and within 2 MB.
+
+    With ``keep=False`` an item goes once it was read, as all do in Energon and in the thread pool; else all are kept for later."""
     count, rounds = (100, 2) if quick else (2_000, 9)
-    line = Line(f"{count:,} items of 100 KB in order, 5 ms of latency, 8 workers, 64 ahead: time per item", f">= 0.97x {PLAIN}; >= Energon")
+    (folder / "small").mkdir()
     parts: dict[str, Part] = {}
     for label, (kind, way) in WAYS.items():
-        parts[label] = Part(kind, partial(_read, way, Slow(ITEM), folder, names(count), None), count)
-    parts["Forebay, 2 MB"] = Part(OURS, partial(_read, WAYS["Forebay"][1], Slow(ITEM), folder / "small", names(count), 2 * MB), count)
-    (folder / "small").mkdir()
+        parts[label] = Part(kind, partial(_read, way, Slow(ITEM), folder, names(count), None), count, partial(clear, folder))
+    for label in ("Forebay", SCRATCH):
+        run = partial(_read, WAYS[label][1], Slow(ITEM), folder / "small", names(count), 2 * MB)
+        parts[f"{label}, 2 MB"] = Part(OURS, run, count)
     timings = interleave(rounds, parts)
-    limited = Line("the same with a limit of 2 MB", ">= 0.95x of the run without")
-    limited.timings = {"Forebay": timings.pop("Forebay, 2 MB"), "without a limit": Timing(FLOOR, timings["Forebay"].wall)}
-    line.timings = timings
-    line.note = f"{1 / line.ours.median:,.0f}/s; {line.ratio(PLAIN):.3f}x the threads; " + _others(timings)
+    what = f"{count:,} items of 100 KB in order, 5 ms of latency, 8 workers, 64 ahead"
+    lines = [_in_order(timings, SCRATCH, f"{what}, keep=False: time per item"), _in_order(timings, "Forebay", "the same, all of them kept")]
+    lines[0].note += f"; as Energon's pool {1 / timings[ADAPTER].median:,.0f}/s"
+    limited = [_limited(timings, SCRATCH, ", keep=False"), _limited(timings, "Forebay", "")]
+    _limited_energon(limited[0], folder, names(count), 15.0 if quick else 30.0, count, 1 if quick else 3)
+    return lines + limited
+
+
+def _in_order(timings: dict[str, Timing], ours: str, what: str) -> Line:
+    line = Line(what, f">= 0.97x {PLAIN}; >= Energon", {label: timings[label] for label in (ours, PLAIN, ENERGON)})
+    line.note = f"{1 / line.ours.median:,.0f}/s; {line.ratio(PLAIN):.3f}x the threads"
     line.met = line.ratio(PLAIN) >= 0.97 and line.ratio(ENERGON) >= 1
-    _limited_energon(limited, folder, names(count), 15.0 if quick else 30.0, count, 1 if quick else 3)
-    limited.note = f"{1 / limited.ours.median:,.0f}/s, {limited.ratio('without a limit'):.3f}x" + limited.note
-    limited.met = limited.ratio("without a limit") >= 0.95
-    return [line, limited]
+    return line
+
+
+def _limited(timings: dict[str, Timing], ours: str, how: str) -> Line:
+    line = Line(f"the same with a limit of 2 MB{how}", ">= 0.95x of the run without")
+    line.timings = {ours: timings[f"{ours}, 2 MB"], "without a limit": Timing(FLOOR, timings[ours].wall)}
+    line.note = f"{1 / line.ours.median:,.0f}/s, {line.ratio('without a limit'):.3f}x"
+    line.met = line.ratio("without a limit") >= 0.95
+    return line
 
 
 def _read(way: Any, source: Any, folder: Path, lists: Iterator[list[str]], limit: int | None) -> None:
     keys = next(lists)
     with way(source, folder, limit) as pool:
         consume(pool.stream(keys, ahead=WINDOW), keys)
-
-
-def _others(timings: dict[str, Timing]) -> str:
-    return "; ".join(f"{label.removeprefix('Forebay').strip(', ')} {1 / timings[label].median:,.0f}/s" for label in list(WAYS)[1:3])
 
 
 def _limited_energon(line: Line, folder: Path, lists: Iterator[list[str]], patience: float, count: int, rounds: int) -> None:
@@ -105,7 +133,7 @@ def _shared(folder: Path, count: int, apart: bool) -> Line:
     what = "each in an order of its own" if apart else "in the same order"
     line = Line(f"4 processes that want the same {count} items, {what}: source reads in all", f"{count}", unit="reads")
     for label, (kind, way) in WAYS.items():
-        if label == "Forebay, keep=False":
+        if label == SCRATCH:
             continue  # an item may go before the last process comes to it
         source = Slow(ITEM)
         wall, _ = crowd(4, _member, way, source, folder, keys_of(count), apart)
