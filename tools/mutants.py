@@ -400,6 +400,11 @@ MUTANTS = (
         "SET life = 'held' WHERE validator", "SET life = 'cached' WHERE validator",
         "tests/engine/test_credit.py::test_a_session_takes_its_entries_along",
     ),
+    Mutant(
+        4, "the room of what is read and not kept is lost", "_loading/steps.py",
+        "                desk.room = desk.room.plus(brought.promised)\n", "",
+        "tests/scenarios/test_prefetch.py::test_s30_lazies_dropped_at_random_moments[scratch-hasty-4]",
+    ),
 )  # fmt: skip
 
 

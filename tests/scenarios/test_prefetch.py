@@ -20,6 +20,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._loading import steps
 from forebay.testing import ScriptedServer
 from tests.harness import usage
 from tests.items import Items, Sized, body, files_below, until
@@ -638,9 +639,13 @@ def collecting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("patience", [0.0, 0.25], ids=["hasty", "patient"])
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "scratch"])
-def test_s30_lazies_dropped_at_random_moments(seconds: int, keep: bool, root: Path, collecting: None) -> None:
+def test_s30_lazies_dropped_at_random_moments(
+    seconds: int, keep: bool, patience: float, root: Path, collecting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By many threads, while others get and evict: no deadlock, and what nobody holds takes nothing."""
+    monkeypatch.setattr(steps, "PATIENCE", patience)
     source = Items(4000)
     over = time.monotonic() + seconds
     faults: list[BaseException] = []
