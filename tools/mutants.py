@@ -336,7 +336,7 @@ MUTANTS = (
     ),
     Mutant(
         2, "a failed load is told to nobody else", "_loading/steps.py",
-        "            self._store.note_failure(self._job.space, load.name, error)\n", "",
+        "            self._store.note_failure(self._job.space, mark.name, error)\n", "",
         "tests/scenarios/test_prefetch.py::test_s06_a_failure_reaches_all_who_wait",
     ),
     Mutant(

@@ -139,7 +139,7 @@ class Desk:
 
     # -- what comes next -------------------------------------------------------------------------------------------
 
-    def next_ready(self) -> tuple[Load, Prepared] | None:
+    def next_ready(self) -> Prepared | None:
         """What a worker is to read now. Caller: holds the lock."""
         while self.ready and self.keeping + len(self.brought) < 2 * self.job.workers:
             one = self.ready.popleft()
@@ -153,7 +153,7 @@ class Desk:
                 load.prepared = None
                 self.reading += 1
                 self.set(load, State.RUNNING)
-                return load, one
+                return one
             self.discarded.append(one)
         return None
 

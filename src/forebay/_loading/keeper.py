@@ -189,7 +189,7 @@ class Keeper:
         return leases
 
     def _item(self, one: Brought) -> Item:
-        return Item(one.name, one.data, self._session if one.bound else 0)
+        return Item(one.mark.name, one.data, self._session if one.mark.bound else 0)
 
     def _settle(self, kept: Sequence[Brought], leases: Sequence[Lease]) -> None:
         """They are entries now: who holds one of them holds its lease, and its bytes leave the memory."""
@@ -254,9 +254,9 @@ class Keeper:
     def _refuse(self, one: Brought, error: errors.NoSpace) -> None:
         self._to_past([one])
         if len(one.data) > self.desk.limit:
-            self.say_too_large(one.key, len(one.data))
+            self.say_too_large(one.mark.key, len(one.data))
         else:
-            self._job.tell(error, one.key)
+            self._job.tell(error, one.mark.key)
 
     def _retry(self) -> None:
         """Those that wait with their bytes, in order."""
@@ -266,8 +266,8 @@ class Keeper:
                 break
             with desk.lock:
                 desk.stalled.remove(one)
-            hold = self._store.try_hold(self._job.space, one.name)
-            lease = self._store.take(self._job.space, one.name) if hold is not None else None
+            hold = self._store.try_hold(self._job.space, one.mark.name)
+            lease = self._store.take(self._job.space, one.mark.name) if hold is not None else None
             if hold is not None and lease is None:
                 one.release = hold.release
                 self._keep([one])

@@ -168,6 +168,8 @@ class Loader:
         """It was still queued: read it here, at once. None: it turned out to be in the cache. ``hold``: the key's lock, where it was looked
         for under it."""
         data: Buffer | None = None
+        assert load.mark is not None
+        mark = load.mark
         self._have_threads()  # in a child of a fork there are none, and what is read is to be kept
         try:
             if hold is None:
@@ -176,15 +178,15 @@ class Loader:
                     self._steps.found(load, found)
                     return None
                 hold = found
-            data = self._steps.read(load)
-            self._steps.bring(load, data, hold, NOTHING, -1)
+            data = self._steps.read(mark)
+            self._steps.bring(mark, data, hold, NOTHING, -1)
             hold = None
             return data
         except (errors.CacheFault, errors.WaitTimeout) as error:
-            self._steps.past(load)
+            self._steps.past(mark)
             return data if data is not None else self._direct(load, error)
         except Exception as error:
-            self._steps.fail(load, error)
+            self._steps.fail(mark, error)
             raise
         except BaseException:
             with self._desk.lock:

@@ -59,18 +59,21 @@ class Load:
 
 
 class Mark(weakref.ref[Load]):
-    """The loader's way to a `Load`, which does not keep it. It has what must be let go when the load is gone.
+    """The loader's way to a `Load`, which does not keep it. It has what must be let go when the load is gone, and what a thread needs that
+    works on it: a thread that a fork leaves behind would keep the load itself for ever.
 
     A finalizer may run inside anything: what it is given to call must never wait for a lock."""
 
-    __slots__ = ("key", "lease")
+    __slots__ = ("bound", "key", "lease", "name")
 
     key: str
+    name: str
+    bound: bool
     lease: Lease | None
 
     def __new__(cls, load: Load, gone: Callable[[Mark], object]) -> Self:
         mark = super().__new__(cls, load, gone)
-        mark.key, mark.lease = load.key, None
+        mark.key, mark.name, mark.bound, mark.lease = load.key, load.name, load.bound, None
         return mark
 
 
@@ -90,12 +93,10 @@ class Prepared:
 class Brought:
     """What was read and is to be kept: ``promised`` of what it ``needs`` in room it has already."""
 
-    __slots__ = ("bound", "data", "epoch", "key", "mark", "name", "needs", "promised", "release")
+    __slots__ = ("data", "epoch", "mark", "needs", "promised", "release")
 
-    def __init__(self, load: Load, data: Buffer, needs: Need, release: Callable[[], None]) -> None:
-        assert load.mark is not None
-        self.mark, self.key, self.name, self.bound = load.mark, load.key, load.name, load.bound
-        self.data, self.needs, self.release = data, needs, release
+    def __init__(self, mark: Mark, data: Buffer, needs: Need, release: Callable[[], None]) -> None:
+        self.mark, self.data, self.needs, self.release = mark, data, needs, release
         self.promised, self.epoch = NOTHING, 0
 
     def is_promised(self, epoch: int) -> bool:

@@ -8,7 +8,7 @@ from forebay._engine.fill import KeyHold
 from forebay._engine.leases import Lease
 from forebay._loading.desk import Job
 from forebay._loading.keeper import Keeper
-from forebay._loading.loads import Brought, Load, State
+from forebay._loading.loads import Brought, Load, Mark, State
 from forebay._model import Buffer
 
 PATIENCE = 0.25
@@ -21,21 +21,21 @@ class Steps:
     def __init__(self, job: Job, keeper: Keeper) -> None:
         self._job, self._store, self._keeper, self._desk = job, job.store, keeper, keeper.desk
 
-    def read(self, load: Load) -> Buffer:
+    def read(self, mark: Mark) -> Buffer:
         """The source, asked under the key's lock. What it raises is noted for those who wait for the same in other processes."""
         try:
             with self._store.working():
-                return self._job.make(load.key)
+                return self._job.make(mark.key)
         except errors.CacheFault:
             raise
         except Exception as error:
-            self._store.note_failure(self._job.space, load.name, error)
+            self._store.note_failure(self._job.space, mark.name, error)
             raise
 
-    def bring(self, load: Load, data: Buffer, hold: KeyHold, given: Need, epoch: int) -> None:
+    def bring(self, mark: Mark, data: Buffer, hold: KeyHold, given: Need, epoch: int) -> None:
         """It was read: from now on it is served from memory, and the keeper keeps it. He lets go of the key, in any event."""
         desk = self._desk
-        brought = Brought(load, data, desk.need_of(len(data)), hold.release)
+        brought = Brought(mark, data, desk.need_of(len(data)), hold.release)
         with desk.lock:
             if epoch < 0:
                 desk.reading += 1  # not a worker's: it had no room
@@ -44,10 +44,10 @@ class Steps:
                 brought.promised, brought.epoch = brought.needs, desk.epoch
             too_large = len(data) > desk.limit
             over = epoch < 0 and desk.closing  # the keeper may be gone
-            if (too_large or over) and not load.waiting:
-                desk.set(load, State.PAST)
-            else:
-                desk.set(load, State.READ, data=data)
+            load = mark()
+            if load is not None:
+                past = (too_large or over) and not load.waiting
+                desk.set(load, State.PAST) if past else desk.set(load, State.READ, data=data)
             if not (too_large or over) and (epoch >= 0 or len(desk.brought) < 2 * self._job.workers):
                 desk.brought.append(brought)
                 desk.news.put(None)
@@ -56,8 +56,8 @@ class Steps:
                 desk.room = desk.room.plus(brought.promised)
                 desk.news.put(None)
         if too_large:
-            self._keeper.say_too_large(load.key, len(data))
-        elif not over:
+            self._keeper.say_too_large(mark.key, len(data))
+        elif not over and load is not None:
             with desk.lock:
                 desk.queue_again(load)
         hold.release()
@@ -68,11 +68,14 @@ class Steps:
         self._store.count("hits")
         self._store.count("bytes_hit", lease.entry.size)
 
-    def past(self, load: Load) -> None:
+    def past(self, mark: Mark) -> None:
         with self._desk.lock:
-            if load.state is State.RUNNING:
+            load = mark()
+            if load is not None and load.state is State.RUNNING:
                 self._desk.set(load, State.PAST)
 
-    def fail(self, load: Load, error: BaseException) -> None:
+    def fail(self, mark: Mark, error: BaseException) -> None:
         with self._desk.lock:
-            self._desk.set(load, State.FAILED, error=error)
+            load = mark()
+            if load is not None:
+                self._desk.set(load, State.FAILED, error=error)

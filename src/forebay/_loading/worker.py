@@ -40,25 +40,25 @@ class Worker:
                     return True
                 desk.watched = True
         if ready is not None:
-            self._read(*ready)
+            self._read(ready)
         elif unsized is not None:
             self._size(unsized)
         else:
             self._watch()
         return True
 
-    def _read(self, load: Load, prepared: Prepared) -> None:
+    def _read(self, prepared: Prepared) -> None:
         """Read an item for which there is room, and whose key is held."""
-        brought = False
+        brought, mark = False, prepared.mark
         try:
-            data = self._steps.read(load)
-            self._steps.bring(load, data, prepared.hold, prepared.need, prepared.epoch)
+            data = self._steps.read(mark)
+            self._steps.bring(mark, data, prepared.hold, prepared.need, prepared.epoch)
             brought = True
         except errors.CacheFault as fault:
-            self._steps.past(load)
-            self._job.tell(fault, load.key)
+            self._steps.past(mark)
+            self._job.tell(fault, mark.key)
         except BaseException as error:  # noqa: BLE001  # SystemExit of a source too: this thread goes on; who wants the item raises it
-            self._steps.fail(load, error)
+            self._steps.fail(mark, error)
         finally:
             if not brought:
                 with self._desk.lock:
