@@ -189,7 +189,7 @@ class Prefetcher(Pool):
             try:
                 version = self._item_version(key)
             except Exception as error:  # noqa: BLE001  # the source's own: its read will tell
-                log.debug("the version of %s is not known: %s", key, error)
+                log.debug("the version of %s is not known: %s", key, str(error))
         bound = version is None and self._bound is not self._digest
         what = self._bound if version is None else f"{self._digest}.{version}"
         if not key.isascii() and (plain := key.encode("utf-8", "backslashreplace").decode()) != key:

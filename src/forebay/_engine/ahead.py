@@ -59,7 +59,7 @@ class Ahead(Engine):
         try:
             self._budget.cancel(self._budget.reserve(Want(space.id, "", 0, 0, entries=0)).id)
         except errors.NoSpace as error:
-            log.info("the space %s stays above its limit for now: %s", space.name, error)
+            log.info("the space %s stays above its limit for now: %s", space.name, str(error))
 
     # -- single steps of `Fill.single`, for who does several keys at once --------------------------------------------
 

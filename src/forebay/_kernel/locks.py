@@ -242,7 +242,8 @@ class LockFile:
             fd = self._open()
             return fd, _take(fd, {offset: hold for offset, hold in self._held.items() if not hold[1]})
         except OSError as error:
-            log.warning("%s: a forked child cannot have the %d locks that are held there yet", error, len(self._held))
+            # The text alone: the error would keep its frames, and what they know, as long as somebody keeps the record.
+            log.warning("%s: a forked child cannot have the %d locks that are held there yet", str(error), len(self._held))
             if fd >= 0:
                 os.close(fd)
             return None

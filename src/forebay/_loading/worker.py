@@ -71,7 +71,7 @@ class Worker:
         try:
             size = self._job.size_of(load.key) if self._job.size_of is not None else None
         except Exception as error:  # noqa: BLE001  # the source's own: its read will tell
-            log.debug("the size of %s is not known: %s", load.key, error)
+            log.debug("the size of %s is not known: %s", load.key, str(error))
         with self._desk.lock:
             load.size = size
             if load.state is State.QUEUED and load.mark is not None:
