@@ -14,6 +14,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+import forebay
+from forebay.testing import ScriptedServer
+
 SRC = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SRC, *filter(None, [os.environ.get("PYTHONPATH")])])  # for interpreters that tests start
 
@@ -71,6 +74,20 @@ def no_hook_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller's own settings do not reach a test."""
     for name in [name for name in os.environ if name.startswith("FOREBAY_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as found:
+        yield found
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
+    """One that is sound at the end."""
+    with forebay.Cache(tmp_path / "root", budget=64 << 20, min_free=0) as cache:
+        yield cache
+        assert cache.check(deep=True) == []
 
 
 @pytest.fixture

@@ -293,3 +293,14 @@ def assert_settled(place: Path, budget: int) -> Audit:
     found = assert_counted(place, budget)
     assert (found.leaving, found.reservations) == (0, 0), found
     return found
+
+
+def fill_the_disk(place: Path) -> None:
+    """Another program takes all that is left of the file system of ``place``."""
+    with open(place / "others", "wb", buffering=0) as file:
+        for size in (MiB, 4096):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue

@@ -28,13 +28,6 @@ KEYS = [f"k{i}" for i in range(40)]
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
-    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0) as cache:
-        yield cache
-        assert cache.check(deep=True) == []
-
-
-@pytest.fixture
 def source() -> Items:
     return Items()
 

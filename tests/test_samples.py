@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ import pytest
 import forebay
 from forebay import errors
 from tests.harness import MiB, fork, in_child, usage
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
-    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0) as cache:
-        yield cache
-        assert cache.check(deep=True) == []
 
 
 def names(cache: forebay.Cache) -> list[str]:

@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import pickle
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,19 +26,6 @@ from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 NAMES = ["a.jpg", "a b.jpg", "ü/é.json", "what?.txt", "#1", "100%", "a+b&c=d;e", "%41", "~x", "deep/er/down/x"]
 FAST = RemoteOptions(backoff=0.01, attempts=3)
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as found:
-        yield found
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
-    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0) as cache:
-        yield cache
-        assert cache.check(deep=True) == []
 
 
 class Place(NamedTuple):

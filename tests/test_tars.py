@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tarfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -72,19 +72,6 @@ def index_of(data: bytes, *, sized: bool = True, window: int = 4096) -> Index:
 def members_of(data: bytes, index: Index) -> dict[str, bytes]:
     spans = {name: index.get(name) for name in index}
     return {name: data[span.start : span.end] for name, span in spans.items() if span is not None}
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as found:
-        yield found
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
-    with forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0) as cache:
-        yield cache
-        assert cache.check(deep=True) == []
 
 
 # -- formats -------------------------------------------------------------------------------------------------------------

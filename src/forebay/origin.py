@@ -134,8 +134,7 @@ class Origin:
         if found is None or not self._is_fresh(found.entry, ask):
             return None
         self.store.touch(found.entry)
-        self.store.count("hits")
-        self.store.count("bytes_hit", found.size)
+        self.store.count_hit(found.size)
         self.store.alias(URLS, target.url, found)
         return memoryview(found.view)
 
@@ -166,8 +165,7 @@ class Origin:
 
         lease = look() or self.store.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait)
         if not made:
-            self.store.count("hits")
-            self.store.count("bytes_hit", lease.entry.size)
+            self.store.count_hit(lease.entry.size)
         if ask.pin and lease.entry.life != "pinned":
             self.store.set_life(URLS, target.key, "pinned")
         return lease
@@ -201,8 +199,7 @@ class Origin:
             return self._fetch(target, ask)
         current = self._validate(target, ask, old)
         if current is not None:
-            self.store.count("hits")
-            self.store.count("bytes_hit", current.entry.size)
+            self.store.count_hit(current.entry.size)
             return current
         old.close()
         return self._fetch(target, ask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from forebay import errors, remote
@@ -13,8 +13,6 @@ from forebay._engine.passthrough import MemorySink
 from forebay._model import ObjectInfo, Remote, Span, Transfer
 from forebay.origin import Origin
 from forebay.remote import RemoteOptions
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)

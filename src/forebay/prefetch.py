@@ -33,6 +33,7 @@ log = logging.getLogger("forebay.prefetch")
 
 STORES = ("raw", "decoded")
 SESSIONS = "sessions"
+_PICKLE = codecs.codec("pickle")
 
 
 class Prefetcher(Pool):
@@ -54,9 +55,8 @@ class Prefetcher(Pool):
         session = self._join()
         self._loader = Loader(self._job(session))
         self.identity = f"{self.name}:{self._digest}"
-        weakref.finalize(
-            self, abandon, weakref.ref(self._loader._desk)
-        ).atexit = False  # an error may hold the lazy that raised it, and so on
+        # Weakly: an error that somebody keeps holds its frames, these a lazy, and a lazy us.
+        weakref.finalize(self, abandon, weakref.ref(self._loader._desk)).atexit = False
 
     def _join(self) -> Lease | None:
         """What the names of all items end in: they differ for all that makes other bytes.
@@ -104,7 +104,7 @@ class Prefetcher(Pool):
 
         Where there is no room it stays in memory. Raises what its pickling raises, and `Closed`."""
         self._check_open()
-        data = b"".join(codecs.codec("pickle").encode(obj))
+        data = b"".join(_PICKLE.encode(obj))
         try:
             return Spilled(self, name, self._spill(name, data))
         except errors.CacheFault as error:
@@ -113,13 +113,14 @@ class Prefetcher(Pool):
 
     def _spill(self, name: str, data: bytes) -> Lease:
         self._loader.begin()
-        return self._store.spill(self.name, f"~put/{name}~{secrets.token_hex(8)}", data)
+        shown = name.encode("utf-8", "backslashreplace").decode()
+        return self._store.spill(self.name, f"~put/{shown}~{secrets.token_hex(8)}", data)
 
     def _unspill(self, lease: Lease) -> Any:
         data = self._store.bytes_leased(lease)
         if data is None:
             raise errors.Damaged(f"the spilled object {lease.entry.key!r} is damaged or gone: make it anew", key=lease.entry.key)
-        value = codecs.codec("pickle").decode(data, lambda: memoryview(bytearray(data)))
+        value = _PICKLE.decode(data, lambda: memoryview(bytearray(data)))
         self._let_go(lease)
         return value
 

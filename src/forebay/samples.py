@@ -310,7 +310,7 @@ class Samples:
         try:
             pack.close()
             if self.name is None and isinstance(pack, Pack):
-                self._store().drop_if_unused(pack.lease.entry)
+                self._store().drop([pack.lease.entry])
         except errors.CacheFault as error:
             log.warning("closing %s: %s", self._label, str(error))
 

@@ -110,8 +110,7 @@ class Space:
         return self._origin.store
 
     def _hit(self, found: Remembered) -> memoryview:
-        self._origin.store.count("hits")
-        self._origin.store.count("bytes_hit", found.size)
+        self._origin.store.count_hit(found.size)
         return memoryview(found.view)
 
 

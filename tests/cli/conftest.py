@@ -20,7 +20,6 @@ import pytest
 
 from forebay import Cache
 from forebay.cli import main, render
-from forebay.testing import ScriptedServer
 
 COMMAND = [sys.executable, "-m", "forebay.cli"]
 HANG = 60.0
@@ -43,12 +42,6 @@ class Ran:
 
 
 Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as server:
-        yield server
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def test_an_array_without_a_name_goes_with_its_process(scene: NewScene) -> None:
         pack = store.make_pack("samples", "~1", SLOTS, life="held")
         pack.put(0, raw, BODIES[0])
         pack.close()
-        store.drop_if_unused(pack.lease.entry)
+        store.drop([pack.lease.entry])
 
     def after(store: Store) -> None:
         store.put("v", "next", b"")

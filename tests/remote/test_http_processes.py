@@ -131,7 +131,8 @@ def interrupted(url: str, streams: int, ready: threading.Event) -> tuple[float, 
         sent = time.monotonic()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
-        assert (process.returncode, err) == (0, "")
+        # Pauses are drawn by lot, and one of many seconds is told.
+        assert (process.returncode, [line for line in err.splitlines() if "; attempt " not in line]) == (0, [])
         return time.monotonic() - sent, out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -26,7 +27,6 @@ import forebay
 import forebay.cache
 import forebay.remote.http
 import forebay.remote.local  # here, so that forked children need not
-from forebay.testing import ScriptedServer
 
 HANG = 60.0
 """Seconds after which a child is taken to hang: a guard, not a measure."""
@@ -153,9 +153,12 @@ def flag() -> Callable[[], Any]:
 
 
 @pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as found:
-        yield found
+def collecting() -> Iterator[None]:
+    """Garbage is collected at every allocation."""
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*before)
 
 
 @pytest.fixture

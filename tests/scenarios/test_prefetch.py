@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import forebay
 from forebay import errors
 from forebay._loading import steps
 from forebay.testing import ScriptedServer
-from tests.harness import usage
+from tests.harness import fill_the_disk, usage
 from tests.items import Items, Sized, body, files_below, until
 
 MiB = 1 << 20
@@ -338,13 +338,7 @@ def test_s13_another_program_fills_the_disk(tmpfs: Callable[[str], Path], warnin
     place, source = tmpfs("24m"), Items(200_000)
     with warnings() as said, forebay.Cache(place / "root", budget="1GiB", min_free=0) as cache, cache.prefetcher(source) as pool:
         assert pool.get_many(KEYS[:20]) == [body(key, 200_000) for key in KEYS[:20]]
-        with open(place / "others", "wb", buffering=0) as file:
-            for size in (MiB, 4096):
-                try:
-                    while True:
-                        file.write(bytes(size))
-                except OSError:
-                    continue
+        fill_the_disk(place)
         assert pool.get_many(KEYS) == [body(key, 200_000) for key in KEYS]
         spilled = pool.put([bytes(300_000)])
         assert spilled.get() == [bytes(300_000)]
@@ -628,14 +622,6 @@ def resident() -> int:
 
 
 # -- 30: finalizers ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def collecting() -> Iterator[None]:
-    before = gc.get_threshold()
-    gc.set_threshold(1)
-    yield
-    gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])

@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,6 @@ import forebay
 from forebay.testing import ScriptedServer
 
 MiB = 1 << 20
-
-
-@pytest.fixture
-def collecting() -> Iterator[None]:
-    before = gc.get_threshold()
-    gc.set_threshold(1)
-    yield
-    gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])

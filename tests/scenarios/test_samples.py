@@ -20,7 +20,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from tests.harness import usage
+from tests.harness import fill_the_disk, usage
 
 MiB = 1 << 20
 
@@ -174,13 +174,7 @@ def test_s13_another_program_fills_the_disk(tmpfs: Callable[[str], Path]) -> Non
     place = tmpfs("32m")
     with forebay.Cache(place / "root", budget="1GiB", min_free=0) as cache, cache.samples("a", 3000) as samples:
         stored = sum(samples.put(i, body(i, 20_000)) for i in range(200))
-        with open(place / "others", "wb", buffering=0) as file:
-            for size in (MiB, 4096):
-                try:
-                    while True:
-                        file.write(bytes(size))
-                except OSError:
-                    continue
+        fill_the_disk(place)
         with pytest.warns(RuntimeWarning):
             more = sum(samples.put(i, body(i, 20_000)) for i in range(200, 1000))
         assert stored == 200

@@ -122,9 +122,14 @@ class Ahead(Engine):
         """Keep bytes as long as somebody holds them: the lease that this gives, or a copy of it after a fork. Raises `CacheFault`."""
         credit = self.credit(space)
         credit.ask(credit.need(len(data)))
-        if len(data) > SMALL:
-            return credit.keep_large(Item(key, data), life="held")
-        return credit.keep([Item(key, data)], life="held")[0]
+        try:
+            if len(data) > SMALL:
+                return credit.keep_large(Item(key, data), life="held")
+            return credit.keep([Item(key, data)], life="held")[0]
+        except BaseException:
+            with contextlib.suppress(errors.CacheFault):
+                credit.give_back(credit.promised)
+            raise
 
     def drop(self, wanted: Sequence[Entry]) -> int:
         """Remove entries that nobody holds any more; gives how many went."""
@@ -137,24 +142,26 @@ class Ahead(Engine):
         name it are then removed by whoever writes next."""
         self.check_usable(writing=True)
         place = self.space(space)
-        while True:
-            if (lease := self._leases.take(place.id, key)) is not None:
-                return lease
-            hold = self._fill.hold(place.id, key)
-            try:
-                # P1 and P2 find none / P1 holds the key, begins one, lets go / P2 holds the key: we are here.
-                if (lease := self._leases.take(place.id, key)) is not None:
-                    return lease
-                return self._begin_session(Label(place.id, place.name, key, life="held"))
-            finally:
-                hold.release()
+        lease = self._leases.take(place.id, key)
+        if lease is not None:
+            return lease
+        with self._fill.holding(place.id, key):
+            # P1 and P2 find none / P1 holds the key, begins one, lets go / P2 holds the key: we are here.
+            return self._leases.take(place.id, key) or self._begin_session(Label(place.id, place.name, key, life="held"))
 
     def _begin_session(self, label: Label) -> Lease:
-        with faults(label.key), self._catalog.write() as txn:
-            id = txn.new_id()
-            self._leases.hold(id)
-            entry = self._publisher.insert(txn, label, id, "session", 0, b"", None)
-            txn.leftovers = True
+        held: list[int] = []
+        try:
+            with faults(label.key), self._catalog.write() as txn:
+                id = txn.new_id()
+                if self._leases.hold(id):
+                    held.append(id)
+                entry = self._publisher.insert(txn, label, id, "session", 0, b"", None)
+                txn.leftovers = True
+        except BaseException:
+            for id in held:
+                self._leases.let_go_soon(id)
+            raise
         return self._leases.adopt(entry)
 
     def usage_of(self, space: str) -> tuple[int, int]:

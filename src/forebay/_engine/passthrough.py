@@ -175,6 +175,10 @@ class PassThrough:
     def count(self, name: str, n: int = 1) -> None:
         self._counts[name] += n
 
+    def count_hit(self, size: int) -> None:
+        self.count("hits")  # of the upstream: that is looked into all the same
+        self.count("bytes_hit", size)
+
     def counts(self) -> dict[str, int]:
         return dict(self._counts)
 

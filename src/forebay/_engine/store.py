@@ -227,11 +227,6 @@ class Store(Ahead):
         place = self.space(space)
         return self._linking.name(pack.id, Label(place.id, place.name, key), overwrite=overwrite)
 
-    def drop_if_unused(self, entry: Entry) -> None:
-        """Remove an entry now, if nobody holds it any more."""
-        with faults(entry.key):
-            self._eviction.remove([(entry.id, entry.slot, Doomed(entry.id, entry.kind, entry.suffix))])
-
     def publish_leased(self, writing: Writing, *, validator: str | None = None) -> Lease:
         """Publish, and give a lease that nobody can come before."""
         return writing.publish_leased(self._leases, validator=validator)
@@ -320,6 +315,11 @@ class Store(Ahead):
     def usage(self) -> Usage:
         """How much is used and promised now."""
         return self._census.usage()
+
+    def count_hit(self, size: int) -> None:
+        """``size`` bytes were served from what is kept."""
+        self.counters.add(counters.HITS)
+        self.counters.add(counters.BYTES_HIT, size)
 
     def count(self, name: str, n: int = 1) -> None:
         """Count ``n`` more of what `counters.NAMES` calls ``name``."""

@@ -31,7 +31,6 @@ from forebay._model import Buffer, Entry
 log = logging.getLogger("forebay.prefetch")
 
 SAY_AFTER = 5.0
-TURN = 0.1
 AT_EXIT = 1.0
 _alive: weakref.WeakSet[Loader] = weakref.WeakSet()
 

@@ -22,6 +22,7 @@ class Scout:
     def __init__(self, job: Job, desk: Desk) -> None:
         self._job, self._store, self._desk = job, job.store, desk
         self._refused: tuple[str, int] | None = None
+        self._hits: list[int] = []  # their sizes, to be counted once the lock is free
 
     def look(self) -> tuple[str, int] | None:
         """Look for those that nobody looked for, and get ready as many as there is room for. Gives key and size of one that is larger than
@@ -91,6 +92,9 @@ class Scout:
                 desk.work.notify(len(desk.ready))
             for hold in holds.values():
                 hold.release()
+            for size in self._hits:
+                self._store.count_hit(size)
+            self._hits.clear()
 
     def _place(
         self, load: Load, lease: Lease | None, need: Need | None, holds: dict[Load, KeyHold], failed: dict[Load, Exception], epoch: int,
@@ -111,8 +115,7 @@ class Scout:
             return
         if lease is not None:
             desk.kept(load, lease)
-            self._store.count("hits")
-            self._store.count("bytes_hit", lease.entry.size)
+            self._hits.append(lease.entry.size)
         elif load in failed:
             desk.set(load, State.FAILED, error=failed[load])
         elif need is not None or load.busy_since is not None:

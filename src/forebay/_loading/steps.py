@@ -65,8 +65,7 @@ class Steps:
     def found(self, load: Load, lease: Lease) -> None:
         with self._desk.lock:
             self._desk.kept(load, lease)
-        self._store.count("hits")
-        self._store.count("bytes_hit", lease.entry.size)
+        self._store.count_hit(lease.entry.size)
 
     def past(self, mark: Mark) -> None:
         with self._desk.lock:
