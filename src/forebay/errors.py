@@ -16,6 +16,7 @@
     ├── NotCached (KeyError)                 a key that the cache does not hold
     ├── ChecksumMismatch (ValueError)        the source's bytes are not those the caller expected
     ├── FillFailed (RuntimeError)            another process's function raised an error that cannot be rebuilt here
+    ├── Foreign (FileExistsError)            a file that is not ours stands where one of ours is to go
     └── RemoteError (OSError)                the source failed
         ├── NotFound (FileNotFoundError)
         ├── AccessDenied (PermissionError)
@@ -24,7 +25,10 @@
         ├── RemoteChanged                    the object became another one while it was read
         ├── Conflict (FileExistsError)       a conditional write found another object there
         ├── RemoteProtocolError              an answer that HTTP or S3 does not allow
-        └── BadArchive                       a tar that is cut short, damaged, or none
+        ├── BadArchive                       a tar that is cut short, damaged, or none
+        ├── BadListing                       a name that no file below the directory can have
+        ├── NotADirectory (NotADirectoryError)    an object where a directory is wanted
+        └── Incomplete                       an upload to this directory has begun and not ended
 
 Each is pickled and rebuilt with its message and its facts, so that one raised in a worker reaches the main process.
 """
@@ -194,6 +198,13 @@ class FillFailed(ForebayError, RuntimeError):
     kind: str
 
 
+class Foreign(ForebayError, FileExistsError):
+    """A file that is not ours, or was changed, stands where one of ours is to go. Nothing was written. ``path``: the file."""
+
+    path: str
+    errno = errno.EEXIST
+
+
 class RemoteError(ForebayError, OSError):
     """The source failed. ``url``; ``status``: the answer's HTTP status, if there was one."""
 
@@ -245,6 +256,24 @@ class BadArchive(RemoteError):
     """A tar that is cut short, damaged, compressed, or none. ``offset``: of the byte where that was seen."""
 
     offset: int
+
+
+class BadListing(RemoteError):
+    """A remote directory lists a name that no file below a directory here can have. ``name``. Nothing was written."""
+
+    name: str
+
+
+class NotADirectory(RemoteError, NotADirectoryError):
+    """There is an object under this name, and no directory."""
+
+    errno = errno.ENOTDIR
+
+
+class Incomplete(RemoteError):
+    """An upload to this directory has begun and not ended: what is there is not the whole. ``missing``: how many files are not there."""
+
+    missing: int
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
