@@ -243,7 +243,7 @@ def protocols_of(filesystem: Any) -> Sequence[str]:
     """The schemes of its URLs: ``("file", "local")``, ``("s3",)``."""
     inner = getattr(filesystem, "handler", None)
     known: Any = getattr(getattr(inner, "fs", filesystem), "protocol", None) or getattr(filesystem, "type_name", "")
-    return (known,) if isinstance(known, str) else tuple(known)
+    return (known.removeprefix("py::"),) if isinstance(known, str) else tuple(known)  # as pyarrow calls one that is written in Python
 
 
 # ------------------------------------------------------------------------------------------------------- in the helper process
