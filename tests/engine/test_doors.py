@@ -101,15 +101,16 @@ def test_a_tree_keeps_its_files_and_frees_them_when_it_goes(tmp_path: Path) -> N
     for name in ("one", "two"):
         store.put("urls", name, name.encode() * 20_000)
     leases = [(f"dir/{name}.bin", store.lease("urls", name)) for name in ("one", "two")]
-    tree = store.plant("trees", "model", [(name, lease) for name, lease in leases if lease])
+    tree = store.plant("trees", "model", [(name, lease) for name, lease in leases if lease], validator="v1")
     for _, lease in leases:
         assert lease is not None
         lease.close()
-    with store.lease("trees", "model") as lease:  # type: ignore[union-attr]
-        assert (Path(os.fspath(lease)) / "dir" / "one.bin").read_bytes() == b"one" * 20_000
+    with tree:
+        assert (Path(os.fspath(tree)) / "dir" / "one.bin").read_bytes() == b"one" * 20_000
+        assert tree.entry.validator == "v1"
         with pytest.raises(errors.NoSpace):  # the tree is leased, its files are linked: nothing may go
             store.put("values", "large", b"x" * 150_000)
-    assert [name for name, _ in store.members(tree)] == ["dir/one.bin", "dir/two.bin"]
+    assert [(name, entry.key) for name, entry in store.members(tree.entry)] == [("dir/one.bin", "one"), ("dir/two.bin", "two")]
     store.put("values", "large", b"x" * 150_000)  # the tree goes, then its files
     assert store.entry("trees", "model") is None
     assert store.check(deep=True) == []

@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
 import xxhash
 
@@ -70,6 +71,12 @@ class KeyHold:
         if held:
             self._fill.unlock(self.keyhash)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
 
 class Fill:
     """Single-flight for one root, across threads and processes."""
@@ -117,9 +124,9 @@ class Fill:
             raise
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self, is_working: bool = True) -> Iterator[None]:
         """Around what makes a key's value: in there no other key is waited for, since two such could wait for each other."""
-        token = _working.set(True)
+        token = _working.set(is_working)
         try:
             yield
         finally:

@@ -11,6 +11,7 @@ from forebay._engine.catalog import Catalog, Txn, entries, reservations
 from forebay._engine.faults import faults
 from forebay._engine.fill import hash_of
 from forebay._engine.inserting import Label
+from forebay._engine.leases import Lease, Leases
 from forebay._engine.publish import Publisher
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
@@ -24,23 +25,28 @@ class Linking:
     def __init__(self, root: Root, catalog: Catalog, slots: Slots, budget: Budget, publisher: Publisher) -> None:
         self._root, self._catalog, self._slots, self._budget, self._publisher = root, catalog, slots, budget, publisher
 
-    def plant(self, label: Label, members: Sequence[tuple[str, Entry]]) -> Entry:
-        """A tree of entries: its directories cost room, its files are theirs. Caller: holds leases on the members and the tree's key."""
+    def plant(self, label: Label, members: Sequence[tuple[str, Entry]], leases: Leases, validator: str | None = None) -> Lease:
+        """A tree of entries: its directories cost room, its files are theirs. Caller: holds leases on the members, and is alone at the
+        tree's key."""
         keyhash = hash_of(label.space, label.key)
         with faults(label.key):
             names = [name for name, _ in members]
             size = trees.footprint(names, host.disk(self._root.path).block)
             reserved = self._budget.reserve(self._publisher.want(self._catalog, label, size))
+            held = False
             try:
                 files = [(name, self._root.blob(entry.id, entry.suffix)) for name, entry in members]
                 trees.build(self._root, reserved.id, files, keyhash=keyhash)
+                held = leases.hold(reserved.id)  # before anybody can see it, and evict it
                 with self._catalog.write() as txn:
-                    entry = self._publisher.insert(txn, label, reserved.id, "tree", size, b"", None)
+                    entry = self._publisher.insert(txn, label, reserved.id, "tree", size, b"", validator)
                     entries.link(txn, entry.id, [(name, member.id) for name, member in members])
                     reservations.delete(txn, reserved.id)
                     txn.leftovers = entries.any_leftovers(txn)
-                    return entry
+                return leases.adopt(entry)
             except BaseException:
+                if held:
+                    leases.let_go_soon(reserved.id)
                 trees.remove(self._root, reserved.id, keyhash=keyhash)
                 self._budget.cancel(reserved.id)
                 raise

@@ -50,12 +50,13 @@ class Reading:
         return None
 
     def lease(self, place: int, key: str) -> Lease | None:
-        """A lease on the file of a key; None where there is none, or it is a small value, which has no file."""
+        """A lease on the file, or tree, of a key; None where there is none, or it is a small value, which has no file."""
         with faults(key):
             lease = self._leases.take(place, key)
             if lease is None:
                 return None
-            if lease.entry.kind == "value" or (lease.entry.kind == "blob" and not self._file_is_sound(lease)):
+            sound = {"blob": self._file_is_sound, "tree": self._tree_is_sound}.get(lease.entry.kind)
+            if lease.entry.kind == "value" or (sound is not None and not sound(lease)):
                 lease.close()
                 return None
         return lease
@@ -113,6 +114,30 @@ class Reading:
         data = self._bytes_of(entry)
         return data is not None and self._is_sound(entry, data)
 
+    def _tree_is_sound(self, lease: Lease) -> bool:
+        """Whether each file of a tree is what was stored; looked at once in a process. Else the tree is set aside, with what is damaged."""
+        tree = lease.entry
+        if tree.boot == host.boot_id() and tree.id in self._verified:
+            return True
+        for name, member in entries.members(self._catalog, tree.id):
+            if not self._member_is_sound(os.path.join(lease.path, name), member):
+                self.set_aside(tree, f"{tree.name}: {name} is gone or damaged")
+                return False
+        self._is_verified(tree)
+        return True
+
+    def _member_is_sound(self, path: str, member: Entry) -> bool:
+        try:
+            if os.stat(path, follow_symlinks=False).st_size == member.size:
+                if self._needs_no_look(member):
+                    return True
+                data = self._bytes_of(member)
+                return data is not None and self._is_sound(member, data)
+        except (FileNotFoundError, NotADirectoryError):
+            return False  # the member's own entry may be sound: whoever asks for it looks there
+        self.set_aside(member, f"{member.name}: its size is not what was stored")
+        return False
+
     def _needs_no_look(self, entry: Entry) -> bool:
         return entry.boot == host.boot_id() and (entry.size > FIRST_USE or entry.id in self._verified)
 
@@ -122,13 +147,16 @@ class Reading:
         if blobs.checksum_of(data) != entry.checksum:
             self.set_aside(entry, f"{entry.name}: its bytes are not what was stored")
             return False
+        self._is_verified(entry)
+        return True
+
+    def _is_verified(self, entry: Entry) -> None:
         if len(self._verified) >= _MANY:
             self._verified.clear()
         self._verified.add(entry.id)
         if entry.boot != host.boot_id() and not self._root.read_only:
             with self._catalog.write() as txn:
                 entries.set_boot(txn, entry.id, host.boot_id())
-        return True
 
     def set_aside(self, entry: Entry, why: str) -> None:
         """A damaged entry is served to nobody: it leaves the index now, and the disk with its last lease."""

@@ -137,18 +137,22 @@ class Store(Ahead):
         return found
 
     @mending
-    def plant(self, space: str, key: str, members: Sequence[tuple[str, Lease]], *, meta: str = "") -> Entry:
-        """A tree: a directory of hard links to leased entries, under their relative names. Caller: holds the tree's key.
+    def plant(
+        self, space: str, key: str, members: Sequence[tuple[str, Lease]], *, life: str = "cached", meta: str = "",
+        validator: str | None = None,
+    ) -> Lease:  # fmt: skip
+        """A tree: a directory of hard links to leased entries, under their relative names; with a lease. Caller: is alone at this key.
 
         Its files are no victims while it stands. Raises ValueError for names that could leave it."""
         self.check_usable(writing=True)
         place = self.space(space)
-        return self._linking.plant(Label(place.id, place.name, key, meta=meta), [(name, lease.entry) for name, lease in members])
+        label = Label(place.id, place.name, key, life=life, meta=meta)
+        return self._linking.plant(label, [(name, lease.entry) for name, lease in members], self._leases, validator)
 
     @mending
-    def members(self, tree: Entry) -> list[tuple[str, int]]:
-        """The files of a tree: (relative name, entry id)."""
-        return entries.links(self._catalog, tree.id)
+    def members(self, tree: Entry) -> list[tuple[str, Entry]]:
+        """The files of a tree: (relative name, entry)."""
+        return entries.members(self._catalog, tree.id)
 
     @mending
     def link(self, space: str, key: str, lease: Lease, *, suffix: str = "") -> Entry:
@@ -250,9 +254,13 @@ class Store(Ahead):
         return self._fill.hold(self.space(space).id, key, timeout=timeout)
 
     @mending
-    def lock(self, name: str, *, timeout: float | None = None) -> KeyHold:
-        """A lock with a name: of all threads and processes of the node one has it; death lets go."""
-        return self._fill.hold(NAMED, name, timeout=timeout)
+    def lock(self, name: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:
+        """A lock with a name: of all threads and processes of the node one has it; death lets go.
+
+        Waited for inside a function that makes a key's value too: who has one runs nothing that asks for such a key."""
+        self.check_usable(writing=True)
+        with self._fill.working(False):
+            return self._fill.hold(NAMED, name, timeout=timeout, on_wait=on_wait)
 
     async def hold_async(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
         """The key's lock, awaited."""

@@ -223,9 +223,12 @@ def link(txn: Txn, tree: int, members: Iterable[tuple[str, int]]) -> None:
         txn.run("INSERT INTO links VALUES (?, ?, ?)", tree, name, member)
 
 
-def links(rows: Rows, tree: int) -> list[tuple[str, int]]:
-    """The files of a tree: (name, entry id)."""
-    return rows.all("SELECT name, member FROM links WHERE tree = ? ORDER BY name", tree)
+def members(rows: Rows, tree: int) -> list[tuple[str, Entry]]:
+    """The files of a tree, whatever has become of their names: (name, entry)."""
+    found = rows.all(
+        f"SELECT {_COLUMNS}, l.name FROM links l JOIN entries e ON e.id = l.member JOIN spaces s ON s.id = e.space WHERE l.tree = ?", tree
+    )
+    return sorted((row[-1], Entry(*row[:-1])) for row in found)
 
 
 def names(rows: Rows) -> set[int]:
