@@ -9,6 +9,7 @@ import gc
 import os
 import stat
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +55,8 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "mkdir": lambda d: host.mkdir(d / "new", 0o700),
     "rmdir": lambda d: host.rmdir(d / "empty"),
     "chmod": lambda d: host.chmod(d / "a", 0o400),
+    "copy_range": lambda d: with_fd(d / "a", lambda fd: with_other(d.parent, lambda other: host.copy_range(other, fd, 0, 100))),
+    "set_mtime": lambda d: with_fd(d / "a", lambda fd: host.set_mtime(fd, 5)),
 }
 
 
@@ -65,13 +68,19 @@ def with_fd(path: Path, work: Callable[[int], object]) -> None:
         os.close(fd)
 
 
+def with_other(directory: Path, work: Callable[[int], object]) -> None:
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as other:
+        other.write(bytes(range(100)))
+        work(other.fileno())
+
+
 def picture(directory: Path) -> list[tuple[object, ...]]:
     """All that can be seen of the files."""
     seen: list[tuple[object, ...]] = []
     for path in sorted(directory.iterdir()):
         found = path.lstat()
         content = path.read_bytes() if path.is_file() else b""
-        seen.append((path.name, found.st_mode, found.st_size, found.st_blocks, found.st_nlink, content))
+        seen.append((path.name, found.st_mode, found.st_size, found.st_blocks, found.st_nlink, found.st_mtime_ns, content))
     return seen
 
 
@@ -132,6 +141,27 @@ def narrow_umask() -> Iterator[None]:
 def test_a_new_file_has_its_mode_whatever_the_umask(tmp_path: Path, mode: int) -> None:
     os.close(host.create(tmp_path / "new", mode))
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == mode
+
+
+@pytest.mark.usefixtures("narrow_umask")
+def test_a_user_s_own_file_has_what_the_umask_leaves(tmp_path: Path) -> None:
+    os.close(host.create(tmp_path / "new", 0o666, masked=True))
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600
+
+
+def test_bytes_go_from_file_to_file_or_not_at_all(file: int, tmp_path: Path) -> None:
+    host.pwrite(file, b"0123456789", 0)
+    other = host.create(tmp_path / "other", 0o600)
+    try:
+        assert host.copy_range(file, other, 4, 100) == 6
+        assert os.pread(other, 20, 0) == b"\0\0\0\0456789"
+        reading = os.open("/proc/self/status", os.O_RDONLY)
+        try:
+            assert host.copy_range(reading, other, 0, 100) == 0
+        finally:
+            os.close(reading)
+    finally:
+        os.close(other)
 
 
 def test_a_name_that_is_taken_stays_as_it_is(tmp_path: Path) -> None:

@@ -51,11 +51,12 @@ def step(call: str, subject: object) -> None:
 # -- changes -----------------------------------------------------------------------------------------------------------
 
 
-def create(path: Path, mode: int) -> int:
-    """A descriptor of a new file, which has ``mode`` whatever the umask. Raises FileExistsError."""
+def create(path: Path, mode: int, *, masked: bool = False) -> int:
+    """A descriptor of a new file, which has ``mode`` whatever the umask, or, ``masked``, what the umask leaves of it.
+    Raises FileExistsError."""
     step("create", path)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-    if mode & 0o077:
+    if mode & 0o077 and not masked:
         try:
             chmod(fd, mode)
         except BaseException:
@@ -199,6 +200,23 @@ def clone(source: int, target: int) -> bool:
             return False
         raise
     return True
+
+
+def copy_range(source: int, target: int, start: int, length: int) -> int:
+    """Copy bytes to the same place of another file without bringing them here; gives how many. 0: the kernel cannot between these two."""
+    step("copy_range", target)
+    try:
+        return os.copy_file_range(source, target, length, start, start)
+    except OSError as error:
+        if error.errno in _NOT_BETWEEN_THESE:
+            return 0
+        raise
+
+
+def set_mtime(fd: int, ns: int) -> None:
+    """Set when a file was last changed, in nanoseconds since 1970."""
+    step("set_mtime", fd)
+    os.utime(fd, ns=(time.time_ns(), ns))
 
 
 def set_word(words: memoryview, index: int, value: int) -> None:

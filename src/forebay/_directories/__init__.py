@@ -1,0 +1,1 @@
+"""Remote directories as local ones: lists of files, whole trees, private copies, uploads."""
