@@ -17,6 +17,7 @@
     ├── ChecksumMismatch (ValueError)        the source's bytes are not those the caller expected
     ├── FillFailed (RuntimeError)            another process's function raised an error that cannot be rebuilt here
     ├── Foreign (FileExistsError)            a file that is not ours stands where one of ours is to go
+    ├── SourceChanged (RuntimeError)         a local file was changed while it was sent
     └── RemoteError (OSError)                the source failed
         ├── NotFound (FileNotFoundError)
         ├── AccessDenied (PermissionError)
@@ -24,6 +25,7 @@
         ├── RemoteUnavailable (ConnectionError)   retries are used up
         ├── RemoteChanged                    the object became another one while it was read
         ├── Conflict (FileExistsError)       a conditional write found another object there
+        ├── Unsupported (NotImplementedError)     this kind of place cannot do that
         ├── RemoteProtocolError              an answer that HTTP or S3 does not allow
         ├── BadArchive                       a tar that is cut short, damaged, or none
         ├── BadListing                       a name that no file below the directory can have
@@ -205,6 +207,16 @@ class Foreign(ForebayError, FileExistsError):
     errno = errno.EEXIST
 
 
+class SourceChanged(ForebayError, RuntimeError):
+    """A local file was changed, or removed, while it was sent. ``path``. Send it again when it is at rest."""
+
+    path: str
+
+    @classmethod
+    def of(cls, path: object) -> SourceChanged:
+        return cls(f"{path} was changed while it was sent: send it again when it is at rest", path=str(path))
+
+
 class RemoteError(ForebayError, OSError):
     """The source failed. ``url``; ``status``: the answer's HTTP status, if there was one."""
 
@@ -246,6 +258,10 @@ class Conflict(RemoteError, FileExistsError):
     """A conditional write found an object there that it must not replace. Nothing was written."""
 
     errno = errno.EEXIST
+
+
+class Unsupported(RemoteError, NotImplementedError):
+    """This kind of place cannot do that: no HTTP server takes our writes, few filesystems know conditional ones. Nothing was written."""
 
 
 class RemoteProtocolError(RemoteError):
