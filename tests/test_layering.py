@@ -52,13 +52,19 @@ ORDER = """
     errors < _loading
     codecs _loading.loader origin pools < prefetch < cache
     _config _engine.store _engine.passthrough < opening < cache
+    errors _model < _directories.manifests _directories.crew
+    places < _directories.place
+    _directories.manifests _directories.crew _directories.place < _directories.listings < _directories.directories < cache
+    _directories.manifests _directories.crew _directories.place < _directories.copying _directories.metadata < checkpoint
+    _directories.directories < _directories.uploading < checkpoint
+    cache < checkpoint < adapters cli
     cache pfio_file < adapters
 """
 
 # Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
 THIRD_PARTY = {
     "urllib3": ("remote",),
-    "xxhash": ("_engine", "remote", "origin", "cache", "prefetch"),
+    "xxhash": ("_engine", "_directories", "remote", "origin", "cache", "prefetch"),
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),
@@ -72,7 +78,7 @@ THIRD_PARTY = {
     "megatron": ("adapters.energon",),
 }
 LOADED_WITH = {
-    "xxhash": ("_engine", "remote", "origin", "cache", "prefetch"),
+    "xxhash": ("_engine", "_directories", "remote", "origin", "cache", "prefetch"),
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),

@@ -16,6 +16,7 @@ from typing import Any
 from forebay._model import Remote
 from forebay.remote.base import RemoteOptions as RemoteOptions
 from forebay.remote.urls import canonical as canonical
+from forebay.remote.urls import is_url as is_url
 from forebay.remote.urls import local_path as local_path
 from forebay.remote.urls import scheme
 from forebay.remote.urls import suffix as suffix
@@ -45,6 +46,26 @@ def on_filesystem(filesystem: Any, path: str, options: RemoteOptions | None = No
     kind = next(iter(protocols_of(filesystem)), "filesystem")
     name = f"{kind}://{(path.partition('://')[2] or path).lstrip('/')}"
     return f"{name}#{xxh3_64_hexdigest(identity(filesystem))}", suffix(name), FilesystemRemote(filesystem, options)
+
+
+def arrow_filesystem(url: str) -> tuple[Any, str] | None:
+    """The pyarrow filesystem of a URL, and the path on it; None where pyarrow is not there, or does not know it."""
+    from forebay.remote.clients import arrow_from_uri
+
+    return arrow_from_uri(url)
+
+
+def local_path_on(filesystem: Any, path: str) -> str | None:
+    """The absolute path of this host that a path on a filesystem object of fsspec or pyarrow means; None on any other."""
+    from forebay.remote.filesystems import protocols_of
+
+    base = getattr(filesystem, "base_path", None)
+    if base is not None and getattr(filesystem, "base_fs", None) is not None:
+        return local_path_on(filesystem.base_fs, base + path.lstrip("/"))
+    own = hasattr(filesystem, "_strip_protocol") or not hasattr(filesystem, "handler")
+    if not own or {"file", "local"}.isdisjoint(protocols_of(filesystem)) or hasattr(filesystem, "fs"):
+        return None
+    return local_path(path)
 
 
 def _make(kind: str, options: RemoteOptions) -> Remote:

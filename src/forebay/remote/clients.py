@@ -202,6 +202,18 @@ def arrow_path(url: str) -> str:
     return rest if separator and scheme.replace("+", "").isalnum() else url
 
 
+def arrow_from_uri(url: str) -> tuple[Any, str] | None:
+    """pyarrow's own filesystem for a URL, and the path on it; None where it is not there or knows none."""
+    try:
+        from pyarrow.fs import FileSystem
+    except ImportError:
+        return None
+    try:
+        return FileSystem.from_uri(url)  # type: ignore[no-any-return]
+    except (ValueError, NotImplementedError, OSError):
+        return None
+
+
 def client_of(fs: Any, options: Mapping[str, Any] | None = None) -> Client:
     """The one way to speak to ``fs``: a filesystem of fsspec or pyarrow; None: what fsspec finds for each URL."""
     if fs is None or hasattr(fs, "_strip_protocol"):

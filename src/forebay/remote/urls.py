@@ -34,6 +34,11 @@ def scheme(url: str) -> str:
     return found[1].lower() if found else "file"
 
 
+def is_url(text: str) -> bool:
+    """Whether it begins with a scheme."""
+    return _SCHEME.match(text) is not None
+
+
 def canonical(url: str | os.PathLike[str]) -> str:
     """The key of a URL: the same for all spellings of one object, and free of secrets. ``canonical(canonical(u)) == canonical(u)``.
 

@@ -1,0 +1,157 @@
+"""What a directory is made of: its files, each with a name that a file here can have; a part of them, chosen by patterns."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Self
+
+import xxhash
+
+from forebay import errors
+from forebay._model import Buffer, ObjectInfo
+
+MARK = ".forebay.json"
+"""The object by which an upload says what belongs to a directory, and whether it is all there. No part of the tree."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_LONGEST, _LONGEST_PART = 2048, 255  # bytes: the root's own path takes a part of PATH_MAX
+
+
+class File(NamedTuple):
+    """One file of a directory. ``size`` in bytes, None: the remote does not say; ``modified``: seconds since 1970."""
+
+    name: str
+    size: int | None
+    validator: str | None = None
+    modified: float | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of a directory at one time, in order of name."""
+
+    files: tuple[File, ...]
+
+    @classmethod
+    def of(cls, where: str, listed: Iterable[tuple[str, ObjectInfo]]) -> Self:
+        """What a listing tells. Raises `BadListing` for names that no files below one directory can have."""
+        files = [File(name, info.size, info.validator, info.modified) for name, info in listed if not _is_folder(name, info.size)]
+        files.sort()
+        check_names(where, [file.name for file in files])
+        return cls(tuple(files))
+
+    @classmethod
+    def parse(cls, data: Buffer) -> Self:
+        """What `encoded` made."""
+        return cls(tuple(File(*row) for row in json.loads(bytes(data))))
+
+    @cached_property
+    def encoded(self) -> bytes:
+        return json.dumps(self.files, separators=(",", ":")).encode()
+
+    @cached_property
+    def version(self) -> str:
+        """The same for the same files: names, sizes and validators."""
+        told = [(name, size, validator or modified) for name, size, validator, modified in self.files]
+        return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files whose size is known."""
+        return sum(file.size or 0 for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which files of a directory are wanted: those that match one of ``include`` (all, where there is none) and none of ``exclude``."""
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, include: str | Iterable[str] | None, exclude: str | Iterable[str] | None) -> Self:
+        """Raises `ConfigError` for what is no pattern."""
+        return cls(_patterns(include, "include"), _patterns(exclude, "exclude"))
+
+    def __str__(self) -> str:
+        """As a part of a key; "" for the whole."""
+        told = {"include": self.include, "exclude": self.exclude}
+        return "&".join(f"{name}={json.dumps(patterns)}" for name, patterns in told.items() if patterns)
+
+    def choose(self, whole: Manifest) -> Manifest:
+        """The files that are wanted."""
+        if not self.include and not self.exclude:
+            return whole
+        wanted, unwanted = _matcher(self.include or ("*",)), _matcher(self.exclude)
+        return Manifest(tuple(file for file in whole.files if wanted(file.name) and not unwanted(file.name)))
+
+
+def _patterns(given: str | Iterable[str] | None, name: str) -> tuple[str, ...]:
+    several = (given,) if isinstance(given, str) else tuple(given or ())
+    for pattern in several:
+        if not isinstance(pattern, str) or not pattern:
+            message = f"{name}={pattern!r} is no pattern: one such as 'model-*.safetensors' or 'weights/' is wanted"
+            raise errors.ConfigError(message, name=name, value=repr(pattern))
+    if given is not None and not several and name == "include":
+        raise errors.ConfigError("include=[] wants no file at all: leave it out for all of them", name=name, value="[]")
+    return tuple(sorted(set(several)))
+
+
+def _matcher(patterns: Sequence[str]) -> Any:
+    """Whether a name matches one of them: ``*`` crosses ``/`` as it does in fnmatch; ``weights/`` is all below."""
+    if not patterns:
+        return lambda name: False
+    several = (fnmatch.translate(pattern + "*" if pattern.endswith("/") else pattern) for pattern in patterns)
+    return re.compile("|".join(several)).match
+
+
+def _is_folder(name: str, size: int | None) -> bool:
+    """Some tools write an empty object for a directory."""
+    return (name == "" or name.endswith("/")) and not size
+
+
+def check_names(where: str, names: Sequence[str]) -> None:
+    """Raises `BadListing` unless all of them could be files below one directory. ``names`` in order."""
+    folders: set[str] = set()
+    for name in names:
+        wrong = _wrong(name)
+        if wrong:
+            raise _bad(where, name, wrong)
+        above = name
+        while (above := above.rpartition("/")[0]) and above not in folders:
+            folders.add(above)
+    for before, name in itertools.pairwise(names):
+        if before == name:
+            raise _bad(where, name, "it is there twice")
+    for name in names:
+        if name in folders:
+            raise _bad(where, name, "it is a file and a directory")
+
+
+def _wrong(name: str) -> str:
+    if name.startswith("/"):
+        return "it is absolute"
+    parts = name.split("/")
+    if ".." in parts or "." in parts:
+        return "it has . or .. in it"
+    if "" in parts:
+        return "a part of it is empty"
+    if _CONTROL.search(name):
+        return "it has a control character in it"
+    if len(name.encode("utf-8", "surrogateescape")) > _LONGEST or any(
+        len(p.encode("utf-8", "surrogateescape")) > _LONGEST_PART for p in parts
+    ):
+        return "it is too long for a file"
+    return ""
+
+
+def _bad(where: str, name: str, wrong: str) -> errors.BadListing:
+    return errors.BadListing(
+        f"{where} lists {name!r}, which no file below a directory can be called: {wrong}; nothing was written", url=where, name=name
+    )
