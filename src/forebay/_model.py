@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+Source: TypeAlias = Buffer | str | os.PathLike[str]
+"""What is written: bytes, or the path of a local file."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,6 +101,21 @@ class Remote(Protocol):
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """All objects whose URL begins with ``url``, in order of name."""
+
+    def write(
+        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
+        on_sent: Callable[[int], None] | None = None,
+    ) -> ObjectInfo:  # fmt: skip
+        """Put ``source`` there as a whole object, in place of the one that is there. A file is never in memory whole.
+
+        ``if_none_match="*"``: only where there is no object yet; ``if_match``: only over the one with this validator; else `Conflict`,
+        or `Unsupported` where the place knows no such condition. A write whose answer was lost is sent again: under a condition it
+        then fails, though the object is there. ``on_sent`` is told, from any thread, how many bytes are sent so far (fewer than before
+        where some are sent again); what it raises ends the write. Raises `RemoteError`, `SourceChanged`, or what reading the
+        source raises."""
+
+    def delete(self, url: str) -> None:
+        """Remove the object; that there is none is no error. Raises `RemoteError`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ def test_an_object_that_changes_while_it_is_fetched_is_begun_anew(aws: RgwServer
 def test_the_etag_of_a_multipart_upload_is_strong_and_can_be_resumed_from(aws: RgwServer, client: Any, bucket: str, s3: S3Remote) -> None:
     body = random.Random(2).randbytes((11 << 20) + 5)
     url = f"s3://{bucket}/multipart"
-    written = s3.upload(url, body)
+    written = s3.write(url, body)
     assert written.validator is not None
     assert written.validator.endswith('-3"')
     known = s3.stat(url)
@@ -495,7 +495,7 @@ def test_listing_more_than_a_page(aws: RgwServer, client: Any, s3: S3Remote) -> 
     client.create_bucket(Bucket=bucket)
     keys = [f"dir {n % 3}/{n:04d}" for n in range(1005)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda key: s3.upload(f"s3://{bucket}/{key}", b"x"), keys))
+        list(pool.map(lambda key: s3.write(f"s3://{bucket}/{key}", b"x"), keys))
     assert [info.url for info in s3.list(f"s3://{bucket}")] == [f"s3://{bucket}/{key}" for key in sorted(keys)]
     some = list(s3.list(f"s3://{bucket}/dir 1/00"))
     assert [info.url for info in some] == [f"s3://{bucket}/{key}" for key in sorted(keys) if key.startswith("dir 1/00")]
@@ -514,7 +514,7 @@ def test_upload(aws: RgwServer, s3: S3Remote, bucket: str, tmp_path: Path, size:
     body = random.Random(size).randbytes(size)
     (tmp_path / "source").write_bytes(body)
     for key, source in {"up/buf": memoryview(body), "up/a file+": tmp_path / "source"}.items():
-        written = s3.upload(f"s3://{bucket}/{key}", source)
+        written = s3.write(f"s3://{bucket}/{key}", source)
         assert fetched(s3, f"s3://{bucket}/{key}") == body
         assert written.validator is not None
         assert s3.stat(f"s3://{bucket}/{key}", known=written.validator) is None
@@ -523,28 +523,28 @@ def test_upload(aws: RgwServer, s3: S3Remote, bucket: str, tmp_path: Path, size:
 
 def test_conditional_uploads(aws: RgwServer, s3: S3Remote, bucket: str) -> None:
     url = f"s3://{bucket}/conditional"
-    first = s3.upload(url, b"first", if_none_match="*")
+    first = s3.write(url, b"first", if_none_match="*")
     with pytest.raises(errors.Conflict, match="nothing was written") as caught:
-        s3.upload(url, b"second", if_none_match="*")
+        s3.write(url, b"second", if_none_match="*")
     assert isinstance(caught.value, FileExistsError)
     assert fetched(s3, url) == b"first"
     assert first.validator is not None
-    s3.upload(url, b"third", if_match=first.validator.strip('"'))
+    s3.write(url, b"third", if_match=first.validator)
     with pytest.raises(errors.Conflict):
-        s3.upload(url, b"fourth", if_match=first.validator.strip('"'))
+        s3.write(url, b"fourth", if_match=first.validator)
     assert fetched(s3, url) == b"third"
 
 
 def test_conditional_uploads_in_parts(aws: RgwServer, s3: S3Remote, bucket: str) -> None:
     url, body = f"s3://{bucket}/conditional parts", bytes((5 << 20) + 1)
     with pytest.raises(errors.Conflict):
-        s3.upload(url, body, if_match='"none"')
-    first = s3.upload(url, body, if_none_match="*")
+        s3.write(url, body, if_match='"none"')
+    first = s3.write(url, body, if_none_match="*")
     with pytest.raises(errors.Conflict):
-        s3.upload(url, body, if_none_match="*")
-    assert s3.upload(url, body + b"x", if_match=first.validator).validator != first.validator
+        s3.write(url, body, if_none_match="*")
+    assert s3.write(url, body + b"x", if_match=first.validator).validator != first.validator
     with pytest.raises(errors.Conflict):
-        s3.upload(url, body, if_match=first.validator)
+        s3.write(url, body, if_match=first.validator)
 
 
 def test_an_upload_that_fails_leaves_nothing(aws: RgwServer, client: Any, s3: S3Remote, bucket: str) -> None:
@@ -559,7 +559,7 @@ def test_an_upload_that_fails_leaves_nothing(aws: RgwServer, client: Any, s3: S3
 
     s3.request = failing  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no third part"):
-        S3Remote.upload(s3, url, bytes(16 << 20))
+        S3Remote.write(s3, url, bytes(16 << 20))
     assert sent[0] == "POST"
     assert sent[-1] == "DELETE"
     assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 
 from forebay import errors
-from forebay._model import ObjectInfo, Sink, Span, Transfer
+from forebay._model import ObjectInfo, Sink, Source, Span, Transfer
 from forebay.remote.answers import info_of, is_etag, is_same, ranged
 from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.download import Download, changed
@@ -116,6 +116,17 @@ class HttpRemote:
         key = canonical(url)
         raise errors.RemoteError(f"{key}: HTTP cannot list what begins with a URL", url=key)
 
+    def write(
+        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
+        on_sent: Callable[[int], None] | None = None,
+    ) -> ObjectInfo:  # fmt: skip
+        """No HTTP server takes writes in a way that others share: raises `Unsupported`."""
+        raise _unsupported(url)
+
+    def delete(self, url: str) -> None:
+        """As `write`."""
+        raise _unsupported(url)
+
     def request(
         self,
         method: str,
@@ -137,6 +148,11 @@ class HttpRemote:
                 return Reply(answer.status, answer.headers, b"".join(map(bytes, answer.content())))
 
         return call.retrying(once)
+
+
+def _unsupported(url: str) -> errors.Unsupported:
+    key = canonical(url)
+    return errors.Unsupported(f"{key}: nothing can be written over HTTP: give the s3:// URL, or the path, behind it", url=key)
 
 
 def _conditions(known: str | None) -> dict[str, str]:

@@ -12,13 +12,13 @@ from typing import NamedTuple, Self, TypeVar
 from urllib.parse import quote, urlencode
 
 from forebay import errors
-from forebay._model import ObjectInfo, Sink, Span, Transfer
+from forebay._model import ObjectInfo, Sink, Source, Span, Transfer
 from forebay.remote import sigv4
 from forebay.remote.aws import Account
 from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.http import HttpRemote, Reply
 from forebay.remote.s3_answers import conflict, listed, text_of, xml_of
-from forebay.remote.s3_upload import Source, Upload
+from forebay.remote.s3_upload import Upload
 from forebay.remote.urls import canonical, scheme
 
 log = logging.getLogger("forebay.remote.s3")
@@ -102,13 +102,21 @@ class S3Remote:
                 return
             query["continuation-token"] = token
 
-    def upload(self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None) -> ObjectInfo:
-        """Write ``source``, bytes or a file's path, as the object ``url``: in parts at once where it is large; seen whole or not at all.
+    def write(
+        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
+        on_sent: Callable[[int], None] | None = None,
+    ) -> ObjectInfo:  # fmt: skip
+        """See `Remote.write`. In parts at once where it is large; seen whole or not at all.
 
-        ``if_none_match="*"``: only where there is no object yet; ``if_match``: only over the version with this ETag (Ceph wants it without
-        quotes); else `Conflict`. Some servers look at no condition when an upload in parts ends: there it holds at its beginning only.
-        A write whose answer was lost is sent again; under a condition it then fails, though the object is there. Raises `RemoteError`."""
-        return Upload(self.request, self.options, url, if_none_match, if_match).run(source)
+        Some servers look at no condition when an upload in parts ends: there it holds at its beginning only."""
+        return Upload(self.request, self.options, _checked(url), if_none_match, if_match, on_sent).run(source)
+
+    def delete(self, url: str) -> None:
+        """See `Remote.delete`."""
+        try:
+            self.request("DELETE", _checked(url), query={})
+        except errors.NotFound as error:
+            log.debug("nothing to remove: %s", error)
 
     def request(
         self, method: str, url: str, *, query: Mapping[str, str], headers: Mapping[str, str] | None = None,
@@ -155,6 +163,8 @@ class S3Remote:
             return Trouble(f"S3 answers {code}", status=status)
         if status == 412:
             return conflict(url, status)
+        if code == "NotImplemented":
+            return errors.Unsupported(f"{shown}: this server cannot do that: S3 answers {code}", url=shown, status=status)
         if status == 404 or (status == 405 and headers.get("x-amz-delete-marker") == "true"):
             return errors.NotFound(f"{shown}: S3 answers {code or status}: there is no such object", url=shown, status=status)
         if status in (401, 403) or code in _EXPIRED:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Protocol
 from xml.sax.saxutils import escape
 
 from forebay import errors
-from forebay._model import Buffer, ObjectInfo
+from forebay._model import ObjectInfo, Source
 from forebay.remote.base import Call, RemoteOptions
 from forebay.remote.http import Reply
 from forebay.remote.s3_answers import conflict, xml_of
@@ -21,8 +22,6 @@ log = logging.getLogger("forebay.remote.s3_upload")
 
 MAX_PARTS = 10_000
 MIN_PART = 5 << 20
-
-Source: TypeAlias = Buffer | str | os.PathLike[str]
 
 
 class Request(Protocol):
@@ -41,27 +40,43 @@ class Request(Protocol):
 class Upload:
     """One object to be written. ``request``: asks S3."""
 
-    def __init__(self, request: Request, options: RemoteOptions, url: str, if_none_match: str | None, if_match: str | None) -> None:
-        self._request, self._options, self._url = request, options, url
-        self._if_none_match, self._if_match = if_none_match, if_match
-        given = {"If-None-Match": if_none_match, "If-Match": if_match}
+    def __init__(
+        self, request: Request, options: RemoteOptions, url: str, if_none_match: str | None, if_match: str | None,
+        on_sent: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._request, self._options, self._url, self._on_sent = request, options, url, on_sent
+        # without the quotes of an ETag: Ceph compares what stands there as it is, and the others take both
+        self._if_none_match, self._if_match = if_none_match, if_match.strip('"') if if_match else None
+        given = {"If-None-Match": self._if_none_match, "If-Match": self._if_match}
         self._conditions = {name: value for name, value in given.items() if value}
+        self._lock = threading.Lock()  # guards _sent
+        self._sent = 0
 
     def run(self, source: Source) -> ObjectInfo:
         if isinstance(source, (str, os.PathLike)):
             with open(source, "rb") as file:
-                return self._run(os.fstat(file.fileno()).st_size, lambda part: iter(partial(file.read, part), b""))
+                size = os.fstat(file.fileno()).st_size
+                return self._run(size, lambda part: _exactly(source, size, iter(partial(file.read, part), b"")))
         view = memoryview(source).cast("B")
         return self._run(len(view), lambda part: (bytes(view[at : at + part]) for at in range(0, len(view), part)))
 
     def _run(self, size: int, cut: Callable[[int], Iterator[bytes]]) -> ObjectInfo:
         part = max(self._options.part, MIN_PART, -(-size // MAX_PARTS))
         with Call(self._url, self._options) as call:
-            etag = self._whole(call, next(cut(part), b"")) if size <= part else self._in_parts(call, cut(part))
+            etag = self._whole(call, b"".join(cut(part))) if size <= part else self._in_parts(call, cut(part))
         return ObjectInfo(self._url, size, etag, strong=bool(etag))
 
     def _whole(self, call: Call, body: bytes) -> str | None:
-        return self._request("PUT", self._url, query={}, headers=self._conditions, body=body, call=call).headers.get("ETag")
+        etag = self._request("PUT", self._url, query={}, headers=self._conditions, body=body, call=call).headers.get("ETag")
+        self._tell(len(body))
+        return etag
+
+    def _tell(self, count: int) -> None:
+        if self._on_sent is not None:
+            with self._lock:
+                self._sent += count
+                sent = self._sent
+            self._on_sent(sent)
 
     def _in_parts(self, call: Call, bodies: Iterator[bytes]) -> str | None:
         self._check(call)
@@ -79,6 +94,7 @@ class Upload:
         def send(number: int, body: bytes) -> None:
             query = {"partNumber": str(number), "uploadId": upload_id}
             etags[number] = self._request("PUT", self._url, query=query, body=body, call=call).headers.get("ETag", "")
+            self._tell(len(body))
 
         # `share` takes a piece of work when a thread is free, so that only what is being sent is in memory
         share((partial(send, number, body) for number, body in enumerate(bodies, 1)), self._options.streams - 1, call)
@@ -95,7 +111,7 @@ class Upload:
     def _check(self, call: Call) -> None:
         """Raises `Conflict`. The end of an upload in parts is late for it, and there some servers do not look."""
         found = self._found(call) if self._conditions else None
-        if (self._if_none_match and found) or (self._if_match and (found or "").strip('"') != self._if_match.strip('"')):
+        if (self._if_none_match and found) or (self._if_match and (found or "").strip('"') != self._if_match):
             raise conflict(self._url)
 
     def _found(self, call: Call) -> str | None:
@@ -111,3 +127,15 @@ class Upload:
                 self._request("DELETE", self._url, query={"uploadId": upload_id}, call=call)
         except errors.RemoteError as error:
             log.warning("%s: the parts of an upload that failed are still there: %s", canonical(self._url), error)
+
+
+def _exactly(path: str | os.PathLike[str], size: int, bodies: Iterator[bytes]) -> Iterator[bytes]:
+    """``bodies``. Raises `SourceChanged` as soon as they are more than ``size`` bytes, or where they end before."""
+    done = 0
+    for body in bodies:
+        done += len(body)
+        if done > size:
+            raise errors.SourceChanged.of(os.fspath(path))
+        yield body
+    if done < size:
+        raise errors.SourceChanged.of(os.fspath(path))
