@@ -17,6 +17,8 @@ import pytest
 import forebay
 from forebay.testing import ScriptedServer
 
+pytest_plugins = ["tests.directories"]  # remote directories, and servers that count
+
 SRC = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SRC, *filter(None, [os.environ.get("PYTHONPATH")])])  # for interpreters that tests start
 
