@@ -38,6 +38,7 @@ ORDER = """
     _engine.engine < _engine.store _engine.passthrough
     _config _kernel.waits < remote < testing < cli
     _engine.leases < files < origin
+    _engine.fill < asking < origin
     _engine.store _engine.passthrough remote < origin < spaces < cache < cli
     _engine.pack codecs origin < arrays < samples < cache
     pfio_file < samples
@@ -49,8 +50,10 @@ ORDER = """
     _engine.store < _loading.loads < _loading.desk < _loading.scout < _loading.keeper < _loading.steps < _loading.worker < _loading.loader
     _loading.loads sources < lazies
     lazies reports < pools
-    errors < _loading
+    errors < _loading _directories
     codecs _loading.loader origin pools < prefetch < cache
+    _engine.trees _directories.manifests < _directories.sinks < _directories.copying
+    errors < _directories.crew < _directories.copying
     _config _engine.store _engine.passthrough < opening < cache
     errors _model < _directories.manifests _directories.crew
     places < _directories.place
