@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from forebay import errors, remote
+from forebay._kernel import host
 from forebay._model import Partial, Span
 from forebay.remote.local import BLOCK, LocalRemote
 from forebay.testing import MemorySink
+from tests.harness import fork
 
 BODY = os.urandom(3 * BLOCK + 17)
 
@@ -117,3 +120,119 @@ def test_list(tmp_path: Path, local: LocalRemote) -> None:
     assert names("/b/") == ["b/1", "b/2", "b/link"]
     assert names("/a") == ["a"]
     assert names("/none/") == []
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def there(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK, len(BODY)])
+def test_write(path: Path, local: LocalRemote, tmp_path: Path, size: int) -> None:
+    path.write_bytes(BODY[:size])
+    told: list[int] = []
+    for name, source in {"d/e/buffer": memoryview(BODY)[:size], "d/a file": path, "d/e/../text": str(path)}.items():
+        written = local.write(str(tmp_path / name), source, on_sent=told.append)
+        assert (tmp_path / name).read_bytes() == BODY[:size]
+        assert written == local.stat(str(tmp_path / name))
+    assert max(told, default=0) == size
+    assert there(tmp_path / "d") == ["a file", "e/buffer", "text"]
+
+
+def test_a_file_is_written_as_its_user_would(local: LocalRemote, tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        local.write(str(tmp_path / "x"), b"x")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+
+
+def test_who_reads_keeps_what_he_reads(path: Path, local: LocalRemote) -> None:
+    with open(path, "rb") as reader:
+        local.write(str(path), b"another")
+        assert reader.read() == BODY
+    assert path.read_bytes() == b"another"
+
+
+def test_conditional_writes(local: LocalRemote, tmp_path: Path) -> None:
+    url = str(tmp_path / "x")
+    with pytest.raises(errors.Conflict):
+        local.write(url, b"none", if_match="1-2-3")
+    first = local.write(url, b"first", if_none_match="*")
+    with pytest.raises(errors.Conflict, match="nothing was written") as caught:
+        local.write(url, b"second", if_none_match="*")
+    assert isinstance(caught.value, FileExistsError)
+    second = local.write(url, b"third", if_match=first.validator)
+    with pytest.raises(errors.Conflict):
+        local.write(url, b"fourth", if_match=first.validator)
+    assert local.stat(url) == second
+    assert there(tmp_path) == ["x"]
+
+
+def test_one_of_many_comes_first(local: LocalRemote, tmp_path: Path) -> None:
+    url = str(tmp_path / "x")
+
+    def attempt(number: int) -> bool:
+        try:
+            local.write(url, str(number).encode(), if_none_match="*")
+        except errors.Conflict:
+            return False
+        return True
+
+    children = [fork(lambda number=number: attempt(number)) for number in range(8)]
+    assert [child.result() for child in children].count(True) == 1
+
+
+def test_without_hard_links(local: LocalRemote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(errors.Unsupported, match="hard links"):
+        local.write(str(tmp_path / "x"), b"x", if_none_match="*")
+    assert there(tmp_path) == []
+
+
+def test_what_ends_a_write_leaves_nothing(path: Path, local: LocalRemote, tmp_path: Path) -> None:
+    def stop(done: int) -> None:
+        assert list(local.list(f"{tmp_path}/out/")) == []  # what is not finished is not listed
+        assert there(tmp_path / "out") != []
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        local.write(str(tmp_path / "out" / "x"), BODY, on_sent=stop)
+    assert there(tmp_path / "out") == []
+
+
+def test_a_source_that_grows_or_shrinks(path: Path, local: LocalRemote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "clone", lambda *_: False)
+    for size in (len(BODY) + 5, 2 * BLOCK + 1):
+        path.write_bytes(BODY)
+        with pytest.raises(errors.SourceChanged, match=r"a b\.bin was changed"):
+            local.write(str(tmp_path / "out" / "x"), path, on_sent=lambda _, size=size: os.truncate(path, size))
+    assert there(tmp_path / "out") == []
+
+
+def test_a_write_that_cannot_be(path: Path, local: LocalRemote, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        local.write(str(tmp_path / "x"), tmp_path / "no source")
+    assert not isinstance(caught.value, errors.ForebayError)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(errors.RemoteError, match="folder") as told:
+        local.write(str(tmp_path / "folder"), b"x")
+    assert told.value.errno == errno.EISDIR
+    with pytest.raises(errors.RemoteError, match="File exists"):
+        local.write(f"{path}/below", b"x")
+    assert there(tmp_path) == ["a b.bin"]
+
+
+def test_delete(path: Path, local: LocalRemote) -> None:
+    for _ in range(2):
+        local.delete(str(path))
+        assert not path.exists()
+    local.delete(f"{path}/below/it")
+    with pytest.raises(errors.RemoteError):
+        local.delete(str(path.parent))

@@ -1,16 +1,23 @@
-"""Filesystems of fsspec and pyarrow, spoken to in one way: look, read, list. Knows neither forks nor retries."""
+"""Filesystems of fsspec and pyarrow, spoken to in one way: look, read, list, write, delete. Knows neither forks nor retries."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import io
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import signature
 from typing import Any, Protocol
 
 from forebay._model import Buffer, ObjectInfo, Span
-from forebay.errors import ConfigError, RemoteProtocolError
+from forebay.errors import ConfigError, RemoteProtocolError, Unsupported
+
+log = logging.getLogger("forebay.remote.clients")
 
 BLOCK = 1 << 20
+Sent = Callable[[int], None]
+"""Told how many bytes were sent so far."""
 
 
 class Client(Protocol):
@@ -26,6 +33,12 @@ class Client(Protocol):
 
     def parallel(self, url: str) -> bool:
         """Whether a range costs one request, wherever it lies."""
+
+    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> None:
+        """Put a file (its path) or bytes there; ``exclusive``: raises FileExistsError if there is an object. May make directories."""
+
+    def delete(self, url: str) -> None:
+        """Remove it. Raises FileNotFoundError."""
 
 
 ETAGS = ("ETag", "etag", "blob_id", "sha")
@@ -77,6 +90,25 @@ class FsspecClient:
 
     def parallel(self, url: str) -> bool:
         return bool(self._split(url)[0].async_impl)
+
+    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> None:
+        fs, path = self._split(url)
+        how = {"mode": "create"} if exclusive else {}
+        if exclusive and not creates(fs, "pipe_file" if isinstance(source, bytes) else "put_file"):
+            raise Unsupported(f"{type(fs).__name__} has no way to write only where nothing is yet", url=url)
+
+        def put() -> None:
+            if isinstance(source, bytes):
+                fs.pipe_file(path, source, **how)
+                on_sent(len(source))
+            else:
+                fs.put_file(source, path, callback=_callback(on_sent), **how)
+
+        in_its_folder(put, lambda: fs.makedirs(fs._parent(path), exist_ok=True))
+
+    def delete(self, url: str) -> None:
+        fs, path = self._split(url)
+        fs.rm_file(path)
 
     def _split(self, url: str) -> tuple[Any, str]:
         if self._fs is not None:
@@ -195,6 +227,66 @@ class ArrowClient:
 
     def parallel(self, url: str) -> bool:
         return True
+
+    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> None:
+        if exclusive:
+            raise Unsupported("pyarrow has no way to write only where nothing is yet", url=url)
+        path = arrow_path(url)
+        in_its_folder(lambda: self._put(path, source, on_sent), lambda: self._fs.create_dir(path.rpartition("/")[0], recursive=True))
+
+    def _put(self, path: str, source: str | bytes, on_sent: Sent) -> None:
+        done = 0
+        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+            out = self._fs.open_output_stream(path)
+            try:
+                while block := file.read(BLOCK):
+                    out.write(block)
+                    done += len(block)
+                    on_sent(done)
+                out.close()
+            except BaseException:
+                self._undo(out, path)
+                raise
+
+    def _undo(self, out: Any, path: str) -> None:
+        """Take back what was begun: given up, pyarrow's stream ends as if all were there."""
+        try:
+            out.close()
+            self._fs.delete_file(path)
+        except Exception as error:  # noqa: BLE001 (why the write failed is told, whatever this is)
+            log.debug("%s: what was begun is still there: %s", path, type(error).__name__)
+
+    def delete(self, url: str) -> None:
+        self._fs.delete_file(arrow_path(url))
+
+
+def in_its_folder(put: Callable[[], None], make: Callable[[], None]) -> None:
+    """``put()``; where its folder is missing, that is made. Object stores have none, and are not asked to make any."""
+    try:
+        put()
+    except FileNotFoundError:
+        make()
+        put()
+
+
+def creates(fs: Any, verb: str) -> bool:
+    """Whether ``verb`` of an fsspec filesystem can write only where nothing is yet, in one step: what fsspec has for all of them looks,
+    then writes."""
+    inner = getattr(fs, "fs", None)
+    if inner is not None and hasattr(inner, "_strip_protocol"):  # a wrapper, which hands on what it is told
+        return creates(inner, verb)
+    made = getattr(type(fs), f"_{verb}" if fs.async_impl else verb)
+    return not made.__module__.startswith(("fsspec.spec", "fsspec.asyn")) and "mode" in signature(made).parameters
+
+
+def _callback(on_sent: Sent) -> Any:
+    from fsspec.callbacks import Callback
+
+    class Told(Callback):  # type: ignore[misc]  # fsspec has no types
+        def call(self, *args: Any, **kwargs: Any) -> None:
+            on_sent(self.value)
+
+    return Told()
 
 
 def arrow_path(url: str) -> str:

@@ -12,13 +12,14 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from forebay._model import Buffer, ObjectInfo, Sink, Span, Transfer
-from forebay.errors import RemoteChanged, RemoteError
+from forebay._model import Buffer, ObjectInfo, Sink, Source, Span, Transfer
+from forebay.errors import NotFound, RemoteChanged, RemoteError, RemoteProtocolError, SourceChanged, Unsupported
 from forebay.remote import helper
 from forebay.remote.base import Call, RemoteOptions, Trouble
-from forebay.remote.clients import BLOCK, client_of
+from forebay.remote.clients import BLOCK, Sent, client_of
 from forebay.remote.helper_process import channel, helper_errors
 from forebay.remote.transfer import parts, share
 
@@ -44,6 +45,10 @@ class Way(Protocol):
     def list(self, call: Call, url: str) -> Iterator[ObjectInfo]: ...
 
     def parallel(self, call: Call, url: str) -> bool: ...
+
+    def write(self, call: Call, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> ObjectInfo: ...
+
+    def delete(self, call: Call, url: str) -> None: ...
 
 
 class FilesystemRemote:
@@ -162,6 +167,67 @@ class FilesystemRemote:
             except Trouble as trouble:
                 raise call.failure(trouble, 1) from trouble.__cause__
 
+    def write(
+        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None, on_sent: Sent | None = None
+    ) -> ObjectInfo:
+        """See `Remote.write`. Makes directories. Of conditions most filesystems know none, some fsspec ones ``if_none_match``.
+
+        Whole or not at all where the filesystem sees to that: with local ones and SFTP, half a file may be seen while it is written."""
+        with self._begin(url) as call:
+            if if_match is not None:
+                raise Unsupported(f"{call.url}: filesystems cannot write only over one version", url=call.url)
+            given = os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else bytes(source)
+            size = _size(given)
+            writing = _Writing(self._way(url), call, url, given, if_none_match is not None, on_sent)
+            info = call.retrying(writing.once)
+            if _size(given) != size:
+                raise SourceChanged.of(given)
+            if info.size != size:
+                raise RemoteProtocolError(f"{call.url}: {info.size} bytes are there where {size:,} were sent", url=call.url)
+            writing.told(size)
+            return info
+
+    def delete(self, url: str) -> None:
+        """See `Remote.delete`."""
+        with self._begin(url) as call:
+            try:
+                call.retrying(lambda: self._way(url).delete(call, url))
+            except NotFound as error:
+                log.debug("nothing to remove: %s", error)
+
+
+@dataclass
+class _Writing:
+    """One write, with what ``on_sent`` may raise: that is told as it is."""
+
+    way: Way
+    call: Call
+    url: str
+    source: str | bytes
+    exclusive: bool
+    on_sent: Sent | None
+    ended: BaseException | None = None
+
+    def once(self) -> ObjectInfo:
+        self.call.count(requests=1)
+        try:
+            return self.way.write(self.call, self.url, self.source, self.exclusive, self.told)
+        except Trouble as trouble:
+            raise self.ended or trouble from trouble.__cause__
+
+    def told(self, done: int) -> None:
+        if self.on_sent is None:
+            return
+        try:
+            self.on_sent(done)
+        except BaseException as error:
+            self.ended = error
+            raise
+
+
+def _size(source: str | bytes) -> int:
+    return len(source) if isinstance(source, bytes) else os.stat(source).st_size
+
 
 class _Changed(Exception):
     """The object is not the one that was looked at before."""
@@ -188,6 +254,13 @@ class Here:
 
     def list(self, call: Call, url: str) -> Iterator[ObjectInfo]:
         return self._each(lambda: self._client.list(url))
+
+    def write(self, call: Call, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> ObjectInfo:
+        self._ask(lambda: self._client.write(url, source, exclusive, on_sent))
+        return self.stat(call, url)
+
+    def delete(self, call: Call, url: str) -> None:
+        self._ask(lambda: self._client.delete(url))
 
     def _each(self, ask: Callable[[], Iterator[T]]) -> Iterator[T]:
         items = self._ask(ask)
@@ -271,12 +344,31 @@ class There:
     def list(self, call: Call, url: str) -> Iterator[ObjectInfo]:
         return (ObjectInfo(*json.loads(item)) for item in self._ask(call, call.options.read_timeout, "list", url))
 
-    def _ask(self, call: Call, patience: float, *request: str | int) -> Iterator[bytearray]:
-        """The answer's items or blocks. ``patience``: seconds for each."""
+    def write(self, call: Call, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> ObjectInfo:
+        path, body = ("", source) if isinstance(source, bytes) else (source, b"")
+        # of some filesystems nothing is heard before all is sent
+        patience = call.options.read_timeout + _size(source) / SLOWEST
+        for answer in self._ask(call, patience, "write", url, path, exclusive, body=body):
+            match json.loads(answer):
+                case [done]:
+                    call.check()
+                    on_sent(done)
+                case found:
+                    return ObjectInfo(*found)
+        raise Trouble("an answer that ends too soon")
+
+    def delete(self, call: Call, url: str) -> None:
+        for _ in self._ask(call, call.options.read_timeout, "delete", url):
+            raise Trouble("an answer that makes no sense", again=False)
+
+    def _ask(self, call: Call, patience: float, *request: str | int, body: bytes | None = None) -> Iterator[bytearray]:
+        """The answer's items or blocks. ``patience``: seconds for each. ``body``: what is sent behind the request."""
         with channel(call) as answers:
             with helper_errors():
                 helper.send(answers, helper.REQUEST, json.dumps(request).encode())
                 helper.send(answers, helper.REQUEST, self._filesystem)
+                if body is not None:
+                    helper.send(answers, helper.REQUEST, body)
             while True:
                 with helper_errors():
                     answers.settimeout(call.timeout(patience))

@@ -20,6 +20,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any, cast
 
 from forebay import errors
 from forebay._model import Buffer, Span
@@ -31,6 +32,8 @@ log = logging.getLogger("forebay.remote.helper")
 
 HEADER = struct.Struct("!cQ")
 REQUEST, ITEM, DATA, ERROR, END = b"Q", b"I", b"D", b"E", b"."
+
+CONFLICT = "it is there already: nothing was written"
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _NAMES = r"[\w-]*(?:token|password|passwd|secret|signature|credential|(?:access|account|api|secret)[_-]?key(?:[_-]?id)?)"
@@ -62,7 +65,8 @@ def _receive(channel: socket.socket, length: int) -> bytearray:
 def meaning(error: Exception) -> Trouble | errors.MissingExtra:
     """What a filesystem raised, as what it means for the call; its text without secrets."""
     why = f"{type(error).__name__}: {redacted(str(error))}"[:500]
-    status, cause = status_of(error), error.__cause__
+    cause = error.__cause__
+    status = status_of(error) or status_of(cause)
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and status_of(cause) not in (None, 404, 410):
         return meaning(cause)  # fsspec's http tells so of whatever a server answers
     match error:
@@ -72,6 +76,8 @@ def meaning(error: Exception) -> Trouble | errors.MissingExtra:
             return Trouble("it is a directory", errors.NotFound, again=False)
         case FileNotFoundError() | NotADirectoryError():
             return Trouble("there is no such object", errors.NotFound, again=False)
+        case FileExistsError():
+            return Trouble(CONFLICT, errors.Conflict, again=False)
         case PermissionError():
             return Trouble(f"access is denied ({why})", errors.AccessDenied, again=False)
         case TimeoutError():
@@ -82,15 +88,22 @@ def meaning(error: Exception) -> Trouble | errors.MissingExtra:
             return errors.MissingExtra(f"a package is missing ({why})", extra="fsspec")
         case ValueError() | TypeError() | AttributeError() | LookupError() | NotImplementedError():
             return Trouble(why, errors.RemoteError, again=False)
+    if "status 411" in why:  # Ceph, to the beginning of an upload in parts
+        return Trouble("the server wants lengths that pyarrow does not send: write to it by an s3:// URL", errors.Unsupported, again=False)
     if status in (401, 403) or "Credential" in type(error).__name__:
         return Trouble(f"access is denied ({why})", errors.AccessDenied, again=False, status=status)
+    if status == 412:  # s3fs has no better word for it than EINVAL
+        return Trouble(CONFLICT, errors.Conflict, again=False, status=status)
     if status in (404, 410):
         return Trouble("there is no such object", errors.NotFound, again=False, status=status)
     return Trouble(why, again=status is None or status in (408, 429) or status >= 500, status=status)
 
 
-def status_of(error: BaseException) -> int | None:
-    """Of an HTTP answer, where there was one: as aiohttp and gcsfs tell it."""
+def status_of(error: BaseException | None) -> int | None:
+    """Of an HTTP answer, where there was one: as aiohttp and gcsfs tell it, or botocore."""
+    told = getattr(error, "response", None)
+    if isinstance(told, dict):
+        return cast("int | None", told.get("ResponseMetadata", {}).get("HTTPStatusCode"))
     return next((status for name in ("status", "code") if isinstance(status := getattr(error, name, None), int)), None)
 
 
@@ -146,7 +159,7 @@ class Server:
 
     def _answer(self, channel: socket.socket) -> None:
         verb, *args = json.loads(receive(channel)[1])
-        answer = self._call(bytes(receive(channel)[1]), verb, *args)
+        answer = self._call(channel, bytes(receive(channel)[1]), verb, *args)
         while True:
             try:
                 kind, payload = next(answer, (END, b""))
@@ -162,7 +175,7 @@ class Server:
                 self._clients[filesystem] = client_of(*pickle.loads(filesystem))  # from the process that started us
             return self._clients[filesystem]
 
-    def _call(self, filesystem: bytes, verb: str, url: str, *args: int) -> Iterator[tuple[bytes, Buffer]]:
+    def _call(self, channel: socket.socket, filesystem: bytes, verb: str, url: str, *args: Any) -> Iterator[tuple[bytes, Buffer]]:
         client = self._client(filesystem)
         match verb:
             case "stat":
@@ -175,6 +188,13 @@ class Server:
                     yield from ((DATA, block[at : at + BLOCK]) for at in range(0, len(block), BLOCK))
             case "parallel":
                 yield ITEM, json.dumps([client.parallel(url)]).encode()
+            case "write":
+                path, exclusive = args
+                body = bytes(receive(channel)[1])
+                client.write(url, path or body, exclusive, lambda done: send(channel, ITEM, json.dumps([done]).encode()))
+                yield ITEM, json.dumps(dataclasses.astuple(client.stat(url))).encode()
+            case "delete":
+                client.delete(url)
 
 
 def main() -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from forebay import errors
-from forebay._model import CloningSink, ObjectInfo, Sink, Span, Transfer
+from forebay._kernel import host
+from forebay._model import Buffer, CloningSink, ObjectInfo, Sink, Source, Span, Transfer
 from forebay.remote.urls import canonical, local_path
 
 BLOCK = 1 << 20
+UNFINISHED = ".forebay-part"
+"""How the name of a file ends (and it begins with a dot) that is being written."""
 _KINDS: dict[int, type[errors.RemoteError]] = {
     errno.ENOENT: errors.NotFound, errno.ENOTDIR: errors.NotFound, errno.EACCES: errors.AccessDenied, errno.EPERM: errors.AccessDenied,
 }  # fmt: skip
@@ -59,9 +65,35 @@ class LocalRemote:
         return data
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """All files whose path begins with that of ``url``, in order of path; symbolic links to directories are not followed."""
+        """All files whose path begins with that of ``url``, in order of path; symbolic links to directories are not followed.
+
+        What a writer has not finished is none of them."""
         prefix = _path(url) + ("/" if os.fspath(url).endswith("/") and _path(url) != "/" else "")
         yield from _walk(os.path.dirname(prefix), prefix)
+
+    def write(
+        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
+        on_sent: Callable[[int], None] | None = None,
+    ) -> ObjectInfo:  # fmt: skip
+        """See `Remote.write`. Makes directories; the file is on the disk before it has its name.
+
+        ``if_none_match`` holds whoever else writes. ``if_match`` does not quite: another writer may come between our look and the rename,
+        which cannot compare. `Unsupported` where the file system has no hard links, for ``if_none_match`` only."""
+        path = _path(url)
+        with _reading(source) as origin, _told(url):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with _part(path) as (part, fd):
+                _fill(fd, origin, on_sent)
+                if origin.size != os.fstat(fd).st_size:
+                    raise errors.SourceChanged.of(origin.name)
+                os.fsync(fd)
+                _give_name(url, part, path, if_none_match, if_match)
+                return _info(url, fd)
+
+    def delete(self, url: str) -> None:
+        """See `Remote.delete`. The directory stays, though it be empty."""
+        with _told(url), suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(_path(url))
 
 
 def _path(url: str) -> str:
@@ -71,14 +103,25 @@ def _path(url: str) -> str:
     return path
 
 
+@contextmanager
+def _told(url: str) -> Iterator[None]:
+    """What the operating system says becomes a `RemoteError`, with its number."""
+    try:
+        yield
+    except errors.ForebayError:
+        raise
+    except OSError as error:
+        kind = _KINDS.get(error.errno or 0, errors.RemoteError)
+        raised = kind(f"{canonical(url)}: {error.strerror}", url=canonical(url))
+        raised.errno = error.errno
+        raise raised from error
+
+
 def _open(url: str) -> int:
     """Raises `NotFound`, `AccessDenied`, or `RemoteError` for what is no regular file."""
     path = _path(url)
-    try:
+    with _told(url):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
-    except OSError as error:
-        kind = _KINDS.get(error.errno or 0, errors.RemoteError)
-        raise kind(f"{canonical(url)}: {error.strerror}", url=canonical(url)) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise errors.RemoteError(f"{canonical(url)}: not a regular file", url=canonical(url))
@@ -116,6 +159,8 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
     except FileNotFoundError:
         return
     for name, entry in found:
+        if name.endswith(UNFINISHED) and entry.name.startswith("."):
+            continue
         if not (name.startswith(prefix) or (name.endswith("/") and prefix.startswith(name))):
             continue
         if name.endswith("/"):
@@ -124,6 +169,90 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
             status = entry.stat()
             validator = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
             yield ObjectInfo(canonical(entry.path), status.st_size, validator, strong=True, modified=status.st_mtime)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _part(path: str) -> Iterator[tuple[str, int]]:
+    """A new file beside ``path``, under a name that no listing shows, and its descriptor. The name is gone at the end."""
+    folder, name = os.path.split(path)
+    part = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}")
+    fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield part, fd
+    finally:
+        os.close(fd)
+        with suppress(FileNotFoundError):
+            os.unlink(part)
+
+
+class _Origin(NamedTuple):
+    """What is written. ``fd``: of the file ``name``; None: ``view`` has the bytes."""
+
+    size: int
+    name: str = ""
+    fd: int | None = None
+    view: memoryview = memoryview(b"")
+
+    def block(self, at: int) -> Buffer:
+        return self.view[at : at + BLOCK] if self.fd is None else os.pread(self.fd, BLOCK, at)
+
+
+@contextmanager
+def _reading(source: Source) -> Iterator[_Origin]:
+    if not isinstance(source, (str, os.PathLike)):
+        view = memoryview(source).cast("B")
+        yield _Origin(len(view), view=view)
+        return
+    fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield _Origin(os.fstat(fd).st_size, os.fspath(source), fd)
+    finally:
+        os.close(fd)
+
+
+def _fill(fd: int, origin: _Origin, on_sent: Callable[[int], None] | None) -> None:
+    at = origin.size if origin.fd is not None and host.clone(origin.fd, fd) else 0
+    while block := origin.block(at):
+        host.pwrite(fd, block, at)
+        at += len(block)
+        if on_sent is not None:
+            on_sent(at)
+
+
+def _give_name(url: str, part: str, path: str, if_none_match: str | None, if_match: str | None) -> None:
+    """Give the finished file ``part`` its name, if that is as it should be. Raises `Conflict`."""
+    if if_none_match is not None:
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            raise _conflict(url) from None
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            key = canonical(url)
+            raise errors.Unsupported(f"{key}: its file system has no hard links: {error.strerror}", url=key) from error
+        return
+    if if_match is not None and _validator(url) != if_match:
+        raise _conflict(url)
+    os.rename(part, path)
+
+
+def _validator(url: str) -> str | None:
+    try:
+        fd = _open(url)
+    except errors.NotFound:
+        return None
+    try:
+        return _info(url, fd).validator
+    finally:
+        os.close(fd)
+
+
+def _conflict(url: str) -> errors.Conflict:
+    return errors.Conflict(f"{canonical(url)}: it is there already, or another version of it: nothing was written", url=canonical(url))
 
 
 def _changed(url: str) -> errors.RemoteChanged:
