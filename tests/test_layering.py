@@ -43,6 +43,7 @@ ORDER = """
     _engine.pack codecs origin < arrays < samples < cache
     pfio_file < samples
     _engine.fill < reports < warming < cache
+    origin reports < upkeep < cache
     origin < places < shards < tars < sources < cache
     _model < tar_index < shards
     _model _kernel.mappings < pfio_file

@@ -7,7 +7,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
@@ -18,17 +17,19 @@ from forebay._engine.leases import Lease
 from forebay._engine.memo import no_hit
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
-from forebay._model import Buffer, Entry, Problem, Report, Victim
+from forebay._model import Buffer, Entry
+from forebay.asking import Ask, Target
 from forebay.opening import is_network, open_store
-from forebay.origin import URLS, Ask, Origin, Target
+from forebay.origin import URLS, Origin
 from forebay.reports import OnProgress as OnProgress
 from forebay.reports import Plan as Plan
 from forebay.reports import Progress as Progress
 from forebay.reports import Stats as Stats
-from forebay.reports import Teller, coldest_until
+from forebay.reports import Teller
 from forebay.reports import WarmReport as WarmReport
 from forebay.samples import Samples, open_samples
 from forebay.spaces import Space, checked
+from forebay.upkeep import Upkeep
 from forebay.warming import warm
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _SECOND = 1_000_000_000
 _FOREVER = 1 << 60  # nanoseconds: 36 years, so that an entry that was invalidated (validated in 1970) is too old even so
 
 
-class Cache:
+class Cache(Upkeep):
     """The local cache of this node: one directory, one byte budget, any number of processes.
 
     ``root``: the directory (default: ``$FOREBAY_HOME``, else ``~/.cache/forebay``). ``budget``, ``min_free``: bytes as int or
@@ -124,6 +125,27 @@ class Cache:
         A local file is its own path, unless ``force``. Raises `NoSpace` where it cannot be kept, `WaitTimeout`, `RemoteError`."""
         target, ask = self._target(url, filesystem), self._ask(max_age, refresh, **how)
         return self._origin.local(target, ask)
+
+    def directory(
+        self, url: str | os.PathLike[str], *, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None,
+        filesystem: Any = None, max_age: float | str | None = None, refresh: bool = False, on_progress: OnProgress | None = None,
+        **how: Any,
+    ) -> Lease:  # fmt: skip
+        """A remote directory as a local one, read-only, for a ``with`` or ``os.fspath``: complete, and unchanged until it is closed.
+
+        Of all processes one fetches it, each file once; what another version or another part of it shares is not fetched again.
+        ``include``, ``exclude``: patterns of the files that are wanted, such as ``model-*.safetensors`` or ``weights/`` (``*`` crosses
+        ``/``). A local directory is its own path, unless ``force``. ``max_age``, ``refresh``, ``timeout``, ``offline``, ``pin``: as for
+        `read`. Raises `NoSpace` where it cannot be kept, `NotFound`, `NotADirectory`, `Incomplete`, `BadListing`, `WaitTimeout`, `Offline`,
+        or another `RemoteError`."""
+        from forebay._directories.directories import lease  # half of those who open a cache never want it
+
+        self._check_open()
+        told = Teller(remote.canonical(url) if filesystem is None else os.fspath(url), on_progress)
+        ask = self._ask(max_age, refresh, on_wait=told.waiting, on_progress=told.fetching, **how)
+        found = lease(self._origin, url, filesystem, include, exclude, ask)
+        told.say("done", 0, None)
+        return found
 
     def pull(
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False,
@@ -224,108 +246,6 @@ class Cache:
         self._opened.add(found)
         return found
 
-    # -- what is there ---------------------------------------------------------------------------------------------
-
-    def entries(self, space: str | None = None) -> list[Entry]:
-        """What is kept, the least recently used first; ``leased`` says whether anybody holds it now."""
-        self._check_open()
-        return [_leased(self._store, entry) for entry in self._entries(space)]
-
-    def _entries(self, space: str | None) -> list[Entry]:
-        # the store makes a space that it is asked for; looking must not
-        return self._store.entries(space) if space is None or self._has_space(space) else []
-
-    def _has_space(self, name: str) -> bool:
-        return any(space.name == name for space in self._store.usage().spaces)
-
-    def entry(self, name: str) -> Entry | None:
-        """One entry by its name: a URL, or ``space:key``."""
-        found = self._store.entry(*self._split(name))
-        return _leased(self._store, found) if found is not None else None
-
-    @property
-    def budget(self) -> int:
-        """Bytes that all processes together may keep."""
-        self._check_open()
-        return self._store.usage().budget
-
-    def stats(self) -> Stats:
-        """What all processes of the node did, and what is kept."""
-        self._check_open()
-        now = self._store.usage()
-        return Stats(
-            **self._store.counts(), bytes_used=now.used, bytes_reserved=now.reserved, budget=now.budget,
-            entries=sum(s.entries for s in now.spaces),
-            spaces={s.name: (s.entries, s.bytes) for s in now.spaces},
-        )  # fmt: skip
-
-    def reset_stats(self) -> None:
-        """Count from zero, for all processes."""
-        self._check_open()
-        self._store.zero_counts()
-
-    def check(self, *, deep: bool = False) -> list[Problem]:
-        """What is wrong with the root; empty: it is sound. ``deep`` reads every byte."""
-        self._check_open()
-        return self._store.check(deep=deep)
-
-    def repair(self, *, deep: bool = True) -> list[Problem]:
-        """Mend what `check` finds, by setting aside what is damaged and removing what no entry names; gives what was mended."""
-        self._check_open()
-        return self._store.repair(deep=deep)
-
-    # -- removing --------------------------------------------------------------------------------------------------
-
-    def pin(self, name: str) -> None:
-        """Never evict this name, nor later versions of it. Raises `NotCached`."""
-        self._set_life(name, "pinned")
-
-    def unpin(self, name: str) -> None:
-        """Let it go again when space is needed. Raises `NotCached`."""
-        self._set_life(name, "cached")
-
-    def _set_life(self, name: str, life: str) -> None:
-        self._check_open()
-        if not self._store.set_life(*self._split(name), life):
-            raise errors.NotCached.of(name)
-
-    def evict(self, name: str) -> Report:
-        """Remove a name now, if nobody uses it. Raises `NotCached`."""
-        entry = self.entry(name)
-        if entry is None:
-            raise errors.NotCached.of(name)
-        return self._store.remove([Origin.victim(entry)])
-
-    def plan(
-        self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False
-    ) -> Plan:  # fmt: skip
-        """What would go: so much of the coldest that ``need`` bytes are free for new ones; or all that ``where``, ``space`` or ``all``
-        says. Pinned entries stay. Nothing is removed before `Plan.execute`."""
-        self._check_open()
-        cold = [e for e in self._entries(space) if e.life != "pinned" and (where is None or where(e))]
-        if need is not None:
-            now = self._store.usage()
-            lacking = now.used + now.reserved + _config.parse_size(need, total=now.budget, name="need") - now.budget
-            cold = coldest_until(cold, lacking)
-        elif where is None and space is None and not all:
-            now = self._store.usage()
-            cold = coldest_until(cold, now.used + now.reserved - now.budget)
-        return Plan(tuple(Origin.victim(entry) for entry in cold), self._store.remove)
-
-    def prune(self) -> Plan:
-        """What is over the budget now. `Plan.execute` removes it, and what dead processes left half done; unfinished downloads stay,
-        to be gone on from, until their room is wanted."""
-        return Plan(self.plan().victims, self._tidy)
-
-    def _tidy(self, victims: tuple[Victim, ...]) -> Report:
-        report = self._store.remove(victims)
-        self._store.make_room()
-        return report
-
-    def clear(self, space: str | None = None) -> Plan:
-        """Everything in one space, or in all: a plan to be executed."""
-        return self.plan(space=space, all=True)
-
     # -- life ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -351,10 +271,6 @@ class Cache:
     def __repr__(self) -> str:
         return f"<forebay.Cache {str(self.path)!r}{' closed' if self.closed else ''}>"
 
-    def _check_open(self) -> None:
-        if self.closed:
-            raise errors.Closed.of("cache")
-
     def _open_space(self, space: Space) -> Space:
         self._check_open()
         return space
@@ -364,15 +280,6 @@ class Cache:
         if not os.fspath(url):
             raise errors.ConfigError("an empty URL names nothing", name="url", value="")
         return self._origin.target(url, filesystem)
-
-    def _split(self, name: str) -> tuple[str, str]:
-        """The space and the key that a name means: ``space:key`` where there is such a space, else a URL."""
-        self._check_open()
-        space, colon, key = name.partition(":")
-        if colon and self._has_space(space) and (not key.startswith("//") or self._store.entry(space, key) is not None):
-            return space, key
-        # The key of what a filesystem object or a span gave is no URL: as `entries` shows it.
-        return URLS, name if self._store.entry(URLS, name) is not None else remote.canonical(name)
 
     def _ask(
         self, max_age: float | str | None, refresh: bool, *, sha256: str | None = None, etag: str | None = None,
@@ -392,7 +299,3 @@ samples.open_default = Cache
 
 def _arrive(path: str, how: dict[str, Any]) -> Cache:
     return _config.with_limits_unsaid(Cache, path, **how)
-
-
-def _leased(store: Store | PassThrough, entry: Entry) -> Entry:
-    return replace(entry, leased=store.is_leased(entry))

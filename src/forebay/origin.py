@@ -12,66 +12,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar, cast
 
-from forebay import _model, errors, remote
-from forebay._engine.fill import OnWait
+from forebay import errors, remote
 from forebay._engine.leases import Lease, in_place
 from forebay._engine.memo import Remembered
 from forebay._engine.passthrough import MemorySink, PassThrough
 from forebay._engine.publish import Writing
 from forebay._engine.store import Store
-from forebay._model import Entry, ObjectInfo, Partial, Remote, Span, Transfer, Victim
+from forebay._model import Entry, ObjectInfo, Span, Transfer, Victim
+from forebay.asking import Ask, Expecting, Target, is_same_version
 from forebay.files import RANGE, LeasedFile, RangeFile
 
 log = logging.getLogger("forebay.origin")
 T = TypeVar("T")
 
-URLS = "urls"
+URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"
+"""The spaces of what has a URL: objects; trees of links to them; what lies in a directory."""
+
 POSTPONED = 30_000_000_000
 """Nanoseconds until a remote that could not be reached is asked again whether an object has changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A URL: where it is fetched from, and the key under which it is kept. Secrets stand in ``url`` only."""
-
-    url: str
-    key: str
-    suffix: str
-    remote: Remote
-    in_place: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """How one call wants an object. ``since``: serve what was validated at or after this (nanoseconds since 1970; 1: ever; -1: even if
-    it was invalidated). ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it.
-    ``force``: keep a local file in the cache too."""
-
-    since: int = 1
-    offline: bool = False
-    sha256: str | None = None
-    etag: str | None = None
-    timeout: float | None = None
-    bypass: bool = False
-    force: bool = False
-    pin: bool = False
-    on_wait: OnWait | None = None
-    on_progress: Callable[[int, int | None], None] | None = None
-
-
-class _Expecting:
-    """A sink that refuses another version than the caller expects, before a byte of it is kept."""
-
-    def __init__(self, sink: _model.Sink, url: str, etag: str) -> None:
-        self._sink, self._url, self._etag = sink, url, etag
-        self.partial: Partial | None = sink.partial
-        self.write = sink.write
-
-    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
-        found = info.validator or "no ETag"
-        if found.removeprefix("W/").strip('"') != self._etag.removeprefix("W/").strip('"'):
-            raise errors.ChecksumMismatch.of(self._url, self._etag, found)
-        return self._sink.begin(info)
 
 
 @dataclass(slots=True)
@@ -183,7 +141,7 @@ class Origin:
         return self.store.validated(entry) >= ask.since
 
     def _is_expected(self, lease: Lease, ask: Ask) -> bool:
-        if ask.etag and (lease.entry.validator or "").removeprefix("W/").strip('"') != ask.etag.removeprefix("W/").strip('"'):
+        if ask.etag and not is_same_version(lease.entry.validator, ask.etag):
             return False
         if ask.sha256 is None:
             return True
@@ -230,6 +188,8 @@ class Origin:
     def _above(self, target: Target, ask: Ask) -> Remembered | None:
         """What the upstream root has of it, while that is still the remote's. A prefilled root is old: the remote is asked once."""
         found = self.upstream.view(URLS, target.key) if self.upstream is not None else None
+        if found is not None and ask.etag and not is_same_version(found.entry.validator, ask.etag):
+            return None
         if found is None or self.upstream is None or ask.offline or self.upstream.validated(found.entry) >= ask.since:
             return found
         try:
@@ -257,7 +217,7 @@ class Origin:
         self.store.count("misses")
         life = "pinned" if ask.pin else "cached"
         with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, on_progress=ask.on_progress) as writing:
-            sink = _Expecting(writing, target.key, ask.etag) if ask.etag else writing
+            sink = Expecting(writing, target.key, ask.etag) if ask.etag else writing
             began = time.time_ns()
             try:
                 transfer = target.remote.fetch(target.url, sink)
@@ -315,7 +275,7 @@ class Origin:
             return memoryview(above.view)
         self._refuse_offline(target, ask)
         sink = MemorySink()
-        transfer = target.remote.fetch(target.url, _Expecting(sink, target.key, ask.etag) if ask.etag else sink)
+        transfer = target.remote.fetch(target.url, Expecting(sink, target.key, ask.etag) if ask.etag else sink)
         if target.in_place is None:
             self.count(transfer)
         data = memoryview(sink.data).toreadonly()
@@ -371,11 +331,11 @@ class Origin:
             self.fall_back(error, key)
             return memoryview(target.remote.read(target.url, span, validator=validator))
 
-    def adopt(self, space: str, key: str, path: str) -> Entry:
+    def adopt(self, space: str, key: str, path: str, *, validator: str | None = None) -> Entry:
         """A local file as an entry: its bytes are copied and hashed. Raises `CacheFault`, `NotFound`."""
         with self.store.writing(space, key, suffix=remote.suffix(path), resume=False) as writing:
             remote.resolve(path, self.options).fetch(path, writing)
-            return writing.publish()
+            return writing.publish(validator=validator)
 
     def listing(self, url: str) -> Iterator[ObjectInfo]:
         """All objects whose URL begins with ``url``, with their validators. Raises `RemoteError`."""
@@ -386,10 +346,16 @@ class Origin:
         return Victim(entry.name, entry.size, entry.charge, entry.used, entry.id)
 
     def invalidate(self, target: Target) -> None:
-        """Let the next call ask the remote."""
-        entry = self.store.entry(URLS, target.key)
-        if entry is not None:
-            self.store.set_validated(entry, 0)
+        """Let the next call ask the remote: for the object, and for the directory of this name."""
+        for entry in (self.store.entry(URLS, target.key), self.store.entry(LISTINGS, folder_of(target.key))):
+            if entry is not None:
+                self.store.set_validated(entry, 0)
+
+
+def folder_of(key: str) -> str:
+    """The key of a directory, from that of an object of its name."""
+    head, mark, tail = key.partition("?") if "?" in key else key.partition("#")
+    return head.rstrip("/") + "/" + mark + tail
 
 
 def _sha256_of(path: str) -> str:

@@ -9,12 +9,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import xxhash
 
 from forebay import errors
-from forebay._model import Buffer, ObjectInfo
+from forebay._model import Buffer
+
+Patterns: TypeAlias = str | Iterable[str] | None
 
 MARK = ".forebay.json"
 """The object by which an upload says what belongs to a directory, and whether it is all there. No part of the tree."""
@@ -24,12 +26,14 @@ _LONGEST, _LONGEST_PART = 2048, 255  # bytes: the root's own path takes a part o
 
 
 class File(NamedTuple):
-    """One file of a directory. ``size`` in bytes, None: the remote does not say; ``modified``: seconds since 1970."""
+    """One file of a directory. ``size`` in bytes, None: the remote does not say; ``modified``: seconds since 1970; ``digest``: its checksum
+    in hex, where its upload wrote it down and nobody else has written the file since."""
 
     name: str
     size: int | None
     validator: str | None = None
     modified: float | None = None
+    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,9 @@ class Manifest:
     files: tuple[File, ...]
 
     @classmethod
-    def of(cls, where: str, listed: Iterable[tuple[str, ObjectInfo]]) -> Self:
-        """What a listing tells. Raises `BadListing` for names that no files below one directory can have."""
-        files = [File(name, info.size, info.validator, info.modified) for name, info in listed if not _is_folder(name, info.size)]
-        files.sort()
+    def of(cls, where: str, files: Iterable[File]) -> Self:
+        """What a listing tells, in any order. Raises `BadListing` for names that no files below one directory can have."""
+        files = sorted((file for file in files if not _is_folder(file)), key=lambda file: file.name)
         check_names(where, [file.name for file in files])
         return cls(tuple(files))
 
@@ -58,7 +61,7 @@ class Manifest:
     @cached_property
     def version(self) -> str:
         """The same for the same files: names, sizes and validators."""
-        told = [(name, size, validator or modified) for name, size, validator, modified in self.files]
+        told = [(file.name, file.size, file.validator or file.digest or file.modified) for file in self.files]
         return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
 
     @property
@@ -75,7 +78,7 @@ class Part:
     exclude: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, include: str | Iterable[str] | None, exclude: str | Iterable[str] | None) -> Self:
+    def of(cls, include: Patterns, exclude: Patterns) -> Self:
         """Raises `ConfigError` for what is no pattern."""
         return cls(_patterns(include, "include"), _patterns(exclude, "exclude"))
 
@@ -92,7 +95,7 @@ class Part:
         return Manifest(tuple(file for file in whole.files if wanted(file.name) and not unwanted(file.name)))
 
 
-def _patterns(given: str | Iterable[str] | None, name: str) -> tuple[str, ...]:
+def _patterns(given: Patterns, name: str) -> tuple[str, ...]:
     several = (given,) if isinstance(given, str) else tuple(given or ())
     for pattern in several:
         if not isinstance(pattern, str) or not pattern:
@@ -111,9 +114,9 @@ def _matcher(patterns: Sequence[str]) -> Any:
     return re.compile("|".join(several)).match
 
 
-def _is_folder(name: str, size: int | None) -> bool:
+def _is_folder(file: File) -> bool:
     """Some tools write an empty object for a directory."""
-    return (name == "" or name.endswith("/")) and not size
+    return (file.name == "" or file.name.endswith("/")) and not file.size
 
 
 def check_names(where: str, names: Sequence[str]) -> None:

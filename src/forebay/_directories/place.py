@@ -9,7 +9,8 @@ from typing import Any
 
 from forebay import errors, remote
 from forebay._model import ObjectInfo, Remote
-from forebay.origin import Origin, Target
+from forebay.asking import Target
+from forebay.origin import Origin, folder_of
 from forebay.places import Prefix
 
 
@@ -74,7 +75,7 @@ def place_of(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None
     if filesystem is None:
         prefix = Prefix(text)
         try:
-            return Place(prefix.url, _folder(remote.canonical(prefix.folder)), remote.resolve(text, origin.options), prefix.local, prefix)
+            return Place(prefix.url, folder_of(remote.canonical(prefix.folder)), remote.resolve(text, origin.options), prefix.local, prefix)
         except errors.ConfigError:
             found = remote.arrow_filesystem(text)  # its schemes are more than ours and fsspec's
             if found is None:
@@ -85,9 +86,4 @@ def place_of(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None
         return place_of(origin, local)
     prefix = Prefix(text, plain=True)
     key, _, asked = remote.on_filesystem(filesystem, prefix.folder, origin.options)
-    return Place(prefix.url, _folder(key), asked, None, prefix, key.rpartition("#")[2], key.partition("://")[0])
-
-
-def _folder(key: str) -> str:
-    head, mark, tail = key.partition("?") if "?" in key else key.partition("#")
-    return head.rstrip("/") + "/" + mark + tail
+    return Place(prefix.url, folder_of(key), asked, None, prefix, key.rpartition("#")[2], key.partition("://")[0])

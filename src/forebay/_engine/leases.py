@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -63,7 +64,7 @@ class Lease:
 
 
 def in_place(path: str) -> Lease:
-    """The hold on a file that is not the cache's: nothing is locked, and it is never removed. Raises NotFound."""
+    """The hold on a file or directory that is not the cache's: nothing is locked, and it is never removed. Raises NotFound."""
     if not os.path.exists(path):
         raise errors.NotFound(f"{path}: there is no such file", url=path)
     return _InPlace(path)
@@ -73,7 +74,8 @@ class _InPlace(Lease):
     def __init__(self, path: str) -> None:
         self.path, self._release = path, []
         info = os.stat(path)
-        self.entry = Entry(0, "", path, "file", info.st_size, 0, 0, b"", None, info.st_mtime, "", "cached")
+        kind = "directory" if stat.S_ISDIR(info.st_mode) else "file"
+        self.entry = Entry(0, "", path, kind, info.st_size, 0, 0, b"", None, info.st_mtime, "", "cached")
         self._release = [_nothing]
 
 

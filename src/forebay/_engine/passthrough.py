@@ -160,6 +160,9 @@ class PassThrough:
     def publish_leased(self, writing: Any, *, validator: str | None = None) -> NoReturn:
         self._refuse(str(writing))
 
+    def members(self, tree: Entry) -> list[tuple[str, Entry]]:
+        return []
+
     def remove(self, wanted: Iterable[Victim]) -> Report:
         return Report(spared=tuple(victim.name for victim in wanted))
 

@@ -121,6 +121,17 @@ class Publisher(Inserting):
         keyhash = hash_of(label.space, label.key)
         return Want(label.space, label.key, keyhash, size, label.suffix, old.id if old else 0, old.size if old else 0, inline)
 
+    def ensure_room(self, space: int, files: Sequence[tuple[str, int]]) -> None:
+        """Evict what may go, until all of ``files`` (key and size) may come. What dead fetches left of any of them is theirs to go on from:
+        then nothing is done, since it would be the first to go. Raises `NoSpace`."""
+        if not files or any(reservations.by_key(self.rows, hash_of(space, key)) for key, size in files if size > CHUNK):
+            return
+        room = self.budget.room
+        charged = sum(room.charge(size) for _, size in files)
+        want = Want(space, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
+        if not room.short(self.rows, want).fits:
+            self.budget.cancel(self.budget.reserve(want).id)
+
     def publish_small(self, writing: Writing, small: MemoryStage) -> Entry | None:
         """Write and publish in one step what came into memory; None if there is no room for it as things are."""
         return self._together(_Ready(writing, small.data, *small.finish()))
@@ -340,6 +351,7 @@ class Writing:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if self._published or self._reserved is None:
             return
+        self._resumable &= not isinstance(value, errors.NoSpace)  # what has no room now is not gone on from
         with faults(self.label.key):
             if self._stage is not None and self._resumable and self._stage.done:
                 self._stage.close()

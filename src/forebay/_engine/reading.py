@@ -55,11 +55,16 @@ class Reading:
             lease = self._leases.take(place, key)
             if lease is None:
                 return None
-            sound = {"blob": self._file_is_sound, "tree": self._tree_is_sound}.get(lease.entry.kind)
-            if lease.entry.kind == "value" or (sound is not None and not sound(lease)):
+            if lease.entry.kind == "value" or not self.is_sound(lease):
                 lease.close()
                 return None
         return lease
+
+    def is_sound(self, lease: Lease) -> bool:
+        """Whether a leased file, or each file of a leased tree, is what was stored; else it is set aside."""
+        look = {"blob": self._file_is_sound, "tree": self._tree_is_sound}.get(lease.entry.kind)
+        with faults(lease.entry.key):
+            return look is None or look(lease)
 
     def take(self, place: int, key: str) -> Lease | None:
         """A lease on the bytes of a key, those of a small value too, for `bytes_leased`; None where there is none."""

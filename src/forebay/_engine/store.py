@@ -66,6 +66,11 @@ class Store(Ahead):
             self.touch(lease.entry)
         return lease
 
+    @mending
+    def is_sound(self, lease: Lease) -> bool:
+        """Whether what is leased is what was stored: looked at once in a process. What is damaged is set aside."""
+        return self._reading.is_sound(lease)
+
     def alias(self, space: str, name: str, found: Remembered) -> None:
         """Let another name of an entry, such as a URL as the caller writes it, lead to it."""
         self.memo.alias(space, name, found)
@@ -295,6 +300,14 @@ class Store(Ahead):
             tuple(v.name for v in by_id.values() if v.id not in removed),
             sum(v.charge for v in by_id.values() if v.id in removed),
         )
+
+    @mending
+    def ensure_room(self, space: str, files: Sequence[tuple[str, int]]) -> None:
+        """Make room for files (key and size of each) that will come one by one, evicting what may go: who cannot have it learns so before
+        the first byte. It is not kept for them. Raises `NoSpace`."""
+        self.check_usable(writing=True)
+        with faults(space):
+            self._publisher.ensure_room(self.space(space).id, files)
 
     @mending
     def make_room(self) -> bool:
