@@ -58,8 +58,11 @@ ORDER = """
     _config _engine.store _engine.passthrough < opening < cache
     errors _model < _directories.manifests _directories.crew
     places < _directories.place
-    _directories.manifests _directories.crew _directories.place < _directories.listings < _directories.directories < cache
-    _directories.manifests _directories.crew _directories.place < _directories.copying _directories.metadata < checkpoint
+    _directories.manifests _kernel.host < _directories.sinks < _directories.copying
+    _engine.trees _directories.crew < _directories.copying
+    _directories.manifests _directories.crew _directories.place < _directories.listings < _directories.directories
+    _directories.directories _directories.copying < _directories.private < cache
+    _directories.listings < _directories.metadata < checkpoint
     _directories.directories < _directories.uploading < checkpoint
     cache < checkpoint < adapters cli
     cache pfio_file < adapters

@@ -2,7 +2,8 @@
 
 A module imports only from those to its left:
 
-    errors _model | _kernel/ _engine/ (private) _config remote/ | origin | spaces samples sources | prefetch | cache | adapters/ cli/
+    errors _model | _kernel/ _engine/ (private) _config remote/ | origin | spaces samples sources | prefetch _directories/ | cache
+    | checkpoint | adapters/ cli/
 
 Importing this package loads the standard library only; the engine comes with the first `Cache`.
 """
@@ -15,16 +16,18 @@ from forebay import errors as errors
 
 if TYPE_CHECKING:
     from forebay.cache import Cache as Cache
+    from forebay.checkpoint import Checkpoint as Checkpoint
     from forebay.errors import ForebayError as ForebayError
     from forebay.prefetch import Prefetcher as Prefetcher
     from forebay.remote import RemoteOptions as RemoteOptions
     from forebay.samples import Samples as Samples
 
 __version__ = "0.1.0"
-__all__ = ["Cache", "ForebayError", "Prefetcher", "RemoteOptions", "Samples", "__version__", "errors"]
+__all__ = ["Cache", "Checkpoint", "ForebayError", "Prefetcher", "RemoteOptions", "Samples", "__version__", "errors"]
 
 _PLACES = {
     "Cache": "forebay.cache",
+    "Checkpoint": "forebay.checkpoint",
     "ForebayError": "forebay.errors",
     "Prefetcher": "forebay.prefetch",
     "RemoteOptions": "forebay.remote",

@@ -140,12 +140,31 @@ class Cache(Upkeep):
         or another `RemoteError`."""
         from forebay._directories.directories import lease  # half of those who open a cache never want it
 
-        self._check_open()
-        told = Teller(remote.canonical(url) if filesystem is None else os.fspath(url), on_progress)
-        ask = self._ask(max_age, refresh, on_wait=told.waiting, on_progress=told.fetching, **how)
-        found = lease(self._origin, url, filesystem, include, exclude, ask)
-        told.say("done", 0, None)
+        found = lease(self._origin, url, filesystem, include, exclude, self._ask_for(url, max_age, refresh, on_progress, how))
+        Teller(os.fspath(url), on_progress).say("done", 0, None)
         return found
+
+    def copy_directory(
+        self, url: str | os.PathLike[str], path: str | os.PathLike[str], *, overwrite: bool = False,
+        include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None, filesystem: Any = None,
+        max_age: float | str | None = None, refresh: bool = False, on_progress: OnProgress | None = None, **how: Any,
+    ) -> str:  # fmt: skip
+        """A remote directory as a private copy at ``path``, which may be written to; gives its absolute path. See `directory`.
+
+        By reflink where the file system can. Several processes that ask for the same ``path`` do it once. What else lies in it stays; a
+        file that is to go where another one stands, which is not a copy of ours, is `Foreign` (a FileExistsError), unless ``overwrite``.
+        Where the cache has no room, the files are fetched straight to ``path``."""
+        from forebay._directories.private import copy
+
+        ask = self._ask_for(url, max_age, refresh, on_progress, how)
+        return copy(self._origin, url, filesystem, include, exclude, ask, path, overwrite=overwrite)
+
+    def _ask_for(
+        self, url: str | os.PathLike[str], max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, how: dict[str, Any]
+    ) -> Ask:  # fmt: skip
+        self._check_open()
+        told = Teller(os.fspath(url), on_progress)
+        return self._ask(max_age, refresh, on_wait=told.waiting, on_progress=told.fetching, **how)
 
     def pull(
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False,
@@ -292,6 +311,12 @@ class Cache(Upkeep):
         sha256 = None if sha256 is None else _config.parse_sha256(sha256)
         patience = self._timeout if timeout is None else _config.parse_timeout(timeout)
         return Ask(since, offline, sha256, etag, patience, bypass, force, pin, on_wait, on_progress)
+
+
+def origin_of(cache: Cache) -> Origin:
+    """What is below a cache, for the rooms above it. Raises `Closed`."""
+    cache._check_open()
+    return cache._origin
 
 
 samples.open_default = Cache

@@ -61,6 +61,16 @@ class Directories:
         kept = self._listings.kept(place, ask.since)
         return _chosen(place, part, (kept or self._listings.ask(place, ask)).manifest)
 
+    def files_of(self, place: Place, part: Part, tree: Lease, ask: Ask) -> Sequence[File]:
+        """The files of a tree that `lease` gave."""
+        if place.local is not None and not ask.force:
+            return self.chosen(place, part, ask).files
+        kept = self._listings.kept(place, -1)
+        now = part.choose(kept.manifest) if kept is not None else None
+        if now is not None and now.version == tree.entry.validator:
+            return now.files
+        return [File(name, file.size, file.validator) for name, file in self._origin.store.members(tree.entry)]
+
     def invalidate(self, place: Place) -> None:
         """Let the next call ask the remote."""
         self._listings.postpone(place, 0)

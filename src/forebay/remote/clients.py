@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import io
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, Protocol
@@ -300,9 +301,17 @@ def arrow_from_uri(url: str) -> tuple[Any, str] | None:
         from pyarrow.fs import FileSystem
     except ImportError:
         return None
+    kind, _, rest = url.partition("://")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if kind.lower() == "s3" and endpoint:  # pyarrow would ask Amazon in which region the bucket lies
+        from pyarrow.fs import S3FileSystem
+
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        return S3FileSystem(endpoint_override=endpoint, region=region), rest
     try:
         return FileSystem.from_uri(url)  # type: ignore[no-any-return]
-    except (ValueError, NotImplementedError, OSError):
+    except (ValueError, NotImplementedError, OSError) as error:
+        log.debug("pyarrow has no filesystem for it: %s", error)
         return None
 
 

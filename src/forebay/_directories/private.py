@@ -1,0 +1,72 @@
+"""A directory as a private copy on this host: from the node's tree of it, or straight from the remote where the cache has no room."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from forebay import errors
+from forebay._directories import copying
+from forebay._directories.directories import Directories
+from forebay._directories.manifests import File, Part, Patterns
+from forebay._directories.place import Place, place_of
+from forebay._directories.sinks import FileSink
+from forebay._engine.leases import Lease
+from forebay._engine.store import Store
+from forebay.asking import Ask
+from forebay.origin import Origin
+
+
+def copy(
+    origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, ask: Ask,
+    path: str | os.PathLike[str], *, overwrite: bool,
+) -> str:  # fmt: skip
+    """`to_directory`, of what a caller said."""
+    return to_directory(origin, place_of(origin, url, filesystem), Part.of(include, exclude), ask, path, overwrite=overwrite)
+
+
+def to_directory(origin: Origin, place: Place, part: Part, ask: Ask, path: str | os.PathLike[str], *, overwrite: bool) -> str:
+    """Let ``path`` have a writable copy of a part of a directory; gives its absolute path. Of all processes of the node one does it.
+
+    Raises `Foreign`, `NoSpace` where the disk of ``path`` has no room, and what `Directories.lease` does but faults of the cache."""
+    target = copying.target_of(path)
+    directories = Directories(origin)
+    with _alone(origin, target, ask):
+        tree = _tree(origin, directories, place, part, ask)
+        if tree is None:
+            _fetch(origin, place, directories.chosen(place, part, ask).files, target, ask, overwrite=overwrite)
+        else:
+            with tree:
+                copying.copy_tree(tree.path, directories.files_of(place, part, tree, ask), target, overwrite=overwrite)
+    return str(target)
+
+
+def _alone(origin: Origin, target: Path, ask: Ask) -> contextlib.AbstractContextManager[object]:
+    store = origin.store
+    if isinstance(store, Store) and not store.root.read_only:
+        return store.lock(f"copy to {target}", timeout=ask.timeout, on_wait=ask.on_wait)
+    return copying.locked(target)
+
+
+def _tree(origin: Origin, directories: Directories, place: Place, part: Part, ask: Ask) -> Lease | None:
+    try:
+        return directories.lease(place, part, ask)
+    except (errors.CacheFault, errors.WaitTimeout) as error:
+        if ask.offline:
+            raise
+        origin.fall_back(error, place.key)
+        return None
+
+
+def _fetch(origin: Origin, place: Place, files: Sequence[File], target: Path, ask: Ask, *, overwrite: bool) -> None:
+    def fetch(file: File, sink: FileSink) -> None:
+        origin.count(place.remote.fetch(place.object(file.name), sink))
+
+    def told(done: int, total: int) -> None:
+        if ask.on_progress is not None:
+            ask.on_progress(done, total)
+
+    copying.fetch_tree(files, target, fetch, overwrite=overwrite, budget=origin.store.usage().budget, on_progress=told)

@@ -1,0 +1,195 @@
+"""A directory somewhere else, such as a checkpoint: its files as a local directory once per node, its metadata, and how it gets there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, NoReturn, Self
+
+from forebay import errors, remote
+from forebay._directories.manifests import Patterns
+from forebay._engine.leases import Lease
+from forebay.cache import Cache
+
+_STRIPPED = frozenset({"s3", "gs", "gcs", "http", "https"})
+"""Schemes of URLs whose path on a filesystem is all that follows them."""
+
+_until_exit: dict[str, Lease] = {}
+"""The trees that `Checkpoint.to_directory` gave: a lease on each, which ends with the process."""
+
+_INSTEAD = {
+    **dict.fromkeys(
+        ("from_dict", "to_dict", "from_bytes", "to_bytes", "get_internal_representation"),
+        "only directories are supported: write the data to a file in one, and use Checkpoint.from_directory(directory); read it back from "
+        "`with checkpoint.as_directory() as directory`",
+    ),
+    "from_uri": "use Checkpoint(uri)",
+    "to_uri": "use Checkpoint.upload(directory, uri), or checkpoint.persist(uri)",
+    "uri": "use checkpoint.url; checkpoint.path is the path on checkpoint.filesystem",
+    "get_preprocessor": "use checkpoint.get_metadata(), and rebuild the preprocessor from what you stored there",
+    "set_preprocessor": "use checkpoint.set_metadata({...}) with what the preprocessor can be rebuilt from",
+}
+
+
+def _gone(name: str) -> AttributeError | None:
+    """What to use in place of a method that checkpoints of Ray had once."""
+    return AttributeError(f"Checkpoint has no {name}: {_INSTEAD[name]}") if name in _INSTEAD else None
+
+
+class _Kind(type):
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise _gone(name) or AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+
+
+class Checkpoint(metaclass=_Kind):
+    """A directory of a remote, or of this host: a checkpoint, a model, a folder of a dataset.
+
+    ``path``: a URL or a local path; with a ``filesystem`` object of pyarrow or fsspec, a path on it. ``cache``: through which it is read;
+    without one the default cache of this process, opened when it is needed. Where neither is given, any number of handles, processes and
+    jobs of a node share one copy.
+
+    Equal to another one of the same directory. Pickles: where it arrives it opens its cache, or the default one, anew. Callable from any
+    thread and on both sides of a fork. Raises `ConfigError` (a ValueError) for a URL together with a filesystem."""
+
+    def __init__(self, path: str | os.PathLike[str], filesystem: Any = None, cache: Cache | None = None) -> None:
+        self.url = os.fspath(path)
+        self._given, self._cache = filesystem, cache
+        if not self.url:
+            raise errors.ConfigError("an empty path names no directory", name="path", value="")
+        if filesystem is not None and remote.is_url(self.url):
+            shown = remote.canonical(self.url)
+            message = f"{shown} is a URL, and a filesystem was given too: give the path on it, without a scheme"
+            raise errors.ConfigError(message, name="path", value=shown)
+        if filesystem is None and not remote.is_url(self.url):
+            self.url = os.path.abspath(os.path.expanduser(self.url))
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str], cache: Cache | None = None) -> Self:
+        """Of a directory of this host."""
+        return cls(os.path.abspath(os.path.expanduser(os.fspath(path))), None, cache)
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """The path on `filesystem`: the URL without its scheme; an absolute path, where it is local."""
+        if self._given is not None:
+            return self.url
+        local = remote.local_path(self.url)
+        if local is not None:
+            return local
+        kind, _, rest = self.url.partition("://")
+        found = self._arrow if kind.lower() not in _STRIPPED else None  # asks nobody, for those that need not be asked
+        return (found[1] if found is not None else rest).rstrip("/")
+
+    @property
+    def filesystem(self) -> Any:
+        """The filesystem that was given; else pyarrow's for the URL. None where pyarrow is not there, or knows none."""
+        if self._given is not None:
+            return self._given
+        return self._arrow[0] if self._arrow is not None else None
+
+    @cached_property
+    def _arrow(self) -> tuple[Any, str] | None:
+        return remote.arrow_filesystem(remote.local_path(self.url) or self.url)
+
+    @cached_property
+    def _source(self) -> tuple[str, Any]:
+        """The URL or path, and its filesystem object; pyarrow's own, for URLs that it alone knows."""
+        if self._given is None and remote.local_path(self.url) is None:
+            try:
+                remote.resolve(self.url)
+            except errors.ConfigError:
+                if self.filesystem is not None:
+                    return self.path, self.filesystem
+        return self.url, self._given
+
+    @property
+    def cache(self) -> Cache:
+        """The cache through which it is read."""
+        if self._cache is None or self._cache.closed:
+            self._cache = self._cache if self._cache is not None else default_cache()
+        return self._cache
+
+    def __repr__(self) -> str:
+        on = f", filesystem={_name_of(self._given)}" if self._given is not None else ""
+        return f"Checkpoint({self._shown()!r}{on})"
+
+    def _shown(self) -> str:
+        return self.url if self._given is not None or remote.local_path(self.url) else remote.canonical(self.url)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Checkpoint):
+            return NotImplemented
+        return self._shown().rstrip("/") == other._shown().rstrip("/") and _are_equal(self._given, other._given)
+
+    def __hash__(self) -> int:
+        return hash(self._shown().rstrip("/"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url, self._given, self._cache)
+
+    def __fspath__(self) -> NoReturn:
+        raise TypeError("a Checkpoint is no path: use `with checkpoint.as_directory() as path`, or `checkpoint.to_directory()`")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _gone(name) or AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # -- its files -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def as_directory(self, *, include: Patterns = None, exclude: Patterns = None, **how: Any) -> Iterator[str]:
+        """Its files as a local directory, read-only and complete, for a ``with``: all threads and processes of the node share one copy.
+
+        After the block it stays for the next who wants it, until the cache needs the room. A local directory is yielded as it is.
+        ``include``, ``exclude``, ``how``, and what is raised: see `Cache.directory`."""
+        with self._lease(include, exclude, how) as lease:
+            yield lease.path
+
+    def to_directory(
+        self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False, include: Patterns = None, exclude: Patterns = None,
+        **how: Any,
+    ) -> str:  # fmt: skip
+        """The directory that `as_directory` gives, until this process ends; with a ``path``, a private copy there, which may be written to.
+
+        Several processes that ask for the same ``path`` do it once. What else lies in it stays; a file that is to go where another one
+        stands, which is not a copy of ours, is `Foreign` (a FileExistsError), unless ``overwrite``. Where the cache has no room, the files
+        are fetched straight to ``path``. Raises as `Cache.directory` does."""
+        if path is None:
+            lease = self._lease(include, exclude, how)
+            return _until_exit.setdefault(lease.path, lease).path
+        url, filesystem = self._source
+        return self.cache.copy_directory(url, path, overwrite=overwrite, include=include, exclude=exclude, filesystem=filesystem, **how)
+
+    def _lease(self, include: Patterns, exclude: Patterns, how: dict[str, Any]) -> Lease:
+        url, filesystem = self._source
+        return self.cache.directory(url, include=include, exclude=exclude, filesystem=filesystem, **how)
+
+
+def _name_of(filesystem: Any) -> str:
+    return str(getattr(filesystem, "type_name", None) or type(filesystem).__name__)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    try:
+        return bool(one == other)
+    except Exception:  # noqa: BLE001 (whatever the filesystem's own comparison raises)
+        return False
+
+
+_default: Cache | None = None
+_defaulting = threading.Lock()  # guards _default
+
+
+def default_cache() -> Cache:
+    """The cache of this process for who was given none: opened at the first call."""
+    global _default
+    with _defaulting:
+        if _default is None or _default.closed:
+            _default = Cache()
+        return _default
