@@ -1,0 +1,108 @@
+"""The metadata of a directory: a small JSON object beside its files, as Ray writes it, so that either reads the other's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from forebay import errors
+from forebay._directories.listings import Listings
+from forebay._directories.place import Place
+from forebay._engine.passthrough import MemorySink
+from forebay._engine.store import Store
+from forebay.asking import Ask
+from forebay.origin import Origin
+
+METADATA = ".metadata.json"
+ATTEMPTS = 50  # of an update, where others update at the same time
+PAUSE = 0.05  # seconds, at most, doubled up to a second
+
+
+def read(origin: Origin, place: Place) -> dict[str, Any]:
+    """What is stored now, asked of the remote; ``{}`` where nothing is. Raises `RemoteError`; `Offline` where the cache may ask nobody."""
+    if origin.offline and place.local is None:
+        return _parsed(place, bytes(origin.read(place.target(METADATA), Ask(offline=True))))
+    return _found(origin, place)[0]
+
+
+def write(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
+    """Store this in place of what is there. Raises `ConfigError` for what JSON cannot hold, before anything is written; `RemoteError`."""
+    data = _encoded(metadata)
+    with _alone(origin, place):
+        place.remote.write(place.object(METADATA), data)
+    Listings(origin).postpone(place, 0)
+
+
+def update(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
+    """Set these keys, and leave the others as they are. Raises as `write` does.
+
+    Two updates at once are both done: on one node everywhere; from several nodes where the store knows conditional writes, as S3 does
+    (local and network file systems: almost, see `LocalRemote.write`)."""
+    _encoded(metadata)
+    with _alone(origin, place):
+        for attempt in range(1, ATTEMPTS + 1):
+            found, validator = _found(origin, place)
+            try:
+                _put(place, _encoded({**found, **metadata}), validator)
+                break
+            except errors.Conflict:  # another node was quicker: its keys are kept
+                if attempt == ATTEMPTS:
+                    raise
+                time.sleep(random.uniform(0, min(1.0, PAUSE * 2**attempt)))
+    Listings(origin).postpone(place, 0)
+
+
+def _found(origin: Origin, place: Place) -> tuple[dict[str, Any], str | None]:
+    """What is there, and its validator: "" where there is none, None where nothing is."""
+    sink = MemorySink()
+    try:
+        origin.count(place.remote.fetch(place.object(METADATA), sink))
+    except errors.NotFound:
+        return {}, None
+    return _parsed(place, bytes(sink.data)), (sink.info.validator if sink.info else None) or ""
+
+
+def _put(place: Place, data: bytes, validator: str | None) -> None:
+    """Write where nothing is, or over this version only, if the store can tell."""
+    url = place.object(METADATA)
+    if validator == "":
+        place.remote.write(url, data)
+        return
+    try:
+        place.remote.write(url, data, if_none_match="*" if validator is None else None, if_match=validator)
+    except errors.Unsupported:
+        place.remote.write(url, data)
+
+
+def _alone(origin: Origin, place: Place) -> contextlib.AbstractContextManager[object]:
+    """Of the node's processes and threads. Without a cache that can be written to, nobody can be asked to wait."""
+    try:
+        return origin.store.lock(f"metadata {place.key}") if isinstance(origin.store, Store) else contextlib.nullcontext()
+    except errors.CacheFault as error:
+        origin.warn("metadata", "%s is written under no lock: %s", place.key, error)
+        return contextlib.nullcontext()
+
+
+def _encoded(metadata: object) -> bytes:
+    if not isinstance(metadata, dict):
+        message = f"metadata is a {type(metadata).__name__}: a dict is wanted"
+        raise errors.ConfigError(message, name="metadata", value=type(metadata).__name__)
+    try:
+        return json.dumps(metadata).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise errors.ConfigError(f"metadata cannot be written as JSON: {error}", name="metadata", value=str(error)) from error
+
+
+def _parsed(place: Place, data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__} where an object is wanted")
+    except ValueError as error:
+        message = f"{place.key}{METADATA} is damaged ({error}): set_metadata() writes it anew"
+        raise errors.RemoteProtocolError(message, url=place.key) from error
+    return found
