@@ -20,7 +20,7 @@ import pytest
 from forebay import errors
 from forebay._directories import copying, sinks
 from forebay._directories.copying import copy_tree, fetch_tree, locked, target_of
-from forebay._directories.crew import LARGE, LARGE_AT_ONCE, each
+from forebay._directories.crew import LARGE, STREAMS, each
 from forebay._directories.manifests import File
 from forebay._directories.sinks import FileSink, has_stamp, stamp
 from forebay._kernel import host
@@ -683,7 +683,7 @@ def test_the_largest_files_come_first_and_few_of_them_at_once() -> None:
     sizes = [5, LARGE, 9, LARGE + 1, 7, LARGE + 2, LARGE + 3]
     each(((size, size) for size in sizes), work, 16)
     assert sorted(order) == sorted(sizes)
-    assert most[0] == LARGE_AT_ONCE
+    assert most[0] == 16 // STREAMS
     assert order[:2] == [LARGE + 3, LARGE + 2]
 
 

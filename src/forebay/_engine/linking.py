@@ -35,7 +35,7 @@ class Linking:
             reserved = self._budget.reserve(self._publisher.want(self._catalog, label, size))
             held = False
             try:
-                files = [(name, self._root.blob(entry.id, entry.suffix)) for name, entry in members]
+                files = [(name, self._root.blob_name(entry.id, entry.suffix)) for name, entry in members]
                 trees.build(self._root, reserved.id, files, keyhash=keyhash)
                 held = leases.hold(reserved.id)  # before anybody can see it, and evict it
                 with self._catalog.write() as txn:

@@ -124,24 +124,37 @@ class Reading:
         tree = lease.entry
         if tree.boot == host.boot_id() and tree.id in self._verified:
             return True
-        for name, member in entries.members(self._catalog, tree.id):
-            if not self._member_is_sound(os.path.join(lease.path, name), member):
-                self.set_aside(tree, f"{tree.name}: {name} is gone or damaged")
-                return False
-        self._is_verified(tree)
+        try:
+            top = os.open(lease.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self.set_aside(tree, f"{tree.name}: it is gone")
+            return False
+        try:
+            for name, member in entries.members(self._catalog, tree.id):
+                if not self._member_is_sound(top, name, member):
+                    self.set_aside(tree, f"{tree.name}: {name} is gone or damaged")
+                    return False
+        finally:
+            os.close(top)
+        self.note_sound(tree)
         return True
 
-    def _member_is_sound(self, path: str, member: Entry) -> bool:
+    def _member_is_sound(self, top: int, name: str, member: Entry) -> bool:
+        """``top``: the tree, open. Small files are read: to map each would cost more than the rest of the look."""
         try:
-            if os.stat(path, follow_symlinks=False).st_size == member.size:
-                if self._needs_no_look(member):
-                    return True
-                data = self._bytes_of(member)
-                return data is not None and self._is_sound(member, data)
-        except (FileNotFoundError, NotADirectoryError):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
+        except OSError:
             return False  # the member's own entry may be sound: whoever asks for it looks there
-        self.set_aside(member, f"{member.name}: its size is not what was stored")
-        return False
+        try:
+            if os.fstat(fd).st_size != member.size:
+                self.set_aside(member, f"{member.name}: its size is not what was stored")
+                return False
+            if self._needs_no_look(member):
+                return True
+            data = memoryview(os.read(fd, member.size)) if member.size <= FIRST_USE else self._bytes_of(member)
+        finally:
+            os.close(fd)
+        return data is not None and self._is_sound(member, data)
 
     def _needs_no_look(self, entry: Entry) -> bool:
         return entry.boot == host.boot_id() and (entry.size > FIRST_USE or entry.id in self._verified)
@@ -152,10 +165,11 @@ class Reading:
         if blobs.checksum_of(data) != entry.checksum:
             self.set_aside(entry, f"{entry.name}: its bytes are not what was stored")
             return False
-        self._is_verified(entry)
+        self.note_sound(entry)
         return True
 
-    def _is_verified(self, entry: Entry) -> None:
+    def note_sound(self, entry: Entry) -> None:
+        """It need not be looked at again in this process."""
         if len(self._verified) >= _MANY:
             self._verified.clear()
         self._verified.add(entry.id)

@@ -152,7 +152,9 @@ class Store(Ahead):
         self.check_usable(writing=True)
         place = self.space(space)
         label = Label(place.id, place.name, key, life=life, meta=meta)
-        return self._linking.plant(label, [(name, lease.entry) for name, lease in members], self._leases, validator)
+        tree = self._linking.plant(label, [(name, lease.entry) for name, lease in members], self._leases, validator)
+        self._reading.note_sound(tree.entry)
+        return tree
 
     @mending
     def members(self, tree: Entry) -> list[tuple[str, Entry]]:

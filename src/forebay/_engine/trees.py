@@ -11,7 +11,7 @@ from forebay._engine.layout import Root, parse_blob_name
 from forebay._kernel import host
 
 
-def build(root: Root, id: int, members: Iterable[tuple[str, Path]], *, keyhash: int = 0) -> Path:
+def build(root: Root, id: int, members: Iterable[tuple[str, str | Path]], *, keyhash: int = 0) -> Path:
     """Make the tree ``id`` of ``(relative name, blob)``; it has its name only when it is whole.
 
     Raises ValueError for a name that could leave the tree or that two members claim, FileNotFoundError for a blob that is gone,
@@ -20,8 +20,7 @@ def build(root: Root, id: int, members: Iterable[tuple[str, Path]], *, keyhash: 
     staged, path = root.tmp(keyhash, id, ".tree"), root.tree(id)
     try:
         host.mkdir(staged, 0o700)
-        for name, blob in members:
-            _link(staged, name, blob)
+        _link_all(str(staged), members)
         for directory in _directories(staged):
             host.chmod(directory, root.tree_mode)
         # A directory can only be moved by who may write to it: its own mode comes after the move, its row after both.
@@ -70,18 +69,22 @@ def footprint(names: Iterable[str], block: int) -> int:
     return sum(max(-(-size // block), 1) * block for size in sizes.values())
 
 
-def _link(top: Path, name: str, blob: Path) -> None:
-    parts = name.split("/")
-    if "\0" in name or not {"", ".", ".."}.isdisjoint(parts):
-        raise ValueError(f"{name!r} cannot be the name of a file in a tree")
-    directory = top
-    try:
-        for part in parts[:-1]:
-            directory /= part
-            host.mkdir(directory, 0o700)
-        host.link(blob, directory / parts[-1])
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"{name!r} is two things in one tree") from error
+def _link_all(top: str, members: Iterable[tuple[str, str | Path]]) -> None:
+    """Plain strings: there may be many thousands."""
+    made = {""}
+    for name, blob in members:
+        parts = name.split("/")
+        if "\0" in name or not {"", ".", ".."}.isdisjoint(parts):
+            raise ValueError(f"{name!r} cannot be the name of a file in a tree")
+        try:
+            for depth in range(1, len(parts)):
+                above = "/".join(parts[:depth])
+                if above not in made:
+                    host.mkdir(f"{top}/{above}", 0o700)
+                    made.add(above)
+            host.link(blob, f"{top}/{name}")
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(f"{name!r} is two things in one tree") from error
 
 
 def _directories(top: Path) -> Iterator[Path]:

@@ -145,7 +145,7 @@ def rename(old: Path, new: Path) -> None:
     os.rename(old, new)
 
 
-def link(old: Path, new: Path) -> None:
+def link(old: str | Path, new: str | Path) -> None:
     """A second name. Raises FileExistsError; a symbolic link is linked, not followed."""
     step("link", new)
     os.link(old, new, follow_symlinks=False)
@@ -161,7 +161,7 @@ def unlink(path: Path) -> bool:
     return True
 
 
-def mkdir(path: Path, mode: int) -> bool:
+def mkdir(path: str | Path, mode: int) -> bool:
     """Make a directory, with what the umask leaves of ``mode``; False if the name is taken."""
     step("mkdir", path)
     try:
