@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -18,9 +19,25 @@ from forebay.remote.urls import canonical, local_path
 BLOCK = 1 << 20
 UNFINISHED = ".forebay-part"
 """How the name of a file ends (and it begins with a dot) that is being written."""
+STALE = 3600.0  # seconds
 _KINDS: dict[int, type[errors.RemoteError]] = {
     errno.ENOENT: errors.NotFound, errno.ENOTDIR: errors.NotFound, errno.EACCES: errors.AccessDenied, errno.EPERM: errors.AccessDenied,
 }  # fmt: skip
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a file is one that is being written, or was when its writer died."""
+    return name.startswith(".") and name.endswith(UNFINISHED)
+
+
+def sweep(folder: str) -> None:
+    """Remove below a directory what writers left there that died: what nobody has written to for an hour."""
+    old = time.time() - STALE
+    for place, _, names in os.walk(folder):
+        for path in (os.path.join(place, name) for name in names if is_unfinished(name)):
+            with suppress(FileNotFoundError):
+                if os.stat(path).st_mtime < old:
+                    os.unlink(path)
 
 
 class LocalRemote:
@@ -159,7 +176,7 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
     except FileNotFoundError:
         return
     for name, entry in found:
-        if name.endswith(UNFINISHED) and entry.name.startswith("."):
+        if is_unfinished(entry.name):
             continue
         if not (name.startswith(prefix) or (name.endswith("/") and prefix.startswith(name))):
             continue
