@@ -8,7 +8,7 @@ TEST_JOBS ?= 2
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example test quality style stress mutants bench-engine bench-samples bench-prefetch bench-remote deps docs clean
+.PHONY: help demo example test quality style stress mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-remote deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -64,6 +64,9 @@ bench-samples: $(VENV)/.dev ## arrays of samples beside pfio, lmdb, diskcache an
 
 bench-prefetch: $(VENV)/.dev ## loading ahead, beside Energon's pool and a plain thread pool
 	$(PY) benchmarks/prefetch.py
+
+bench-checkpoint: $(VENV)/.dev deps ## a remote directory as a local one, beside Ray, pyarrow, s3fs and obstore
+	$(PY) benchmarks/checkpoint.py
 
 bench-remote: $(VENV)/.dev deps ## fetches from nginx beside curl and bare clients
 	$(PY) benchmarks/remote.py

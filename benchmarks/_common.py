@@ -85,7 +85,7 @@ class Line:
 
     def peers(self) -> str:
         return "; ".join(
-            f"{label} {self._value(timing.median)} ({self.ratio(label):.3g}x{self._cpu_ratio(timing)})"
+            f"{label} {self._value(timing.median)}" + (f" ({self.ratio(label):.3g}x{self._cpu_ratio(timing)})" if self.ours.median else "")
             for label, timing in self.timings.items()
             if timing.kind == PEER
         )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers.rgw import missing
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -36,4 +38,21 @@ def test_the_table_of_loading_ahead_has_energon_in_it(tmp_path: Path) -> None:
     whats = ["4 processes", "4 processes", "40 items, each referenced 3 times", "200 items"]
     assert all(row[1].strip().startswith(what) for row, what in zip(rows, whats, strict=True))
     assert ["Energon" in row[5] for row in rows] == [True, True, True, False]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_of_directories_has_its_peers_in_it(tmp_path: Path) -> None:
+    for peer in ("obstore", "ray.train", "s3fs"):
+        pytest.importorskip(peer)
+    if reason := missing():
+        pytest.skip(reason)
+    words = [sys.executable, str(BENCHMARKS / "checkpoint.py"), "--quick", "--folder", str(tmp_path), "reads", "crowd", "second"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    whats = ["8 processes", "8 processes", "8 processes", "second use", "the same"]
+    assert [row[1].strip()[: len(what)] for row, what in zip(rows, whats, strict=True)] == whats
+    assert all("Ray" in row[5] for row in rows)
+    assert all(peer in rows[2][5] for peer in ("obstore", "pyarrow copy_files", "s3fs get"))
+    assert [row[6].strip() for row in (rows[0], rows[1], rows[4])] == ["met", "met", "met"]  # what is counted is the same everywhere
     assert list(tmp_path.iterdir()) == []
