@@ -140,8 +140,11 @@ class Cache(Upkeep):
         or another `RemoteError`."""
         from forebay._directories.directories import lease  # half of those who open a cache never want it
 
-        found = lease(self._origin, url, filesystem, include, exclude, self._ask_for(url, max_age, refresh, on_progress, how))
-        Teller(os.fspath(url), on_progress).say("done", 0, None)
+        ask = self._ask_for(url, max_age, refresh, on_progress, how)
+        found = lease(self._origin, url, filesystem, include, exclude, ask)
+        if on_progress is not None:
+            size = sum(file.size for _, file in self._store.members(found.entry))
+            Teller(os.fspath(url), on_progress).say("done", size, size)
         return found
 
     def copy_directory(

@@ -10,9 +10,15 @@ from functools import cached_property
 from typing import Any, NoReturn, Self
 
 from forebay import errors, remote
+from forebay._directories import directories, private
+from forebay._directories import metadata as stored
 from forebay._directories.manifests import Patterns
+from forebay._directories.place import Place, place_of
 from forebay._engine.leases import Lease
-from forebay.cache import Cache
+from forebay._engine.passthrough import PassThrough
+from forebay.asking import Ask
+from forebay.cache import Cache, origin_of
+from forebay.origin import Origin
 
 _STRIPPED = frozenset({"s3", "gs", "gcs", "http", "https"})
 """Schemes of URLs whose path on a filesystem is all that follows them."""
@@ -162,11 +168,45 @@ class Checkpoint(metaclass=_Kind):
             lease = self._lease(include, exclude, how)
             return _until_exit.setdefault(lease.path, lease).path
         url, filesystem = self._source
+        if self._is_local and not how.get("force"):
+            return private.copy(self._origin, url, filesystem, include, exclude, Ask(), path, overwrite=overwrite)
         return self.cache.copy_directory(url, path, overwrite=overwrite, include=include, exclude=exclude, filesystem=filesystem, **how)
 
     def _lease(self, include: Patterns, exclude: Patterns, how: dict[str, Any]) -> Lease:
         url, filesystem = self._source
+        if self._is_local and not how.get("force"):
+            return directories.lease(self._origin, url, filesystem, include, exclude, Ask())
         return self.cache.directory(url, include=include, exclude=exclude, filesystem=filesystem, **how)
+
+    @property
+    def _is_local(self) -> bool:
+        url, filesystem = self._source
+        return (remote.local_path(url) if filesystem is None else remote.local_path_on(filesystem, url)) is not None
+
+    @property
+    def _origin(self) -> Origin:
+        """What reaches it: of the cache; without one, for what is local and needs none."""
+        if self._cache is None and self._is_local:
+            return Origin(PassThrough(), remote.RemoteOptions())
+        return origin_of(self.cache)
+
+    def _place(self) -> Place:
+        return place_of(self._origin, *self._source)
+
+    # -- its metadata ----------------------------------------------------------------------------------------------
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The metadata that is stored with it now, ``{}`` where none is: asked of the remote. Raises `RemoteError`."""
+        return stored.read(self._origin, self._place())
+
+    def set_metadata(self, metadata: dict[str, Any]) -> None:
+        """Store this as its metadata, in place of what is there. Raises `ConfigError` for what JSON cannot hold, `RemoteError`."""
+        stored.write(self._origin, self._place(), metadata)
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        """Set these keys of its metadata. Of updates at the same time none is lost, on one node; nor from several nodes, where the store
+        knows conditional writes (S3). Raises as `set_metadata` does."""
+        stored.update(self._origin, self._place(), metadata)
 
 
 def _name_of(filesystem: Any) -> str:

@@ -142,15 +142,16 @@ class _Tree:
         return None
 
     def _hit(self, tree: Lease) -> Lease:
-        self._store.count_hit(0)
+        self._store.count_hit(json.loads(tree.entry.meta)["size"])
         return tree
 
     def _is_of(self, tree: Lease, listing: Listing) -> bool:
         """Whether the tree has what the listing says, for its part of it; so it need not be read next time."""
-        if self._part.choose(listing.manifest).version != tree.entry.validator:
+        now = self._part.choose(listing.manifest)
+        if now.version != tree.entry.validator:
             return False
-        if not self._store.root.read_only and tree.entry.meta != _meta(listing):
-            self._store.set_meta(tree.entry, _meta(listing))
+        if not self._store.root.read_only and tree.entry.meta != _meta(listing, now):
+            self._store.set_meta(tree.entry, _meta(listing, now))
         return True
 
     def _looked_at(self) -> Lease:
@@ -195,13 +196,21 @@ class _Tree:
         listing = self._listings.kept(self._place, self._ask.since) or self._asked()
         if isinstance(listing, Lease):
             return listing
+        changed = 0
         for _ in range(CHANGES):
             try:
                 return self._of(listing)
             except (errors.RemoteChanged, errors.ChecksumMismatch, errors.NotFound) as error:
                 before, listing = listing, self._listings.ask(self._place, self._ask)
+                changed += before.version != listing.version
                 self._note_unlike(error, before, listing)
-        return self._of(listing)
+        try:
+            return self._of(listing)
+        except (errors.RemoteChanged, errors.ChecksumMismatch) as error:
+            if not changed:
+                raise
+            message = f"{self._key}: it changed again and again while it was fetched; at last: {error}"
+            raise errors.RemoteChanged(message, url=self._key) from error
 
     def _asked(self) -> Listing | Lease:
         """What the remote has now; the tree that is there, where the remote cannot tell of a whole one."""
@@ -232,13 +241,10 @@ class _Tree:
             tree.close()
         wanted = _chosen(self._place, self._part, listing.manifest)
         self._check_fits(wanted)
-        self._store.count("misses")
         with self._files(wanted, listing.at) as leases:
             found = [(file.name, leases[file.name]) for file in wanted.files]
             life = "pinned" if self._ask.pin else "cached"
-            made = self._store.plant(DIRECTORIES, self._key, found, life=life, meta=_meta(listing), validator=wanted.version)
-        self._store.count("fills")
-        return made
+            return self._store.plant(DIRECTORIES, self._key, found, life=life, meta=_meta(listing, wanted), validator=wanted.version)
 
     # -- its files -------------------------------------------------------------------------------------------------
 
@@ -321,8 +327,8 @@ class _Tree:
             lease.close()
             raise errors.RemoteChanged(f"{target.key}: {lease.entry.size:,} bytes came, {file.size:,} were listed", url=target.key)
         if file.digest is not None and lease.entry.checksum.hex() != file.digest:
-            self._store.set_validated(lease.entry, 0)
             lease.close()
+            self._store.set_aside(lease.entry, f"{target.key}: its bytes are not those of which its upload noted the checksum")
             raise errors.ChecksumMismatch.of(target.key, f"xxh3 {file.digest}", f"xxh3 {lease.entry.checksum.hex()}")
         return lease
 
@@ -350,5 +356,5 @@ class _Progress:
             self._tell(done, self._total)
 
 
-def _meta(listing: Listing) -> str:
-    return json.dumps({"listing": listing.version})
+def _meta(listing: Listing, part: Manifest) -> str:
+    return json.dumps({"listing": listing.version, "size": part.size})

@@ -12,6 +12,7 @@ from forebay import errors
 from forebay._directories.manifests import MARK, File, Manifest
 from forebay._directories.place import Place
 from forebay._engine.passthrough import MemorySink
+from forebay._engine.store import Store
 from forebay._model import Transfer
 from forebay.asking import Ask
 from forebay.origin import LISTINGS, Origin
@@ -56,6 +57,7 @@ class Listings:
         at = time.time_ns()
         manifest = Manifest.of(place.key, self._listed(place))
         if not manifest.files:
+            self.postpone(place, 0)  # what is kept is not the remote's any more
             raise self._nothing(place)
         listing = Listing(manifest, manifest.version, at)
         self._keep(place, listing)
@@ -63,6 +65,8 @@ class Listings:
 
     def _keep(self, place: Place, listing: Listing) -> None:
         store = self._origin.store
+        if not isinstance(store, Store) or store.root.read_only:
+            return
         try:
             entry = store.entry(LISTINGS, place.key)
             if entry is None or entry.validator != listing.version:
@@ -77,7 +81,10 @@ class Listings:
 
     def postpone(self, place: Place, until: int) -> None:
         """Let the next who want it go without asking until then."""
-        entry = self._origin.store.entry(LISTINGS, place.key)
+        try:
+            entry = self._origin.store.entry(LISTINGS, place.key)
+        except errors.CacheFault:
+            return  # nothing is kept that could be served
         if entry is not None:
             self._origin.store.set_validated(entry, until)
 

@@ -66,7 +66,7 @@ class Lease:
 def in_place(path: str) -> Lease:
     """The hold on a file or directory that is not the cache's: nothing is locked, and it is never removed. Raises NotFound."""
     if not os.path.exists(path):
-        raise errors.NotFound(f"{path}: there is no such file", url=path)
+        raise errors.NotFound(f"{path}: there is no such file or directory", url=path)
     return _InPlace(path)
 
 

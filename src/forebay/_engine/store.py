@@ -71,6 +71,12 @@ class Store(Ahead):
         """Whether what is leased is what was stored: looked at once in a process. What is damaged is set aside."""
         return self._reading.is_sound(lease)
 
+    @mending
+    def set_aside(self, entry: Entry, why: str) -> None:
+        """Bytes that are not what they should be are served to nobody any more."""
+        with faults(entry.key):
+            self._reading.set_aside(entry, why)
+
     def alias(self, space: str, name: str, found: Remembered) -> None:
         """Let another name of an entry, such as a URL as the caller writes it, lead to it."""
         self.memo.alias(space, name, found)

@@ -134,7 +134,7 @@ def matching(look: Callable[[], Iterable[Any]], prefix: str, inside: Callable[[s
     """The files among those that ``look`` finds, and in directories among them, whose name begins with ``prefix``, in order of name."""
     try:
         entries = look()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     for entry in sorted(entries, key=lambda e: e["name"] + "/" * (e["type"] == "directory")):
         if entry["name"].startswith(prefix):
