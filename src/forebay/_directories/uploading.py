@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from forebay._engine.passthrough import MemorySink
 from forebay._model import ObjectInfo
 from forebay.asking import is_same_version
 from forebay.origin import Origin
-from forebay.remote.local import sweep
+from forebay.remote.local import prune, sweep
 
 JOBS = 16
 """Files that are sent at a time; of those that are sent in parts, two."""
@@ -119,10 +119,10 @@ class _Upload:
         if self._place.local is not None:
             sweep(self._place.local)
         self._write_mark(Mark(False, _noted(files, digests, {file.name: _state(there.get(file.name)) for file in todo})))
+        in_the_way = _in_the_way(gone, files)
+        self._remove(in_the_way)
         self._send(todo, sum(file.size for file in files.values()), {name: file.size for name, file in files.items()})
-        crew.each(
-            [(name, 0) for name in gone], lambda name: self._place.remote.delete(self._place.object(name)), self._jobs, stop=self._stop
-        )
+        self._remove(name for name in gone if name not in in_the_way)
         now = self._look_again(files)
         self._write_mark(Mark(True, _noted(files, digests, {name: info.validator for name, info in now.items()})))
         return Uploaded(self._described(files, digests, now), tuple(f.name for f in todo), gone, sum(f.size for f in todo))
@@ -209,9 +209,7 @@ class _Upload:
         except errors.NotFound:  # somebody removed it
             info, same = None, False
         if info is None or not same:
-            message = (
-                f"{self._place.key}: another upload to it began since this one did, which ends here, and says nothing of what is there"
-            )
+            message = f"{self._place.key}: another upload to it began since this one did, which ends here"
             raise errors.Conflict(message, url=self._place.key) from error
         return info
 
@@ -246,8 +244,11 @@ class _Upload:
             self._place.remote.delete(url)  # else the next attempt might take it for what the file was
             raise
 
-    def _remove(self, names: Sequence[str]) -> None:
+    def _remove(self, those: Iterable[str]) -> None:
+        names = list(those)
         crew.each([(name, 0) for name in names], lambda name: self._place.remote.delete(self._place.object(name)), self._jobs)
+        if self._place.local is not None:
+            prune(self._place.local, names)
 
     def _look_again(self, files: Mapping[str, LocalFile]) -> dict[str, ObjectInfo]:
         """What the remote lists now of the files. Raises `Conflict` if something of it is not what was sent."""
@@ -288,6 +289,17 @@ def _is_told(before: Mark | None, files: Mapping[str, LocalFile], digests: Mappi
     """Whether the mark that is there says all that the new one would."""
     now = _noted(files, digests, {name: there[name].validator for name in files})
     return before is not None and before.complete and before.files == now
+
+
+def _in_the_way(gone: Iterable[str], files: Mapping[str, object]) -> set[str]:
+    """Of what is to be removed: files where a directory is to be, and files in what is to be a file."""
+    folders = {folder for name in files for folder in _above(name)}
+    return {name for name in gone if name in folders or any(folder in files for folder in _above(name))}
+
+
+def _above(name: str) -> Iterator[str]:
+    while name := name.rpartition("/")[0]:
+        yield name
 
 
 def _state(info: ObjectInfo | None) -> str | None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -38,6 +38,16 @@ def sweep(folder: str) -> None:
             with suppress(FileNotFoundError):
                 if os.stat(path).st_mtime < old:
                     os.unlink(path)
+
+
+def prune(folder: str, names: Iterable[str]) -> None:
+    """Remove the directories below ``folder`` that are empty, of those in which files of these names were."""
+    for name in names:
+        while name := os.path.dirname(name):
+            try:
+                os.rmdir(os.path.join(folder, name))
+            except OSError:  # something is in it, or it is gone
+                break
 
 
 class LocalRemote:

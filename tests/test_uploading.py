@@ -1,0 +1,615 @@
+"""A local directory becomes a remote one: all of it or nothing for who reads, and only what is missing for who repeats it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay._directories import uploading
+from forebay._directories.place import Place, place_of
+from forebay._directories.uploading import Uploaded, upload
+from forebay._engine.blobs import checksum_of
+from forebay.testing import MemorySink, ScriptedServer
+from tests.directories import (  # noqa: F401 (fixtures)
+    CKPT,
+    FILES,
+    MARKER,
+    TOTAL,
+    Remote,
+    arrow,
+    arrow_helper,
+    aws,
+    files_of,
+    fsspec_etags,
+    fsspec_helper,
+    memory,
+    s3,
+)
+from tests.harness import HANG, Crew, Gate
+from tests.servers.counting import Shelf, content, shelf  # noqa: F401 (a fixture)
+from tests.servers.rgw import rgw_server  # noqa: F401 (a fixture)
+
+NAMES = sorted(FILES)
+
+
+def local_folder(request: pytest.FixtureRequest) -> Remote:
+    folder: Path = request.getfixturevalue("tmp_path") / "far" / "step_100"
+
+    def put(name: str, body: bytes) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(body)
+
+    return Remote(str(folder), None, put, lambda name: (folder / name).unlink())
+
+
+every_kind = pytest.mark.parametrize(
+    "far", [arrow, arrow_helper, fsspec_etags, fsspec_helper, memory, s3, local_folder], ids=lambda make: make.__name__, indirect=True
+)
+
+
+@pytest.fixture
+def far(request: pytest.FixtureRequest) -> Remote:
+    """An empty remote directory: on a counting pyarrow filesystem, unless the test says ``@every_kind``."""
+    found: Remote = getattr(request, "param", arrow)(request)
+    return found
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Path:
+    """The local directory, with FILES."""
+    for name, body in FILES.items():
+        (tmp_path / "near" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "near" / name).write_bytes(body)
+    return tmp_path / "near"
+
+
+@pytest.fixture
+def place(cache: forebay.Cache, far: Remote) -> Place:
+    return place_of(cache._origin, far.url, far.filesystem)
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    found = Crew()
+    yield found
+    found.dismiss()
+
+
+class Watched:
+    """A remote that notes what is written, in order, and lets a test step in before and after each write."""
+
+    def __init__(self, remote: Any) -> None:
+        self._remote = remote
+        self.written: list[str] = []
+        self.before: Callable[[str], object] = lambda name: None
+        self.after: Callable[[str], object] = lambda name: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._remote, name)
+
+    def write(self, url: str, source: Any, **how: Any) -> Any:
+        name = url.partition("step_100/")[2]
+        self.before(name)
+        found = self._remote.write(url, source, **how)
+        self.written.append(name)
+        self.after(name)
+        return found
+
+
+def watched(place: Place) -> tuple[Place, Watched]:
+    found = Watched(place.remote)
+    return dataclasses.replace(place, remote=found), found
+
+
+def there(place: Place) -> dict[str, bytes]:
+    """What lies in the remote directory."""
+    found = {}
+    for name, _ in place.list():
+        sink = MemorySink()
+        place.remote.fetch(place.object(name), sink)
+        found[name] = bytes(sink.data)
+    return found
+
+
+def mark(place: Place) -> dict[str, Any]:
+    return json.loads(there(place)[MARKER])  # type: ignore[no-any-return]
+
+
+def change(folder: Path, name: str, body: bytes) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(body)
+
+
+# -- all of it -------------------------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_upload_and_again(place: Place, near: Path) -> None:
+    place, remote = watched(place)
+    done = upload(place, near)
+    assert {name: body for name, body in there(place).items() if name != MARKER} == FILES
+    assert (remote.written[0], remote.written[-1]) == (MARKER, MARKER)
+    assert sorted(remote.written[1:-1]) == sorted(done.sent) == NAMES
+    assert (done.bytes, done.removed) == (TOTAL, ())
+    assert [(file.name, file.size, file.digest, path) for file, path in done.files] == [
+        (name, len(FILES[name]), checksum_of(FILES[name]).hex(), str(near / name)) for name in NAMES
+    ]
+    told = mark(place)
+    assert (told["forebay"], told["complete"], sorted(told["files"])) == (1, True, NAMES)
+    listed = {name: info.validator for name, info in place.list()}
+    assert {name: (file["size"], file["xxh3"], file["etag"]) for name, file in told["files"].items()} == {
+        name: (len(body), checksum_of(body).hex(), listed[name]) for name, body in FILES.items()
+    }
+    remote.written.clear()
+    assert upload(place, near) == Uploaded(done.files)
+    assert remote.written == []
+
+
+@every_kind
+def test_only_what_changed_is_sent(place: Place, near: Path) -> None:
+    upload(place, near)
+    change(near, "config.json", b"[]")  # of the same size
+    change(near, "new/file", b"new")
+    (near / "empty").unlink()
+    place, remote = watched(place)
+    done = upload(place, near)
+    assert sorted(remote.written[1:-1]) == sorted(done.sent) == ["config.json", "new/file"]
+    assert done.bytes == 5
+    assert there(place).keys() >= {"empty"}  # nobody said that it should go
+    assert "empty" not in mark(place)["files"]
+    done = upload(place, near, delete=True)
+    assert (done.sent, done.removed) == ((), ("empty",))
+    assert {name: body for name, body in there(place).items() if name != MARKER} == files_of(near)
+
+
+@every_kind
+def test_a_reader_gets_it(cache: forebay.Cache, place: Place, far: Remote, near: Path) -> None:
+    upload(place, near)
+    with cache.directory(far.url, force=True, **far.how) as tree:
+        assert {name: body for name, body in files_of(tree).items() if name != MARKER} == FILES
+
+
+def test_a_large_file_goes_in_parts(cache: forebay.Cache, aws: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    aws.client().create_bucket(Bucket="uploads")
+    bodies = {f"large-{n}": content(f"large-{n}", (17 << 20) + n) for n in range(3)} | {"small": b"s"}
+    for name, body in bodies.items():
+        change(tmp_path / "near", name, body)
+    place, remote = watched(place_of(cache._origin, f"s3://uploads/{uuid.uuid4().hex}/step_100"))
+    now: set[str] = set()
+    most: list[int] = []
+
+    def enter(name: str) -> None:
+        now.add(name)
+        most.append(sum(each.startswith("large") for each in now))
+
+    remote.before, remote.after = enter, now.discard
+    upload(place, tmp_path / "near")
+    assert {name: body for name, body in there(place).items() if name != MARKER} == bodies
+    assert max(most) <= 2  # each of them has several parts in memory
+    assert upload(place, tmp_path / "near").sent == ()
+
+
+def test_what_another_tool_brought_to_s3_is_not_sent(cache: forebay.Cache, near: Path, request: pytest.FixtureRequest) -> None:
+    far = s3(request)
+    for name, body in FILES.items():
+        far.put(name, body if name != "config.json" else b"[]")
+    assert upload(place_of(cache._origin, far.url), near).sent == ("config.json",)
+
+
+def test_metadata_goes_along_and_is_not_noted(place: Place, near: Path) -> None:
+    change(near, ".metadata.json", b'{"step": 1}')
+    upload(place, near)
+    assert there(place)[".metadata.json"] == b'{"step": 1}'
+    assert ".metadata.json" not in mark(place)["files"]
+    assert upload(place, near).sent == ()
+    change(near, ".metadata.json", b'{"step": 2}')
+    assert upload(place, near).sent == (".metadata.json",)
+    (near / ".metadata.json").unlink()
+    assert upload(place, near, delete=True).removed == ()
+
+
+def test_progress(place: Place, near: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    upload(place, near, tell=lambda *step: told.append(step))
+    assert [state for state, _, _ in told] == sorted(state for state, _, _ in told)  # first it reads, then it sends
+    assert {total for _, _, total in told} == {TOTAL}
+    assert told[-1] == ("sending", TOTAL, TOTAL)
+    change(near, "config.json", b"[]")
+    told.clear()
+    upload(place, near, tell=lambda *step: told.append(step))
+    assert ("sending", TOTAL, TOTAL) in told
+
+
+# -- what is no directory to be uploaded -----------------------------------------------------------------------------
+
+
+def test_a_link_to_a_file_is_followed(place: Place, near: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"linked")
+    (near / "link").symlink_to(tmp_path / "elsewhere")
+    upload(place, near)
+    assert there(place)["link"] == b"linked"
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda near: (near / "x").symlink_to(near / "sub"), "x cannot be uploaded: a symbolic link to a directory"),
+        (lambda near: (near / "x").symlink_to(near / "none"), "this symbolic link leads to no file"),
+        (lambda near: os.mkfifo(near / "x"), "a socket, a pipe or a device"),
+        (lambda near: make_socket(near / "x"), "a socket, a pipe or a device"),
+        (lambda near: change(near, "a\nb", b""), r"'a\\nb' is a name that readers refuse"),
+    ],
+)
+def test_what_cannot_be_uploaded(place: Place, near: Path, make: Callable[[Path], object], told: str) -> None:
+    make(near)
+    with pytest.raises(errors.ConfigError, match=told):
+        upload(place, near)
+    assert there(place) == {}
+
+
+def test_a_directory_that_is_none(place: Place, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        upload(place, tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        upload(place, tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(errors.ConfigError, match="holds no file"):
+        upload(place, tmp_path / "empty")
+
+
+def test_a_directory_and_itself(cache: forebay.Cache, near: Path) -> None:
+    for target in (near, near / "sub" / "copy", near.parent):
+        with pytest.raises(errors.ConfigError, match="one lies in the other"):
+            upload(place_of(cache._origin, target), near, delete=True)
+    assert files_of(near) == FILES
+
+
+def test_marks_and_leftovers_are_none_of_its_files(cache: forebay.Cache, near: Path, tmp_path: Path) -> None:
+    upload(place_of(cache._origin, tmp_path / "one"), near)
+    change(tmp_path / "one", ".x.123.forebay-part", b"half")
+    upload(place_of(cache._origin, tmp_path / "two"), tmp_path / "one")
+    assert sorted(files_of(tmp_path / "two")) == [MARKER, *NAMES] or sorted(files_of(tmp_path / "two")) == sorted([MARKER, *NAMES])
+
+
+def test_http(cache: forebay.Cache, near: Path, server: ScriptedServer) -> None:
+    with pytest.raises(errors.Unsupported, match="over HTTP"):
+        upload(place_of(cache._origin, f"{server.url}/run/"), near)
+    assert server.objects == {}
+
+
+@pytest.mark.parametrize("far", [memory, s3, local_folder], ids=lambda make: make.__name__, indirect=True)
+@pytest.mark.parametrize("name", ["config.json/below", "sub"])
+def test_a_file_and_a_directory_of_one_name(place: Place, far: Remote, near: Path, name: str) -> None:
+    far.put(name, b"old")
+    place, remote = watched(place)
+    with pytest.raises(errors.BadListing, match="a file and a directory"):
+        upload(place, near)
+    assert remote.written == []
+    if not far.url.startswith("memory:"):  # which does not forget that it had a directory
+        assert upload(place, near, delete=True).removed == (name,)
+        assert {name: body for name, body in there(place).items() if name != MARKER} == FILES
+
+
+def test_no_empty_directory_is_left(cache: forebay.Cache, near: Path, tmp_path: Path) -> None:
+    place = place_of(cache._origin, tmp_path / "far")
+    upload(place, near)
+    shutil.rmtree(near / "sub" / "deep")
+    upload(place, near, delete=True)
+    assert [str(path.relative_to(tmp_path / "far")) for path in (tmp_path / "far").rglob("*") if path.is_dir()] == ["sub"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"), [(b"{", "damaged"), (b"[]", "damaged"), (b'{"forebay": 2, "complete": true, "files": {}}', "newer")]
+)
+def test_a_mark_that_cannot_be_read(place: Place, far: Remote, near: Path, body: bytes, told: str) -> None:
+    far.put(MARKER, body)
+    with pytest.raises(errors.RemoteProtocolError, match=told):
+        upload(place, near)
+    assert there(place) == {MARKER: body}
+
+
+# -- it changes meanwhile --------------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_a_file_that_changes_while_it_is_sent(cache: forebay.Cache, place: Place, far: Remote, near: Path) -> None:
+    place, remote = watched(place)
+    name, old = "config.json", FILES["config.json"]
+    remote.after = lambda written: change(near, name, b"[]") if written == name else None
+    with pytest.raises(errors.SourceChanged, match=r"config\.json was changed while it was sent"):
+        upload(place, near)
+    assert name not in there(place)  # what was sent may be neither the old nor the new
+    with pytest.raises(errors.Incomplete):
+        cache.directory(far.url, force=True, **far.how)
+    remote.after = lambda written: None
+    change(near, name, old)
+    assert name in upload(place, near).sent
+    assert there(place)[name] == old
+
+
+def test_a_file_that_changes_before_it_is_sent(place: Place, near: Path) -> None:
+    place, remote = watched(place)
+    remote.after = lambda written: change(near, "config.json", b"[]") if written == MARKER else None
+    with pytest.raises(errors.SourceChanged, match=r"config\.json"):
+        upload(place, near, jobs=1)
+    assert "config.json" not in remote.written
+
+
+def test_a_file_that_goes_before_it_is_sent(place: Place, near: Path) -> None:
+    place, remote = watched(place)
+    remote.after = lambda written: (near / "config.json").unlink(missing_ok=True)
+    with pytest.raises(errors.SourceChanged, match=r"config\.json"):
+        upload(place, near, jobs=1)
+
+
+@pytest.mark.parametrize("far", [s3, local_folder, arrow], ids=lambda make: make.__name__, indirect=True)
+def test_somebody_removes_what_was_sent(place: Place, far: Remote, near: Path) -> None:
+    place, remote = watched(place)
+
+    def meddle(name: str) -> None:
+        if remote.written.count(MARKER) == 1 and len(remote.written) == len(NAMES) + 1:
+            far.remove("config.json")
+
+    remote.after = meddle
+    with pytest.raises(errors.Conflict, match=r"'config\.json' was removed or written to by somebody else"):
+        upload(place, near, jobs=1)
+    assert mark(place)["complete"] is False
+
+
+@pytest.mark.parametrize("far", [s3, local_folder], ids=lambda make: make.__name__, indirect=True)
+def test_two_uploads_at_once(cache: forebay.Cache, place: Place, far: Remote, near: Path, tmp_path: Path) -> None:
+    """The one that began last wins; the other says so, and has written no mark over its."""
+    first, remote = watched(place)
+    change(tmp_path / "other", "config.json", b"of the second")
+    second_began, raised = threading.Event(), []
+
+    def wait(name: str) -> None:
+        if name == NAMES[-1]:
+            assert second_began.wait(HANG)
+
+    def run() -> None:
+        try:
+            upload(first, near, jobs=1)
+        except errors.Conflict as error:
+            raised.append(error)
+
+    remote.before = wait
+    thread = threading.Thread(target=run)
+    thread.start()
+    while MARKER not in remote.written or not any(name == MARKER for name, _ in place.list()):
+        time.sleep(0.01)
+    second, its = watched(place)
+    its.after = lambda name: second_began.set() if name == MARKER else None
+    its.before = lambda name: thread.join() if its.written.count(MARKER) == 1 else None
+    upload(second, tmp_path / "other", delete=True)
+    thread.join()
+    assert "another upload" in str(raised[0])
+    assert list(mark(place)["files"]) == ["config.json"]
+    assert there(place)["config.json"] == b"of the second"
+
+
+def test_an_answer_that_was_lost(cache: forebay.Cache, near: Path, request: pytest.FixtureRequest) -> None:
+    """The mark was written, and its writer does not know: sent again, it meets itself."""
+    place, remote = watched(place_of(cache._origin, s3(request).url))
+    write = remote._remote.write
+
+    class Twice:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(type(remote._remote), name).__get__(remote._remote)
+
+        def write(self, url: str, source: Any, **how: Any) -> Any:
+            if url.endswith(MARKER):
+                write(url, source, **how)
+            return write(url, source, **how)
+
+    upload(dataclasses.replace(place, remote=Twice()), near)
+    assert mark(place)["complete"] is True
+
+
+# -- it is interrupted -----------------------------------------------------------------------------------------------
+
+
+def upload_and_die(place: Place, near: Path, at: int, **how: Any) -> None:
+    """Killed in the middle of the write number ``at``: the object is there, and nobody knows."""
+    place, remote = watched(place)
+
+    def die(name: str) -> None:
+        if len(remote.written) > at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    remote.after = die
+    upload(place, near, jobs=1, **how)
+
+
+@every_kind
+def test_killed_and_repeated(place: Place, far: Remote, near: Path, crew: Crew, tmp_path: Path) -> None:
+    """At each write: a reader never takes it for whole, and the next attempt sends what is missing, and nothing else."""
+    if far.url.startswith("memory:"):
+        pytest.skip("ends with its process")
+    for at in (0, 1, len(NAMES) - 1, len(NAMES)):
+        for name in there(place):
+            far.remove(name)
+        assert crew(lambda at=at: upload_and_die(place, near, at)).wait() == -signal.SIGKILL
+        cache = forebay.Cache(tmp_path / f"reader {at}", budget=8 << 20, min_free=0)
+        with pytest.raises(errors.Incomplete, match="repeat the upload"):
+            cache.directory(far.url, force=True, **far.how)
+        come = set(there(place)) - {MARKER}
+        assert len(come) == at
+        again, remote = watched(place)
+        assert set(upload(again, near).sent) == set(NAMES) - come
+        assert sorted(remote.written) == sorted([MARKER, *(set(NAMES) - come), MARKER])
+        with cache, cache.directory(far.url, force=True, refresh=True, **far.how) as tree:
+            assert {name: body for name, body in files_of(tree).items() if name != MARKER} == FILES
+
+
+@every_kind
+def test_killed_over_an_older_one(cache: forebay.Cache, place: Place, far: Remote, near: Path, crew: Crew) -> None:
+    """What an older upload left is not taken for what the killed one sent, though names and sizes are the same."""
+    if far.url.startswith("memory:"):
+        pytest.skip("ends with its process")
+    upload(place, near)
+    with cache.directory(far.url, force=True, **far.how) as tree:
+        old = files_of(tree)
+    newer = {name: bytes(reversed(body)) for name, body in FILES.items() if body}
+    for name, body in newer.items():
+        change(near, name, body)
+    for _ in range(2):
+        assert crew(lambda: upload_and_die(place, near, 2)).wait() == -signal.SIGKILL
+    with cache.directory(far.url, force=True, refresh=True, **far.how) as tree:  # what the cache has, with a warning
+        assert files_of(tree) == old
+    sent = upload(place, near).sent
+    assert len(sent) == len(newer) - 4
+    assert {name: body for name, body in there(place).items() if name != MARKER} == {**FILES, **newer}
+
+
+def test_killed_while_others_are_removed(place: Place, far: Remote, near: Path, crew: Crew, shelf: Shelf) -> None:  # noqa: F811
+    for n in range(3):
+        far.put(f"old-{n}", b"old")
+
+    def die() -> None:
+        delete, deleted = Shelf.delete, []
+
+        def dying(self: Shelf, name: str) -> None:
+            if deleted:
+                os.kill(os.getpid(), signal.SIGKILL)
+            deleted.append(name)
+            delete(self, name)
+
+        Shelf.delete = dying  # type: ignore[method-assign]
+        upload(place, near, delete=True, jobs=1)
+
+    assert crew(die).wait() == -signal.SIGKILL
+    assert sum(name.startswith("old") for name in there(place)) == 2
+    assert mark(place)["complete"] is False
+    done = upload(place, near, delete=True)
+    assert (done.sent, len(done.removed)) == ((), 2)
+    assert sorted(there(place)) == sorted([MARKER, *NAMES])
+
+
+def test_a_local_directory_keeps_no_leftovers(cache: forebay.Cache, near: Path, tmp_path: Path, crew: Crew) -> None:
+    from forebay._kernel import host
+
+    place = place_of(cache._origin, tmp_path / "far" / "step_100")
+
+    def die() -> None:
+        def hook(verb: str, subject: str) -> None:
+            if verb == "pwrite" and len(files_of(tmp_path / "far")) > 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        host.on_step(hook)
+        upload(place, near, jobs=1)
+
+    assert crew(die).wait() == -signal.SIGKILL
+    parts = [name for name in files_of(tmp_path / "far" / "step_100") if name.endswith(".forebay-part")]
+    assert len(parts) == 1
+    os.utime(tmp_path / "far" / "step_100" / parts[0], (0, 0))  # an hour ago
+    upload(place, near)
+    assert sorted(files_of(tmp_path / "far" / "step_100")) == sorted([MARKER, *NAMES])
+
+
+def test_ctrl_c(place: Place, near: Path, crew: Crew) -> None:
+    """It ends the call at once, though all threads wait for a remote that says nothing."""
+    began = Gate()
+    place, remote = watched(place)
+
+    def stall(name: str) -> None:
+        if name != MARKER:
+            began.open()
+            threading.Event().wait()
+
+    remote.before = stall
+
+    def work() -> float:
+        try:
+            upload(place, near)
+        except KeyboardInterrupt:
+            return time.monotonic()
+        raise AssertionError("nobody pressed it")
+
+    child = crew(work)
+    began.wait()
+    pressed = time.monotonic()
+    child.signal(signal.SIGINT)
+    assert child.result() - pressed < 3
+    began.close()
+
+
+def test_the_first_failure_ends_it(place: Place, near: Path) -> None:
+    place, remote = watched(place)
+
+    def fail(name: str) -> None:
+        if name == "empty":
+            raise errors.AccessDenied("no", url=name)
+
+    remote.before = fail
+    with pytest.raises(errors.AccessDenied):
+        upload(place, near, jobs=2)
+    assert mark(place)["complete"] is False
+    remote.before = lambda name: None
+    assert "empty" in upload(place, near).sent
+
+
+# -- and the cache ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_is_not_fetched(cache: forebay.Cache, place: Place, far: Remote, near: Path, shelf: Shelf) -> None:  # noqa: F811
+    uploading.push(cache._origin, place, near, keep=True)
+    shelf.forget()
+    with cache.directory(far.url, **far.how) as tree:
+        assert files_of(tree) == FILES
+    assert shelf.sent == 0
+
+
+@every_kind
+def test_what_is_kept_is_what_the_remote_has(cache: forebay.Cache, place: Place, far: Remote, near: Path) -> None:
+    uploading.push(cache._origin, place, near, keep=True)
+    before = cache.stats().bytes_remote
+    with cache.directory(far.url, refresh=True, force=True, **far.how) as tree:
+        assert {name: body for name, body in files_of(tree).items() if name != MARKER} == FILES
+    if place.local is None:
+        assert cache.stats().bytes_remote - before < 10_000  # the mark
+
+
+def test_what_was_cached_is_asked_for_again(cache: forebay.Cache, place: Place, far: Remote, near: Path) -> None:
+    uploading.push(cache._origin, place, near)
+    with cache.directory(far.url, **far.how) as tree:
+        assert files_of(tree) == FILES
+    change(near, "config.json", b"[]")
+    uploading.push(cache._origin, place, near)
+    with cache.directory(far.url, **far.how) as tree:
+        assert files_of(tree)["config.json"] == b"[]"
+
+
+def test_what_does_not_fit_is_uploaded_all_the_same(far: Remote, near: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with forebay.Cache(tmp_path / "small", budget=300_000, min_free=0) as cache:
+        place = place_of(cache._origin, far.url, far.filesystem)
+        uploading.push(cache._origin, place, near, keep=True)
+        assert mark(place)["complete"] is True
+    assert "not kept" in caplog.text
+
+
+def test_offline(far: Remote, near: Path, tmp_path: Path, shelf: Shelf) -> None:  # noqa: F811
+    with forebay.Cache(tmp_path / "offline", budget=8 << 20, min_free=0, offline=True) as cache:
+        with pytest.raises(errors.Offline):
+            uploading.push(cache._origin, place_of(cache._origin, CKPT, far.filesystem), near)
+    assert shelf.asked("write") == []
