@@ -128,8 +128,8 @@ class Cache(Upkeep):
 
     def directory(
         self, url: str | os.PathLike[str], *, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None,
-        filesystem: Any = None, max_age: float | str | None = None, refresh: bool = False, on_progress: OnProgress | None = None,
-        **how: Any,
+        filesystem: Any = None, max_age: float | str | None = None, refresh: bool = False, timeout: float | None = None,
+        offline: bool | None = None, force: bool = False, pin: bool = False, on_progress: OnProgress | None = None,
     ) -> Lease:  # fmt: skip
         """A remote directory as a local one, read-only, for a ``with`` or ``os.fspath``: complete, and unchanged until it is closed.
 
@@ -140,7 +140,7 @@ class Cache(Upkeep):
         or another `RemoteError`."""
         from forebay._directories.directories import lease  # half of those who open a cache never want it
 
-        ask = self._ask_for(url, max_age, refresh, on_progress, how)
+        ask = self._ask_for(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force, pin=pin)
         found = lease(self._origin, url, filesystem, include, exclude, ask)
         if on_progress is not None:
             size = sum(file.size for _, file in self._store.members(found.entry))
@@ -150,7 +150,8 @@ class Cache(Upkeep):
     def copy_directory(
         self, url: str | os.PathLike[str], path: str | os.PathLike[str], *, overwrite: bool = False,
         include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None, filesystem: Any = None,
-        max_age: float | str | None = None, refresh: bool = False, on_progress: OnProgress | None = None, **how: Any,
+        max_age: float | str | None = None, refresh: bool = False, timeout: float | None = None, offline: bool | None = None,
+        force: bool = False, on_progress: OnProgress | None = None,
     ) -> str:  # fmt: skip
         """A remote directory as a private copy at ``path``, which may be written to; gives its absolute path. See `directory`.
 
@@ -159,11 +160,11 @@ class Cache(Upkeep):
         Where the cache has no room, the files are fetched straight to ``path``."""
         from forebay._directories.private import copy
 
-        ask = self._ask_for(url, max_age, refresh, on_progress, how)
+        ask = self._ask_for(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force)
         return copy(self._origin, url, filesystem, include, exclude, ask, path, overwrite=overwrite)
 
     def _ask_for(
-        self, url: str | os.PathLike[str], max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, how: dict[str, Any]
+        self, url: str | os.PathLike[str], max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **how: Any
     ) -> Ask:  # fmt: skip
         self._check_open()
         told = Teller(os.fspath(url), on_progress)

@@ -116,9 +116,7 @@ class Checkpoint(metaclass=_Kind):
     @property
     def cache(self) -> Cache:
         """The cache through which it is read."""
-        if self._cache is None or self._cache.closed:
-            self._cache = self._cache if self._cache is not None else default_cache()
-        return self._cache
+        return self._cache if self._cache is not None else default_cache()
 
     def __repr__(self) -> str:
         on = f", filesystem={_name_of(self._given)}" if self._given is not None else ""

@@ -115,6 +115,7 @@ class _Tree:
         self._origin, self._listings, self._store = origin, listings, store
         self._place, self._part, self._ask = place, part, ask
         self._key = Directories.key_of(place, part)
+        self._came_unseen = False  # files were fetched whose version is not told: they may be of different times
         self._unlike: set[str] = set()  # files whose validators in listings are never what the remote says of the file itself
 
     def lease(self) -> Lease:
@@ -242,6 +243,8 @@ class _Tree:
         wanted = _chosen(self._place, self._part, listing.manifest)
         self._check_fits(wanted)
         with self._files(wanted, listing.at) as leases:
+            if self._came_unseen and self._listings.ask(self._place, self._ask).version != listing.version:
+                raise errors.RemoteChanged(f"{self._key}: it changed while it was fetched", url=self._key)
             found = [(file.name, leases[file.name]) for file in wanted.files]
             life = "pinned" if self._ask.pin else "cached"
             return self._store.plant(DIRECTORIES, self._key, found, life=life, meta=_meta(listing, wanted), validator=wanted.version)
@@ -266,6 +269,7 @@ class _Tree:
         leases: dict[str, Lease] = {}
         told = _Progress(self._ask.on_progress, wanted.size)
         missing = self._missing(wanted, at, leases, told)
+        self._came_unseen = any(file.digest is None and (file.validator is None or file.name in self._unlike) for file in missing)
 
         def bring(file: File) -> None:
             lease = self._file(file, at, told.of(file))

@@ -128,12 +128,12 @@ class Eviction:
         gone = 0
         for _ in range(TURNS):
             went = self._sweep()
-            gone += went
-            if went < HELD_A_TURN:
+            gone += len(went)
+            if len(went) < HELD_A_TURN and all(one.kind != "tree" for one in went):  # a tree that goes frees files that were replaced
                 break
         return gone
 
-    def _sweep(self) -> int:
+    def _sweep(self) -> list[Doomed]:
         self._leases.drain()
         rows = [(id, slot, Doomed(id, kind, suffix)) for id, slot, kind, suffix, _ in entries.leaving(self._catalog)]
         rows += [(entry.id, entry.slot, Doomed(entry.id, entry.kind, entry.suffix)) for entry in self._some_held()]
@@ -147,7 +147,7 @@ class Eviction:
                 self._finish(going)
         finally:
             self.release(taken)
-        return len(going)
+        return going
 
     def _still_leaving(self, txn: Txn, id: int, slot: int) -> bool:
         # Another sweeper may have deleted the row, and its slot be a successor's, between our look and our lock.

@@ -45,7 +45,7 @@ def on_filesystem(filesystem: Any, path: str, options: RemoteOptions | None = No
 
     kind = next(iter(protocols_of(filesystem)), "filesystem")
     name = f"{kind}://{(path.partition('://')[2] or path).lstrip('/')}"
-    return f"{name}#{xxh3_64_hexdigest(identity(filesystem))}", suffix(name), FilesystemRemote(filesystem, options)
+    return f"{name}#{xxh3_64_hexdigest(identity(filesystem))}", suffix_of_key(name), FilesystemRemote(filesystem, options)
 
 
 def arrow_filesystem(url: str) -> tuple[Any, str] | None:
@@ -62,8 +62,10 @@ def local_path_on(filesystem: Any, path: str) -> str | None:
     base = getattr(filesystem, "base_path", None)
     if base is not None and getattr(filesystem, "base_fs", None) is not None:
         return local_path_on(filesystem.base_fs, base + path.lstrip("/"))
-    own = hasattr(filesystem, "_strip_protocol") or not hasattr(filesystem, "handler")
-    if not own or {"file", "local"}.isdisjoint(protocols_of(filesystem)) or hasattr(filesystem, "fs"):
+    inner = getattr(getattr(filesystem, "handler", None), "fs", None)  # an fsspec filesystem in pyarrow's clothes
+    if inner is not None:
+        return local_path_on(inner, path)
+    if {"file", "local"}.isdisjoint(protocols_of(filesystem)) or hasattr(filesystem, "fs"):
         return None
     return local_path(path)
 
