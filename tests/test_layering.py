@@ -63,7 +63,8 @@ ORDER = """
     _directories.manifests _directories.crew _directories.place < _directories.listings < _directories.directories
     _directories.directories _directories.copying < _directories.private < cache
     _directories.listings < _directories.metadata < checkpoint
-    _directories.directories < _directories.uploading < checkpoint
+    _directories.directories _directories.metadata < _directories.uploading < checkpoint
+    _engine.blobs remote _directories.manifests < _directories.marks _directories.walking < _directories.uploading
     cache < checkpoint < adapters cli
     cache pfio_file < adapters
 """

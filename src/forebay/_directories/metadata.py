@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import random
 import time
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from forebay._engine.passthrough import MemorySink
 from forebay._engine.store import Store
 from forebay.asking import Ask
 from forebay.origin import Origin
+
+log = logging.getLogger("forebay.metadata")
 
 METADATA = ".metadata.json"
 ATTEMPTS = 50  # of an update, where others update at the same time
@@ -34,7 +37,7 @@ def write(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
     data = _encoded(metadata)
     with _alone(origin, place):
         place.remote.write(place.object(METADATA), data)
-    Listings(origin).postpone(place, 0)
+    forget(origin, place)
 
 
 def update(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
@@ -53,7 +56,15 @@ def update(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
                 if attempt == ATTEMPTS:
                     raise
                 time.sleep(random.uniform(0, min(1.0, PAUSE * 2**attempt)))
-    Listings(origin).postpone(place, 0)
+    forget(origin, place)
+
+
+def forget(origin: Origin, place: Place) -> None:
+    """Let the cache's next reader of the directory ask what is in it now."""
+    try:
+        Listings(origin).postpone(place, 0)
+    except errors.CacheFault as error:  # a root that may only be read is no reason not to write to a remote
+        log.debug("%s: its listing in the cache stays: %s", place.key, error)
 
 
 def _found(origin: Origin, place: Place) -> tuple[dict[str, Any], str | None]:

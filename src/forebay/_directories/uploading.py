@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forebay import errors
@@ -21,7 +21,7 @@ from forebay._directories import crew
 from forebay._directories.directories import Directories
 from forebay._directories.manifests import MARK, File, check_names
 from forebay._directories.marks import Mark, Noted
-from forebay._directories.metadata import METADATA
+from forebay._directories.metadata import METADATA, forget
 from forebay._directories.place import Place
 from forebay._directories.walking import LocalFile, files_below
 from forebay._engine.passthrough import MemorySink
@@ -44,7 +44,7 @@ Tell = Callable[[str, int, int], None]
 @dataclass(frozen=True, slots=True)
 class Uploaded:
     """What an upload did. ``files``: all of the directory as the remote has them now, each with its local path; ``sent``, ``removed``:
-    names; ``bytes``: of what was sent."""
+    names; ``bytes``: of what was sent. After a dry run ``files`` is empty, and nothing was done."""
 
     files: tuple[tuple[File, str], ...]
     sent: tuple[str, ...] = ()
@@ -53,9 +53,10 @@ class Uploaded:
 
 
 def upload(
-    place: Place, local: str | os.PathLike[str], *, delete: bool = False, jobs: int = JOBS, tell: Tell | None = None
-) -> Uploaded:  # fmt: skip
-    """Make a remote directory hold the files of a local one; ``delete``: and no others, but for its metadata.
+    place: Place, local: str | os.PathLike[str], *, delete: bool = False, dry_run: bool = False, jobs: int = JOBS, tell: Tell | None = None
+) -> Uploaded:
+    """Make a remote directory hold the files of a local one; ``delete``: and no others, but for its metadata. ``dry_run``: only tell what
+    would be done.
 
     Only files that are not there are sent. What is there is known by the marks of earlier uploads, finished or not, and by ETags that are
     MD5 sums. Until all is there a reader gets `Incomplete`, or what its cache still has of the directory before.
@@ -66,26 +67,25 @@ def upload(
     Raises `ConfigError` for a local directory that cannot be uploaded, `SourceChanged` if a file of it changes meanwhile; `Conflict`;
     `Unsupported` for HTTP; `BadListing` where old and new names do not go together; `RemoteError`. After any of these, or an interrupt,
     the same call goes on where it was."""
-    return _Upload(place, os.path.abspath(local), max(1, jobs), tell).run(delete)
+    return _Upload(place, os.path.abspath(local), max(1, jobs), tell).run(delete, dry_run)
 
 
 def push(
-    origin: Origin, place: Place, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False, jobs: int = JOBS,
-    tell: Tell | None = None,
+    origin: Origin, place: Place, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False, dry_run: bool = False,
+    jobs: int = JOBS, tell: Tell | None = None,
 ) -> Uploaded:  # fmt: skip
     """`upload`, with what the cache has to know of it; ``keep``: the files stay in the cache, as if they had been fetched.
 
     That they cannot be kept is told, and is no error. Raises `Offline` where the cache may ask nobody."""
     if origin.offline and place.local is None:
         raise errors.Offline.of(place.key)
-    directories = Directories(origin)
     try:
-        done = upload(place, local, delete=delete, jobs=jobs, tell=tell)
+        done = upload(place, local, delete=delete, dry_run=dry_run, jobs=jobs, tell=tell)
     finally:
-        directories.invalidate(place)
-    if keep and place.local is None:
+        forget(origin, place)
+    if keep and not dry_run and place.local is None:
         try:
-            directories.keep(place, done.files)
+            Directories(origin).keep(place, done.files)
         except errors.CacheFault as error:
             origin.warn("keep", "%s is uploaded, and not kept in the cache: %s", place.key, error)
     return done
@@ -105,7 +105,7 @@ class _Upload:
         self._done: dict[str, int] = {}  # bytes of each file; one thread writes one key
         self._written: dict[str, ObjectInfo] = {}
 
-    def run(self, delete: bool) -> Uploaded:
+    def run(self, delete: bool, dry_run: bool) -> Uploaded:
         self._check_places()
         files = {file.name: file for file in files_below(self._local)}
         there = {name: info for name, info in self._place.list() if not name.endswith("/")}  # some tools write objects for directories
@@ -114,8 +114,11 @@ class _Upload:
         check_names(self._place.key, sorted(set(files) | set(there) - set(gone)))
         digests = self._digests(files)
         todo = [file for name, file in files.items() if not self._is_there(file, digests[name], before, there.get(name))]
+        plan = Uploaded((), tuple(file.name for file in todo), gone, sum(file.size for file in todo))
+        if dry_run:
+            return plan
         if not todo and not gone and _is_told(before, files, digests, there):
-            return Uploaded(self._described(files, digests, there))
+            return replace(plan, files=self._described(files, digests, there))
         if self._place.local is not None:
             sweep(self._place.local)
         self._write_mark(Mark(False, _noted(files, digests, {file.name: _state(there.get(file.name)) for file in todo})))
@@ -125,7 +128,7 @@ class _Upload:
         self._remove(name for name in gone if name not in in_the_way)
         now = self._look_again(files)
         self._write_mark(Mark(True, _noted(files, digests, {name: info.validator for name, info in now.items()})))
-        return Uploaded(self._described(files, digests, now), tuple(f.name for f in todo), gone, sum(f.size for f in todo))
+        return replace(plan, files=self._described(files, digests, now))
 
     def _check_places(self) -> None:
         if self._place.key.startswith(("http://", "https://")):

@@ -96,7 +96,7 @@ def _label(url: str, width: int = 24) -> str:
 def _state(step: reports.Progress) -> str:
     if step.state == "waiting":
         return f"waits {format_age(step.waited)} for {plain(step.holder or 'another process')}"
-    return {"fetching": "", "direct": "no room: not kept"}.get(step.state, step.state)
+    return {"fetching": "", "sending": "", "direct": "no room: not kept"}.get(step.state, step.state)
 
 
 class _Amount(ProgressColumn):

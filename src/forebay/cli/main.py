@@ -13,7 +13,7 @@ from typer.completion import completion_init  # type: ignore[attr-defined]  # th
 
 import forebay
 from forebay._config import Settings
-from forebay.cli import clear, completion, demo, doctor, du, ls, path, pin, prune, pull, render, rm, stats, unpin, verify, warm
+from forebay.cli import clear, completion, demo, doctor, du, ls, path, pin, prune, pull, push, render, rm, stats, unpin, verify, warm
 from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, hint_for, is_expected
 
 log = logging.getLogger("forebay.cli")
@@ -24,7 +24,7 @@ app = typer.Typer(
     name="forebay", help="The local cache of a training node.", no_args_is_help=False, add_completion=False, rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-for verb in (pull, ls, du, stats, rm, prune, clear, verify, path, pin, unpin, warm, doctor, completion, demo):
+for verb in (pull, push, ls, du, stats, rm, prune, clear, verify, path, pin, unpin, warm, doctor, completion, demo):
     name = verb.__name__.rsplit(".", 1)[-1]
     app.command(name)(getattr(verb, name))
 

@@ -1,0 +1,93 @@
+"""`forebay push`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from forebay._config import Settings, format_size
+from forebay.cli.bars import Bars
+from forebay.cli.hints import NoCache
+from forebay.cli.options import DryRunOption, JobsOption, JsonOption, RootOption, argument, opened, option
+from forebay.cli.render import Output, note
+
+if TYPE_CHECKING:
+    from forebay._directories.uploading import Tell, Uploaded
+    from forebay.origin import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What was done, or would be. ``sent``, ``removed``: names; ``bytes``: of what was sent."""
+
+    url: str
+    sent: tuple[str, ...]
+    removed: tuple[str, ...]
+    bytes: int
+    seconds: float
+
+
+def push(
+    directory: Annotated[Path, argument("DIR")],
+    url: Annotated[str, argument("URL")],
+    delete: Annotated[bool, option("--delete", help="Remove what is there and not in DIR, but for the metadata.")] = False,
+    keep: Annotated[bool, option("--keep/--no-keep", help="Keep the files in the cache, as if they had been fetched.")] = False,
+    jobs: JobsOption = 16,
+    dry_run: DryRunOption = False,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Upload a directory, such as a checkpoint: only what is missing is sent, and no reader takes a part of it for the whole."""
+    began = time.monotonic()
+    with _origin(root, keep=keep and not dry_run) as origin, Bars(1, quiet=as_json) as bars:
+
+        def tell(state: str, done: int, total: int) -> None:
+            from forebay.reports import Progress
+
+            bars.update(Progress(url, done, total, state))
+
+        done = _push(origin, directory, url, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell)
+        bars.finished(url, "sent" if done.sent else "it was there")
+    output = Output(as_json)
+    output.document(Pushed(url, done.sent, done.removed, done.bytes, time.monotonic() - began))
+    if dry_run:
+        for verb, names in (("would send", done.sent), ("would remove", done.removed)):
+            for name in names:
+                output.line(f"{verb}: {name}")
+        output.line(f"{len(done.sent):,} files, {format_size(done.bytes)} to send; {len(done.removed):,} to remove")
+
+
+def _push(
+    origin: Origin, directory: Path, url: str, *, delete: bool, keep: bool, dry_run: bool, jobs: int, tell: Tell
+) -> Uploaded:  # fmt: skip
+    from forebay._directories import uploading
+    from forebay._directories.place import place_of
+
+    try:
+        return uploading.push(
+            origin, place_of(origin, url), directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        note("what was sent stays, and readers do not see it yet: the same command goes on from there")
+        raise
+
+
+@contextmanager
+def _origin(root: Path | None, *, keep: bool) -> Iterator[Origin]:
+    """Of the cache; of none where there is none, and nothing is to be kept."""
+    from forebay._engine.passthrough import PassThrough
+    from forebay.cache import origin_of
+    from forebay.origin import Origin
+    from forebay.remote import RemoteOptions
+
+    try:
+        with opened(root, make=keep) as cache:
+            yield origin_of(cache)
+            return
+    except NoCache:
+        pass
+    yield Origin(PassThrough(), RemoteOptions.from_environment(), offline=bool(Settings.from_environment().offline))
