@@ -64,7 +64,8 @@ ORDER = """
     _directories.directories _directories.copying < _directories.private < cache
     _directories.listings < _directories.metadata < checkpoint
     _directories.directories _directories.metadata < _directories.uploading < checkpoint
-    _engine.blobs remote _directories.manifests < _directories.marks _directories.walking < _directories.uploading
+    errors _model < _directories.marks < _directories.listings
+    _engine.blobs remote _directories.manifests < _directories.walking < _directories.uploading
     cache < checkpoint < adapters cli
     cache pfio_file < adapters
 """
@@ -77,8 +78,9 @@ THIRD_PARTY = {
     "click": ("cli",),
     "rich": ("cli",),
     "botocore": ("remote.aws",),
-    "fsspec": ("remote.clients", "adapters.fsspec"),
-    "pyarrow": ("remote.clients",),
+    "fsspec": ("remote.clients", "adapters.fsspec", "adapters.ray"),
+    "pyarrow": ("remote.clients", "adapters.ray"),
+    "ray": ("adapters.ray",),
     "cloudpickle": ("remote.filesystems", "tasks"),
     "numpy": ("codecs",),
     "torch": ("codecs", "adapters.torch"),
@@ -93,6 +95,8 @@ LOADED_WITH = {
     "urllib3": ("remote.connections", "remote.answers"),
     "torch": ("adapters.torch",),
     "megatron": ("adapters.energon",),
+    "ray": ("adapters.ray",),
+    "pyarrow": ("adapters.ray",),
 }
 
 CHANGING = frozenset(

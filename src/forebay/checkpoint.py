@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NoReturn, Self
 
 from forebay import errors, remote
-from forebay._directories import directories, private
+from forebay._directories import directories, private, uploading
 from forebay._directories import metadata as stored
 from forebay._directories.manifests import Patterns
 from forebay._directories.place import Place, place_of
@@ -19,6 +19,7 @@ from forebay._engine.passthrough import PassThrough
 from forebay.asking import Ask
 from forebay.cache import Cache, origin_of
 from forebay.origin import Origin
+from forebay.reports import OnProgress, Progress
 
 _STRIPPED = frozenset({"s3", "gs", "gcs", "http", "https"})
 """Schemes of URLs whose path on a filesystem is all that follows them."""
@@ -205,6 +206,41 @@ class Checkpoint(metaclass=_Kind):
         """Set these keys of its metadata. Of updates at the same time none is lost, on one node; nor from several nodes, where the store
         knows conditional writes (S3). Raises as `set_metadata` does."""
         stored.update(self._origin, self._place(), metadata)
+
+
+    # -- how it gets there -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def upload(
+        cls, directory: str | os.PathLike[str], url: str | os.PathLike[str], *, filesystem: Any = None, delete: bool = False,
+        keep: bool = False, cache: Cache | None = None, on_progress: OnProgress | None = None,
+    ) -> Self:  # fmt: skip
+        """Let ``url`` hold the files of a local directory; gives the handle to it. Only what is not there is sent, several files at a
+        time, large ones in parts; until all of it is there, no reader takes a part for the whole (`Incomplete`).
+
+        ``delete``: remove what is there and not in ``directory``, but for the metadata. ``keep``: the files stay in the cache, as if they
+        had been fetched, so that this node need not fetch them. ``on_progress`` is told of the states ``reading`` and ``sending``. An upload
+        that was interrupted is gone on with by the same call. Raises `SourceChanged` if a file changes meanwhile, `Conflict` if another
+        upload to the same place began, `Unsupported` where nothing can be written, `ConfigError`, `RemoteError`."""
+        made = cls(url, filesystem, cache)
+
+        def tell(state: str, done: int, total: int) -> None:
+            if on_progress is not None:
+                on_progress(Progress(os.fspath(url), done, total, state))
+
+        origin = origin_of(made.cache) if keep else made._origin
+        uploading.push(origin, place_of(origin, *made._source), directory, delete=delete, keep=keep, tell=tell)
+        return made
+
+    def persist(
+        self, url: str | os.PathLike[str], *, filesystem: Any = None, delete: bool = False, keep: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Self:  # fmt: skip
+        """`upload` of this one to another place, such as of a local checkpoint to where others find it; gives the handle to that."""
+        with self.as_directory() as directory:
+            return self.upload(
+                directory, url, filesystem=filesystem, delete=delete, keep=keep, cache=self._cache, on_progress=on_progress
+            )  # fmt: skip
 
 
 def _name_of(filesystem: Any) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from forebay import errors
 from forebay._directories.manifests import MARK, File, Manifest
+from forebay._directories.marks import Mark, Noted
 from forebay._directories.place import Place
 from forebay._engine.passthrough import MemorySink
 from forebay._engine.store import Store
 from forebay._model import Transfer
-from forebay.asking import Ask
+from forebay.asking import Ask, is_same_version
 from forebay.origin import LISTINGS, Origin
 
 
@@ -101,40 +100,32 @@ class Listings:
             return
         self._origin.count(Transfer(requests=1))
         found = dict(place.list())
-        told = self._mark(place, set(found)) if MARK in found else {}
+        noted = self._noted(place, set(found)) if MARK in found else {}
         for name, info in found.items():
             if name != MARK:
-                digest = told[name].get("xxh3") if name in told and _is_same(told[name].get("etag"), info.validator) else None
-                yield File(name, info.size, info.validator, info.modified, digest)
+                mine = noted.get(name)
+                is_noted = mine is not None and is_same_version(info.validator, mine.etag or "")  # else somebody wrote it since
+                yield File(name, info.size, info.validator, info.modified, mine.digest if mine is not None and is_noted else None)
 
     def _told_by_mark(self, place: Place) -> Iterator[File]:
         """HTTP knows no listing: what an upload wrote down is one."""
         try:
-            told = self._mark(place, None)
+            noted = self._noted(place, None)
         except errors.NotFound as error:
             message = (
                 f"{place.key}: over HTTP nobody can list a directory, and there is no {MARK} that tells what is in it: upload it with "
                 "`forebay push`, or name its files one by one"
             )
             raise errors.NotFound(message, url=place.key, status=error.status) from error
-        yield from (File(name, file.get("size"), None, None, file.get("xxh3")) for name, file in told.items())
+        yield from (File(name, file.size, None, None, file.digest) for name, file in noted.items())
 
-    def _mark(self, place: Place, found: set[str] | None) -> dict[str, dict[str, Any]]:
+    def _noted(self, place: Place, found: set[str] | None) -> Mapping[str, Noted]:
         """The files that an upload wrote down. ``found``: the names that are there, where that is known. Raises `Incomplete`."""
         sink = MemorySink()
         self._origin.count(place.remote.fetch(place.object(MARK), sink))
-        try:
-            told = json.loads(bytes(sink.data))
-            version, complete = int(told["forebay"]), bool(told["complete"])
-            files = {str(name): dict(file) for name, file in told["files"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            message = f"{place.key}{MARK} is damaged ({error!r}): upload the directory again, or remove this object"
-            raise errors.RemoteProtocolError(message, url=place.key) from error
-        if version != 1:
-            message = f"{place.key}{MARK} was written by a newer Forebay (format {version}): use that one, or remove this object"
-            raise errors.RemoteProtocolError(message, url=place.key)
-        _check_complete(place, complete, files, found)
-        return files
+        mark = Mark.parse(f"{place.key}{MARK}", sink.data)
+        _check_complete(place, mark.complete, mark.files, found)
+        return mark.files
 
 
 def _check_complete(place: Place, complete: bool, files: Mapping[str, object], found: set[str] | None) -> None:
@@ -145,7 +136,3 @@ def _check_complete(place: Place, complete: bool, files: Mapping[str, object], f
     many = f"{len(missing):,} of its {len(files):,} files are not there (such as {missing[0]!r}): {why}" if missing else why
     message = f"{place.key} is not whole: {many}; repeat the upload, or remove {MARK} if what is there is all there is to be"
     raise errors.Incomplete(message, url=place.key, missing=len(missing))
-
-
-def _is_same(noted: object, validator: str | None) -> bool:
-    return isinstance(noted, str) and validator is not None and noted.strip('"') == validator.strip('"')
