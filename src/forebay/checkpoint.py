@@ -219,8 +219,8 @@ class Checkpoint(metaclass=_Kind):
         time, large ones in parts; until all of it is there, no reader takes a part for the whole (`Incomplete`).
 
         ``delete``: remove what is there and not in ``directory``, but for the metadata. ``keep``: the files stay in the cache, as if they
-        had been fetched, so that this node need not fetch them. ``on_progress`` is told of the states ``reading`` and ``sending``. An upload
-        that was interrupted is gone on with by the same call. Raises `SourceChanged` if a file changes meanwhile, `Conflict` if another
+        had been fetched, so that this node need not fetch them. ``on_progress`` is told of the states ``reading`` and ``sending``.
+        An upload that was interrupted is gone on with by the same call. Raises `SourceChanged` if a file changes meanwhile, `Conflict` if another
         upload to the same place began, `Unsupported` where nothing can be written, `ConfigError`, `RemoteError`."""
         made = cls(url, filesystem, cache)
 

@@ -104,8 +104,9 @@ class Listings:
         for name, info in found.items():
             if name != MARK:
                 mine = noted.get(name)
-                is_noted = mine is not None and is_same_version(info.validator, mine.etag or "")  # else somebody wrote it since
-                yield File(name, info.size, info.validator, info.modified, mine.digest if mine is not None and is_noted else None)
+                is_noted = mine is not None and bool(mine.etag) and is_same_version(info.validator, mine.etag or "")
+                digest = mine.digest if mine is not None and is_noted else None  # else somebody may have written it since
+                yield File(name, info.size, info.validator, info.modified, digest)
 
     def _told_by_mark(self, place: Place) -> Iterator[File]:
         """HTTP knows no listing: what an upload wrote down is one."""
