@@ -104,15 +104,16 @@ class Remote(Protocol):
 
     def write(
         self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
-        on_sent: Callable[[int], None] | None = None,
+        on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         """Put ``source`` there as a whole object, in place of the one that is there. A file is never in memory whole.
 
         ``if_none_match="*"``: only where there is no object yet; ``if_match``: only over the one with this validator; else `Conflict`,
         or `Unsupported` where the place knows no such condition. A write whose answer was lost is sent again: under a condition it
         then fails, though the object is there. ``on_sent`` is told, from any thread, how many bytes are sent so far (fewer than before
-        where some are sent again); what it raises ends the write. Raises `RemoteError`, `SourceChanged`, or what reading the
-        source raises."""
+        where some are sent again); what it raises ends the write. ``resume``: where a large object is sent in parts (S3), those that came
+        stay there when the write fails, and the next write of it with ``resume`` goes on from them. Raises `RemoteError`,
+        `SourceChanged`, or what reading the source raises."""
 
     def delete(self, url: str) -> None:
         """Remove the object; that there is none is no error. Raises `RemoteError`."""

@@ -239,7 +239,7 @@ class _Upload:
         on_sent(0)
         file.check()
         url = self._place.object(file.name)
-        self._written[file.name] = self._place.remote.write(url, file.path, on_sent=on_sent)
+        self._written[file.name] = self._place.remote.write(url, file.path, on_sent=on_sent, resume=True)
         self._done[file.name] = file.size
         try:
             file.check()

@@ -303,7 +303,7 @@ def arrow_from_uri(url: str) -> tuple[Any, str] | None:
         return None
     kind, _, rest = url.partition("://")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if kind.lower() == "s3" and endpoint:  # pyarrow would ask Amazon in which region the bucket lies
+    if kind.lower() == "s3" and endpoint and "?" not in rest:  # pyarrow would ask Amazon in which region the bucket lies
         from pyarrow.fs import S3FileSystem
 
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"

@@ -168,8 +168,9 @@ class FilesystemRemote:
                 raise call.failure(trouble, 1) from trouble.__cause__
 
     def write(
-        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None, on_sent: Sent | None = None
-    ) -> ObjectInfo:
+        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None, on_sent: Sent | None = None,
+        resume: bool = False,
+    ) -> ObjectInfo:  # fmt: skip
         """See `Remote.write`. Makes directories. Of conditions most filesystems know none, some fsspec ones ``if_none_match``.
 
         Whole or not at all where the filesystem sees to that: with local ones and SFTP, half a file may be seen while it is written."""

@@ -118,7 +118,7 @@ class HttpRemote:
 
     def write(
         self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
-        on_sent: Callable[[int], None] | None = None,
+        on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         """No HTTP server takes writes in a way that others share: raises `Unsupported`."""
         raise _unsupported(url)

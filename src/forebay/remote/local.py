@@ -100,7 +100,7 @@ class LocalRemote:
 
     def write(
         self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
-        on_sent: Callable[[int], None] | None = None,
+        on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         """See `Remote.write`. Makes directories; the file is on the disk before it has its name.
 

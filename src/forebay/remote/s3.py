@@ -104,12 +104,12 @@ class S3Remote:
 
     def write(
         self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
-        on_sent: Callable[[int], None] | None = None,
+        on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         """See `Remote.write`. In parts at once where it is large; seen whole or not at all.
 
         Some servers look at no condition when an upload in parts ends: there it holds at its beginning only."""
-        return Upload(self.request, self.options, _checked(url), if_none_match, if_match, on_sent).run(source)
+        return Upload(self.request, self.options, _checked(url), if_none_match, if_match, on_sent, resume).run(source)
 
     def delete(self, url: str) -> None:
         """See `Remote.delete`."""

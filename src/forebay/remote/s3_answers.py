@@ -27,12 +27,16 @@ def xml_of(url: str, reply: Reply) -> ElementTree.Element:
     return root
 
 
+def key_of(found: ElementTree.Element) -> str:
+    """The ``Key`` of one item of a listing, which was asked for with ``encoding-type=url``."""
+    return unquote_plus(found.findtext("{*}Key", ""), errors="surrogateescape")
+
+
 def listed(bucket: str, found: ElementTree.Element) -> ObjectInfo:
     """One ``Contents`` of a listing."""
-    key = unquote_plus(found.findtext("{*}Key", ""), errors="surrogateescape")
     modified = datetime.datetime.fromisoformat(found.findtext("{*}LastModified", "")).timestamp()
     etag = found.findtext("{*}ETag")
-    return ObjectInfo(f"s3://{bucket}/{key}", int(found.findtext("{*}Size", "")), etag, bool(etag), modified)
+    return ObjectInfo(f"s3://{bucket}/{key_of(found)}", int(found.findtext("{*}Size", "")), etag, bool(etag), modified)
 
 
 def text_of(body: bytes, tag: str) -> str:

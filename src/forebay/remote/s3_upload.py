@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from xml.sax.saxutils import escape
 
 from forebay import errors
 from forebay._model import ObjectInfo, Source
 from forebay.remote.base import Call, RemoteOptions
 from forebay.remote.http import Reply
-from forebay.remote.s3_answers import conflict, xml_of
+from forebay.remote.s3_answers import conflict, key_of, xml_of
 from forebay.remote.transfer import share
 from forebay.remote.urls import canonical
 
@@ -37,14 +38,21 @@ class Request(Protocol):
     ) -> Reply: ...
 
 
+class Begun(NamedTuple):
+    """An upload in parts that was begun. ``parts``: MD5 sums, in hex, of those that are there."""
+
+    id: str
+    parts: Mapping[int, str] = {}
+
+
 class Upload:
-    """One object to be written. ``request``: asks S3."""
+    """One object to be written. ``request``: asks S3. ``resume``: parts that came stay when it fails, and the next one takes them."""
 
     def __init__(
         self, request: Request, options: RemoteOptions, url: str, if_none_match: str | None, if_match: str | None,
-        on_sent: Callable[[int], None] | None = None,
+        on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> None:  # fmt: skip
-        self._request, self._options, self._url, self._on_sent = request, options, url, on_sent
+        self._request, self._options, self._url, self._on_sent, self._resume = request, options, url, on_sent, resume
         # without the quotes of an ETag: Ceph compares what stands there as it is, and the others take both
         self._if_none_match, self._if_match = if_none_match, if_match.strip('"') if if_match else None
         given = {"If-None-Match": self._if_none_match, "If-Match": self._if_match}
@@ -53,6 +61,16 @@ class Upload:
         self._sent = 0
 
     def run(self, source: Source) -> ObjectInfo:
+        try:
+            return self._from(source)
+        except errors.NotFound:
+            if not self._resume:
+                raise
+            # somebody else ended what was to be gone on with
+            self._resume, self._sent = False, 0
+            return self._from(source)
+
+    def _from(self, source: Source) -> ObjectInfo:
         if isinstance(source, (str, os.PathLike)):
             with open(source, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -80,20 +98,50 @@ class Upload:
 
     def _in_parts(self, call: Call, bodies: Iterator[bytes]) -> str | None:
         self._check(call)
-        begun = xml_of(self._url, self._request("POST", self._url, query={"uploads": ""}, body=b"", call=call))
-        upload_id = begun.findtext("{*}UploadId", "")
+        begun = (self._left(call) if self._resume else None) or self._begin(call)
         try:
-            return self._complete(call, upload_id, self._send_parts(call, upload_id, bodies))
-        except BaseException:
-            self._abort(upload_id)
+            return self._complete(call, begun.id, self._send_parts(call, begun, bodies))
+        except BaseException as error:
+            if not self._resume or isinstance(error, (errors.Conflict, errors.SourceChanged)):
+                self._abort(begun.id)
             raise
 
-    def _send_parts(self, call: Call, upload_id: str, bodies: Iterator[bytes]) -> dict[int, str]:
+    def _begin(self, call: Call) -> Begun:
+        begun = xml_of(self._url, self._request("POST", self._url, query={"uploads": ""}, body=b"", call=call))
+        return Begun(begun.findtext("{*}UploadId", ""))
+
+    def _left(self, call: Call) -> Begun | None:
+        """What an earlier write of this object left there; of several the latest."""
+        bucket, _, key = self._url.partition("://")[2].partition("/")
+        query = {"uploads": "", "encoding-type": "url", "prefix": key}
+        try:
+            found = xml_of(self._url, self._request("GET", f"s3://{bucket}/", query=query, call=call)).iterfind("{*}Upload")
+            ours = [(e.findtext("{*}Initiated", ""), e.findtext("{*}UploadId", "")) for e in found if key_of(e) == key]
+            return Begun(max(ours)[1], self._parts_of(call, max(ours)[1])) if ours else None
+        except (errors.AccessDenied, errors.NotFound, errors.Unsupported) as error:
+            log.debug("%s: what was sent before is not known: %s", canonical(self._url), error)
+            return None
+
+    def _parts_of(self, call: Call, upload_id: str) -> dict[int, str]:
+        parts: dict[int, str] = {}
+        query = {"uploadId": upload_id}
+        while True:
+            page = xml_of(self._url, self._request("GET", self._url, query=query, call=call))
+            parts |= {int(e.findtext("{*}PartNumber", "")): e.findtext("{*}ETag", "").strip('"') for e in page.iterfind("{*}Part")}
+            query["part-number-marker"] = page.findtext("{*}NextPartNumberMarker", "")
+            if page.findtext("{*}IsTruncated") != "true" or not query["part-number-marker"]:
+                return parts
+
+    def _send_parts(self, call: Call, begun: Begun, bodies: Iterator[bytes]) -> dict[int, str]:
         etags: dict[int, str] = {}
 
         def send(number: int, body: bytes) -> None:
-            query = {"partNumber": str(number), "uploadId": upload_id}
-            etags[number] = self._request("PUT", self._url, query=query, body=body, call=call).headers.get("ETag", "")
+            query = {"partNumber": str(number), "uploadId": begun.id}
+            known = begun.parts.get(number)
+            if known is not None and known == hashlib.md5(body, usedforsecurity=False).hexdigest():
+                etags[number] = f'"{known}"'
+            else:
+                etags[number] = self._request("PUT", self._url, query=query, body=body, call=call).headers.get("ETag", "")
             self._tell(len(body))
 
         # `share` takes a piece of work when a thread is free, so that only what is being sent is in memory
@@ -104,7 +152,13 @@ class Upload:
         listed = "".join(f"<Part><PartNumber>{n}</PartNumber><ETag>{escape(etags[n])}</ETag></Part>" for n in sorted(etags))
         body = f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>".encode()
         query = {"uploadId": upload_id}
-        reply = self._request("POST", self._url, query=query, headers=self._conditions, body=body, call=call)
+        try:
+            reply = self._request("POST", self._url, query=query, headers=self._conditions, body=body, call=call)
+        except errors.NotFound:
+            found = self._found(call)
+            if found is None or found.strip('"') != _etag_of([etags[n] for n in sorted(etags)]):
+                raise
+            return found  # it was done, and the answer to that lost
         etag = xml_of(self._url, reply).findtext("{*}ETag", "").strip('"')
         return f'"{etag}"' if etag else self._found(call)
 
@@ -127,6 +181,15 @@ class Upload:
                 self._request("DELETE", self._url, query={"uploadId": upload_id}, call=call)
         except errors.RemoteError as error:
             log.warning("%s: the parts of an upload that failed are still there: %s", canonical(self._url), error)
+
+
+def _etag_of(parts: list[str]) -> str:
+    """What S3 makes of the ETags of an object's parts."""
+    try:
+        sums = b"".join(bytes.fromhex(part.strip('"')) for part in parts)
+    except ValueError:
+        return ""
+    return f"{hashlib.md5(sums, usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
 def _exactly(path: str | os.PathLike[str], size: int, bodies: Iterator[bytes]) -> Iterator[bytes]:
