@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Iterator
 from functools import cached_property
@@ -23,6 +24,8 @@ from forebay.reports import OnProgress, Progress
 
 _STRIPPED = frozenset({"s3", "gs", "gcs", "http", "https"})
 """Schemes of URLs whose path on a filesystem is all that follows them."""
+
+_SETTING = re.compile(r"\?(?:.*&)?(?:region|endpoint_override|scheme|allow_bucket_creation|allow_bucket_deletion|proxy_options)=")
 
 _until_exit: dict[str, Lease] = {}
 """The trees that `Checkpoint.to_directory` gave: a lease on each, which ends with the process."""
@@ -89,8 +92,8 @@ class Checkpoint(metaclass=_Kind):
         if local is not None:
             return local
         kind, _, rest = self.url.partition("://")
-        found = self._arrow if kind.lower() not in _STRIPPED else None  # asks nobody, for those that need not be asked
-        return (found[1] if found is not None else rest).rstrip("/")
+        asked = kind.lower() not in _STRIPPED or self._has_settings  # pyarrow may ask the network for it
+        return (self._arrow[1] if asked and self._arrow is not None else rest).rstrip("/")
 
     @property
     def filesystem(self) -> Any:
@@ -106,13 +109,21 @@ class Checkpoint(metaclass=_Kind):
     @cached_property
     def _source(self) -> tuple[str, Any]:
         """The URL or path, and its filesystem object; pyarrow's own, for URLs that it alone knows."""
-        if self._given is None and remote.local_path(self.url) is None:
-            try:
-                remote.resolve(self.url)
-            except errors.ConfigError:
-                if self.filesystem is not None:
-                    return self.path, self.filesystem
+        if self._given is None and (self._has_settings or not self._is_known) and self._arrow is not None:
+            return self._arrow[1], self._arrow[0]
         return self.url, self._given
+
+    @property
+    def _has_settings(self) -> bool:
+        """Whether it says how to reach it, as pyarrow's users write: ``s3://bucket/run?endpoint_override=...``."""
+        return self.url.lower().startswith("s3://") and bool(_SETTING.search(self.url))
+
+    @property
+    def _is_known(self) -> bool:
+        try:
+            return remote.resolve(self.url) is not None
+        except errors.ConfigError:
+            return False
 
     @property
     def cache(self) -> Cache:
@@ -220,8 +231,9 @@ class Checkpoint(metaclass=_Kind):
 
         ``delete``: remove what is there and not in ``directory``, but for the metadata. ``keep``: the files stay in the cache, as if they
         had been fetched, so that this node need not fetch them. ``on_progress`` is told of the states ``reading`` and ``sending``.
-        An upload that was interrupted is gone on with by the same call. Raises `SourceChanged` if a file changes meanwhile, `Conflict` if another
-        upload to the same place began, `Unsupported` where nothing can be written, `ConfigError`, `RemoteError`."""
+
+        An upload that was interrupted is gone on with by the same call. Raises `SourceChanged` if a file changes meanwhile, `Conflict` if
+        another upload to the same place began, `Unsupported` where nothing can be written, `ConfigError`, `RemoteError`."""
         made = cls(url, filesystem, cache)
 
         def tell(state: str, done: int, total: int) -> None:

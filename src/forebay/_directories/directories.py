@@ -27,6 +27,7 @@ from forebay.origin import DIRECTORIES, POSTPONED, URLS, Origin
 
 JOBS = 16
 """Files that are fetched at a time."""
+LOOKS = 3
 CHANGES = 2
 """How often a directory may change while it is fetched before it is given up."""
 
@@ -119,18 +120,28 @@ class _Tree:
         self._unlike: set[str] = set()  # files whose validators in listings are never what the remote says of the file itself
 
     def lease(self) -> Lease:
-        found = self._kept()
-        if found is None:
-            found = self._alone() if not self._store.root.read_only else self._looked_at()
+        found = self._sound()
         if self._ask.pin and found.entry.life != "pinned":
             self._store.set_life(DIRECTORIES, self._key, "pinned")
         return found
 
+    def _sound(self) -> Lease:
+        for _ in range(LOOKS):
+            found = self._kept() or (self._looked_at() if self._store.root.read_only else self._alone())
+            if self._store.is_sound(found):
+                return found
+            found.close()  # it was set aside: it is made anew, of what is not damaged
+        raise errors.Damaged(f"{self._key} is damaged, and again after it was made anew: see `forebay verify`", key=self._key)
+
     # -- what is there ---------------------------------------------------------------------------------------------
+
+    def _there(self) -> Lease | None:
+        """The tree that is there. Its files are looked at later: not while others wait for us."""
+        return self._store.take_many(DIRECTORIES, [self._key]).get(self._key)
 
     def _kept(self) -> Lease | None:
         """The tree, if the remote was asked lately and had the same files."""
-        tree = self._store.lease(DIRECTORIES, self._key)
+        tree = self._there()
         if tree is None:
             return None
         version = self._listings.version(self._place, self._ask.since)
@@ -157,7 +168,7 @@ class _Tree:
 
     def _looked_at(self) -> Lease:
         """In a root that may only be read: the tree that is there, if it is still the remote's."""
-        tree = self._store.lease(DIRECTORIES, self._key)
+        tree = self._there()
         if tree is None:
             raise errors.ReadOnly.of(self._store.root.path)
         try:
@@ -218,7 +229,7 @@ class _Tree:
         try:
             return self._listings.ask(self._place, self._ask)
         except (errors.RemoteUnavailable, errors.RemoteTimeout, errors.Incomplete) as error:
-            tree = self._store.lease(DIRECTORIES, self._key)
+            tree = self._there()
             if tree is None:
                 raise
             if self._ask.since > 1:  # who comes in the next seconds need not wait for a time-out of his own
@@ -235,7 +246,7 @@ class _Tree:
 
     def _of(self, listing: Listing) -> Lease:
         """The tree of what the listing says, made if it is not there."""
-        tree = self._store.lease(DIRECTORIES, self._key)
+        tree = self._there()
         if tree is not None and self._is_of(tree, listing):
             return self._hit(tree)
         if tree is not None:

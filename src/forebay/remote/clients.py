@@ -7,6 +7,7 @@ import datetime
 import io
 import logging
 import os
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from forebay.errors import ConfigError, RemoteProtocolError, Unsupported
 log = logging.getLogger("forebay.remote.clients")
 
 BLOCK = 1 << 20
+CHUNK, MAX_CHUNKS = 8 << 20, 5_000  # of uploads in parts
 Sent = Callable[[int], None]
 """Told how many bytes were sent so far."""
 
@@ -103,7 +105,7 @@ class FsspecClient:
                 fs.pipe_file(path, source, **how)
                 on_sent(len(source))
             else:
-                fs.put_file(source, path, callback=_callback(on_sent), **how)
+                fs.put_file(source, path, callback=_callback(on_sent), **how, **frugal(fs, os.path.getsize(source)))
 
         in_its_folder(put, lambda: fs.makedirs(fs._parent(path), exist_ok=True))
 
@@ -273,11 +275,22 @@ def in_its_folder(put: Callable[[], None], make: Callable[[], None]) -> None:
 def creates(fs: Any, verb: str) -> bool:
     """Whether ``verb`` of an fsspec filesystem can write only where nothing is yet, in one step: what fsspec has for all of them looks,
     then writes."""
-    inner = getattr(fs, "fs", None)
-    if inner is not None and hasattr(inner, "_strip_protocol"):  # a wrapper, which hands on what it is told
-        return creates(inner, verb)
-    made = getattr(type(fs), f"_{verb}" if fs.async_impl else verb)
+    made = _own(fs, verb)
     return not made.__module__.startswith(("fsspec.spec", "fsspec.asyn")) and "mode" in signature(made).parameters
+
+
+def frugal(fs: Any, size: int) -> dict[str, int]:
+    """Arguments by which `put_file` of an fsspec filesystem has less of a file in memory at once: left alone, s3fs takes 500 MB."""
+    wanted = {"chunksize": max(CHUNK, -(-size // (MAX_CHUNKS * CHUNK)) * CHUNK), "max_concurrency": 4}
+    return {name: value for name, value in wanted.items() if name in signature(_own(fs, "put_file")).parameters}
+
+
+def _own(fs: Any, verb: str) -> Any:
+    """The method that does it, behind wrappers, which hand on what they are told."""
+    inner = getattr(fs, "fs", None)
+    if inner is not None and hasattr(inner, "_strip_protocol"):
+        return _own(inner, verb)
+    return getattr(type(fs), f"_{verb}" if fs.async_impl else verb)
 
 
 def _callback(on_sent: Sent) -> Any:
