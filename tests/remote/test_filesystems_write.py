@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from forebay import errors
+from forebay.remote.clients import frugal
 from forebay.remote.filesystems import FilesystemRemote, There, pickled
 from tests.harness import fork
-from tests.remote.test_filesystems import BODY, OPTIONS, PART, PLACES, Place, fetched, fsspec_dir, pyarrow_local, pyarrow_s3
+from tests.remote.test_filesystems import BODY, OPTIONS, PART, PLACES, Place, fetched, fsspec_dir, pyarrow_local, pyarrow_s3, s3fs_object
 from tests.servers.rgw import rgw_server  # noqa: F401 (a fixture)
 
 fsspec = pytest.importorskip("fsspec")
@@ -167,6 +168,24 @@ def test_a_write_that_is_given_up_ends_in_the_helper(tmp_path: Path) -> None:
     assert seen.is_set()
     remote.write(f"{tmp_path}/out/y", b"y")  # the helper goes on
     assert (tmp_path / "out" / "y").read_bytes() == b"y"
+
+
+def test_s3fs_has_little_of_a_file_in_memory(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    place = s3fs_object(request)
+    (tmp_path / "source").write_bytes(BODY * 20)  # 27 MB, which s3fs would read whole
+    told: list[int] = []
+    place.remote.write(f"{place.base}/x", tmp_path / "source", on_sent=told.append)
+    assert fetched(place, "x") == BODY * 20
+    assert len(set(told)) > 3
+
+
+def test_the_chunks_of_a_file_are_no_more_than_a_server_takes() -> None:
+    s3fs = pytest.importorskip("s3fs").S3FileSystem(anon=True)
+    for size in (0, 1 << 20, 1 << 40):
+        told = frugal(fsspec.filesystem("dir", path="bucket", fs=s3fs), size)
+        assert told["chunksize"] % (256 << 10) == 0
+        assert size / told["chunksize"] <= 10_000
+    assert frugal(fsspec.filesystem("memory"), 1) == {}
 
 
 def test_pyarrow_on_ceph_is_told_plainly(request: pytest.FixtureRequest) -> None:

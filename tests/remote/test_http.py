@@ -365,3 +365,12 @@ def test_an_object_that_shrinks_or_goes_meanwhile(server: ScriptedServer, http: 
     server.on_request = lambda request: None if request.headers["Range"].startswith("bytes=0-") else server.objects.clear()
     with pytest.raises(errors.NotFound):
         http.fetch(url, MemorySink())
+
+
+def test_nothing_is_written_over_http(server: ScriptedServer) -> None:
+    for ask in (lambda: HttpRemote().write(f"{server.url}/a?X-Amz-Signature=sikrit", b"x"), lambda: HttpRemote().delete(f"{server.url}/a")):
+        with pytest.raises(errors.Unsupported, match="over HTTP") as caught:
+            ask()
+        assert isinstance(caught.value, NotImplementedError)
+        assert "sikrit" not in str(caught.value)
+    assert server.requests == []

@@ -583,3 +583,51 @@ def test_s17_parent_and_child_read_at_once(aws: RgwServer, s3: S3Remote, put: Ca
     children = [fork(lambda seed=seed: work(seed)) for seed in (1, 2)]
     work(3)
     assert [child.result() for child in children] == [1, 2]
+
+
+@pytest.mark.parametrize("change", [lambda path: path.write_bytes(bytes(6 << 20)), lambda path: path.write_bytes(bytes(30 << 20))])
+def test_a_file_that_changes_while_it_is_sent(aws: RgwServer, client: Any, s3: S3Remote, bucket: str, tmp_path: Path, change: Any) -> None:
+    (tmp_path / "source").write_bytes(bytes(26 << 20))
+    s3 = S3Remote(RemoteOptions(part=PART, streams=1))
+    with pytest.raises(errors.SourceChanged, match="source was changed while it was sent"):
+        s3.write(f"s3://{bucket}/at odds", tmp_path / "source", on_sent=lambda done: change(tmp_path / "source"))
+    assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket, Prefix="at odds")
+    with pytest.raises(errors.NotFound):
+        s3.stat(f"s3://{bucket}/at odds")
+
+
+def test_what_on_sent_raises_ends_the_write(aws: RgwServer, client: Any, s3: S3Remote, bucket: str) -> None:
+    told: list[int] = []
+
+    def stop(done: int) -> None:
+        told.append(done)
+        if done >= 10 << 20:
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        s3.write(f"s3://{bucket}/stopped", bytes(60 << 20), on_sent=stop)
+    assert max(told) < 60 << 20
+    with pytest.raises(errors.NotFound):
+        s3.stat(f"s3://{bucket}/stopped")
+
+
+def test_delete(aws: RgwServer, s3: S3Remote, bucket: str, put: Callable[..., str]) -> None:
+    url = put("to be deleted/ü +")
+    kept = put("to be deleted")
+    for _ in range(2):
+        s3.delete(url)
+        with pytest.raises(errors.NotFound):
+            s3.stat(url)
+    assert s3.stat(kept) is not None
+    with pytest.raises(errors.ConfigError, match="names no object"):
+        s3.delete(f"s3://{bucket}")
+
+
+def test_a_write_that_is_refused_tells_no_secret(
+    aws: RgwServer, s3: S3Remote, client: Any, monkeypatch: pytest.MonkeyPatch, bucket: str
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "sikrit")
+    for ask in (lambda: s3.write(f"s3://{bucket}/x", b"x"), lambda: s3.delete(f"s3://{bucket}/x")):
+        with pytest.raises(errors.AccessDenied) as caught:
+            ask()
+        assert [secret for secret in SECRETS if secret in str(caught.value)] == []

@@ -7,7 +7,6 @@ import datetime
 import io
 import logging
 import os
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, Protocol
