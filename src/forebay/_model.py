@@ -171,9 +171,6 @@ class Report:
     spared: tuple[str, ...] = ()
     freed: int = 0
 
-    def plus(self, other: Report) -> Report:
-        return Report(self.removed + other.removed, self.spared + other.spared, self.freed + other.freed)
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:

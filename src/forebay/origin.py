@@ -109,8 +109,10 @@ class Origin:
         except (errors.CacheFault, errors.WaitTimeout) as error:
             return self._past(target, ask, error, self._stream)
 
-    def lease(self, target: Target, ask: Ask) -> Lease:
-        """A lease on the kept copy, fetched if it is not there or not fresh. Raises `CacheFault` where it cannot be kept."""
+    def lease(self, target: Target, ask: Ask, *, looked: bool = False) -> Lease:
+        """A lease on the kept copy, fetched if it is not there or not fresh. Raises `CacheFault` where it cannot be kept.
+
+        ``looked``: the caller has just seen that it is not."""
         made: list[bool] = []
         stale: list[bool] = []  # what is kept, if anything, was seen not to do
 
@@ -121,7 +123,7 @@ class Origin:
             made.append(True)
             return self._obtain(target, ask) if stale else self._fetch(target, ask)
 
-        lease = look() or self.store.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait)
+        lease = (None if looked else look()) or self.store.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait)
         if not made:
             self.store.count_hit(lease.entry.size)
         if ask.pin and lease.entry.life != "pinned":

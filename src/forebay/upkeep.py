@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from forebay import _config, errors, remote
+from forebay._engine.leases import Lease
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._model import Entry, Problem, Report, Victim
@@ -37,6 +38,13 @@ class Upkeep:
         """One entry by its name: a URL, or ``space:key``."""
         found = self._store.entry(*self._split(name))
         return _leased(self._store, found) if found is not None else None
+
+    def hold(self, name: str) -> Lease:
+        """The file, or the directory, that is kept under a name, for a ``with`` or ``os.fspath``; never fetched. Raises `NotCached`."""
+        lease = self._store.lease(*self._split(name))
+        if lease is None:
+            raise errors.NotCached.of(name)
+        return lease
 
     @property
     def budget(self) -> int:
@@ -91,7 +99,10 @@ class Upkeep:
             raise errors.NotCached.of(name)
         files = [file for _, file in self._store.members(entry)] if entry.kind == "tree" else []
         report = self._store.remove([Origin.victim(entry)])
-        return report if report.spared or not files else report.plus(self._store.remove(map(Origin.victim, files)))
+        if report.spared or not files:
+            return report
+        with_it = self._store.remove(map(Origin.victim, files))
+        return Report(report.removed + with_it.removed, (), report.freed + with_it.freed)
 
     def plan(
         self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False

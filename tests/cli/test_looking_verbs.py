@@ -225,4 +225,4 @@ def test_completion_scripts(run: Run, shell: str) -> None:
 def test_completion_completes() -> None:
     env = os.environ | {"_FOREBAY_COMPLETE": "complete_bash", "COMP_WORDS": "forebay p", "COMP_CWORD": "1"}
     found = subprocess.run(COMMAND, env=env, capture_output=True, text=True, check=True)
-    assert set(found.stdout.split()) == {"pull", "prune", "path", "pin"}
+    assert set(found.stdout.split()) == {"pull", "prune", "path", "pin", "push"}

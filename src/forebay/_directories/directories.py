@@ -335,7 +335,7 @@ class _Tree:
             on_progress=on_progress,
         )  # fmt: skip
         try:
-            lease = self._origin.lease(target, how)
+            lease = self._origin.lease(target, how, looked=True)
         except errors.ChecksumMismatch as error:
             raise errors.RemoteChanged(f"{target.key}: {error.found} came where {error.wanted} was listed", url=target.key) from error
         if file.size not in (None, lease.entry.size):
