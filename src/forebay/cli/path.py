@@ -24,10 +24,10 @@ def path(
             entry = cache.entry(name)
             if entry is None:
                 raise NotCached.of(name)
-            if entry.space != "urls":
+            if entry.space not in ("urls", "directories"):
                 what = "an array of samples" if entry.kind == "pack" else "a value that a program put"
                 raise ConfigError(f"{name} is {what}: only what came from a URL has a file", name="NAME", value=name)
-            with cache.local(name, force=True) as lease:
+            with cache.hold(name) as lease:
                 found = os.fspath(lease)
     output.document({"name": name, "path": found})
     output.line(found)
