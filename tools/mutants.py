@@ -83,6 +83,26 @@ MUTANTS = (
         "        if size != entry.size:\n", "        if size < 0:\n",
         "tests/engine/test_blobs.py::test_a_blob_of_another_size_is_damaged",
     ),
+    Mutant(
+        1, "an upload is said to be complete before it is", "_directories/uploading.py",
+        "self._write_mark(Mark(False, ", "self._write_mark(Mark(True, ",
+        "tests/test_uploading.py::test_killed_and_repeated[arrow]",
+    ),
+    Mutant(
+        1, "what an older upload left is taken for what a killed one sent", "_directories/uploading.py",
+        'same = noted.etag is None or noted.etag not in ("", _state(info))', "same = True",
+        "tests/test_uploading.py::test_killed_over_an_older_one[arrow]",
+    ),
+    Mutant(
+        1, "nobody looks at what was uploaded", "_directories/uploading.py",
+        "if info is None or info.size not in (None, file.size) or not self._is_same(written, info):", "if info is None and not files:",
+        "tests/test_uploading.py::test_somebody_removes_what_was_sent[local_folder]",
+    ),
+    Mutant(
+        1, "a file that changed while it was sent is noted as it was", "_directories/walking.py",
+        "        if not same:\n", "        if not same and self.size < 0:\n",
+        "tests/test_uploading.py::test_a_file_that_changes_while_it_is_sent[arrow]",
+    ),
     # 2. One fetch
     Mutant(
         2, "no second look under the lock", "_engine/fill.py",
@@ -259,6 +279,17 @@ MUTANTS = (
         10, "another user's root is taken", "_engine/root.py",
         "    if found.st_uid == os.geteuid() or (", "    if found.st_uid >= 0 or (",
         "tests/engine/test_root.py::test_a_root_of_another_user_is_refused",
+    ),
+    Mutant(
+        10, "a mark is written over whatever is there", "_directories/uploading.py",
+        'if_none_match="*" if self._marked is None else None, if_match=self._marked)', "if_match=None)",
+        "tests/test_uploading.py::test_two_uploads_at_once[local_folder]",
+    ),
+    Mutant(
+        10, "an update of metadata writes over another's", "_directories/metadata.py",
+        'return origin.store.lock(f"metadata {place.key}") if isinstance(origin.store, Store) else contextlib.nullcontext()',
+        "return contextlib.nullcontext()",
+        "tests/test_metadata.py::test_no_update_is_lost_on_one_node",
     ),
     # 11. Nobody waits in silence
     Mutant(
