@@ -24,7 +24,6 @@ from tests.servers.counting import Shelf
 from tests.servers.rgw import joined, missing
 
 KB = 1_000
-CROWD = 8
 SERVER = "BENCH_RGW_FOLDER"
 """Where the S3 server of this run lies, which all rows share."""
 LABELS = {
@@ -65,6 +64,10 @@ class Files:
 
 def sizes(quick: bool) -> Files:
     return Files((4, 1 * MB), (10, 10 * KB)) if quick else Files((32, 4 * MB), (200, 10 * KB))
+
+
+def processes(quick: bool) -> int:
+    return 2 if quick else 8
 
 
 _numbers = itertools.count()
@@ -135,8 +138,8 @@ def hold(way: str, spec: Spec, count: int = 1, files: Files | None = None) -> tu
 
 def reads(folder: Path, quick: bool) -> list[Line]:
     """What several processes, each with a handle of its own, read of the remote."""
-    files = sizes(quick)
-    what = f"{CROWD} processes, {CROWD} handles, {files}: "
+    files, many = sizes(quick), processes(quick)
+    what = f"{many} processes, {many} handles, {files}: "
     opens = Line(f"{what}opens", f"{files.count}: each file once", unit="opens")
     sent = Line(f"{what}bytes read", f"{files.size:,}: each byte once", unit="bytes")
     with counting(folder, files) as (spec, shelf):
@@ -144,7 +147,7 @@ def reads(folder: Path, quick: bool) -> list[Line]:
             label, kind = LABELS[way]
             with fresh(spec, folder) as place:
                 shelf.forget()
-                wall, _ = hold(way, place, CROWD, files)
+                wall, _ = hold(way, place, many, files)
             opens.timings[label] = Timing(kind, [len(shelf.opens)])
             sent.timings[label] = Timing(kind, [shelf.sent])
             sent.note += f"{'; ' if sent.note else ''}{label} {seconds(wall)}"
@@ -155,9 +158,9 @@ def reads(folder: Path, quick: bool) -> list[Line]:
 
 def crowd(folder: Path, quick: bool) -> list[Line]:
     """Until all of several processes hold what is cold, beside one process of the others."""
-    files, rounds = sizes(quick), 1 if quick else 5
-    contestants = {"forebay": CROWD, "obstore": 1, "arrow": 1, "s3fs": 1, "ray_to_directory": 1, "ray": CROWD}
-    line = Line(f"{CROWD} processes, {CROWD} handles, {files} from S3: until all hold it", "<= 1.2x the best process of the others alone")
+    files, many, rounds = sizes(quick), processes(quick), 1 if quick else 5
+    contestants = {"forebay": many, "obstore": 1, "arrow": 1, "s3fs": 1, "ray_to_directory": 1, "ray": many}
+    line = Line(f"{many} processes, {many} handles, {files} from S3: until all hold it", "<= 1.2x the best process of the others alone")
     for way, count in contestants.items():
         line.timings[name(way, count)] = Timing(LABELS[way][1])
     lone = Timing(OURS)
@@ -167,7 +170,7 @@ def crowd(folder: Path, quick: bool) -> list[Line]:
                 with fresh(spec, folder) as place:
                     wall, _ = hold(way, place, count, files)
                 (lone if (way, count) == ("forebay", 1) else line.timings[name(way, count)]).wall.append(wall)
-    best = min(timing.median for label, timing in line.timings.items() if timing.kind == PEER and not label.startswith(f"{CROWD} x"))
+    best = min(timing.median for label, timing in line.timings.items() if timing.kind == PEER and not label.startswith(f"{many} x"))
     line.note = f"one process alone {seconds(lone.median)}; {line.ours.median / best:.3g}x the best alone"
     line.met = line.ours.median <= 1.2 * best
     return [line]

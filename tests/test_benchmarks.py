@@ -46,13 +46,12 @@ def test_the_table_of_directories_has_its_peers_in_it(tmp_path: Path) -> None:
         pytest.importorskip(peer)
     if reason := missing():
         pytest.skip(reason)
-    words = [sys.executable, str(BENCHMARKS / "checkpoint.py"), "--quick", "--folder", str(tmp_path), "reads", "crowd", "second"]
+    words = [sys.executable, str(BENCHMARKS / "checkpoint.py"), "--quick", "--folder", str(tmp_path), "reads", "crowd"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
-    whats = ["8 processes", "8 processes", "8 processes", "second use", "the same"]
-    assert [row[1].strip()[: len(what)] for row, what in zip(rows, whats, strict=True)] == whats
+    assert [row[1].strip().partition(", ")[0] for row in rows] == ["2 processes"] * 3
     assert all("Ray" in row[5] for row in rows)
     assert all(peer in rows[2][5] for peer in ("obstore", "pyarrow copy_files", "s3fs get"))
-    assert [row[6].strip() for row in (rows[0], rows[1], rows[4])] == ["met", "met", "met"]  # what is counted is the same everywhere
+    assert [row[6].strip() for row in rows[:2]] == ["met", "met"]  # what is counted is the same everywhere
     assert list(tmp_path.iterdir()) == []

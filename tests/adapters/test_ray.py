@@ -1,0 +1,319 @@
+"""Ray Train's checkpoints through the cache: the class beside Ray's own, and real trainings of two workers that fail once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.train", exc_type=ImportError)
+pytest.importorskip("pyarrow")
+
+import fsspec.implementations.dirfs
+import fsspec.implementations.local
+import ray.train
+from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
+
+import forebay
+from forebay.adapters.ray import RayCheckpoint, from_ray, to_ray
+from tests.directories import CKPT, FILES, Remote, arrow, every_kind, files_of, fsspec_etags, s3
+from tests.directories import aws as aws
+from tests.directories import remote as remote
+from tests.harness import Crew
+from tests.servers.counting import Shelf
+from tests.servers.counting import shelf as shelf
+from tests.servers.rgw import RgwServer, missing
+from tests.servers.rgw import rgw_server as rgw_server
+
+HERE = Path(__file__).parent
+REMOVED = ["from_dict", "to_dict", "from_bytes", "to_bytes", "get_internal_representation", "from_uri", "to_uri", "uri", "get_preprocessor"]
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    for name, body in FILES.items():
+        (tmp_path / "local" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "local" / name).write_bytes(body)
+    return tmp_path / "local"
+
+
+@pytest.fixture
+def checkpoint(remote: Remote, cache: forebay.Cache) -> RayCheckpoint:
+    return RayCheckpoint(remote.url, remote.filesystem, cache)
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    found = Crew()
+    yield found
+    found.dismiss()
+
+
+# -- a checkpoint of Ray's ---------------------------------------------------------------------------------------------
+
+
+def test_it_is_one_of_ray_s(checkpoint: RayCheckpoint, remote: Remote) -> None:
+    assert isinstance(checkpoint, ray.train.Checkpoint)
+    assert checkpoint.path == CKPT
+    assert checkpoint.filesystem == remote.filesystem
+    assert CKPT in repr(checkpoint)
+    with pytest.raises(TypeError, match=r"to_directory.*as_directory"):
+        os.fspath(checkpoint)
+
+
+def test_a_url_has_the_path_and_filesystem_that_ray_gives_it(local: Path) -> None:
+    for given in (f"file://{local}", str(local), local):
+        ours, theirs = RayCheckpoint(given), ray.train.Checkpoint(str(given))
+        assert (ours.path, ours.filesystem) == (theirs.path, theirs.filesystem)
+    assert RayCheckpoint("s3://bucket/run/step_1").path == "bucket/run/step_1"
+    with pytest.raises(ValueError, match="filesystem"):
+        RayCheckpoint("s3://bucket/run", LocalFileSystem())
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_methods_that_are_gone_say_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError, match=name):
+        getattr(RayCheckpoint, name)
+
+
+def test_a_local_directory_is_read_in_place(local: Path, cache: forebay.Cache) -> None:
+    for checkpoint in (
+        RayCheckpoint.from_directory(local),
+        RayCheckpoint(local, LocalFileSystem(), cache),
+        RayCheckpoint(f"file://{local}"),
+    ):
+        with checkpoint.as_directory() as path:
+            assert path == str(local)
+        assert checkpoint.to_directory() == str(local)
+    assert files_of(local) == FILES
+    assert cache.entries() == []
+
+
+def test_a_filesystem_of_fsspec_in_the_clothes_of_pyarrow(local: Path, cache: forebay.Cache) -> None:
+    """As Ray's users give it for stores that pyarrow does not know."""
+    inner = fsspec.implementations.dirfs.DirFileSystem(path=str(local.parent), fs=fsspec.implementations.local.LocalFileSystem())
+    checkpoint = RayCheckpoint(local.name, PyFileSystem(FSSpecHandler(inner)), cache)
+    with checkpoint.as_directory() as path:
+        assert path.startswith(str(cache.path))
+        assert files_of(path) == FILES
+
+
+def test_a_mock_filesystem_by_its_url(cache: forebay.Cache) -> None:
+    name = uuid.uuid4().hex
+    theirs = ray.train.Checkpoint(f"mock:///{name}")
+    if type(theirs.filesystem).__name__ != "_MockFileSystem":
+        pytest.skip("this pyarrow has none")
+    theirs.filesystem.create_dir(theirs.path)
+    with theirs.filesystem.open_output_stream(f"{theirs.path}/a.bin") as file:
+        file.write(b"some bytes")
+    ours = from_ray(theirs, cache)
+    with ours.as_directory() as path:
+        assert files_of(path) == {"a.bin": b"some bytes"}
+
+
+@every_kind
+def test_its_directory_is_in_the_cache_and_there_once(remote: Remote, cache: forebay.Cache) -> None:
+    checkpoint = RayCheckpoint(remote.url, remote.filesystem, cache)
+    with checkpoint.as_directory() as path, RayCheckpoint(remote.url, remote.filesystem, cache).as_directory() as other:
+        assert path == other
+        assert path.startswith(str(cache.path))
+        assert files_of(path) == FILES
+        with pytest.raises(PermissionError) if os.geteuid() else contextlib.nullcontext():
+            (Path(path) / "new").touch()
+        if not os.geteuid():
+            (Path(path) / "new").unlink()
+
+
+def test_the_files_are_read_once_for_all_handles(checkpoint: RayCheckpoint, shelf: Shelf, crew: Crew) -> None:
+    sent = pickle.dumps(checkpoint)
+
+    def work() -> dict[str, bytes]:
+        with pickle.loads(sent).as_directory() as path:
+            return files_of(path)
+
+    children = [crew(work) for _ in range(3)]
+    assert all(child.result() == FILES for child in children)
+    assert Counter(shelf.opens) == Counter(f"{CKPT}/{name}" for name, body in FILES.items() if body)
+    with checkpoint.as_directory(include="sub/") as path:
+        assert files_of(path) == {name: body for name, body in FILES.items() if name.startswith("sub/")}
+    assert len(shelf.opens) == len(FILES) - 1  # an empty one need not be opened
+
+
+def test_a_private_copy(checkpoint: RayCheckpoint, tmp_path: Path) -> None:
+    found = [""] * 4
+
+    def work(number: int) -> None:
+        found[number] = checkpoint.to_directory(tmp_path / "copy")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [str(tmp_path / "copy")] * 4
+    assert files_of(tmp_path / "copy") == FILES
+    (tmp_path / "copy" / "config.json").write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        checkpoint.to_directory(tmp_path / "copy")
+    assert Path(checkpoint.to_directory(tmp_path / "copy", overwrite=True), "config.json").read_bytes() == FILES["config.json"]
+
+
+def test_what_ray_reads_of_it_is_the_same(checkpoint: RayCheckpoint) -> None:
+    """Ray copies by path and filesystem, whatever the class."""
+    theirs = ray.train.Checkpoint(checkpoint.path, checkpoint.filesystem)
+    with theirs.as_directory() as path:
+        assert files_of(path) == FILES
+
+
+@pytest.mark.parametrize("remote", [arrow, fsspec_etags, s3], ids=lambda make: make.__name__, indirect=True)
+def test_each_reads_the_other_s_metadata(remote: Remote, cache: forebay.Cache) -> None:
+    ours = RayCheckpoint(remote.url, remote.filesystem, cache)
+    theirs = ray.train.Checkpoint(ours.path, ours.filesystem)
+    if remote.filesystem is None:
+        theirs = ray.train.Checkpoint(
+            ours.path, PyFileSystem(FSSpecHandler(fsspec.filesystem("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])))
+        )
+    assert ours.get_metadata() == theirs.get_metadata() == {}
+    ours.set_metadata({"step": 1, "by": "forebay"})
+    assert theirs.get_metadata() == {"step": 1, "by": "forebay"}
+    theirs.update_metadata({"step": 2})
+    assert ours.get_metadata() == {"step": 2, "by": "forebay"}
+    ours.update_metadata({"more": [1, None, "ü"]})
+    assert theirs.get_metadata() == {"step": 2, "by": "forebay", "more": [1, None, "ü"]}
+
+
+# -- from one to the other ---------------------------------------------------------------------------------------------
+
+
+def test_there_and_back(checkpoint: RayCheckpoint, cache: forebay.Cache, remote: Remote, tmp_path: Path) -> None:
+    ours = forebay.Checkpoint(remote.url, remote.filesystem, cache)
+    assert isinstance(to_ray(ours), RayCheckpoint)
+    assert from_ray(to_ray(ours)) is ours
+    assert from_ray(ray.train.Checkpoint(checkpoint.path, checkpoint.filesystem), cache) == ours
+    with forebay.Cache(tmp_path / "other") as other:
+        assert from_ray(checkpoint, other).cache is other
+
+
+def test_a_remote_that_pyarrow_does_not_know_goes_to_ray_in_fsspec_s_clothes(cache: forebay.Cache) -> None:
+    name = uuid.uuid4().hex
+    fsspec.filesystem("memory").pipe_file(f"/{name}/a.bin", b"some bytes")
+    checkpoint = to_ray(forebay.Checkpoint(f"memory://{name}", cache=cache))
+    with checkpoint.filesystem.open_input_file(f"{checkpoint.path}/a.bin") as file:
+        assert file.read() == b"some bytes"
+    with checkpoint.as_directory() as path:
+        assert files_of(path) == {"a.bin": b"some bytes"}
+
+
+def test_it_pickles_with_its_cache(checkpoint: RayCheckpoint, cache: forebay.Cache) -> None:
+    there = pickle.loads(pickle.dumps(checkpoint))
+    assert type(there) is RayCheckpoint
+    assert (there.path, there.url, there.filesystem) == (checkpoint.path, checkpoint.url, checkpoint.filesystem)
+    assert from_ray(there).cache.path == cache.path
+    from_ray(there).cache.close()
+
+
+# -- real trainings ----------------------------------------------------------------------------------------------------
+
+of_a_training = pytest.mark.timeout(600)
+
+
+MARK = "TEST_OF_RAY"
+
+
+def end_all(mark: str) -> None:
+    """The processes that Ray started for us, of which some outlive it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What trainings with storage here, on a counting filesystem and on S3 saw: a small Ray of its own for all of them."""
+    place = tmp_path_factory.mktemp("runs")
+    told: dict[str, dict[str, Any]] = {
+        "here": {"storage": str(place / "storage")}, "there": {"storage": "bucket/runs", "shelf": str(place / "shelf")}
+    }  # fmt: skip
+    if not missing():
+        server: RgwServer = request.getfixturevalue("rgw_server")
+        server.client().create_bucket(Bucket="ray-runs")
+        told["s3"] = {
+            "storage": f"ray-runs/{uuid.uuid4().hex}",
+            "s3": {"key": server.key, "secret": server.secret, "endpoint_url": server.url},
+        }
+    for name, each in told.items():
+        each |= {"root": str(place / f"root-{name}"), "log": str(place / f"log-{name}")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("AWS_", "FOREBAY_", "RAY_")) and "proxy" not in name.lower()
+    }
+    quick = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
+    paths = {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE.parents[1])])}
+    words = [sys.executable, str(HERE / "ray_runs.py"), json.dumps(told)]
+    try:
+        done = subprocess.run(
+            words, env=kept | quick | paths | {MARK: str(place)}, capture_output=True, text=True, timeout=280, check=False
+        )
+    finally:
+        end_all(str(place))
+    assert done.returncode == 0, done.stderr[-8000:]
+    return {"place": place, "told": told, **json.loads(done.stdout.splitlines()[-1])}
+
+
+@of_a_training
+@pytest.mark.parametrize("name", ["here", "there", "s3"])
+def test_a_training_that_fails_once_goes_on_from_its_checkpoint(runs: dict[str, Any], name: str) -> None:
+    if name not in runs:
+        pytest.skip(str(missing()))
+    seen = runs[name]
+    steps = [each["step"] for each in seen["resumed"]]
+    assert steps in ([1, 1], [0, 0])  # both workers; Ray may lose the report that a failure comes right behind
+    assert all(each["isinstance"] for each in seen["resumed"])
+    assert seen["metrics"]["step"] == seen["last"]["step"] == 3
+    assert seen["metadata"] == {"by": "forebay"}
+
+
+@of_a_training
+@pytest.mark.parametrize("name", ["there", "s3"])
+def test_both_workers_have_one_copy(runs: dict[str, Any], name: str) -> None:
+    if name not in runs:
+        pytest.skip(str(missing()))
+    one, other = runs[name]["resumed"]
+    assert (one["folder"], one["inode"]) == (other["folder"], other["inode"])
+    assert one["folder"].startswith(runs["told"][name]["root"])
+
+
+@of_a_training
+def test_each_file_is_downloaded_once(runs: dict[str, Any]) -> None:
+    shelf = Shelf(runs["told"]["there"]["shelf"])
+    opened = Counter(name for name in shelf.opens if name.endswith(("weights.bin", "step.json")))
+    assert len(opened) == 4  # of the checkpoint that the workers went on from, and of the last
+    assert set(opened.values()) == {1}
+
+
+@of_a_training
+def test_a_checkpoint_on_this_host_is_not_copied(runs: dict[str, Any]) -> None:
+    assert all(each["folder"].startswith(runs["told"]["here"]["storage"]) for each in runs["here"]["resumed"])
+    with forebay.Cache(runs["told"]["here"]["root"]) as cache:
+        assert cache.entries() == []
+
+
+def test_outside_of_a_training_ray_says_so() -> None:
+    from forebay.adapters import ray as ours
+
+    with pytest.raises(RuntimeError):
+        ours.get_checkpoint()
