@@ -62,7 +62,7 @@ ORDER = """
     _engine.trees _directories.crew < _directories.copying
     _directories.manifests _directories.crew _directories.place < _directories.listings < _directories.directories
     _directories.directories _directories.copying < _directories.private < cache
-    _directories.listings < _directories.metadata < checkpoint
+    _directories.listings _directories.copying < _directories.metadata < checkpoint
     _directories.directories _directories.metadata < _directories.uploading < checkpoint
     errors _model < _directories.marks < _directories.listings
     _engine.blobs remote _directories.manifests < _directories.walking < _directories.uploading

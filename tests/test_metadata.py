@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 import uuid
@@ -14,7 +15,6 @@ import forebay
 from forebay import errors
 from forebay._directories import metadata
 from forebay._directories.place import Place, place_of
-from forebay._engine.store import Store
 from forebay.testing import ScriptedServer
 from tests.directories import Remote, aws, every_kind, files_of  # noqa: F401 (fixtures)
 from tests.directories import remote as remote
@@ -162,15 +162,32 @@ def test_threads_of_one_process(cache: forebay.Cache, tmp_path: Path) -> None:
     assert metadata.read(cache._origin, where) == {str(n): n for n in range(8)}
 
 
-def test_a_cache_that_cannot_lock(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with forebay.Cache(tmp_path / "root", budget=8 << 20, min_free=0):
-        pass
+def test_no_update_is_lost_in_a_local_directory(tmp_path: Path, crew: Crew) -> None:
+    """Without a cache that they share: the directory itself keeps them apart."""
+    (tmp_path / "ckpt").mkdir()
+    children = [crew(lambda w=worker: count_up(str(tmp_path / f"{w}"), str(tmp_path / "ckpt"), w, 30)) for worker in range(3)]
+    for child in children:
+        child.result()
+    check_all_there(tmp_path, str(tmp_path / "ckpt"), 30)
+    assert files_of(tmp_path / "ckpt").keys() == {".metadata.json"}
+
+
+def test_a_cache_that_cannot_lock(tmp_path: Path, remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
+    with forebay.Cache(tmp_path / "root", budget=8 << 20, min_free=0) as cache:
+        cache.directory(remote.url, **remote.how).close()  # so that it has a listing
     with forebay.Cache(tmp_path / "root", read_only=True) as cache:
-        assert isinstance(cache._origin.store, Store)
-        where = place_of(cache._origin, tmp_path / "ckpt")
-        metadata.update(cache._origin, where, {"a": 1})
-        assert metadata.read(cache._origin, where) == {"a": 1}
+        metadata.update(cache._origin, place(cache, remote), {"a": 1})
+        assert read(cache, remote) == {"a": 1}
     assert "under no lock" in caplog.text
+
+
+def test_a_local_directory_that_cannot_be_locked(cache: forebay.Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(metadata, "locked", refuse)
+    metadata.update(cache._origin, place_of(cache._origin, tmp_path / "ckpt"), {"a": 1})
+    assert files_of(tmp_path / "ckpt") == {".metadata.json": b'{"a": 1}'}
 
 
 def test_offline(tmp_path: Path, server: ScriptedServer) -> None:

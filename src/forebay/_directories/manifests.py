@@ -45,7 +45,7 @@ class Manifest:
     @classmethod
     def of(cls, where: str, files: Iterable[File]) -> Self:
         """What a listing tells, in any order. Raises `BadListing` for names that no files below one directory can have."""
-        files = sorted((file for file in files if not _is_folder(file)), key=lambda file: file.name)
+        files = sorted((file for file in files if not is_folder(file.name, file.size)), key=lambda file: file.name)
         check_names(where, [file.name for file in files])
         return cls(tuple(files))
 
@@ -114,9 +114,9 @@ def _matcher(patterns: Sequence[str]) -> Any:
     return re.compile("|".join(several)).match
 
 
-def _is_folder(file: File) -> bool:
+def is_folder(name: str, size: int | None) -> bool:
     """Some tools write an empty object for a directory."""
-    return (file.name == "" or file.name.endswith("/")) and not file.size
+    return (name == "" or name.endswith("/")) and not size
 
 
 def check_names(where: str, names: Sequence[str]) -> None:

@@ -7,10 +7,12 @@ import json
 import logging
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from forebay import errors
+from forebay._directories.copying import locked
 from forebay._directories.listings import Listings
 from forebay._directories.place import Place
 from forebay._engine.passthrough import MemorySink
@@ -43,8 +45,8 @@ def write(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
 def update(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
     """Set these keys, and leave the others as they are. Raises as `write` does.
 
-    Two updates at once are both done: on one node everywhere; from several nodes where the store knows conditional writes, as S3 does
-    (local and network file systems: almost, see `LocalRemote.write`)."""
+    Two updates at once are both done: from several nodes where the store knows conditional writes, as S3 does (network file systems:
+    almost, see `LocalRemote.write`); elsewhere on one node, for those that share a cache."""
     _encoded(metadata)
     with _alone(origin, place):
         for attempt in range(1, ATTEMPTS + 1):
@@ -89,13 +91,27 @@ def _put(place: Place, data: bytes, validator: str | None) -> None:
         place.remote.write(url, data)
 
 
-def _alone(origin: Origin, place: Place) -> contextlib.AbstractContextManager[object]:
-    """Of the node's processes and threads. Without a cache that can be written to, nobody can be asked to wait."""
-    try:
-        return origin.store.lock(f"metadata {place.key}") if isinstance(origin.store, Store) else contextlib.nullcontext()
-    except errors.CacheFault as error:
-        origin.warn("metadata", "%s is written under no lock: %s", place.key, error)
-        return contextlib.nullcontext()
+@contextlib.contextmanager
+def _alone(origin: Origin, place: Place) -> Iterator[None]:
+    """Of the threads and processes of this host: by the directory itself, where it is one of this host's, else by the cache."""
+    with contextlib.ExitStack() as stack:
+        for lock in _locks(origin, place):
+            try:
+                stack.enter_context(lock())
+                break
+            except OSError as error:  # NFS locks no directories; some roots may only be read
+                log.debug("%s cannot be locked: %s", place.key, error)
+        else:
+            origin.warn("metadata", "the metadata of %s is written under no lock", place.key)
+        yield
+
+
+def _locks(origin: Origin, place: Place) -> Iterator[Callable[[], contextlib.AbstractContextManager[object]]]:
+    local, store = place.local, origin.store
+    if local is not None:
+        yield lambda: locked(Path(local, METADATA))
+    if isinstance(store, Store):
+        yield lambda: store.lock(f"metadata {place.key}")
 
 
 def _encoded(metadata: object) -> bytes:

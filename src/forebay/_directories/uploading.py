@@ -19,7 +19,7 @@ from pathlib import Path
 from forebay import errors
 from forebay._directories import crew
 from forebay._directories.directories import Directories
-from forebay._directories.manifests import MARK, File, check_names
+from forebay._directories.manifests import MARK, File, check_names, is_folder
 from forebay._directories.marks import Mark, Noted
 from forebay._directories.metadata import METADATA, forget
 from forebay._directories.place import Place
@@ -108,7 +108,7 @@ class _Upload:
     def run(self, delete: bool, dry_run: bool) -> Uploaded:
         self._check_places()
         files = {file.name: file for file in files_below(self._local)}
-        there = {name: info for name, info in self._place.list() if not name.endswith("/")}  # some tools write objects for directories
+        there = {name: info for name, info in self._place.list() if not is_folder(name, info.size)}
         before = self._mark_there(there.pop(MARK, None))
         gone = tuple(sorted(set(there) - set(files) - {METADATA})) if delete else ()
         check_names(self._place.key, sorted(set(files) | set(there) - set(gone)))

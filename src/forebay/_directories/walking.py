@@ -72,11 +72,13 @@ def _walk(folder: str, above: str) -> Iterator[tuple[str, str]]:
     with os.scandir(folder) as entries:
         for entry in entries:
             name = above + entry.name
+            if is_unfinished(entry.name) or name == MARK:
+                continue
             if entry.is_dir(follow_symlinks=False):
                 yield from _walk(entry.path, name + "/")
             elif not entry.is_file():
                 raise _refused(entry.path, _kind(entry))
-            elif name != MARK and not is_unfinished(entry.name):
+            else:
                 yield name, entry.path
 
 
