@@ -80,10 +80,16 @@ class Directories:
         """What was uploaded this moment is the remote's now: keep the local files (each with its path) as what a fetch would bring.
 
         ``files``: all of the directory, with the validators that the remote gave. Raises `CacheFault` where there is no room."""
+        store = self._origin.store
         for file, path in files:
-            entry = self._origin.adopt(URLS, place.target(file.name).key, path, validator=file.validator)
+            key = place.target(file.name).key
+            there = store.entry(URLS, key)
+            if there is not None and there.validator == file.validator and there.checksum.hex() == file.digest:
+                store.set_validated(there, time.time_ns())
+                continue
+            entry = self._origin.adopt(URLS, key, path, validator=file.validator)
             if file.digest is not None and entry.checksum.hex() != file.digest:
-                self._origin.store.remove([self._origin.victim(entry)])
+                store.remove([self._origin.victim(entry)])
                 raise errors.CacheFault(f"{path} was written to since it was uploaded: it is not kept", key=entry.key)
         self._listings.keep(place, Manifest.of(place.key, (file for file, _ in files)))
 
@@ -215,6 +221,8 @@ class _Tree:
             except (errors.RemoteChanged, errors.ChecksumMismatch, errors.NotFound) as error:
                 before, listing = listing, self._listings.ask(self._place, self._ask)
                 changed += before.version != listing.version
+                if isinstance(error, errors.NotFound) and before.version == listing.version:
+                    raise
                 self._note_unlike(error, before, listing)
         try:
             return self._of(listing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from forebay._engine.store import Store
 from forebay._model import Transfer
 from forebay.asking import Ask, is_same_version
 from forebay.origin import LISTINGS, Origin
+
+log = logging.getLogger("forebay.directories")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,12 @@ class Listings:
             return None  # a listing can be asked for again
         if found is None or store.validated(found.entry) < since:
             return None
-        return Listing(Manifest.parse(found.view), found.entry.validator or "", store.validated(found.entry))
+        try:
+            manifest = Manifest.parse(found.view)
+        except (ValueError, TypeError) as error:  # a later version may keep more of it
+            log.debug("what is kept of %s is not understood, and asked for again: %s", place.key, error)
+            return None
+        return Listing(manifest, found.entry.validator or "", store.validated(found.entry))
 
     def version(self, place: Place, since: int) -> str | None:
         """The version of what `kept` would give, without reading it."""
