@@ -279,8 +279,9 @@ class _Tree:
 
     def _no_space(self, wanted: Manifest, error: errors.NoSpace) -> errors.NoSpace:
         """As told of one file, for the whole: what is wanted is the directory."""
-        facts = {"limit": error.facts["limit"]} if "limit" in error.facts else {}
-        return errors.NoSpace.of(self._key, wanted.size, error.free, error.budget, "free some of it, or raise the budget", **facts)
+        full = "the disk is full: free some of it, or lower min_free"
+        todo = full if error.limit == "disk" else "raise the budget, or ask for a part of it"
+        return errors.NoSpace.of(self._key, wanted.size, error.free, error.budget, todo, hopeless=error.hopeless, limit=error.limit)
 
     @contextlib.contextmanager
     def _files(self, wanted: Manifest, at: int) -> Iterator[dict[str, Lease]]:
