@@ -6,6 +6,8 @@ All processes that have it share the journal and the orders, which are files: it
 from __future__ import annotations
 
 import builtins
+import glob
+import hashlib
 import io
 import json
 import os
@@ -115,18 +117,22 @@ class Shelf:
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
-    def _order(self, kind: str, name: str = "") -> Path:
-        return self.place / "orders" / f"{kind}-{quote(name, safe='')}"
+    def _order(self, what: str, name: str = "") -> Path:
+        short = quote(name, safe="")
+        return self.place / "orders" / f"{what}-{short if len(short) < 200 else hashlib.sha256(name.encode()).hexdigest()}"
 
-    def give(self, kind: str, name: str = "", **facts: Any) -> None:
-        self._order(kind, name).write_text(json.dumps(facts))
+    def give(self, what: str, name: str = "", **facts: Any) -> None:
+        order = self._order(what, name)
+        for used in order.parent.glob(f"{glob.escape(order.name)}.*"):
+            used.unlink()
+        order.write_text(json.dumps(facts))
 
-    def withdraw(self, kind: str, name: str = "") -> None:
-        self._order(kind, name).unlink(missing_ok=True)
+    def withdraw(self, what: str, name: str = "") -> None:
+        self._order(what, name).unlink(missing_ok=True)
 
-    def told(self, kind: str, name: str = "") -> dict[str, Any] | None:
+    def told(self, what: str, name: str = "") -> dict[str, Any] | None:
         try:
-            return json.loads(self._order(kind, name).read_text())  # type: ignore[no-any-return]
+            return json.loads(self._order(what, name).read_text())  # type: ignore[no-any-return]
         except FileNotFoundError:
             return None
 
@@ -158,11 +164,13 @@ class Shelf:
         """Each read takes so long."""
         self.give("slow", seconds=seconds)
 
-    def use_up(self, kind: str, name: str, times: int) -> bool:
+    def use_up(self, what: str, name: str, times: int) -> bool:
         """Whether it is one of the first ``times`` times, over all processes."""
-        for n in range(min(times, 1000)):
+        if times >= 1000:
+            return True
+        for n in range(times):
             try:
-                os.close(os.open(f"{self._order(kind, name)}.{n}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+                os.close(os.open(f"{self._order(what, name)}.{n}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             except FileExistsError:
                 continue
             return True

@@ -49,13 +49,22 @@ def fetch_all(urls: Sequence[str], fetch: Fetch, *, jobs: int, quiet: bool) -> l
             threading.Thread(target=_work, args=(todo, results, fetch, bars), daemon=True).start()
         try:
             for _ in urls:
-                outcome = results.get()
+                outcome = _next(results)
                 bars.finished(outcome.url, outcome.state)
                 outcomes.append(outcome)
         except KeyboardInterrupt:
             note("what came is kept: the same command goes on from there")
             raise
     return outcomes
+
+
+def _next(results: queue.SimpleQueue[Outcome]) -> Outcome:
+    """Waits in short turns: a thread that starts another one may be the one that takes the signal of Ctrl-C, and then nothing wakes us."""
+    while True:
+        try:
+            return results.get(timeout=0.1)
+        except queue.Empty:
+            continue
 
 
 def _work(todo: queue.SimpleQueue[str], results: queue.SimpleQueue[Outcome], fetch: Fetch, bars: Bars) -> None:
