@@ -204,11 +204,11 @@ def member(way: str, spec: Spec) -> None:
         file.write("5")
     _say(ready=True)
     sys.stdin.readline()
-    began = time.monotonic()
+    began, cpu = time.monotonic(), time.process_time()
     with WAYS[way](spec) as path:
-        ended = time.monotonic()
+        ended, cpu = time.monotonic(), time.process_time() - cpu
         grown = _resident("VmHWM") - before + sum(_resident("VmHWM", helper) for helper in _helpers())
-        _say(began=began, ended=ended, grown=grown, files=_sizes(path))
+        _say(began=began, ended=ended, cpu=cpu, grown=grown, files=_sizes(path))
         sys.stdin.readline()
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -168,8 +169,10 @@ def crowd(folder: Path, quick: bool) -> list[Line]:
         for _ in range(rounds):
             for way, count in (*contestants.items(), ("forebay", 1)):
                 with fresh(spec, folder) as place:
-                    wall, _ = hold(way, place, count, files)
-                (lone if (way, count) == ("forebay", 1) else line.timings[name(way, count)]).wall.append(wall)
+                    wall, said = hold(way, place, count, files)
+                timing = lone if (way, count) == ("forebay", 1) else line.timings[name(way, count)]
+                timing.wall.append(wall)
+                timing.cpu.append(sum(each["cpu"] for each in said))
     best = min(timing.median for label, timing in line.timings.items() if timing.kind == PEER and not label.startswith(f"{many} x"))
     line.note = f"one process alone {seconds(lone.median)}; {line.ours.median / best:.3g}x the best alone"
     line.met = line.ours.median <= 1.2 * best
@@ -224,6 +227,7 @@ def large(folder: Path, quick: bool) -> list[Line]:
                 with fresh(spec, folder) as place:
                     wall, said = hold(way, place, 1, files)
                 line.timings[LABELS[way][0]].wall.append(wall)
+                line.timings[LABELS[way][0]].cpu.append(said[0]["cpu"])
                 memory.timings[LABELS[way][0]].wall.append(said[0]["grown"] * MB)
             line.timings["pwrite of as much"].wall.append(_write(folder / "floor", files.size))
     bare = min(line.ratio(LABELS[way][0]) for way in ("obstore", "obstore_ranges"))
@@ -291,13 +295,21 @@ def _die_half_way(way: str, spec: Spec, wire: Wire, files: Files) -> None:
 
 ROWS = {"reads": reads, "crowd": crowd, "second": second, "large": large, "resume": resume}
 
+
+def shared(folder: Path | None) -> contextlib.AbstractContextManager[object]:
+    """The S3 server of this run. The processes of the rows find it in the environment."""
+    stack = contextlib.ExitStack()
+    asked = set(ROWS).intersection(sys.argv) or set(ROWS)
+    if SERVER not in os.environ and asked != {"reads"}:
+        if reason := missing():
+            raise SystemExit(f"{reason}: see `make deps`")
+        os.environ[SERVER] = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True))
+        stack.enter_context(joined(Path(os.environ[SERVER])))
+    return stack
+
+
 if __name__ == "__main__":
     memory = Path("/dev/shm")
     place = memory if memory.is_dir() and shutil.disk_usage(memory).free > 8e9 else None
-    with contextlib.ExitStack() as stack:
-        if SERVER not in os.environ:
-            if reason := missing():
-                raise SystemExit(f"{reason}: see `make deps`")
-            os.environ[SERVER] = stack.enter_context(tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True))
-            stack.enter_context(joined(Path(os.environ[SERVER])))
+    with shared(place):
         main("checkpoint", ROWS, folder=place)

@@ -34,7 +34,7 @@ from tests.directories import remote as remote
 from tests.harness import Crew
 from tests.servers.counting import Shelf
 from tests.servers.counting import shelf as shelf
-from tests.servers.rgw import RgwServer, missing
+from tests.servers.rgw import RgwServer
 from tests.servers.rgw import rgw_server as rgw_server
 
 HERE = Path(__file__).parent
@@ -240,67 +240,57 @@ def end_all(mark: str) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What trainings with storage here, on a counting filesystem and on S3 saw: a small Ray of its own for all of them."""
-    place = tmp_path_factory.mktemp("runs")
-    told: dict[str, dict[str, Any]] = {
-        "here": {"storage": str(place / "storage")}, "there": {"storage": "bucket/runs", "shelf": str(place / "shelf")}
-    }  # fmt: skip
-    if not missing():
-        server: RgwServer = request.getfixturevalue("rgw_server")
-        server.client().create_bucket(Bucket="ray-runs")
-        told["s3"] = {
-            "storage": f"ray-runs/{uuid.uuid4().hex}",
-            "s3": {"key": server.key, "secret": server.secret, "endpoint_url": server.url},
-        }
+def trained(place: Path, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What trainings with these storages saw: a small Ray of its own for all of them."""
     for name, each in told.items():
         each |= {"root": str(place / f"root-{name}"), "log": str(place / f"log-{name}")}
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("AWS_", "FOREBAY_", "RAY_")) and "proxy" not in name.lower()
-    }
+    own = ("AWS_", "FOREBAY_", "RAY_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own) and "proxy" not in name.lower()}
     quick = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
     paths = {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE.parents[1])])}
     words = [sys.executable, str(HERE / "ray_runs.py"), json.dumps(told)]
     try:
         done = subprocess.run(
-            words, env=kept | quick | paths | {MARK: str(place)}, capture_output=True, text=True, timeout=280, check=False
+            words, env=kept | quick | paths | {MARK: str(place)}, capture_output=True, text=True, timeout=540, check=False
         )
     finally:
         end_all(str(place))
     assert done.returncode == 0, done.stderr[-8000:]
-    return {"place": place, "told": told, **json.loads(done.stdout.splitlines()[-1])}
+    return {"told": told, **json.loads(done.stdout.splitlines()[-1])}
 
 
-@of_a_training
-@pytest.mark.parametrize("name", ["here", "there", "s3"])
-def test_a_training_that_fails_once_goes_on_from_its_checkpoint(runs: dict[str, Any], name: str) -> None:
-    if name not in runs:
-        pytest.skip(str(missing()))
-    seen = runs[name]
-    steps = [each["step"] for each in seen["resumed"]]
-    assert steps in ([1, 1], [0, 0])  # both workers; Ray may lose the report that a failure comes right behind
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With storage on this host, and on a counting filesystem."""
+    place = tmp_path_factory.mktemp("runs")
+    return trained(place, {"here": {"storage": str(place / "storage")}, "there": {"storage": "bucket/runs", "shelf": str(place / "shelf")}})
+
+
+def went_on(seen: dict[str, Any]) -> None:
+    """Both workers, from the same step; Ray may lose the report that a failure comes right behind."""
+    assert [each["step"] for each in seen["resumed"]] in ([1, 1], [0, 0])
     assert all(each["isinstance"] for each in seen["resumed"])
     assert seen["metrics"]["step"] == seen["last"]["step"] == 3
     assert seen["metadata"] == {"by": "forebay"}
 
 
-@of_a_training
-@pytest.mark.parametrize("name", ["there", "s3"])
-def test_both_workers_have_one_copy(runs: dict[str, Any], name: str) -> None:
-    if name not in runs:
-        pytest.skip(str(missing()))
-    one, other = runs[name]["resumed"]
+def have_one_copy(seen: dict[str, Any], root: str) -> None:
+    one, other = seen["resumed"]
     assert (one["folder"], one["inode"]) == (other["folder"], other["inode"])
-    assert one["folder"].startswith(runs["told"][name]["root"])
+    assert one["folder"].startswith(root)
 
 
 @of_a_training
-def test_each_file_is_downloaded_once(runs: dict[str, Any]) -> None:
-    shelf = Shelf(runs["told"]["there"]["shelf"])
-    opened = Counter(name for name in shelf.opens if name.endswith(("weights.bin", "step.json")))
+@pytest.mark.parametrize("name", ["here", "there"])
+def test_a_training_that_fails_once_goes_on_from_its_checkpoint(runs: dict[str, Any], name: str) -> None:
+    went_on(runs[name])
+
+
+@of_a_training
+def test_each_file_is_downloaded_once_for_both_workers(runs: dict[str, Any]) -> None:
+    told = runs["told"]["there"]
+    have_one_copy(runs["there"], told["root"])
+    opened = Counter(name for name in Shelf(told["shelf"]).opens if name.endswith(("weights.bin", "step.json")))
     assert len(opened) == 4  # of the checkpoint that the workers went on from, and of the last
     assert set(opened.values()) == {1}
 
@@ -310,6 +300,16 @@ def test_a_checkpoint_on_this_host_is_not_copied(runs: dict[str, Any]) -> None:
     assert all(each["folder"].startswith(runs["told"]["here"]["storage"]) for each in runs["here"]["resumed"])
     with forebay.Cache(runs["told"]["here"]["root"]) as cache:
         assert cache.entries() == []
+
+
+@pytest.mark.stress
+@of_a_training
+def test_a_training_with_its_storage_on_s3(tmp_path: Path, rgw_server: RgwServer) -> None:
+    rgw_server.client().create_bucket(Bucket="ray-runs")
+    keys = {"key": rgw_server.key, "secret": rgw_server.secret, "endpoint_url": rgw_server.url}
+    seen = trained(tmp_path, {"s3": {"storage": f"ray-runs/{uuid.uuid4().hex}", "s3": keys}})
+    went_on(seen["s3"])
+    have_one_copy(seen["s3"], seen["told"]["s3"]["root"])
 
 
 def test_outside_of_a_training_ray_says_so() -> None:
