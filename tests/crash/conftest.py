@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +26,15 @@ class Scene:
     forgets: bool = False
     """Whether what was set is lost on the way, so that each opener must say the budget."""
 
-    def play(self, before: Act, during: Act, after: Act, *, least: int = 3, small_first: bool = True) -> list[str]:
+    def play(
+        self, before: Act, during: Act, after: Act, *, least: int = 3, small_first: bool = True, steps: Iterable[int] | None = None
+    ) -> list[str]:  # fmt: skip
         """``before`` sets the stage, ``during`` dies at each of its steps in turn, ``after`` looks at what is left, in a process of
         its own. Then the root is checked, written to once (``small_first``), and filled to the brim. Gives the steps; there are at
-        least ``least``."""
+        least ``least``. ``steps``: only at these, in order."""
         deaths: list[str] = []
         in_child(lambda: self._set(before))
-        for step in itertools.count():
+        for step in itertools.count() if steps is None else steps:
             assert step < MOST
             death = death_of(fork_to_die(step, self._acting(during)))
             if death is None:
