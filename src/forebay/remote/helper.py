@@ -42,7 +42,8 @@ _SECRET = re.compile(rf"(?i)((?:\b{_NAMES}\W?\s*[=:]|\bbearer\b|\bbasic\b)\s*[\"
 
 def send(channel: socket.socket, kind: bytes, payload: Buffer = b"") -> None:
     channel.sendall(HEADER.pack(kind, len(payload)))
-    channel.sendall(payload)
+    if len(payload):  # whoever has the header of an empty one may have closed the channel already
+        channel.sendall(payload)
 
 
 def receive(channel: socket.socket) -> tuple[bytes, bytearray]:
@@ -159,7 +160,10 @@ class Server:
 
     def _answer(self, channel: socket.socket) -> None:
         verb, *args = json.loads(receive(channel)[1])
-        answer = self._call(channel, bytes(receive(channel)[1]), verb, *args)
+        filesystem = bytes(receive(channel)[1])
+        if verb == "write":
+            args.append(bytes(receive(channel)[1]))
+        answer = self._call(channel, filesystem, verb, *args)
         while True:
             try:
                 kind, payload = next(answer, (END, b""))
@@ -189,8 +193,7 @@ class Server:
             case "parallel":
                 yield ITEM, json.dumps([client.parallel(url)]).encode()
             case "write":
-                path, exclusive = args
-                body = bytes(receive(channel)[1])
+                path, exclusive, body = args
                 client.write(url, path or body, exclusive, lambda done: send(channel, ITEM, json.dumps([done]).encode()))
                 yield ITEM, json.dumps(dataclasses.astuple(client.stat(url))).encode()
             case "delete":
