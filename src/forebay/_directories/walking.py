@@ -54,7 +54,10 @@ def files_below(folder: str) -> list[LocalFile]:
     """All files of a directory, in order of name. Symbolic links to files are followed.
 
     Raises `ConfigError` for what cannot be uploaded: a link to a directory or to nothing, a socket, a pipe, a device, a name that no reader
-    would take, nothing at all; FileNotFoundError, NotADirectoryError or PermissionError for a directory that cannot be read."""
+    would take, nothing at all; `NotFound`, `NotADirectory` or `AccessDenied` for a directory that cannot be read."""
+    if not os.path.isdir(folder):
+        kind, what = (errors.NotADirectory, "this is a file") if os.path.exists(folder) else (errors.NotFound, "there is no such directory")
+        raise kind(f"{folder} cannot be uploaded: {what}", url=folder)
     files = sorted((LocalFile.of(name, path) for name, path in _walk(folder, "")), key=lambda file: file.name)
     if not files:
         raise _refused(folder, "it holds no file")
@@ -69,7 +72,11 @@ def files_below(folder: str) -> list[LocalFile]:
 
 
 def _walk(folder: str, above: str) -> Iterator[tuple[str, str]]:
-    with os.scandir(folder) as entries:
+    try:
+        found = os.scandir(folder)
+    except PermissionError as error:
+        raise errors.AccessDenied(f"{folder} cannot be uploaded: {error.strerror}", url=folder) from error
+    with found as entries:
         for entry in entries:
             name = above + entry.name
             if is_unfinished(entry.name) or name == MARK:
