@@ -104,11 +104,18 @@ class Watched:
     def __init__(self, remote: Any) -> None:
         self._remote = remote
         self.written: list[str] = []
+        self.looked = threading.Event()
         self.before: Callable[[str], object] = lambda name: None
         self.after: Callable[[str], object] = lambda name: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._remote, name)
+
+    def stat(self, url: str, **how: Any) -> Any:
+        try:
+            return self._remote.stat(url, **how)
+        finally:
+            self.looked.set()
 
     def write(self, url: str, source: Any, **how: Any) -> Any:
         name = url.partition("step_100/")[2]
@@ -429,6 +436,29 @@ def test_two_uploads_at_once(place: Place, far: Remote, near: Path, tmp_path: Pa
     assert "another upload" in str(raised[0])
     assert list(mark(place)["files"]) == ["config.json"]
     assert there(place)["config.json"] == b"of the second"
+
+
+@pytest.mark.parametrize("far", [s3, local_folder, arrow_helper], ids=lambda make: make.__name__, indirect=True)
+def test_an_upload_sees_that_another_began(place: Place, near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not go on to write over what the other writes, whatever the store knows."""
+    monkeypatch.setattr(uploading, "WATCH", 0.05)
+    first, remote = watched(place)
+    change(tmp_path / "other", "config.json", b"of the second")
+
+    def overtake(name: str) -> None:
+        if name != MARKER and not done:
+            done.append(name)
+            upload(place, tmp_path / "other")
+            remote.looked.clear()
+            assert remote.looked.wait(HANG)
+
+    done: list[str] = []
+    remote.before = overtake
+    with pytest.raises(errors.Conflict, match="another upload"):
+        upload(first, near, jobs=1)
+    assert len(remote.written) < len(NAMES)
+    assert list(mark(place)["files"]) == ["config.json"]
+    assert mark(place)["complete"] is True
 
 
 def test_an_answer_that_was_lost(near: Path, request: pytest.FixtureRequest) -> None:

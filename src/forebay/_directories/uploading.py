@@ -10,8 +10,10 @@ mark, complete      readers see the new directory
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +36,11 @@ JOBS = 16
 """Files that are sent at a time; of those that are sent in parts, two."""
 IN_ONE = 8 << 20
 """Bytes of a file that `s3://` sends in one request; a larger one in parts, of which eight are in memory at once."""
+
+WATCH = 2.0
+"""Seconds after which an upload looks whether another one has begun."""
+
+log = logging.getLogger("forebay.uploading")
 
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?\Z')
 
@@ -61,8 +68,8 @@ def upload(
     Only files that are not there are sent. What is there is known by the marks of earlier uploads, finished or not, and by ETags that are
     MD5 sums. Until all is there a reader gets `Incomplete`, or what its cache still has of the directory before.
 
-    Of two uploads to one place at once, the one that began last wins where the store knows conditional writes (S3, local ones): the other
-    raises `Conflict`. Elsewhere the one that ends last does. What both have written differs from what is noted, and readers refuse it.
+    Two uploads to one place at once should not be. The one that began last wins: the other sees its mark within seconds, or at the latest
+    when it writes its own where the store knows conditional writes (S3, local ones), and raises `Conflict`.
 
     Raises `ConfigError` for a local directory that cannot be uploaded, `SourceChanged` if a file of it changes meanwhile; `Conflict`;
     `Unsupported` for HTTP; `BadListing` where old and new names do not go together; `RemoteError`. After any of these, or an interrupt,
@@ -104,6 +111,7 @@ class _Upload:
         self._marked: str | None = None  # validator of the mark that is there: "" if it has none, None where there is no mark
         self._done: dict[str, int] = {}  # bytes of each file; one thread writes one key
         self._written: dict[str, ObjectInfo] = {}
+        self._watch_at = time.monotonic() + WATCH
 
     def run(self, delete: bool, dry_run: bool) -> Uploaded:
         self._check_places()
@@ -112,8 +120,8 @@ class _Upload:
         before = self._mark_there(there.pop(MARK, None))
         gone = tuple(sorted(set(there) - set(files) - {METADATA})) if delete else ()
         check_names(self._place.key, sorted(set(files) | set(there) - set(gone)))
-        digests = self._digests(files)
-        todo = [file for name, file in files.items() if not self._is_there(file, digests[name], before, there.get(name))]
+        digests, missing = self._compared(files, before, there)
+        todo = [file for name, file in files.items() if name in missing]
         plan = Uploaded((), tuple(file.name for file in todo), gone, sum(file.size for file in todo))
         if dry_run:
             return plan
@@ -154,21 +162,26 @@ class _Upload:
         self._place.remote.fetch(self._place.object(name), sink)
         return bytes(sink.data)
 
-    def _digests(self, files: Mapping[str, LocalFile]) -> dict[str, str]:
-        """Of all files: they must be noted before the first of them is sent."""
-        found: dict[str, str] = {}
+    def _compared(
+        self, files: Mapping[str, LocalFile], before: Mark | None, there: Mapping[str, ObjectInfo]
+    ) -> tuple[dict[str, str], set[str]]:
+        """The digests of all files, which must be noted before the first of them is sent, and the names of those that are not there."""
+        digests: dict[str, str] = {}
+        missing: set[str] = set()
         total = sum(file.size for file in files.values())
 
         def read(file: LocalFile) -> None:
             if self._stopped:
                 raise _Stopped
-            found[file.name] = file.digest()
+            digests[file.name] = digest = file.digest()
+            if not self._is_there(file, digest, before, there.get(file.name)):
+                missing.add(file.name)
 
         def turn() -> None:
-            self._say("reading", sum(files[name].size for name in list(found)), total)
+            self._say("reading", sum(files[name].size for name in list(digests)), total)
 
         crew.each([(file, file.size) for file in files.values()], read, self._jobs, on_turn=turn, stop=self._stop)
-        return found
+        return digests, missing
 
     def _is_there(self, file: LocalFile, digest: str, before: Mark | None, info: ObjectInfo | None) -> bool:
         """Whether the object has these bytes."""
@@ -185,8 +198,8 @@ class _Upload:
                 same = noted.etag is None or noted.etag not in ("", _state(info))
             if same:
                 return True
-        sum = _MD5.match(info.validator or "")
-        return sum is not None and sum[1] == _md5_of(file)
+        md5 = _MD5.match(info.validator or "")
+        return md5 is not None and md5[1] == _md5_of(file)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -212,15 +225,30 @@ class _Upload:
         except errors.NotFound:  # somebody removed it
             info, same = None, False
         if info is None or not same:
-            message = f"{self._place.key}: another upload to it began since this one did, which ends here"
-            raise errors.Conflict(message, url=self._place.key) from error
+            raise self._overtaken() from error
         return info
+
+    def _overtaken(self) -> errors.Conflict:
+        message = f"{self._place.key}: another upload to it began since this one did, which ends here"
+        return errors.Conflict(message, url=self._place.key)
+
+    def _watch_mark(self) -> None:
+        """Now and then, while files are sent. Raises `Conflict` once another upload has written its mark: this one is in its way."""
+        if time.monotonic() < self._watch_at or not self._marked:
+            return
+        self._watch_at = time.monotonic() + WATCH
+        try:
+            if self._place.remote.stat(self._place.object(MARK), known=self._marked) is not None:
+                raise self._overtaken()
+        except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
+            log.debug("%s: whether another upload has begun is not known: %s", self._place.key, error)
 
     def _send(self, todo: list[LocalFile], total: int, sizes: Mapping[str, int]) -> None:
         waiting = {file.name for file in todo}
         self._done = {name: size for name, size in sizes.items() if name not in waiting}
 
         def turn() -> None:
+            self._watch_mark()
             self._say("sending", sum(list(self._done.values())), total)
 
         crew.each([(file, self._weight(file)) for file in todo], self._send_one, self._jobs, on_turn=turn, stop=self._stop)
