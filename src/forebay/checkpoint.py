@@ -218,7 +218,6 @@ class Checkpoint(metaclass=_Kind):
         knows conditional writes (S3). Raises as `set_metadata` does."""
         stored.update(self._origin, self._place(), metadata)
 
-
     # -- how it gets there -----------------------------------------------------------------------------------------
 
     @classmethod

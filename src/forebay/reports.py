@@ -57,7 +57,8 @@ class Stats:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far the fetch of one URL is. ``state``: ``waiting`` (for ``holder``, since ``waited`` seconds), ``fetching``, ``done`` or
-    ``direct`` (there was no room: it is not kept). ``done`` and ``total`` in bytes; total None: not known."""
+    ``direct`` (there was no room: it is not kept); of an upload ``reading`` (what must be sent?), then ``sending``. ``done`` and
+    ``total`` in bytes; total None: not known."""
 
     url: str
     done: int = 0
