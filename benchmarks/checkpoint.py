@@ -60,6 +60,8 @@ class Files:
 
     def __str__(self) -> str:
         (many, size), (more, less) = self.large, self.small
+        if self.count == 1:
+            return f"one object of {size / MB:g} MB"
         return f"{many} files of {size / MB:g} MB" + (f" and {more} of {less / KB:g} KB" if more else "")
 
 

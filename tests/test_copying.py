@@ -500,6 +500,12 @@ def test_files_without_a_version_are_fetched_each_time(tmp_path: Path) -> None:
     assert sorted(remote.brought) == sorted(BODIES)
 
 
+def test_an_etag_is_the_same_with_and_without_its_quotes(tmp_path: Path) -> None:
+    files = [file._replace(validator=(file.validator or "").strip('"')) for file in listed()]
+    fetch_tree(files, tmp_path / "copy", Remote())
+    assert found(tmp_path / "copy") == BODIES
+
+
 @pytest.mark.parametrize("wrong", ["version", "size", "short"])
 def test_another_version_than_was_listed_is_told(tmp_path: Path, wrong: str) -> None:
     remote = Remote(version="2" if wrong == "version" else "1")

@@ -53,12 +53,10 @@ ORDER = """
     lazies reports < pools
     errors < _loading _directories
     codecs _loading.loader origin pools < prefetch < cache
-    _engine.trees _directories.manifests < _directories.sinks < _directories.copying
-    errors < _directories.crew < _directories.copying
     _config _engine.store _engine.passthrough < opening < cache
     errors _model < _directories.manifests _directories.crew
     places < _directories.place
-    _directories.manifests _kernel.host < _directories.sinks < _directories.copying
+    _directories.manifests _kernel.host asking < _directories.sinks < _directories.copying
     _engine.trees _directories.crew < _directories.copying
     _directories.manifests _directories.crew _directories.place < _directories.listings < _directories.directories
     _directories.directories _directories.copying < _directories.private < cache

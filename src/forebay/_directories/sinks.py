@@ -11,6 +11,7 @@ from forebay import errors
 from forebay._directories.manifests import File
 from forebay._kernel import host
 from forebay._model import Buffer, ObjectInfo, Partial, Span
+from forebay.asking import is_same_version
 
 BLOCK = 16 << 20
 _SECOND = 1_000_000_000
@@ -73,7 +74,7 @@ class FileSink:
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
         """See `Sink.begin`. Raises `RemoteChanged` for another version than was listed."""
         file = self._file
-        other = file.validator is not None and info.validator is not None and file.validator != info.validator
+        other = file.validator is not None and info.validator is not None and not is_same_version(info.validator, file.validator)
         if other or (info.size is not None and file.size not in (info.size, None)):
             raise errors.RemoteChanged(f"{file.name} is another one now than when the directory was listed", url=info.url)
         if self._fd is None:
