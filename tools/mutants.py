@@ -103,6 +103,16 @@ MUTANTS = (
         "        if not same:\n", "        if not same and self.size < 0:\n",
         "tests/test_uploading.py::test_a_file_that_changes_while_it_is_sent[arrow]",
     ),
+    Mutant(
+        1, "a private copy of another version is taken for this one", "_directories/copying.py",
+        " and has_stamp(found.st_mtime_ns, self._stamps[file.name])", "",
+        "tests/test_copying.py::test_another_version_of_the_same_size_is_another_file",
+    ),
+    Mutant(
+        1, "what comes straight from the remote is not looked at", "_directories/sinks.py",
+        "        if other or (", "        if (",
+        "tests/test_copying.py::test_another_version_than_was_listed_is_told[version]",
+    ),
     # 2. One fetch
     Mutant(
         2, "no second look under the lock", "_engine/fill.py",
@@ -289,6 +299,16 @@ MUTANTS = (
         10, "an update of metadata writes over another's", "_directories/metadata.py",
         "    if isinstance(store, Store):\n        yield", "    if store is None:\n        yield",
         "tests/test_metadata.py::test_no_update_is_lost_on_one_node",
+    ),
+    Mutant(
+        10, "a private copy replaces the user's file", "_directories/copying.py",
+        'if check and (not self._overwrite or what == "a directory"):', 'if check and what == "a directory":',
+        "tests/test_copying.py::test_a_file_that_is_not_ours_is_not_overwritten[edited]",
+    ),
+    Mutant(
+        10, "a private copy follows a link out of its directory", "_directories/copying.py",
+        "        return path.lstat()\n", "        return path.stat()\n",
+        "tests/test_copying.py::test_links_in_the_target_are_not_followed[link]",
     ),
     # 11. Nobody waits in silence
     Mutant(
