@@ -240,7 +240,9 @@ class Checkpoint(metaclass=_Kind):
                 on_progress(Progress(os.fspath(url), done, total, state))
 
         origin = origin_of(made.cache) if keep else made._origin
-        uploading.push(origin, place_of(origin, *made._source), directory, delete=delete, keep=keep, tell=tell)
+        done = uploading.push(origin, place_of(origin, *made._source), directory, delete=delete, keep=keep, tell=tell)
+        size = sum(file.size or 0 for file, _ in done.files)
+        tell("done", size, size)
         return made
 
     def persist(

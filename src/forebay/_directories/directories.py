@@ -20,11 +20,13 @@ from forebay._directories import crew
 from forebay._directories.listings import Listing, Listings
 from forebay._directories.manifests import File, Manifest, Part, Patterns
 from forebay._directories.place import Place, place_of
+from forebay._engine.faults import FULL
 from forebay._engine.leases import Lease, in_place
 from forebay._engine.store import Store
 from forebay.asking import Ask, is_same_version
 from forebay.origin import DIRECTORIES, POSTPONED, URLS, Origin
 
+_DISK_FULL = "the disk is full: free some of it, or lower min_free"
 JOBS = 16
 """Files that are fetched at a time."""
 LOOKS = 3
@@ -55,7 +57,13 @@ class Directories:
         store = self._origin.store
         if not isinstance(store, Store):
             raise errors.NoSpace(f"{place.key} cannot be kept: {store.why}", key=place.key, need=0, free=0, budget=0)
-        return _Tree(self._origin, self._listings, store, place, part, ask).lease()
+        try:
+            return _Tree(self._origin, self._listings, store, place, part, ask).lease()
+        except errors.CacheFault as error:
+            if isinstance(error, errors.NoSpace) or error.errno not in FULL:
+                raise
+            need, usage = self.chosen(place, part, ask).size, store.usage()
+            raise errors.NoSpace.of(self.key_of(place, part), need, 0, usage.budget, _DISK_FULL, limit="disk") from error
 
     def chosen(self, place: Place, part: Part, ask: Ask) -> Manifest:
         """The files of a part as they are now. Raises as `lease` does."""
@@ -279,8 +287,7 @@ class _Tree:
 
     def _no_space(self, wanted: Manifest, error: errors.NoSpace) -> errors.NoSpace:
         """As told of one file, for the whole: what is wanted is the directory."""
-        full = "the disk is full: free some of it, or lower min_free"
-        todo = full if error.limit == "disk" else "raise the budget, or ask for a part of it"
+        todo = _DISK_FULL if error.limit == "disk" else "raise the budget, or ask for a part of it"
         return errors.NoSpace.of(self._key, wanted.size, error.free, error.budget, todo, hopeless=error.hopeless, limit=error.limit)
 
     @contextlib.contextmanager

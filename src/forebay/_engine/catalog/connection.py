@@ -7,6 +7,7 @@ reopen at the next call. The mutex is held only inside SQLite, never while waiti
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sqlite3
@@ -39,6 +40,8 @@ class CatalogBroken(errors.CacheFault):
 
 class DiskFull(errors.CacheFault):
     """SQLite found no room, or the disk quota is used up."""
+
+    errno = errno.ENOSPC
 
 
 class Rows(Protocol):
