@@ -159,6 +159,7 @@ def s3(request: pytest.FixtureRequest) -> Remote:
 
 KINDS = [arrow, arrow_helper, fsspec_etags, fsspec_helper, memory, http, s3]
 every_kind = pytest.mark.parametrize("remote", KINDS, ids=lambda make: make.__name__, indirect=True)
+some_kinds = pytest.mark.parametrize("remote", [arrow, memory, http, s3], ids=lambda make: make.__name__, indirect=True)
 
 
 @pytest.fixture
