@@ -113,6 +113,21 @@ MUTANTS = (
         "        if other or (", "        if (",
         "tests/test_copying.py::test_another_version_than_was_listed_is_told[version]",
     ),
+    Mutant(
+        1, "a file that is kept is taken for the version that is listed", "_directories/directories.py",
+        "            return is_same_version(entry.validator, file.validator)\n", "            return bool(entry.validator)\n",
+        "tests/test_directories.py::test_a_change_is_seen_after_max_age",
+    ),
+    Mutant(
+        1, "half an upload is taken for a directory", "_directories/listings.py",
+        "    if complete and not missing:\n", "    if not missing:\n",
+        "tests/test_directories.py::test_an_upload_that_goes_on_is_not_handed_out[arrow]",
+    ),
+    Mutant(
+        1, "a file that was uploaded is not looked for", "_directories/listings.py",
+        "    if complete and not missing:\n", "    if complete:\n",
+        "tests/test_directories.py::test_a_file_of_the_manifest_that_is_missing",
+    ),
     # 2. One fetch
     Mutant(
         2, "no second look under the lock", "_engine/fill.py",
@@ -198,6 +213,11 @@ MUTANTS = (
         "        mine = [(id, slot, what) for id, slot, what in rows if self._leases.try_evict(id)]\n",
         "        mine = [(id, slot, what) for id, slot, what in rows if self._leases.try_evict(id) or True]\n",
         f"{OTHERS}test_a_lease_pins[replace]",
+    ),
+    Mutant(
+        5, "a file goes though a directory has it", "_engine/catalog/entries.py",
+        '    " AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)"\n', "",
+        "tests/test_directories.py::test_a_tree_goes_before_its_files_can",
     ),
     # 6. The cache never breaks the job
     Mutant(
@@ -310,7 +330,17 @@ MUTANTS = (
         "        return path.lstat()\n", "        return path.stat()\n",
         "tests/test_copying.py::test_links_in_the_target_are_not_followed[link]",
     ),
+    Mutant(
+        10, "whatever a listing names is built", "_directories/manifests.py",
+        "        wrong = _wrong(name)\n", '        wrong = ""\n',
+        "tests/test_directories.py::test_a_hostile_name[arrow-up]",
+    ),
     # 11. Nobody waits in silence
+    Mutant(
+        11, "who waits for a directory does not say so", "_directories/directories.py",
+        "timeout=self._ask.timeout, on_wait=self._ask.on_wait):", "timeout=self._ask.timeout):",
+        "tests/test_directories.py::test_who_waits_says_so",
+    ),
     Mutant(
         11, "waiting is not said", "_kernel/waits.py",
         '            log.warning("waiting %.0f s', '            log.debug("waiting %.0f s',
