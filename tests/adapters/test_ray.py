@@ -247,6 +247,10 @@ def trained(place: Path, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
     own = ("AWS_", "FOREBAY_", "RAY_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own) and "proxy" not in name.lower()}
     quick = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
+    quick |= {
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+        "RAY_TRAIN_METRICS_ENABLED": "0",
+    }  # each a process more, which imports for seconds
     paths = {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE.parents[1])])}
     words = [sys.executable, str(HERE / "ray_runs.py"), json.dumps(told)]
     try:
@@ -257,13 +261,6 @@ def trained(place: Path, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
         end_all(str(place))
     assert done.returncode == 0, done.stderr[-8000:]
     return {"told": told, **json.loads(done.stdout.splitlines()[-1])}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """With storage on this host, and on a counting filesystem."""
-    place = tmp_path_factory.mktemp("runs")
-    return trained(place, {"here": {"storage": str(place / "storage")}, "there": {"storage": "bucket/runs", "shelf": str(place / "shelf")}})
 
 
 def went_on(seen: dict[str, Any]) -> None:
@@ -281,24 +278,23 @@ def have_one_copy(seen: dict[str, Any], root: str) -> None:
 
 
 @of_a_training
-@pytest.mark.parametrize("name", ["here", "there"])
-def test_a_training_that_fails_once_goes_on_from_its_checkpoint(runs: dict[str, Any], name: str) -> None:
-    went_on(runs[name])
-
-
-@of_a_training
-def test_each_file_is_downloaded_once_for_both_workers(runs: dict[str, Any]) -> None:
-    told = runs["told"]["there"]
-    have_one_copy(runs["there"], told["root"])
-    opened = Counter(name for name in Shelf(told["shelf"]).opens if name.endswith(("weights.bin", "step.json")))
+def test_a_training_that_fails_once_goes_on_from_one_copy(tmp_path: Path) -> None:
+    """With its storage on a filesystem object of pyarrow, which counts."""
+    seen = trained(tmp_path, {"there": {"storage": "bucket/runs", "shelf": str(tmp_path / "shelf")}})
+    went_on(seen["there"])
+    have_one_copy(seen["there"], seen["told"]["there"]["root"])
+    opened = Counter(name for name in Shelf(tmp_path / "shelf").opens if name.endswith(("weights.bin", "step.json")))
     assert len(opened) == 4  # of the checkpoint that the workers went on from, and of the last
     assert set(opened.values()) == {1}
 
 
+@pytest.mark.stress
 @of_a_training
-def test_a_checkpoint_on_this_host_is_not_copied(runs: dict[str, Any]) -> None:
-    assert all(each["folder"].startswith(runs["told"]["here"]["storage"]) for each in runs["here"]["resumed"])
-    with forebay.Cache(runs["told"]["here"]["root"]) as cache:
+def test_a_training_with_its_storage_on_this_host(tmp_path: Path) -> None:
+    seen = trained(tmp_path, {"here": {"storage": str(tmp_path / "storage")}})
+    went_on(seen["here"])
+    assert all(each["folder"].startswith(str(tmp_path / "storage")) for each in seen["here"]["resumed"])
+    with forebay.Cache(seen["told"]["here"]["root"]) as cache:
         assert cache.entries() == []
 
 
