@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import pickle
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from forebay.remote import RemoteOptions
 from forebay.reports import Progress
 from forebay.testing import ScriptedServer
 from tests.directories import CKPT, FILES, MARKER, TOTAL, Remote, every_kind, files_of, http_directory, inodes_of, marker_of, modes_of
-from tests.harness import Crew, data_usage, usage
+from tests.harness import Crew, data_usage, in_child, usage
 from tests.items import until
 from tests.servers.counting import Shelf, content
 
@@ -190,6 +191,35 @@ def test_many_files(cache: forebay.Cache, shelf: Shelf) -> None:
         assert files_of(path) == files
     assert len(shelf.asked("list")) <= 10
     assert shelf.opens == sorted(f"{CKPT}/{name}" for name in files)  # each once
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def look(root: Path, there: Shelf) -> tuple[str, dict[str, bytes]]:
+    with forebay.Cache(root) as cache, cache.directory(CKPT, filesystem=there.arrow()) as path:
+        return path.path, files_of(path)
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "gone from the tree", "tree gone"])
+def test_damage_is_seen_and_mended(cache: forebay.Cache, remote: Remote, shelf: Shelf, harm: str) -> None:
+    """By the next process; what is whole is not fetched again."""
+    path, _ = in_child(lambda: look(cache.path, shelf))
+    file = Path(path) / "sub" / "deep" / "optim.pt"
+    if harm == "flipped":
+        file.chmod(0o644)
+        with open(file, "r+b") as stored:
+            stored.write(b"XXXX")
+    elif harm == "cut":
+        file.chmod(0o644)
+        os.truncate(file, 10)
+    else:
+        for folder in (file.parents[2], file.parents[1], file.parents[0]):
+            folder.chmod(0o755)
+        file.unlink() if harm == "gone from the tree" else shutil.rmtree(path)
+    shelf.forget()
+    assert in_child(lambda: look(cache.path, shelf))[1] == FILES
+    assert shelf.opens == ([f"{CKPT}/sub/deep/optim.pt"] if harm in ("flipped", "cut") else [])
 
 
 # -- local directories -------------------------------------------------------------------------------------------------
@@ -894,6 +924,20 @@ def test_files_come_in_parallel(cache: forebay.Cache, shelf: Shelf) -> None:
             shelf.go(f"{CKPT}/f{n}")
         thread.join(60)
     assert cache.entries("directories")
+
+
+def test_connections_are_shared(cache: forebay.Cache, server: ScriptedServer) -> None:
+    """Forty files: one pool of connections, no more of them than streams at a time."""
+    url = http_directory(server, {f"f{n}": content(f"{n}", 200_000) for n in range(40)})
+    most = [0]
+
+    def on_request(request: Any) -> None:
+        most[0] = max(most[0], len(server._open))
+
+    server.on_request = on_request
+    with cache.directory(url) as path:
+        assert len(files_of(path)) == 40
+    assert 2 <= most[0] <= 17
 
 
 def test_a_large_file_comes_in_parallel_ranges(tmp_path: Path, shelf: Shelf) -> None:

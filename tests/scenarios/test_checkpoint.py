@@ -249,6 +249,25 @@ def test_s06_killed_in_the_middle_of_a_file_it_is_resumed(
     assert again <= 0.55 * len(body)
 
 
+def test_s06_what_was_left_is_not_gone_on_with_where_the_remote_changed(root: Path, server: ScriptedServer, children: Start) -> None:
+    """Killed in the middle of a file, which then becomes another one: it is fetched anew, and has no byte of the one before."""
+    old, new = content("old", 4 * MiB), content("new", 4 * MiB)
+    url = http_directory(server, {"large": old})
+    made(root, 64 * MiB)
+    server.objects["/run/step_100/large"].stall_after = 2 * MiB
+
+    def take() -> bool:
+        with forebay.Cache(root, remote_options=RemoteOptions(part=8 * MiB)) as cache, cache.directory(url, refresh=True) as path:
+            return files_of(path) == {"large": new}
+
+    child = children(take)
+    assert server.stalled.wait(60)
+    child.kill()
+    server.go.set()
+    http_directory(server, {"large": new})
+    assert children(take).result()
+
+
 def test_s12_four_handles_then_a_restart(root: Path, shelf: Shelf, children: Start) -> None:
     """One download in total; the second run starts from the warm disk, with no payload byte."""
     shelf.fill(CKPT, FILES)
