@@ -41,7 +41,7 @@ E = TypeVar("E", bound="Engine")
 
 
 def mending(call: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Make a broken catalog anew, and try once more."""
+    """Make a broken catalog, or a root that was deleted, anew, and try once more."""
 
     @functools.wraps(call)
     def mended(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,8 +50,13 @@ def mending(call: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P],
         try:
             return call(self, *args, **kwargs)
         except CatalogBroken as error:
-            self.mend(error, mends)
-            return call(self, *args, **kwargs)
+            broken = error
+        except FileNotFoundError as error:  # of a lock file, such as the first one that is asked for
+            if self.root.is_same():
+                raise
+            broken = CatalogBroken(f"the root {self.root.path} was deleted: {error.strerror}")
+        self.mend(broken, mends)
+        return call(self, *args, **kwargs)
 
     return mended  # type: ignore[return-value]  # a method keeps its name for self
 

@@ -19,7 +19,7 @@ from typing import Self, TypeVar
 import xxhash
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, people, reservations
+from forebay._engine.catalog import Catalog, CatalogBroken, people, reservations
 from forebay._engine.counters import WAIT_NS_LOCK, WAITS, Counters
 from forebay._engine.owners import Owners
 from forebay._engine.root import Root
@@ -188,7 +188,7 @@ class Fill:
         if self._keys.try_lock(keyhash, exclusive=True):
             if not self._keys.is_same():
                 self._keys.unlock(keyhash)
-                raise errors.CacheFault(f"the root {self._root.path} was deleted or replaced")
+                raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
             return None
         if _working.get():
             raise Busy(f"{key!r} is being made by {self._owners.holder_of(keyhash)}, and this caller holds another key", key=key)

@@ -122,7 +122,7 @@ class Reading:
     def _tree_is_sound(self, lease: Lease) -> bool:
         """Whether each file of a tree is what was stored; looked at once in a process. Else the tree is set aside, with what is damaged."""
         tree = lease.entry
-        if tree.boot == host.boot_id() and tree.id in self._verified:
+        if tree.boot == host.boot_id() and tree.id in self._verified and os.path.isdir(lease.path):
             return True
         try:
             top = os.open(lease.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
