@@ -227,7 +227,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "a damaged catalog is not made anew", "_engine/engine.py",
-        "            self.mend(error, mends)\n", "            raise\n",
+        "        self.mend(broken, mends)\n", "        raise broken\n",
         f"{FAULTS}test_two_processes_go_on_after_harm[catalog.sqlite-scribble]",
     ),
     # 7. kill -9 anywhere
