@@ -210,3 +210,23 @@ def test_a_lower_quota_is_applied_at_once(tmp_path: Path) -> None:
     assert [entry.key for entry in store.entries("data")] == ["k8", "k9"]
     assert store.check(deep=True) == []
     store.close()
+
+
+@pytest.mark.parametrize("harm", ["added", "removed", "replaced"])
+def test_a_tree_that_somebody_changed_is_found_and_set_aside(store: Store, harm: str) -> None:
+    store.put("urls", "one", b"x" * 20_000)
+    with store.lease("urls", "one") as lease:  # type: ignore[union-attr]
+        with store.plant("trees", "model", [("dir/one.bin", lease)]) as tree:
+            folder = Path(tree.path) / "dir"
+    assert store.check() == []
+    folder.chmod(0o755)
+    if harm != "added":
+        (folder / "one.bin").unlink()
+    if harm != "removed":
+        (folder / ("one.bin" if harm == "replaced" else "mine")).write_bytes(b"y" * 20_000)
+    (problem,) = store.check()
+    assert (problem.kind, problem.subject) == ("damaged", "trees:model")
+    assert store.repair() == [problem]
+    assert store.entry("trees", "model") is None
+    assert not folder.exists()
+    assert store.check(deep=True) == []

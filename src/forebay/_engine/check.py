@@ -129,10 +129,26 @@ def _check_files(root: Root, catalog: Catalog, deep: bool) -> Iterator[Problem]:
         elif entry.kind == "pack" and deep:
             yield from _check_samples(root, entry)
             continue
+        elif entry.kind == "tree":
+            yield from _check_tree(root, catalog, entry)
+            continue
         else:
             continue
         if wrong:
             yield Problem("damaged", entry.name, "its bytes are not what was stored", entry.key, entry.id)
+
+
+def _check_tree(root: Root, catalog: Catalog, entry: Entry) -> Iterator[Problem]:
+    """A tree holds links to its files, under their names, and nothing else."""
+    files = {name: root.blob_name(member.id, member.suffix) for name, member in entries.members(catalog, entry.id)}
+    try:
+        names = set(trees.list_files(root, entry.id))
+        others = {name for name in names & set(files) if not os.path.samefile(root.tree(entry.id) / name, files[name])}
+    except FileNotFoundError:
+        return  # evicted meanwhile; what is lost for good is found by its name
+    wrong = sorted((names ^ set(files)) | others)
+    if wrong and entries.by_id(catalog, entry.id) is not None:  # else it is being removed
+        yield Problem("damaged", entry.name, f"{wrong[0]!r} in it is not what was put there", entry.key, entry.id)
 
 
 def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:

@@ -49,6 +49,14 @@ def list_trees(root: Root) -> Iterator[int]:
             yield found.id
 
 
+def list_files(root: Root, id: int) -> Iterator[str]:
+    """The names of all that lies in a tree and is no directory. Raises FileNotFoundError where there is no such tree."""
+    top = root.tree(id)
+    for directory in _directories(top):
+        with os.scandir(directory) as found:
+            yield from (os.path.relpath(entry.path, top) for entry in found if not entry.is_dir(follow_symlinks=False))
+
+
 def charge(root: Root, id: int) -> int:
     """How many bytes of disk the tree's directories take. Raises FileNotFoundError where there is no such tree."""
     return sum(directory.lstat().st_blocks * 512 for directory in _directories(root.tree(id)))
