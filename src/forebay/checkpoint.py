@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NoReturn, Self
@@ -270,13 +269,13 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 _default: Cache | None = None
-_defaulting = threading.Lock()  # guards _default
 
 
 def default_cache() -> Cache:
-    """The cache of this process for who was given none: opened at the first call."""
+    """The cache of this process for who was given none: opened at the first call. No lock, which a fork could find taken: of two threads
+    that open it, both have the same root, and one engine."""
     global _default
-    with _defaulting:
-        if _default is None or _default.closed:
-            _default = Cache()
-        return _default
+    found = _default
+    if found is None or found.closed:
+        found = _default = Cache()
+    return found
