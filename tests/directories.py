@@ -32,6 +32,14 @@ FILES = {
 TOTAL = sum(map(len, FILES.values()))
 
 
+def write_files(top: Path, files: Mapping[str, bytes] = FILES) -> Path:
+    """A local directory with these files."""
+    for name, body in files.items():
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_bytes(body)
+    return top
+
+
 def files_of(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """What lies below a directory; a symbolic link or a special file is an error."""
     found = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import pickle
 import re
@@ -108,3 +109,18 @@ def verbs_in_the_pages() -> list[str]:
 def test_the_verbs_in_the_pages_are_there(verb: str) -> None:
     done = subprocess.run([sys.executable, "-m", "forebay.cli", verb, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+PAGES = "\n".join(page.read_text() for page in sorted((REPO / "docs").rglob("*.md")))
+CLASSES = re.findall(r"^::: (forebay\.[\w.]+\.[A-Z]\w+)$(?=((?:\n    .*)*))", PAGES, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "options"), CLASSES, ids=[name for name, _ in CLASSES])
+def test_what_a_class_inherits_from_ours_is_on_its_page(name: str, options: str) -> None:
+    module, _, own = name.rpartition(".")
+    if module.startswith("forebay.adapters"):
+        return  # those stand in for classes of others, whose members are told there
+    cls = getattr(importlib.import_module(module), own)
+    above = [base for base in cls.__mro__[1:] if base.__module__.startswith("forebay.")]
+    inherited = {member for base in above for member in vars(base) if not member.startswith("_") and callable(getattr(cls, member))}
+    assert "inherited_members: true" in options or not inherited - set(vars(cls))

@@ -41,6 +41,7 @@ from tests.directories import (  # noqa: F401 (fixtures)
     fsspec_helper,
     memory,
     s3,
+    write_files,
 )
 from tests.harness import HANG, Crew, Gate
 from tests.servers.counting import Shelf, content, shelf  # noqa: F401 (a fixture)
@@ -77,10 +78,7 @@ def far(request: pytest.FixtureRequest) -> Remote:
 @pytest.fixture
 def near(tmp_path: Path) -> Path:
     """The local directory, with FILES."""
-    for name, body in FILES.items():
-        (tmp_path / "near" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "near" / name).write_bytes(body)
-    return tmp_path / "near"
+    return write_files(tmp_path / "near")
 
 
 NO_CACHE = Origin(PassThrough(), RemoteOptions())

@@ -13,7 +13,7 @@ from forebay import errors, remote
 from forebay._directories import directories, private, uploading
 from forebay._directories import metadata as stored
 from forebay._directories.manifests import Patterns
-from forebay._directories.place import Place, place_of
+from forebay._directories.place import Place, check_either, place_of
 from forebay._engine.leases import Lease
 from forebay._engine.passthrough import PassThrough
 from forebay.asking import Ask
@@ -66,12 +66,7 @@ class Checkpoint(metaclass=_Kind):
     def __init__(self, path: str | os.PathLike[str], filesystem: Any = None, cache: Cache | None = None) -> None:
         self.url = os.fspath(path)
         self._given, self._cache = filesystem, cache
-        if not self.url:
-            raise errors.ConfigError("an empty path names no directory", name="path", value="")
-        if filesystem is not None and remote.is_url(self.url):
-            shown = remote.canonical(self.url)
-            message = f"{shown} is a URL, and a filesystem was given too: give the path on it, without a scheme"
-            raise errors.ConfigError(message, name="path", value=shown)
+        check_either(self.url, filesystem)
         if filesystem is None and not remote.is_url(self.url):
             self.url = os.path.abspath(os.path.expanduser(self.url))
 

@@ -150,7 +150,7 @@ class Reach:
         if self.filesystem is None:
             return remote.canonical(url)
         kind, identity, _ = self._filesystem()
-        return f"{kind}://{(url.partition('://')[2] or url).lstrip('/')}#{identity}"
+        return remote.key_on(kind, url, identity)
 
     def remote(self, url: str) -> Remote:
         """Who serves this URL. Raises `ConfigError`, `MissingExtra`; `Offline` where the cache may ask nobody."""

@@ -28,7 +28,7 @@ from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
 import forebay
 from forebay.adapters.ray import RayCheckpoint, from_ray, to_ray
-from tests.directories import CKPT, FILES, Remote, arrow, every_kind, files_of, fsspec_etags, s3
+from tests.directories import CKPT, FILES, Remote, arrow, every_kind, files_of, fsspec_etags, s3, write_files
 from tests.directories import aws as aws
 from tests.directories import remote as remote
 from tests.harness import Crew
@@ -43,10 +43,7 @@ REMOVED = ["from_dict", "to_dict", "from_bytes", "to_bytes", "get_internal_repre
 
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
-    for name, body in FILES.items():
-        (tmp_path / "local" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "local" / name).write_bytes(body)
-    return tmp_path / "local"
+    return write_files(tmp_path / "local")
 
 
 @pytest.fixture

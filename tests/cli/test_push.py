@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay import Cache
-from tests.directories import FILES, MARKER, aws, files_of  # noqa: F401 (aws: a fixture)
+from tests.directories import FILES, MARKER, aws, files_of, write_files  # noqa: F401 (aws: a fixture)
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 from .conftest import Run, Terminal
@@ -17,10 +17,7 @@ from .conftest import Run, Terminal
 
 @pytest.fixture
 def near(tmp_path: Path) -> Path:
-    for name, body in FILES.items():
-        (tmp_path / "near" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "near" / name).write_bytes(body)
-    return tmp_path / "near"
+    return write_files(tmp_path / "near")
 
 
 @pytest.fixture

@@ -36,12 +36,9 @@ class Place:
     def target(self, name: str) -> Target:
         """The file of this name, as an object to be fetched."""
         url = self.object(name)
-        key = self._key(url) if self.identity else remote.canonical(url)
+        key = remote.key_on(self.kind, url, self.identity) if self.identity else remote.canonical(url)
         in_place = None if self.local is None else os.path.join(self.local, name)
-        return Target(url, key, remote.suffix_of_key(key.partition("#")[0] if self.identity else key), self.remote, in_place)
-
-    def _key(self, path: str) -> str:
-        return f"{self.kind}://{(path.partition('://')[2] or path).lstrip('/')}#{self.identity}"
+        return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0] if self.identity else key), self.remote, in_place)
 
     def list(self) -> Iterator[tuple[str, ObjectInfo]]:
         """Everything below: relative names as the remote has them, unchecked. Raises `RemoteError`."""
@@ -62,16 +59,22 @@ class Place:
         return True
 
 
+def check_either(text: str, filesystem: Any) -> None:
+    """Raises `ConfigError` for an empty path, and for a URL together with a filesystem object."""
+    if not text:
+        raise errors.ConfigError("an empty path names no directory", name="path", value="")
+    if filesystem is not None and remote.is_url(text):
+        shown = remote.canonical(text)
+        message = f"{shown} is a URL, and a filesystem was given too: give the path on it, without a scheme"
+        raise errors.ConfigError(message, name="path", value=shown)
+
+
 def place_of(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) -> Place:
     """The directory that this URL or path means, or this path of a filesystem object of fsspec or pyarrow.
 
     Raises `ConfigError`, or `MissingExtra` for a scheme whose package is not there."""
     text = os.fspath(url)
-    if not text:
-        raise errors.ConfigError("an empty URL names nothing", name="url", value="")
-    if filesystem is not None and remote.is_url(text):
-        message = f"{remote.canonical(text)} is a URL, and a filesystem was given too: give the path on it, without a scheme"
-        raise errors.ConfigError(message, name="path", value=remote.canonical(text))
+    check_either(text, filesystem)
     if filesystem is None:
         prefix = Prefix(text)
         try:

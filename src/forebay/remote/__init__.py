@@ -17,6 +17,7 @@ from forebay._model import Remote
 from forebay.remote.base import RemoteOptions as RemoteOptions
 from forebay.remote.urls import canonical as canonical
 from forebay.remote.urls import is_url as is_url
+from forebay.remote.urls import key_on as key_on
 from forebay.remote.urls import local_path as local_path
 from forebay.remote.urls import scheme
 from forebay.remote.urls import suffix as suffix
@@ -44,8 +45,8 @@ def on_filesystem(filesystem: Any, path: str, options: RemoteOptions | None = No
     from forebay.remote.filesystems import FilesystemRemote, identity, protocols_of
 
     kind = next(iter(protocols_of(filesystem)), "filesystem")
-    name = f"{kind}://{(path.partition('://')[2] or path).lstrip('/')}"
-    return f"{name}#{xxh3_64_hexdigest(identity(filesystem))}", suffix_of_key(name), FilesystemRemote(filesystem, options)
+    key = key_on(kind, path, xxh3_64_hexdigest(identity(filesystem)))
+    return key, suffix_of_key(key.rpartition("#")[0]), FilesystemRemote(filesystem, options)
 
 
 def arrow_filesystem(url: str) -> tuple[Any, str] | None:

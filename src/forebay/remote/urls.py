@@ -90,6 +90,11 @@ def _hash(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogateescape"))
 
 
+def key_on(kind: str, path: str, identity: str) -> str:
+    """The key of a path on a filesystem object. ``kind``: the scheme of its URLs; ``identity``: what tells it from others."""
+    return f"{kind}://{(path.partition('://')[2] or path).lstrip('/')}#{identity}"
+
+
 def suffix(url: str | os.PathLike[str]) -> str:
     """The last suffix of the object's name, with the one before where the last says how it is compressed; "" if there is none
     that suits a file name. At most 16 of ``[A-Za-z0-9.]``."""
