@@ -8,7 +8,7 @@ TEST_JOBS ?= 2
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example test quality style stress mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-remote deps docs clean
+.PHONY: help demo example example-flow test quality style stress mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-remote deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -33,6 +33,9 @@ demo: $(VENV)/.core ## offline, about a minute: 4 workers, 2 epochs, one worker 
 
 example: $(VENV)/.dev ## trains on real images for two epochs; run it again, and nothing is decoded any more
 	$(PY) examples/train_images.py
+
+example-flow: $(VENV)/.dev ## features, a grid of models and a report; run it again, and everything comes from the cache
+	$(PY) examples/flow.py
 
 deps: ## the servers and tools that some tests use (apt, as root; else says what is missing)
 	@.ci/deps
@@ -67,6 +70,9 @@ bench-prefetch: $(VENV)/.dev ## loading ahead, beside Energon's pool and a plain
 
 bench-checkpoint: $(VENV)/.dev deps ## a remote directory as a local one, beside Ray, pyarrow, s3fs and obstore
 	$(PY) benchmarks/checkpoint.py
+
+bench-tasks: $(VENV)/.dev ## outputs of functions beside joblib.Memory and diskcache; CHIA=PATH of its source: beside CHIA's cache too
+	$(PY) benchmarks/tasks.py $(if $(CHIA),--chia $(CHIA))
 
 bench-remote: $(VENV)/.dev deps ## fetches from nginx beside curl and bare clients
 	$(PY) benchmarks/remote.py

@@ -144,15 +144,24 @@ def python(code: str, *values: str) -> dict[str, Any]:
 Row = Callable[[Path, bool], list[Line]]
 
 
-def main(name: str, rows: Mapping[str, Row], *, folder: Path | None = None) -> None:
-    """The command line of a benchmark: rows by name, all by default."""
+def main(
+    name: str, rows: Mapping[str, Row], *, folder: Path | None = None, variables: Mapping[str, tuple[str, str]] | None = None
+) -> None:  # fmt: skip
+    """The command line of a benchmark: rows by name, all by default.
+
+    ``variables``: further options, each with the variable of the environment in which its value comes to the rows, and its help."""
     parser = argparse.ArgumentParser(description=f"{name}: rows are {', '.join(rows)}")
     parser.add_argument("rows", nargs="*", metavar="ROW", help="default: all")
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds: does it run at all?")
     parser.add_argument("--json", action="store_true", help="all samples, instead of Markdown")
     parser.add_argument("--folder", type=Path, default=folder, help="where caches and files are put: %(default)s")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    for option, (_, text) in (variables or {}).items():
+        parser.add_argument(f"--{option}", metavar="PATH", help=text)
     asked = parser.parse_args()
+    for option, (variable, _) in (variables or {}).items():
+        if value := getattr(asked, option):
+            os.environ[variable] = str(Path(value).absolute())
     if unknown := set(asked.rows) - set(rows):
         parser.error(f"no row {', '.join(sorted(unknown))}: rows are {', '.join(rows)}")
     if asked.child:

@@ -1,0 +1,310 @@
+"""Outputs of functions beside joblib.Memory, diskcache and CHIA's cache. ``python benchmarks/tasks.py [ROW...] [--quick] [--chia PATH]``"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import pickle
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import _tasks
+from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, python, seconds
+from _tasks import CHIA, Keeper, keepers, started_ray, with_chia
+
+KB, MB = 1000, 1_000_000
+QUICK = {1 * KB: "1 KB", 100 * KB: "100 KB array", 5 * MB: "5 MB array"}
+FULL = {1 * KB: "1 KB", 1 * MB: "1 MB array", 100 * MB: "100 MB array"}
+READS = {1 * KB: 15e-6, 1 * MB: 60e-6, 100 * MB: 200e-6}
+WRITE_SMALL = 250e-6
+
+
+def value_of(size: int) -> Any:
+    """A record of a KB, or an array."""
+    if size <= KB:
+        return {"loss": 0.25, "step": 17, "name": "iter-17", "text": os.urandom(size // 2 - 40).hex()}
+    import numpy as np
+
+    return np.frombuffer(os.urandom(size), np.float64).copy()
+
+
+def pickled(value: Any) -> int:
+    return len(pickle.dumps(value, 5))
+
+
+# -- reads and writes of one process -----------------------------------------------------------------------------------
+
+
+def read(folder: Path, quick: bool) -> list[Line]:
+    """What this process has read before; then the same with every byte of the array looked at."""
+    lines = []
+    for size, what in (QUICK if quick else FULL).items():
+        place = folder / str(size)
+        place.mkdir()
+        made = keepers(place)
+        value = value_of(size)
+        for keeper in made.values():
+            keeper.write("tag", value)
+        lines.append(_read(made, size, f"read of {what}, warm", quick))
+        if size > 1 * MB:
+            lines.append(_read(made, size, f"the same, and a sum over the {what}", quick, total=True))
+    return lines
+
+
+def _read(made: dict[str, Keeper], size: int, what: str, quick: bool, *, total: bool = False) -> Line:
+    parts = {}
+    for label, keeper in made.items():
+        few = 3 if quick or total else 2_000 if keeper.kind == OURS else 200 if size <= MB else 5
+        look = (lambda keeper=keeper: keeper.read("tag").sum()) if total else partial(keeper.read, "tag")
+        parts[label] = Part(keeper.kind, partial(_often, look, few), few)
+    must = None if total else READS.get(size)
+    line = Line(what, "-" if must is None else f"<= {seconds(must)}")
+    line.timings = interleave(2 if quick else 7, parts)
+    if must is not None:
+        line.met = line.ours.median <= must
+    return line
+
+
+def _often(call: Callable[[], object], times: int) -> None:
+    for _ in itertools.repeat(None, times):
+        call()
+
+
+def write(folder: Path, quick: bool) -> list[Line]:
+    """Under tags that are new."""
+    lines = []
+    for size, what in (QUICK if quick else FULL).items():
+        place = folder / str(size)
+        place.mkdir()
+        made, value, fresh = keepers(place), value_of(size), map(str, itertools.count())
+        parts = {}
+        for label, keeper in made.items():
+            few = 3 if quick else 1 if size > MB else 50
+            parts[label] = Part(keeper.kind, partial(_writes, keeper, fresh, value, few), few, before=keeper.clear)
+        line = Line(f"write of {what}", "-")
+        line.timings = interleave(2 if quick else 7, parts)
+        if size == KB:
+            line.must, line.met = f"<= {seconds(WRITE_SMALL)}", line.ours.median <= WRITE_SMALL
+        elif size == 100 * MB:
+            line.must, line.met = "<= joblib mmap", line.ratio("joblib mmap") >= 1
+        lines.append(line)
+    return lines
+
+
+def _writes(keeper: Keeper, fresh: Any, value: Any, times: int) -> None:
+    for tag in itertools.islice(fresh, times):
+        keeper.write(tag, value)
+
+
+# -- a function that is called again -----------------------------------------------------------------------------------
+
+
+def step(number: int, name: str, lr: float = 0.1) -> dict[str, float]:
+    return {"number": number, "lr": lr, "loss": 1 / (1 + number)}
+
+
+def call(folder: Path, quick: bool) -> list[Line]:
+    """A decorated function with small arguments, when it is a hit; the read of its value alone is in it."""
+    ours = _tasks.Forebay(folder)
+    tagged, digested = ours.tasks.cached(tag="step-{number}")(step), ours.tasks.cached(step)
+    joblib, disk = _tasks.Joblib(folder).memory.cache(step), _tasks.Disk(folder).cache.memoize()(step)
+    plain = functools.lru_cache(step)
+    key = tagged.tag_of(3, "adam", lr=0.2)
+    ways: dict[str, tuple[str, Callable[..., Any]]] = {
+        "Forebay": (OURS, digested),
+        "Forebay, tag of the arguments": (PEER, tagged),
+        "its `read` alone": (FLOOR, lambda *_, **__: ours.read(key)),
+        "lru_cache": (FLOOR, plain),
+        "joblib": (PEER, joblib),
+        "diskcache memoize": (PEER, disk),
+    }
+    few, parts = 20 if quick else 2_000, {}
+    for label, (kind, way) in ways.items():
+        way(3, "adam", lr=0.2)
+        times = few // 10 if kind == PEER else few
+        parts[label] = Part(kind, partial(_often, lambda way=way: way(3, "adam", lr=0.2), times), times)
+    line = Line("a call of a `@cached` function that is a hit, small arguments", "<= 25 us over the read")
+    line.timings = interleave(2 if quick else 9, parts)
+    over = [line.timings[label].median - line.timings["its `read` alone"].median for label in ("Forebay", "Forebay, tag of the arguments")]
+    line.note = f"{seconds(max(over[0], 0))} over the read, {seconds(max(over[1], 0))} with a tag"
+    line.met = max(over) <= 25e-6
+    return [line]
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+_OPEN_OURS = """
+import json, sys, time, forebay, forebay.cache, forebay.tasks
+from forebay.cache import Cache
+began, cpu = time.perf_counter(), time.process_time()
+cache = Cache(sys.argv[1])
+opened = time.perf_counter()
+tasks = cache.tasks("bench")
+made = time.perf_counter()
+hit, value = tasks.read(sys.argv[2])
+assert hit
+ended = time.perf_counter()
+print(json.dumps([ended - began, time.process_time() - cpu, opened - began, made - opened, ended - made]))
+"""
+_OPEN_DISK = """
+import json, sys, time, diskcache
+began, cpu = time.perf_counter(), time.process_time()
+assert diskcache.Cache(sys.argv[1]).get(sys.argv[2]) is not None
+print(json.dumps([time.perf_counter() - began, time.process_time() - cpu]))
+"""
+_OPEN_CHIA = """
+import json, sys, time
+import chia.base.cache
+began, cpu = time.perf_counter(), time.process_time()
+cache = chia.base.cache.Cache.__ray_metadata__.modified_class(sys.argv[1], 1 << 40, {})
+assert cache.read(sys.argv[2])[0]
+print(json.dumps([time.perf_counter() - began, time.process_time() - cpu]))
+"""
+_OPEN_FLOOR = """
+import json, os, pickle, sys, time
+began, cpu = time.perf_counter(), time.process_time()
+with open(sys.argv[1], "rb") as file:
+    assert pickle.loads(file.read()) is not None
+print(json.dumps([time.perf_counter() - began, time.process_time() - cpu]))
+"""
+
+
+def opening(folder: Path, quick: bool) -> list[Line]:
+    """A new process opens what others filled, and reads one value of 100 bytes."""
+    counts = (1, 300) if quick else (1, 100_000)
+    lines = [_opening(folder / str(count), count, 2 if quick else 9) for count in counts]
+    grown = lines[-1].ours.median / lines[0].ours.median
+    lines[-1].must, lines[-1].met = "<= 20 ms", lines[-1].ours.median <= 20e-3
+    lines[-1].note += f"; {grown:.2f}x of {counts[0]} entry"
+    return lines
+
+
+def _opening(folder: Path, count: int, rounds: int) -> Line:
+    folder.mkdir()
+    few, tag, value = min(count, 5_000), str(count // 2), {"text": "x" * 80, "number": 17}
+    ours, disk = _tasks.Forebay(folder), _tasks.Disk(folder)
+    for number in range(count):
+        assert ours.write(str(number), value)
+    ours.cache.close()
+    with disk.cache.transact():
+        for number in range(count):
+            disk.write(str(number), value)
+    disk.cache.close()
+    (folder / "value").write_bytes(pickle.dumps(value))
+    codes = {
+        "Forebay": (OURS, _OPEN_OURS, [str(folder / "root"), tag]),
+        "one file, read": (FLOOR, _OPEN_FLOOR, [str(folder / "value")]),
+        "diskcache": (PEER, _OPEN_DISK, [str(folder / "diskcache"), tag]),
+    }
+    if with_chia():
+        place = folder / "chia"
+        place.mkdir()
+        for number in range(few):
+            (place / _tasks.chia()._tag_filename(str(number))).write_bytes(pickle.dumps((str(number), value)))
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], os.environ[CHIA]])
+        codes[f"CHIA, {few:,}"] = (PEER, _OPEN_CHIA, [str(place), str(few // 2)])
+    line, steps = Line(f"open + first read in a new process (imports excluded), {count:,} entries", "-"), []
+    line.timings = {label: Timing(kind) for label, (kind, _, _) in codes.items()}
+    for number in range(rounds + 1):
+        for label, (_, code, values) in codes.items():
+            wall, cpu, *parts = python(code, *values)
+            if number:
+                line.timings[label].wall.append(wall)
+                line.timings[label].cpu.append(cpu)
+                steps += [parts] if parts else []
+    line.note = "cache {:.2f} ms, tasks {:.2f}, read {:.2f}".format(*(statistics.median(part) * 1e3 for part in zip(*steps, strict=True)))
+    return line
+
+
+# -- Ray ---------------------------------------------------------------------------------------------------------------
+
+
+def on_ray(folder: Path, quick: bool) -> list[Line]:
+    """A worker on the node of the cache reads an array that is kept: the first time, and again. The actor must not see its bytes."""
+    import ray
+
+    from forebay.adapters import ray as ray_tasks
+
+    started_ray()
+    size = 5 * MB if quick else 100 * MB
+    value = value_of(size)
+    ours = ray_tasks.start(4, str(folder / "root"), units="GB")
+    assert ours.write("tag", value)
+    ways = {"Forebay": (OURS, ray.remote(_read_ours).remote), "ray.get of an object": (FLOOR, ray.remote(_read_ref).remote)}
+    reference = [ray.put(value)]
+    if with_chia():
+        chia = _tasks.Chia(folder)
+        chia.write("tag", value)
+        ways["CHIA"] = (PEER, ray.remote(_read_chia).remote)
+    again = Line(f"Ray: a worker on the cache's node reads an array of {size // MB} MB, again", "<= 5 ms, no byte through the actor")
+    first = Line("the same, its first read", "-")
+    for line in (first, again):
+        line.timings = {label: Timing(kind) for label, (kind, _) in ways.items()}
+    before = _peaks()
+    for _ in range(2 if quick else 7):
+        for label, (_, ask) in ways.items():
+            cold, *warm = ray.get(ask(reference))
+            first.timings[label].wall.append(cold)
+            again.timings[label].wall.append(statistics.median(warm))
+    grown = {name: peak - before[name] for name, peak in _peaks().items() if name in before}
+    own = max(grown[name] for name in grown if "chia" not in name.lower())
+    again.note = f"the actor's memory grew by {own / MB:.1f} MB"
+    again.met = again.ours.median <= 5e-3 and own < size / 4
+    ray_tasks.stop()
+    ray.shutdown()
+    return [first, again]
+
+
+def _peaks() -> dict[str, int]:
+    """By name of an actor: the most memory that its process had so far, in bytes."""
+    import ray._private.state
+
+    found = {}
+    for actor in ray._private.state.actors().values():
+        if actor["State"] == "ALIVE":
+            status = Path(f"/proc/{actor['Pid']}/status").read_text()
+            peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+            found[actor["Name"] or actor["ActorClassName"]] = int(peak.split()[1]) * 1024
+    return found
+
+
+def _timed(look: Callable[[], Any]) -> list[float]:
+    times = []
+    for _ in range(6):
+        began = time.perf_counter()
+        assert look().nbytes
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def _read_ours(reference: list[Any]) -> list[float]:
+    from forebay.adapters import ray as ray_tasks
+
+    tasks = ray_tasks.active()
+    assert tasks is not None
+    return _timed(lambda: tasks.read("tag")[1])
+
+
+def _read_ref(reference: list[Any]) -> list[float]:
+    import ray
+
+    return _timed(lambda: ray.get(reference[0]))
+
+
+def _read_chia(reference: list[Any]) -> list[float]:
+    import chia.base.cache
+    import ray
+
+    handle = chia.base.cache.get_active_cache()
+    return _timed(lambda: ray.get(handle.read.remote("tag"))[1])
+
+
+ROWS = {"read": read, "write": write, "call": call, "open": opening, "ray": on_ray}
+
+if __name__ == "__main__":
+    main("tasks", ROWS, variables={"chia": (CHIA, "where CHIA's source is, to measure its cache too")})
