@@ -26,6 +26,7 @@ ORDER = """
     _engine.catalog _engine.stages < _engine.room < _engine.budget < _engine.displace < _engine.publish < _engine.linking < _engine.engine
     _engine.catalog _engine.slots _engine.blobs < _engine.intent < _engine.publish
     errors < _engine.combining < _engine.publish
+    _engine.owners < _engine.nesting < _engine.fill
     _engine.budget < _engine.inserting < _engine.publish
     _engine.trees < _engine.packs < _engine.eviction
     _engine.layout < _engine.records < _engine.packs
@@ -33,7 +34,7 @@ ORDER = """
     _engine.packs < _engine.mapped < _engine.finding < _engine.pack
     _engine.packing < _engine.engine
     _engine.intent _engine.publish < _engine.credit < _engine.ahead < _engine.store
-    _engine.engine < _engine.ahead
+    _engine.engine < _engine.ahead < _engine.pieces < _engine.store _engine.passthrough
     _engine.budget _engine.fill < _engine.publish _engine.settings _engine.census < _engine.reading < _engine.check < _engine.engine
     _engine.engine < _engine.store _engine.passthrough
     _config _kernel.waits < remote < testing < cli
@@ -64,6 +65,9 @@ ORDER = """
     _directories.directories _directories.metadata < _directories.uploading < checkpoint
     errors _model < _directories.marks < _directories.listings
     _engine.blobs remote _directories.manifests < _directories.walking < _directories.uploading
+    errors _model < _tasks
+    errors _model < _tasks.hashing < _tasks.naming < _tasks.config < _tasks.bypass < _tasks.cached < tasks < cache
+    codecs origin < _tasks.values < _tasks.cached
     cache < checkpoint < adapters cli
     cache pfio_file < adapters
 """
@@ -71,7 +75,7 @@ ORDER = """
 # Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
 THIRD_PARTY = {
     "urllib3": ("remote",),
-    "xxhash": ("_engine", "_directories", "remote", "origin", "cache", "prefetch"),
+    "xxhash": ("_engine", "_directories", "remote", "origin", "cache", "prefetch", "_tasks"),
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),
@@ -79,14 +83,15 @@ THIRD_PARTY = {
     "fsspec": ("remote.clients", "adapters.fsspec", "adapters.ray"),
     "pyarrow": ("remote.clients", "adapters.ray"),
     "ray": ("adapters.ray",),
-    "cloudpickle": ("remote.filesystems", "tasks"),
+    "cloudpickle": ("remote.filesystems", "tasks", "codecs"),
+    "yaml": ("_tasks.config",),
     "numpy": ("codecs",),
     "torch": ("codecs", "adapters.torch"),
     "pytorch_pfn_extras": ("adapters.pfio_base",),
     "megatron": ("adapters.energon",),
 }
 LOADED_WITH = {
-    "xxhash": ("_engine", "_directories", "remote", "origin", "cache", "prefetch"),
+    "xxhash": ("_engine", "_directories", "remote", "origin", "cache", "prefetch", "_tasks"),
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),

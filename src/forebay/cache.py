@@ -35,6 +35,7 @@ from forebay.warming import warm
 if TYPE_CHECKING:
     from forebay.prefetch import PassThrough as NoPrefetch
     from forebay.prefetch import Prefetcher
+    from forebay.tasks import Tasks
 
 log = logging.getLogger("forebay.cache")
 
@@ -268,6 +269,17 @@ class Cache(Upkeep):
         )  # fmt: skip
         self._opened.add(found)
         return found
+
+    def tasks(self, name: str, *, budget: int | str | None = None, config: Any = None, codec: Any = "pickle") -> Tasks:
+        """Outputs of expensive calls, kept by tag: see `Tasks`.
+
+        ``budget``: bytes that the values may have, whoever writes; it is set for everybody, and applied at once. ``config``: a YAML file,
+        or a mapping of the same shape, that says which functions are cached, and which are replayed. ``codec``: ``pickle`` (any object),
+        ``numpy``, ``arrow``, ``json``, ``raw``, or an object with ``encode`` and ``decode``. Raises `ConfigError`, `MissingExtra`."""
+        from forebay.tasks import open_tasks  # half of those who open a cache never want it
+
+        self._check_open()
+        return open_tasks(self._origin, self, name, codec, config, budget)
 
     # -- life ------------------------------------------------------------------------------------------------------
 

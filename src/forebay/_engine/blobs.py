@@ -71,8 +71,9 @@ def open_blob(root: Root, id: int, suffix: str = "") -> int:
     return fd
 
 
-def map_blob(root: Root, entry: Entry) -> memoryview:
+def map_blob(root: Root, entry: Entry, *, private: bool = False) -> memoryview:
     """The entry's bytes, read-only; good until the last view of them is gone, also after an eviction. Holds no descriptor.
+    ``private``: writable, with stores that stay in this process.
 
     Raises FileNotFoundError where the file is gone, `Damaged` where it has another size.
     """
@@ -81,7 +82,7 @@ def map_blob(root: Root, entry: Entry) -> memoryview:
         size = os.fstat(fd).st_size
         if size != entry.size:
             raise Damaged(f"{entry.name}: {size} bytes stand where {entry.size} were stored", key=entry.key)
-        return mappings.map_file(fd, size)
+        return mappings.map_file(fd, size, writable=private, private=private)
     finally:
         os.close(fd)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from forebay import errors
 from forebay._engine.census import Usage
 from forebay._engine.counters import NAMES
 from forebay._engine.fill import OnWait
-from forebay._engine.memo import Hit, no_hit
+from forebay._engine.memo import Hit, Remembered, no_hit
+from forebay._engine.pieces import finds_nothing
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Problem, Report, Span, Victim
 
 T = TypeVar("T")
@@ -136,11 +137,37 @@ class PassThrough:
     ) -> T:  # fmt: skip
         self._refuse(key)
 
+    async def single_async(
+        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
+    ) -> T:
+        self._refuse(key)
+
     def writing(self, space: str, key: str, **label: Any) -> NoReturn:
         self._refuse(key)
 
     def put(self, space: str, key: str, data: Buffer, **label: Any) -> NoReturn:
         self._refuse(key, memoryview(data).nbytes)
+
+    def put_pieces(self, space: str, key: str, pieces: Sequence[Buffer], **label: Any) -> NoReturn:
+        self._refuse(key, sum(memoryview(piece).nbytes for piece in pieces))
+
+    def private(self, found: Remembered) -> memoryview:
+        return memoryview(bytearray(found.view))
+
+    def is_intact(self, found: Remembered) -> bool:
+        return True
+
+    def discard(self, entry: Entry) -> bool:
+        return False
+
+    def entry_sizes(self, space: str) -> tuple[int, int]:
+        return 0, 0
+
+    def quota_of(self, space: str) -> None:
+        return None
+
+    def note_failure(self, space: str, key: str, error: Exception) -> None:
+        """Nobody waits."""
 
     def make_pack(self, space: str, key: str, length: int, **label: Any) -> NoPack:
         return NoPack(length)
@@ -187,6 +214,9 @@ class PassThrough:
 
     def hitter(self, space: str) -> Hit:
         return no_hit
+
+    def finder(self, space: str) -> Callable[[str], Remembered | None]:
+        return finds_nothing
 
     def zero_counts(self) -> None:
         self._counts = dict.fromkeys(NAMES, 0)

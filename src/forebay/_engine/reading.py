@@ -86,6 +86,23 @@ class Reading:
         data = self._bytes_of(lease.entry)
         return self._memo.add(space, key, lease.entry, data) if data is not None else None
 
+    def private(self, entry: Entry) -> memoryview | None:
+        """The bytes of a file, mapped writable, with stores that nobody else sees; None for a small value, or where the file is gone."""
+        if entry.kind != "blob":
+            return None
+        try:
+            return blobs.map_blob(self._root, entry, private=True)
+        except (OSError, errors.Damaged):  # evicted meanwhile; or as many mappings, or files, as a process may have
+            return None
+
+    def is_intact(self, entry: Entry, data: memoryview) -> bool:
+        """Whether these are the bytes that were stored, whatever was looked at before; else the entry is set aside."""
+        if blobs.checksum_of(data) == entry.checksum:
+            return True
+        with faults(entry.key):
+            self.set_aside(entry, f"{entry.name}: its bytes are not what was stored")
+        return False
+
     def _bytes_of(self, entry: Entry) -> memoryview | None:
         """None: evicted between the look and the opening, or cut short: then it is set aside."""
         if entry.kind == "value":

@@ -7,12 +7,11 @@ goes wrong reaches the caller as a `CacheFault`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from forebay import errors
 from forebay._engine import check, counters
-from forebay._engine.ahead import Ahead
 from forebay._engine.catalog import CatalogBroken, entries
 from forebay._engine.census import Usage
 from forebay._engine.engine import mending
@@ -24,6 +23,7 @@ from forebay._engine.leases import Lease
 from forebay._engine.memo import Hit, Remembered, no_hit
 from forebay._engine.pack import Pack
 from forebay._engine.packing import Room, Taken
+from forebay._engine.pieces import Pieces
 from forebay._engine.policy import Policy
 from forebay._engine.publish import Writing
 from forebay._engine.room import Want
@@ -37,7 +37,7 @@ T = TypeVar("T")
 NAMED = 0  # no space has this id: the keys of named locks
 
 
-class Store(Ahead):
+class Store(Pieces):
     """The calls on one root. Opened by `open`; callable from any thread, and in a forked child."""
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -257,6 +257,18 @@ class Store(Ahead):
         place, mends = self.space(space), self.mends
         try:
             return self._fill.single(place.id, key, look, make, timeout=timeout, on_wait=on_wait)
+        except CatalogBroken as error:
+            self.mend(error, mends)
+            raise
+
+    async def single_async(
+        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
+    ) -> T:
+        """See `Fill.single_async`."""
+        self.check_usable(writing=True)
+        place, mends = self.space(space), self.mends
+        try:
+            return await self._fill.single_async(place.id, key, look, make, timeout=timeout)
         except CatalogBroken as error:
             self.mend(error, mends)
             raise

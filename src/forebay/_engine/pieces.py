@@ -1,0 +1,67 @@
+"""The doors for who keeps values: written in pieces that nobody joins, read as what is remembered of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from forebay._engine import counters
+from forebay._engine.ahead import Ahead
+from forebay._engine.catalog import entries, spaces
+from forebay._engine.engine import mending
+from forebay._engine.inserting import Label
+from forebay._engine.memo import Remembered
+from forebay._model import Buffer, Entry
+
+Find = Callable[[str], Remembered | None]
+
+
+def finds_nothing(name: str) -> None:
+    """The `Find` of a store that remembers nothing."""
+
+
+class Pieces(Ahead):
+    """The part of `Store` that keeps encoded values."""
+
+    def finder(self, space: str) -> Find:
+        """See `Memo.finder`. In a read-only root there is nothing to touch: every look goes the long way."""
+        return self.memo.finder(space) if not self.root.read_only else finds_nothing
+
+    @mending
+    def put_pieces(self, space: str, key: str, pieces: Sequence[Buffer], *, life: str = "cached", meta: str = "") -> Entry:
+        """Store bytes that come in pieces, one behind the other. Raises `NoSpace` or another `CacheFault`; what was there then stays."""
+        self.check_usable(writing=True)
+        place = self.space(space)
+        entry = self._publisher.put_pieces(Label(place.id, place.name, key, life=life, meta=meta), pieces)
+        self.counters.add(counters.BYTES_STORED, entry.size)
+        return entry
+
+    def private(self, found: Remembered) -> memoryview:
+        """The same bytes, writable, with stores that stay with this view: a mapping of its own, or a copy where there is no file."""
+        return self._reading.private(found.entry) or memoryview(bytearray(found.view))
+
+    def is_intact(self, found: Remembered) -> bool:
+        """Whether these bytes are what was stored: all of them are compared. What is damaged is set aside, and counted."""
+        return self._reading.is_intact(found.entry, found.view)
+
+    @mending
+    def discard(self, entry: Entry) -> bool:
+        """Remove an entry, a pinned one too; at once, at the cost of one entry. False if it is gone, or in use."""
+        self.check_usable(writing=True)
+        if entry.life == "pinned":
+            with self._catalog.write() as txn:
+                entries.set_life(txn, self.space(entry.space).id, entry.key, "cached")
+        gone = self.drop([entry])
+        self.counters.add(counters.EVICTIONS, gone)
+        return bool(gone)
+
+    def entry_sizes(self, space: str) -> tuple[int, int]:
+        """Bytes and number of the entries of a space, those that are being removed not counted."""
+        for found in self._census.usage().spaces:
+            if found.name == space:
+                return found.bytes, found.entries
+        return 0, 0
+
+    def quota_of(self, space: str) -> int | None:
+        """What the entries of a space may have in bytes, as whoever said so last has set it; None: no more than the root."""
+        found = spaces.find(self._catalog, space)
+        return found.quota if found is not None else None

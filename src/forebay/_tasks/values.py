@@ -1,0 +1,282 @@
+"""Values of one space: encoded, kept under string keys, and made by one process of the node at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from forebay import errors
+from forebay._engine.memo import Remembered
+from forebay._engine.passthrough import PassThrough
+from forebay._engine.store import Store
+from forebay.codecs import Codec
+from forebay.origin import Origin
+
+log = logging.getLogger("forebay.tasks")
+T = TypeVar("T")
+
+COUNTED = ("hits", "misses", "runs", "replays", "waits", "store_failures", "damaged")
+NOT_KEPT = "what was made cannot be kept"
+
+
+class Values:
+    """The values of one space, through one codec. Callable from any thread; usable in both processes after a fork.
+
+    ``counted``: what this process did with this object, by the names in `COUNTED`. An entry carries, beside its bytes, the name of its
+    codec, and the digest of the arguments that it was made of, where a function made it."""
+
+    def __init__(self, origin: Origin, home: Any, space: str, codec: Codec) -> None:
+        self._origin, self._home, self.space, self.codec = origin, home, space, codec
+        self._quick = origin.store.finder(space)
+        self._told: set[tuple[str, str]] = set()
+        self.counted = dict.fromkeys(COUNTED, 0)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def look(self, key: str, digest: str | None = None, *, who: str = "") -> tuple[Any] | None:
+        """The value of a key, in a tuple, since it may be None; None where there is none. A hit is counted, and is a use.
+
+        ``digest``: of the arguments that it must have been made of; stored under others, it is a miss, which is said once. ``who``: what
+        a message calls it, if not by its key. Raises `Closed`."""
+        found = self._look(key, digest, who)
+        if found is None:
+            self.counted["misses"] += 1
+            self._origin.store.count("misses")
+        return found
+
+    def _look(self, key: str, digest: str | None, who: str) -> tuple[Any] | None:
+        store = self._store()
+        found = self._quick(key)
+        if found is None:
+            store, found = self._slowly(store, key)
+            if found is None:
+                return None
+        meta = found.entry.meta
+        if meta != (self.codec.name if digest is None else f"{self.codec.name} {digest}") and not self._is_ours(key, meta, digest, who):
+            return None
+        value = self._decoded(store, key, found, who)
+        if value is not None:
+            store.touch(found.entry)
+            self._origin.store.count_hit(found.size)
+            self.counted["hits"] += 1
+        return value
+
+    def _slowly(self, store: Store | PassThrough, key: str) -> tuple[Store | PassThrough, Remembered | None]:
+        """By the catalog: here, else in the root upstream; and which of them has it."""
+        try:
+            found = store.view(self.space, key)
+            if found is None and (above := self._origin.upstream) is not None:
+                return above, above.view(self.space, key)
+        except errors.CacheFault as error:
+            self._origin.fall_back(error, f"{self.space}:{key}")
+            return store, None
+        return store, found
+
+    def _is_ours(self, key: str, meta: str, digest: str | None, who: str) -> bool:
+        """Whether an entry that carries ``meta`` is what was asked for."""
+        codec, digests = _parsed(meta)
+        if codec != self.codec.name:
+            self._say(who or key, "codec", f"{self.space}:{key} was stored by the codec {codec!r}, not {self.codec.name!r}: it is not read")
+            return False
+        if digest is not None and digests != digest:
+            self._say(key, "digest", f"{who or key}: {self.space}:{key} was stored under other arguments: it is not used for these")
+            return False
+        return True
+
+    def _decoded(self, store: Store | PassThrough, key: str, found: Remembered, who: str) -> tuple[Any] | None:
+        try:
+            return (self.codec.decode(found.view, lambda: store.private(found)),)
+        except (AttributeError, ImportError) as error:
+            # Of a class that is not there in this program; it may be in another one.
+            self._say(who or key, "class", f"{who or key}: {self.space}:{key} cannot be read here, and stays: {error}")
+            return None
+        except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is made anew
+            self._drop_unreadable(store, key, found, error)
+            return None
+
+    def _drop_unreadable(self, store: Store | PassThrough, key: str, found: Remembered, error: Exception) -> None:
+        self.counted["damaged"] += 1
+        try:
+            if store.is_intact(found):  # else it has been set aside, and told
+                store.count("damaged")
+                log.warning("%s:%s cannot be read, and is removed: %s: %s", self.space, key, type(error).__name__, str(error))
+                store.discard(found.entry)
+        except errors.CacheFault as fault:
+            log.warning("%s:%s cannot be read, and stays: %s", self.space, key, str(fault))
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "") -> bool:
+        """Keep a value under a key, in place of what was there. False where it cannot be kept, with one warning: then what was there stays.
+
+        ``pin``: it is never evicted. Raises `Closed`, and what the value's own code raises that is no Exception."""
+        store = self._store()
+        try:
+            pieces = self.codec.encode(value)
+        except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is taken apart
+            return self._not_kept(key, who, f"its value cannot be stored by the codec {self.codec.name!r}: {error}", error)
+        meta = f"{self.codec.name} {digest}" if digest else self.codec.name
+        try:
+            store.put_pieces(self.space, key, pieces, life="pinned" if pin else "cached", meta=meta)
+        except errors.CacheFault as error:
+            if isinstance(store, PassThrough):
+                return False  # asked for, or told when the root could not be opened
+            return self._not_kept(key, who, str(error), error)
+        return True
+
+    def _not_kept(self, key: str, who: str, why: str, error: Exception) -> bool:
+        self.counted["store_failures"] += 1
+        self._origin.store.count("store_failures")
+        kind = f"{type(error).__name__} {getattr(error, 'limit', '')}"
+        self._say(who or key, kind, f"what {who} gave is not kept: {why}" if who else f"{self.space}:{key} is not kept: {why}")
+        return False
+
+    def _say(self, name: str, kind: str, message: str) -> None:
+        """Told once a process for each name and kind."""
+        if (name, kind) not in self._told:
+            if len(self._told) >= 10_000:
+                self._told.clear()
+            self._told.add((name, kind))
+            log.warning("%s", message)
+
+    # -- one at a time ---------------------------------------------------------------------------------------------
+
+    def single(
+        self, key: str, digest: str | None, make: Callable[[], T], *, timeout: float | None = None, pin: bool = False, who: str = "",
+        looked: bool = False,
+    ) -> T:  # fmt: skip
+        """The value of a key; else what ``make`` gives, kept: of all threads and processes of the node one runs it.
+
+        What it raises reaches all who waited, and is not kept. Where the value cannot be kept, those who waited run ``make`` themselves,
+        side by side; so does who has waited ``timeout`` seconds, or may not wait. ``looked``: the caller has just seen that it is not
+        there."""
+        found = None if looked else self.look(key, digest, who=who)
+        if found is not None:
+            return found[0]  # type: ignore[no-any-return]
+        attempt = _Attempt(self, key, digest, pin, who)
+
+        def run() -> tuple[Any]:
+            with attempt:
+                return attempt.made(make())
+
+        try:
+            got = self._store().single(self.space, key, attempt.look, run, timeout=self._patience(timeout))
+        except Exception as error:
+            if attempt.is_final(error):
+                raise
+            return attempt.result[0] if attempt.result else make()
+        return got[0]  # type: ignore[no-any-return]
+
+    async def single_async(
+        self, key: str, digest: str | None, make: Callable[[], Awaitable[T]], *, timeout: float | None = None, pin: bool = False,
+        who: str = "", looked: bool = False,
+    ) -> T:  # fmt: skip
+        """`single` for a coroutine: the event loop goes on while another makes the value."""
+        found = None if looked else self.look(key, digest, who=who)
+        if found is not None:
+            return found[0]  # type: ignore[no-any-return]
+        attempt = _Attempt(self, key, digest, pin, who)
+
+        async def run() -> tuple[Any]:
+            with attempt:
+                return attempt.made(await make())
+
+        try:
+            got = await self._store().single_async(self.space, key, attempt.look, run, timeout=self._patience(timeout))
+        except Exception as error:
+            if attempt.is_final(error):
+                raise
+            return attempt.result[0] if attempt.result else await make()
+        return got[0]  # type: ignore[no-any-return]
+
+    def _patience(self, timeout: float | None) -> float | None:
+        return getattr(self._home, "_timeout", None) if timeout is None else timeout
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def has(self, key: str) -> bool:
+        """Whether there is something under this key, by whatever codec. No use of it."""
+        return self._store().entry(self.space, key) is not None
+
+    def evict(self, key: str) -> bool:
+        """Remove a key, pinned or not. False if there is none, or it cannot be removed."""
+        store = self._store()
+        entry = store.entry(self.space, key)
+        try:
+            return entry is not None and store.discard(entry)
+        except errors.CacheFault as error:
+            self._origin.warn(f"evict {type(error).__name__}", "%s is not removed: %s", f"{self.space}:{key}", error)
+            return False
+
+    def flush(self) -> int:
+        """Remove all that are not pinned; gives how many went."""
+        store = self._store()
+        return len(store.remove([self._origin.victim(e) for e in store.entries(self.space) if e.life != "pinned"]).removed)
+
+    def keys(self) -> list[str]:
+        """All keys, from the least to the most recently used."""
+        return [entry.key for entry in self._store().entries(self.space)]
+
+    def size(self) -> tuple[int, int]:
+        """Stored bytes and number of the values."""
+        return self._store().entry_sizes(self.space)
+
+    def size_bytes(self) -> int:
+        """Stored bytes of the values."""
+        return self.size()[0]
+
+    def budget(self) -> int | None:
+        """Bytes that the values may have; None: no more than the cache."""
+        return self._store().quota_of(self.space)
+
+    def _store(self) -> Store | PassThrough:
+        if self._home is not None and self._home.closed:
+            raise errors.Closed.of("cache")
+        return self._origin.store
+
+
+class _Attempt:
+    """One call that found nothing: what it saw, made and failed with."""
+
+    def __init__(self, values: Values, key: str, digest: str | None, pin: bool, who: str) -> None:
+        self._values, self._key, self._digest, self._pin, self._who = values, key, digest, pin, who
+        self._failed: BaseException | None = None
+        self.result: tuple[Any] | None = None
+
+    def look(self) -> tuple[Any] | None:
+        """Under the key's lock: what another made meanwhile."""
+        found = self._values._look(self._key, self._digest, self._who)
+        if found is not None:
+            self._values.counted["waits"] += 1
+        return found
+
+    def made(self, value: T) -> tuple[T]:
+        values = self._values
+        self.result = (value,)
+        if not values.keep(self._key, value, digest=self._digest or "", pin=self._pin, who=self._who):
+            # Those who wait would make it one after the other, each in vain.
+            values._origin.store.note_failure(values.space, self._key, errors.CacheFault(NOT_KEPT, key=self._key))
+        return (value,)
+
+    def is_final(self, error: Exception) -> bool:
+        """Whether this is for the caller: what was to be run raised it, here or elsewhere. Else the cache cannot help."""
+        if error is self._failed or not isinstance(error, (errors.CacheFault, errors.WaitTimeout)):
+            return True
+        if str(error) == NOT_KEPT:
+            self._values.counted["waits"] += 1
+        elif not isinstance(self._values._origin.store, PassThrough):
+            self._values._origin.fall_back(error, f"{self._values.space}:{self._key}")
+        return False
+
+    def __enter__(self) -> None:
+        """From here on what is raised is the function's."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._failed = error
+
+
+def _parsed(meta: str) -> tuple[str, str]:
+    """Codec and digest that an entry carries; the digest may be empty."""
+    head, space, tail = meta.rpartition(" ")
+    return (head, tail) if space and len(tail) == 32 else (meta, "")

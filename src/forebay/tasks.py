@@ -1,0 +1,171 @@
+"""Outputs of expensive calls, kept by tag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from forebay import errors
+from forebay._tasks.values import Values
+from forebay.codecs import Codec
+from forebay.codecs import codec as codec_of
+from forebay.origin import DIRECTORIES, LISTINGS, URLS, Origin
+
+TAKEN = (URLS, DIRECTORIES, LISTINGS, "samples", "values")
+"""Names of spaces that hold something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStats:
+    """What a `Tasks` holds, and what this process did with this object.
+
+    ``entries``, ``bytes``: of its values, as stored. ``budget``: bytes they may have; None: no more than the cache. ``hits``, ``misses``:
+    reads that found something, or not. ``runs``: functions that ran; ``replays``: that were replayed instead. ``waits``: values that
+    another process or thread made while this one waited. ``store_failures``: values that could not be kept. ``damaged``: stored values
+    that could not be read. `Cache.stats` has the numbers of the node."""
+
+    entries: int
+    bytes: int
+    budget: int | None
+    hits: int
+    misses: int
+    runs: int
+    replays: int
+    waits: int
+    store_failures: int
+    damaged: int
+
+
+class Tasks:
+    """Values by tag, and functions whose outputs are kept. Made by `Cache.tasks`.
+
+    Callable from any thread; usable in both processes after a fork; pickled to another process it is the same store, with the same
+    configuration and providers. What was read stays good after an eviction. Faults of the cache never reach the caller."""
+
+    def __init__(self, origin: Origin, home: Any, name: str, codec: Codec, config: Any = None, bypass: Any = None) -> None:
+        self._home, self._config, self.name = home, config, name
+        self._values = Values(origin, home, name, codec)
+        self._bypass = bypass if bypass is not None else _bypass_of(config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._home, self.name, self._values.codec, self._config, self._bypass)
+
+    def __repr__(self) -> str:
+        return f"<forebay.Tasks {self.name!r} in {str(self._home.path)!r}>"
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def write(self, tag: str, value: Any, *, pin: bool = False) -> bool:
+        """Keep a value under a tag, in place of what was there, in one step. ``pin``: it is never evicted.
+
+        False, with one warning, where it cannot be kept: larger than the budget (then nothing is evicted for it), no room, not to be
+        encoded; then what was there stays."""
+        return self._values.keep(_key(tag), value, pin=pin)
+
+    def read(self, tag: str) -> tuple[bool, Any]:
+        """``(True, value)``, or ``(False, None)`` where there is none: in one step, so that nothing can go in between.
+
+        Arrays are read-only views of the mapping; they stay good after an eviction. ``tag``: also what ``fn.tag_of()`` gives."""
+        found = self._values.look(_key(tag))
+        return (True, found[0]) if found is not None else (False, None)
+
+    def has(self, tag: str) -> bool:
+        """Whether there is something under this tag. That is no use of it; it may be gone a moment later: see `read`."""
+        return self._values.has(_key(tag))
+
+    def evict(self, tag: str) -> bool:
+        """Remove a tag, pinned or not. False if there is none."""
+        return self._values.evict(_key(tag))
+
+    def flush(self) -> int:
+        """Remove all values but the pinned ones; gives how many went."""
+        return self._values.flush()
+
+    def keys(self) -> list[str]:
+        """All keys, from the least to the most recently used. Of a function's outputs: what ``fn.tag_of()`` gives."""
+        return self._values.keys()
+
+    def size_bytes(self) -> int:
+        """Bytes of the values, as stored: what the budget counts."""
+        return self._values.size_bytes()
+
+    def __contains__(self, tag: object) -> bool:
+        return isinstance(tag, str) and self.has(tag)
+
+    def __len__(self) -> int:
+        return self._values.size()[1]
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that the values may have, whoever writes; None: no more than the cache."""
+        return self._values.budget()
+
+    def stats(self) -> TaskStats:
+        """What is there now, and what this process did with this object so far."""
+        size, count = self._values.size()
+        return TaskStats(count, size, self.budget, **self._values.counted)
+
+    def _count(self, name: str, n: int = 1) -> None:
+        """Count ``n`` more of what `TaskStats` calls ``name``."""
+        self._values.counted[name] += n
+
+    # -- functions -------------------------------------------------------------------------------------------------
+
+    def cached(
+        self, fn: Callable[..., Any] | None = None, *, tag: str | Callable[..., str] | None = None, version: str | int | None = None,
+        ignore: tuple[str, ...] | str = (),
+    ) -> Any:  # fmt: skip
+        """A decorator: the function's output is kept, and a call with the same arguments does not run it again.
+
+        ``tag``: a format string over the arguments (``"iter-{step}"``), a callable over them, or by default a stable digest of them.
+        ``version``: part of the key: change it when the function changes. ``ignore``: parameters that do not count."""
+        from forebay._tasks.cached import decorate
+
+        return decorate(self, fn, tag, version, ignore)
+
+    def set_provider(self, name: str, provider: Callable[..., Any]) -> None:
+        """What runs in place of the function ``name`` where the configuration replays it: ``provider(tag, data_path, *args, **kwargs)``."""
+        self._bypass.set_provider(name, provider)
+
+    def set_condition(self, name: str, cond: Callable[..., bool]) -> None:
+        """Whether a call of ``name`` is replayed: ``cond(tag, data_path, *args, **kwargs)``, asked last."""
+        self._bypass.set_condition(name, cond)
+
+
+def open_tasks(origin: Origin, home: Any, name: str, codec: Any, config: Any, budget: int | str | None) -> Tasks:
+    """See `Cache.tasks`."""
+    if name in TAKEN:
+        raise errors.ConfigError(f"the name {name!r} is taken by the cache itself: choose another one", name="name", value=name)
+    made = Tasks(origin, home, name, codec_of(codec), _config_of(config))
+    home.space(name, quota=budget)
+    return made
+
+
+def _config_of(config: Any) -> Any:
+    if config is None:
+        return None
+    from forebay._tasks.config import load
+
+    return load(config)
+
+
+def _bypass_of(config: Any) -> Any:
+    from forebay._tasks.bypass import Bypass
+
+    return Bypass(config)
+
+
+def _key(tag: str) -> str:
+    """The key of a tag: its own, where it is one of a function's. Raises `ConfigError` for what is no str of valid unicode."""
+    key: str = getattr(tag, "key", tag)
+    try:
+        key.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        message = f"the tag {tag!r} cannot be used: a tag is a str of valid unicode"
+        raise errors.ConfigError(message, name="tag", value=repr(tag)) from error
+    return key
+
+
+def _arrive(home: Any, name: str, codec: Codec, config: Any, bypass: Any) -> Tasks:
+    return Tasks(home._origin, home, name, codec, config, bypass)
