@@ -131,8 +131,8 @@ MUTANTS = (
     # 2. One fetch
     Mutant(
         2, "no second look under the lock", "_engine/fill.py",
-        "            if found is not None:\n                return found\n            if waiting_since",
-        "            if waiting_since",
+        "        found = look()\n        error = self",
+        "        found = None\n        error = self",
         "tests/scenarios/test_s06_one_fetch.py::test_s06_a_function_runs_once_per_node",
     ),
     Mutant(
@@ -152,7 +152,25 @@ MUTANTS = (
         "        if found is not None or since >= 0:\n            return None\n",
         "tests/scenarios/test_s06_one_fetch.py::test_s06_a_failure_reaches_all_who_waited_once",
     ),
+    Mutant(
+        2, "who makes a value waits for no other", "_engine/fill.py",
+        "        if held is None or keyhash in held:\n",
+        "        if held is None or held:\n",
+        "tests/engine/test_nesting.py::test_a_value_that_many_others_need_is_made_once",
+    ),
+    Mutant(
+        11, "two that need each other wait for ever", "_engine/nesting.py",
+        "            if leads_to(held, wanted, self._living(txn)):\n",
+        "            if not self._living(txn) and held == wanted:\n",
+        "tests/engine/test_nesting.py::test_coroutines_that_need_each_other_do_not_wait_for_ever",
+    ),
     # 3. No stale state
+    Mutant(
+        3, "what a dead process waited for is believed", "_engine/nesting.py",
+        "            if self._owners.is_dead(wait.owner):\n",
+        "            if self._owners.is_dead(0) and wait.owner < 0:\n",
+        "tests/engine/test_nesting.py::test_what_a_killed_waiter_noted_counts_for_nothing",
+    ),
     Mutant(
         3, "nobody is ever found dead", "_engine/owners.py",
         "            if id == self._id or not self._probe.try_lock(id, exclusive=True):\n                continue\n            try:\n",

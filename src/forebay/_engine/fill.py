@@ -11,7 +11,7 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
@@ -21,6 +21,7 @@ import xxhash
 from forebay import errors
 from forebay._engine.catalog import Catalog, CatalogBroken, people, reservations
 from forebay._engine.counters import WAIT_NS_LOCK, WAITS, Counters
+from forebay._engine.nesting import Busy, Nesting
 from forebay._engine.owners import Owners
 from forebay._engine.root import Root
 from forebay._engine.stages import progress_of
@@ -31,11 +32,8 @@ T = TypeVar("T")
 
 FIRST_WORD = 3  # futex words from here on are the keys'
 KEY_WORDS = waits.COUNT - FIRST_WORD
-_working: contextvars.ContextVar[bool] = contextvars.ContextVar("forebay_working", default=False)
-
-
-class Busy(errors.CacheFault):
-    """Another works on this key, and this caller may not wait for it: it holds a key of its own, and two such would wait for each other."""
+_held: contextvars.ContextVar[tuple[int, ...] | None] = contextvars.ContextVar("forebay_held", default=())
+"""The keys that this call chain holds while it makes their values; None: some, and it is not known which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +82,7 @@ class Fill:
     def __init__(self, root: Root, catalog: Catalog, owners: Owners, words: waits.Words, counters: Counters) -> None:
         self._root, self._catalog, self._owners, self._words, self._counters = root, catalog, owners, words, counters
         self._keys = locks.LockFile(root.lock("keys"))
+        self._nesting = Nesting(catalog, owners)
         self._errors: dict[tuple[int, str], tuple[int, Exception]] = {}  # this process's own failures, whole
 
     def single(
@@ -99,38 +98,66 @@ class Fill:
         """What ``look`` finds, else what ``make`` makes under the key's lock.
 
         Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds of
-        waiting; `Busy` where waiting could deadlock."""
+        waiting; `Busy` where waiting would never end."""
         keyhash = hash_of(space, key)
         waiting_since = self._lock(key, keyhash, timeout, on_wait)
         try:
-            # P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: we are here.
-            found = look()
+            found = self._look_again(space, key, look, waiting_since)
             if found is not None:
                 return found
-            if waiting_since is not None:
-                self._raise_shared(space, key, waiting_since)
-            return self._make(space, key, make)
+            with self._making(space, key, keyhash):
+                return make()
         finally:
             self.unlock(keyhash)
 
-    def _make(self, space: int, key: str, make: Callable[[], T]) -> T:
+    async def single_async(
+        self, space: int, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
+    ) -> T:
+        """`single` for a coroutine: the event loop goes on while another makes the value, and while ``make`` is awaited."""
+        keyhash = hash_of(space, key)
+        waiting_since = await self._lock_async(key, keyhash, timeout)
         try:
-            with self.working():
-                return make()
+            found = self._look_again(space, key, look, waiting_since)
+            if found is not None:
+                return found
+            with self._making(space, key, keyhash):
+                return await make()
+        finally:
+            self.unlock(keyhash)
+
+    def _look_again(self, space: int, key: str, look: Callable[[], T | None], since: int | None) -> T | None:
+        """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: we are here. What P1 failed with, after ``since``,
+        is raised."""
+        found = look()
+        error = self.failure(space, key, since) if found is None and since is not None else None
+        if error is not None:
+            raise error
+        return found
+
+    @contextlib.contextmanager
+    def _making(self, space: int, key: str, keyhash: int) -> Iterator[None]:
+        """Around what makes a key's value under its lock: a failure reaches those who wait."""
+        held = _held.get()
+        token = _held.set(None if held is None else (*held, keyhash))
+        try:
+            yield
         except errors.CacheFault:
             raise  # ours, not the source's: each caller passes the cache by himself
         except Exception as error:
             self.note_failure(space, key, error)
             raise
+        finally:
+            _held.reset(token)
 
     @contextlib.contextmanager
     def working(self, is_working: bool = True) -> Iterator[None]:
-        """Around what makes a key's value: in there no other key is waited for, since two such could wait for each other."""
-        token = _working.set(is_working)
+        """Around what is done with keys held that this object was not told of: in there no key is waited for, since two such could wait
+        for each other. ``is_working=False``: around what may wait, whatever is held."""
+        token = _held.set(None if is_working else ())
         try:
             yield
         finally:
-            _working.reset(token)
+            _held.reset(token)
 
     def hold(self, space: int, key: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:
         """The key's lock, to be let go by any thread."""
@@ -141,13 +168,7 @@ class Fill:
     async def hold_async(self, space: int, key: str, *, timeout: float | None = None) -> KeyHold:
         """The same for a coroutine: the event loop goes on."""
         keyhash = hash_of(space, key)
-        await waits.wait_for_async(
-            lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
-            self._words,
-            _word_of(keyhash),
-            what=lambda: (key, self._owners.holder_of(keyhash)),
-            timeout=timeout,
-        )
+        await self._lock_async(key, keyhash, timeout)
         return KeyHold(self, keyhash)
 
     @contextlib.contextmanager
@@ -185,21 +206,15 @@ class Fill:
 
     def _lock(self, key: str, keyhash: int, timeout: float | None, on_wait: OnWait | None) -> int | None:
         """Take the key's lock. Gives when the waiting began, on the clock of failures; None if there was none."""
-        if self._keys.try_lock(keyhash, exclusive=True):
-            if not self._keys.is_same():
-                self._keys.unlock(keyhash)
-                raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
+        if self._is_free(keyhash):
             return None
-        if _working.get():
-            raise Busy(f"{key!r} is being made by {self._owners.holder_of(keyhash)}, and this caller holds another key", key=key)
-        began, since = time.monotonic(), time.monotonic_ns()
+        began = time.monotonic()
 
         def tell(waited: float) -> None:
             if on_wait is not None:
                 on_wait(Waiting(key, time.monotonic() - began, self._owners.holder_of(keyhash), *self.progress(keyhash)))
 
-        self._counters.add(WAITS)
-        try:
+        with self._waiting(key, keyhash) as since:
             waits.wait_for(
                 lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
                 self._words,
@@ -208,9 +223,44 @@ class Fill:
                 timeout=timeout,
                 on_turn=tell if on_wait is not None else None,
             )
+        return since
+
+    async def _lock_async(self, key: str, keyhash: int, timeout: float | None) -> int | None:
+        """`_lock` for a coroutine."""
+        if self._is_free(keyhash):
+            return None
+        with self._waiting(key, keyhash) as since:
+            await waits.wait_for_async(
+                lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
+                self._words,
+                _word_of(keyhash),
+                what=lambda: (key, self._owners.holder_of(keyhash)),
+                timeout=timeout,
+            )
+        return since
+
+    def _is_free(self, keyhash: int) -> bool:
+        """Whether the key's lock was free; then it is taken."""
+        if not self._keys.try_lock(keyhash, exclusive=True):
+            return False
+        if not self._keys.is_same():
+            self._keys.unlock(keyhash)
+            raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
+        return True
+
+    @contextlib.contextmanager
+    def _waiting(self, key: str, keyhash: int) -> Iterator[int]:
+        """Around a wait for a key's lock, counted; gives when it began. Raises `Busy`."""
+        held = _held.get()
+        if held is None or keyhash in held:
+            raise Busy(f"{key!r} is being made by {self._owners.holder_of(keyhash)}, and this caller holds another key", key=key)
+        since = time.monotonic_ns()
+        self._counters.add(WAITS)
+        try:
+            with self._nesting.waiting(key, held, keyhash):
+                yield since
         finally:
             self._counters.add(WAIT_NS_LOCK, time.monotonic_ns() - since)
-        return since
 
     def note_failure(self, space: int, key: str, error: Exception) -> None:
         """Let those who wait for this key know what became of it."""
@@ -221,14 +271,8 @@ class Fill:
                 self._errors.clear()
             self._errors[space, key] = at, error
 
-    def _raise_shared(self, space: int, key: str, since: int) -> None:
-        """Raise the failure of the attempt that this caller waited for. A later caller tries again."""
-        error = self.failure(space, key, since)
-        if error is not None:
-            raise error
-
     def failure(self, space: int, key: str, since: int) -> Exception | None:
-        """What the work on a key failed with after ``since``, in any process."""
+        """What the work on a key failed with after ``since``, in any process; a later call tries again."""
         found = people.failure(self._catalog, space, key)
         if found is None or found[0] < since:
             return None

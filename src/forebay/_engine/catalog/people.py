@@ -25,6 +25,20 @@ class Owner:
         return f"process {self.pid} on {self.host} ({self.command})"
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A wait for the key ``wanted``, by one who holds the keys ``held``. ``number``: of this wait among those of its process."""
+
+    owner: int
+    number: int
+    held: frozenset[int]
+    wanted: int
+
+    @property
+    def name(self) -> str:
+        return f"wait/{self.owner:x}/{self.number:x}"
+
+
 _FROM = "SELECT id, page, pid, pidns, host, start, command FROM owners"
 KEEP_FAILURES = 1000
 
@@ -73,3 +87,22 @@ def record_failure(txn: Txn, space: int, key: str, error: dict[str, Any], at: in
 def forget_failures(txn: Txn) -> None:
     """After a reboot: the clock they were noted by began anew."""
     txn.run("DELETE FROM failures")
+
+
+def waits(rows: Rows) -> list[Wait]:
+    """The nested waits that are noted, those of dead processes too."""
+    found = []
+    for name, value in rows.all("SELECT name, value FROM meta WHERE name > 'wait/' AND name < 'wait0'"):
+        _, owner, number = name.split("/")
+        wanted, *held = (int(keyhash, 16) for keyhash in value.split())
+        found.append(Wait(int(owner, 16), int(number, 16), frozenset(held), wanted))
+    return found
+
+
+def enter_wait(txn: Txn, wait: Wait) -> None:
+    value = " ".join(f"{keyhash:x}" for keyhash in (wait.wanted, *wait.held))
+    txn.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", wait.name, value)
+
+
+def leave_wait(txn: Txn, wait: Wait) -> None:
+    txn.run("DELETE FROM meta WHERE name = ?", wait.name)
