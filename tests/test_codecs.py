@@ -8,6 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -302,8 +303,8 @@ def test_buffers_of_others_are_out_of_band() -> None:
 
 
 def test_what_cannot_be_pickled_says_why() -> None:
-    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-        codec("pickle").encode([np.arange(3), lambda: 0])
+    with pytest.raises(TypeError, match="lock"):
+        codec("pickle").encode([np.arange(3), threading.Lock()])
 
 
 def test_a_class_that_is_gone_is_not_damage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +359,7 @@ def test_what_was_stored_can_be_read_for_ever() -> None:
 
 
 class Json:
-    name = "json"
+    name = "text"
 
     def encode(self, value: Any) -> bytes:
         return json.dumps(value).encode()
@@ -376,7 +377,7 @@ class Days:
 
 
 def test_a_codec_of_ones_own() -> None:
-    for made, name, value in [(Json(), "json", {"a": [1]}), (Days(), f"{__name__}.Days", datetime.date(2026, 1, 2))]:
+    for made, name, value in [(Json(), "text", {"a": [1]}), (Days(), f"{__name__}.Days", datetime.date(2026, 1, 2))]:
         own = codec(made)
         record = Record(own.encode(value))
         assert own.name == name
@@ -406,7 +407,7 @@ class Impostor(Json):
     "which", ["jpeg", "", None, 3, b"raw", Json, json, object(), [], Impostor()], ids=lambda which: type(which).__name__
 )
 def test_what_is_no_codec_is_told(which: Any) -> None:
-    with pytest.raises(errors.ConfigError, match=r"'raw', 'numpy', 'pickle'|cannot have the name"):
+    with pytest.raises(errors.ConfigError, match=r"'raw', 'numpy', 'arrow', 'json', 'pickle'|cannot have the name"):
         codec(which)
 
 

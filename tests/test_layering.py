@@ -48,6 +48,9 @@ ORDER = """
     origin < places < shards < tars < sources < cache
     _model < tar_index < shards
     _model _kernel.mappings < pfio_file
+    errors _model < _codecs
+    errors _model < _codecs.base < _codecs.plain < codecs
+    _codecs.by_value < codecs
     _model < codecs < spaces
     _engine.store < _loading.loads < _loading.desk < _loading.scout < _loading.keeper < _loading.steps < _loading.worker < _loading.loader
     _loading.loads sources < lazies
@@ -66,7 +69,8 @@ ORDER = """
     errors _model < _directories.marks < _directories.listings
     _engine.blobs remote _directories.manifests < _directories.walking < _directories.uploading
     errors _model < _tasks
-    errors _model < _tasks.hashing < _tasks.naming < _tasks.config < _tasks.bypass < _tasks.cached < tasks < cache
+    errors _model < _tasks.naming < _tasks.hashing < _tasks.binding < _tasks.cached < tasks < cache
+    errors _model < _tasks.config < _tasks.bypass < _tasks.cached
     codecs origin < _tasks.values < _tasks.cached
     cache < checkpoint < adapters cli
     cache pfio_file < adapters
@@ -81,9 +85,9 @@ THIRD_PARTY = {
     "rich": ("cli",),
     "botocore": ("remote.aws",),
     "fsspec": ("remote.clients", "adapters.fsspec", "adapters.ray"),
-    "pyarrow": ("remote.clients", "adapters.ray"),
+    "pyarrow": ("remote.clients", "_codecs.plain", "adapters.ray"),
     "ray": ("adapters.ray",),
-    "cloudpickle": ("remote.filesystems", "tasks", "codecs"),
+    "cloudpickle": ("remote.filesystems", "_codecs.by_value"),
     "yaml": ("_tasks.config",),
     "numpy": ("codecs",),
     "torch": ("codecs", "adapters.torch"),

@@ -2,7 +2,7 @@
 
 A payload begins at a multiple of 64 in its mapping, and arrays lie at multiples of 64 in it: what `decode` gives are views, not copies.
 Codecs hold no state of their own: callable from any thread, usable after a fork, picklable as far as a custom one is.
-NumPy and PyTorch are optional, and imported only where a value needs them.
+NumPy, PyTorch, PyArrow and cloudpickle are optional, and imported only where a value needs them.
 """
 
 from __future__ import annotations
@@ -16,47 +16,40 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, cast
 
 from forebay import errors
+from forebay._codecs import by_value
+from forebay._codecs.base import ALIGNMENT as ALIGNMENT
+from forebay._codecs.base import Codec as Codec
+from forebay._codecs.base import Named
+from forebay._codecs.base import damaged as _damaged
+from forebay._codecs.plain import Arrow, Json, needs_pyarrow
 from forebay._model import Buffer
 
-ALIGNMENT = 64
 # Smaller tensors are copied: the page faults of a private mapping take longer than that (150 KB read: 60 us, copied and read: 20).
 MAPPED_FROM = 512 * 1024
 
 
-class Codec(Protocol):
-    """How the values of an array are stored. ``name`` is stored with the array: another name is another codec."""
-
-    name: str
-
-    def encode(self, value: Any) -> Sequence[Buffer]:
-        """The pieces of the payload, in order, padding included. They may be views of ``value``: write them before it changes.
-        Raises `ConfigError` for a value that this codec cannot store, and whatever the value's own code raises."""
-
-    def decode(self, data: memoryview, private: Callable[[], memoryview]) -> Any:
-        """The value of a payload. What lies over ``data`` is read-only where ``data`` is.
-
-        ``private``: gives the same payload writable, with stores that stay with this value; called at most once, where needed.
-        Raises `Damaged` for bytes that `encode` did not make."""
-
-
 def codec(which: str | object) -> Codec:
-    """The codec named ``raw``, ``numpy`` or ``pickle``, or one over any object with ``encode(value)`` -> bytes-like and
-    ``decode(memoryview)`` -> value. The name of such a one is its ``name`` if that is a str, else that of its class.
-    Raises `ConfigError` for anything else, `MissingExtra` for ``numpy`` without NumPy."""
-    if isinstance(which, (_Raw, _Numpy, _Pickle, _Custom)):
-        return which
+    """The codec named ``raw``, ``numpy``, ``arrow``, ``json`` or ``pickle``, or one over any object with ``encode(value)`` -> bytes-like
+    and ``decode(memoryview)`` -> value. The name of such a one is its ``name`` if that is a str, else that of its class.
+    Raises `ConfigError` for anything else, `MissingExtra` for ``numpy`` without NumPy and ``arrow`` without PyArrow."""
+    if isinstance(which, (Named, _Custom)):
+        return cast(Codec, which)
     if which == "numpy":
         _numpy()
+    if which == "arrow":
+        needs_pyarrow()
     if isinstance(which, str) and which in _NAMED:
         return _NAMED[which]
     methods = (getattr(which, "encode", None), getattr(which, "decode", None))
     if isinstance(which, (str, type, ModuleType)) or not all(map(callable, methods)):
         what = f"the {type(which).__name__} {which!r}"
         raise errors.ConfigError(
-            f"{what} is no codec: give 'raw', 'numpy', 'pickle', or an object with the methods encode and decode", name="codec", value=what
+            f"{what} is no codec: give 'raw', 'numpy', 'arrow', 'json', 'pickle', or an object with the methods encode and decode",
+            name="codec",
+            value=what,
         )
     return _Custom(which)
 
@@ -72,17 +65,7 @@ def as_bytes(data: Buffer) -> memoryview:
         ) from error
 
 
-class _Named:
-    name: str
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return codec, (self.name,)
-
-    def __repr__(self) -> str:
-        return f"<forebay codec {self.name}>"
-
-
-class _Raw(_Named):
+class _Raw(Named):
     name = "raw"
 
     def encode(self, value: Any) -> Sequence[Buffer]:
@@ -119,7 +102,7 @@ class _Custom:
 _BLOCK = struct.Struct("64s")
 
 
-class _Numpy(_Named):
+class _Numpy(Named):
     """One byte: the head's length in blocks; the head, filled up with spaces; the array's memory."""
 
     name = "numpy"
@@ -187,10 +170,6 @@ def _use_pickle(what: str) -> errors.ConfigError:
     return errors.ConfigError(f"{what} cannot be stored by codec='numpy': use codec='pickle'", name="codec", value="numpy")
 
 
-def _damaged(what: str) -> errors.Damaged:
-    return errors.Damaged(f"a stored value is damaged: {what}", key="")
-
-
 @functools.cache
 def _numpy() -> Any:
     try:
@@ -219,16 +198,14 @@ def framed(stream: Buffer) -> bytes:
     return _FRONT.pack(_MARK, 0, len(stream)) + stream
 
 
-class _Pickle(_Named):
+class _Pickle(Named):
     """The front; for each buffer 8 bytes, twice its length, one more if its readers write into it; the pickle; the buffers, each
     at a multiple of 64."""
 
     name = "pickle"
 
     def encode(self, value: Any) -> Sequence[Buffer]:
-        stream = io.BytesIO()
-        pickler = _Pickler(stream)
-        pickler.dump(value)
+        stream, pickler = _pickled(value)
         buffers = pickler.buffers()
         table = struct.pack(f"<{len(buffers)}Q", *(2 * memory.nbytes + private for memory, private in buffers))
         pieces: list[Buffer] = [_FRONT.pack(_MARK, len(buffers), stream.tell()) + table, stream.getbuffer()]
@@ -289,7 +266,36 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         reduce = self._kinds.get(type(value))
-        return NotImplemented if reduce is None else reduce(self, value)
+        if reduce is not None:
+            return reduce(self, value)
+        return by_value.reduce(value) if by_value.of_the_program(value) else NotImplemented
+
+
+def _pickled(value: Any) -> tuple[io.BytesIO, _Pickler]:
+    """The pickle of a value, and who knows its buffers: by cloudpickle where pickle cannot. Raises what pickle raises."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    try:
+        pickler.dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        if by_value.cloudpickle() is None:
+            raise
+        stream = io.BytesIO()
+        pickler = _cloud_pickler()(stream)
+        pickler.dump(value)
+    return stream, pickler
+
+
+@functools.cache
+def _cloud_pickler() -> type[_Pickler]:
+    class CloudPickler(_Pickler, by_value.cloudpickle().Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, io.TextIOBase):  # which it would make a text in memory
+                raise TypeError(f"cannot pickle {type(value).__name__!r} object")
+            reduced = _Pickler.reducer_override(self, value)
+            return super(_Pickler, self).reducer_override(value) if reduced is NotImplemented else reduced
+
+    return CloudPickler
 
 
 _Reduce = Callable[[_Pickler, Any], Any]
@@ -357,4 +363,4 @@ def _tensor(memory: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int,
     return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_() if requires_grad else tensor
 
 
-_NAMED: dict[str, Codec] = {c.name: c for c in (_Raw(), _Numpy(), _Pickle())}
+_NAMED: dict[str, Codec] = {c.name: c for c in (_Raw(), _Numpy(), Arrow(), Json(), _Pickle())}

@@ -1,0 +1,1 @@
+"""The rooms below `forebay.codecs`: what all codecs share, and those that need nothing of the others."""
