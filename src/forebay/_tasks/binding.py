@@ -1,0 +1,267 @@
+"""Which call is which: arguments brought to their parameters, a tag made of them, and their digest."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import string
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from forebay import errors
+from forebay._tasks.hashing import Unstable, as_own, kind_of, written
+from forebay._tasks.naming import Tag, identity_of, prefix_of
+
+log = logging.getLogger("forebay.tasks")
+
+TagRule = str | Callable[..., str] | None
+_VAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call: ``tag``, with its key; ``digest`` of its arguments."""
+
+    tag: Tag
+    digest: str
+
+
+class Naming:
+    """How the calls of one function are told apart. Callable from any thread; pickles where the function does.
+
+    ``name``: as a configuration calls it; ``identity``: as its keys do. Raises `ConfigError` for a rule that cannot work."""
+
+    def __init__(
+        self, function: Callable[..., Any], tag: TagRule, version: object = None, ignore: str | tuple[str, ...] = (),
+        identity: str | None = None,
+    ) -> None:  # fmt: skip
+        self.function, self.version = function, None if version is None else str(version)
+        self.identity = identity or identity_of(function)
+        self.name: str = getattr(function, "__name__", None) or self.identity.rpartition(".")[2]
+        self._rule, self._ignore = tag, (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        self._prefix = prefix_of(self.identity, self.version)
+        self._told: set[str] = set()
+        self._own: bytes | None = None
+        self._parameters = _parameters_of(function)
+        self._bind = _binder(self.name, self._parameters)
+        self._counted, self._names, self._dropped = self._what_counts()
+        self._head = "\0".join(self._names).encode("utf-8", "surrogatepass") + b"\0\0"
+        self._make_tag = self._rule_of(tag)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Naming, (self.function, self._rule, self.version, self._ignore, self.identity)
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tag: str | None = None) -> Call | None:
+        """The call with these arguments; None, with one warning, where it cannot be told from others.
+
+        ``tag``: takes the place of what the rule gives. With a tag, an argument without content that stays counts by its type only.
+        Raises `ConfigError` where the tag cannot be made."""
+        try:
+            values = self._bind(*args, **kwargs)
+        except TypeError:
+            if self._say("bind"):
+                log.debug("%s runs uncached where its arguments are not those of its signature", self.identity)
+            return None
+        said = tag if tag is not None else self._make_tag(values, args, kwargs) if self._make_tag is not None else None
+        try:
+            digest = self._digest(values)
+        except Unstable as error:
+            if said is None:
+                self._tell_uncached(error)
+                return None
+            digest = self._lenient_digest(values)
+        if said is None:
+            return Call(Tag(digest, self._prefix + digest, given=False), digest)
+        return Call(Tag(said, self._prefix + said), digest)
+
+    def tag_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tag:
+        """The tag of the call with these arguments. Raises `ConfigError` where there is none, TypeError as the call would."""
+        values = self._bind(*args, **kwargs)
+        if self._make_tag is not None:
+            said = self._make_tag(values, args, kwargs)
+            return Tag(said, self._prefix + said)
+        try:
+            digest = self._digest(values)
+        except Unstable as error:
+            message = f"{self.identity}: {self._where(error)} has no content to make a tag of: give a tag, or ignore it"
+            raise errors.ConfigError(message, name="tag", value="") from error
+        return Tag(digest, self._prefix + digest, given=False)
+
+    # -- digests ---------------------------------------------------------------------------------------------------
+
+    def _digest(self, values: tuple[Any, ...]) -> str:
+        if self._counted is not None or self._dropped:
+            values = self._counting(values)
+        own = self._own if self._own is not None else self._written_own()
+        return xxhash.xxh3_128_hexdigest(own + b"".join(written(values)))
+
+    def _lenient_digest(self, values: tuple[Any, ...]) -> str:
+        parts = []
+        for index, value in enumerate(self._counting(values)):
+            try:
+                parts += written((value,))
+            except Unstable as error:
+                error.index = index
+                parts.append(kind_of(value))
+                if self._say(f"unstable {index}"):
+                    log.warning("%s: %s counts by its type only: it has no content that stays", self.identity, self._where(error))
+        try:
+            own = self._own if self._own is not None else self._written_own()
+        except Unstable as error:
+            own = self._own = self._head
+            log.warning("%s: what it closes over does not count: %s has no content that stays", self.identity, error.what)
+        return xxhash.xxh3_128_hexdigest(own + b"".join(parts))
+
+    def _written_own(self) -> bytes:
+        """What tells functions of the same name apart: as it is when the first call is made."""
+        try:
+            self._own = self._head + as_own(self.function)
+        except Unstable as error:
+            error.index = -1
+            raise
+        return self._own
+
+    def _counting(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values of the parameters that count."""
+        if self._dropped:
+            rest = {name: value for name, value in values[-1].items() if name not in self._dropped}
+            values = (*values[:-1], rest)
+        return values if self._counted is None else tuple([values[i] for i in self._counted])
+
+    def _what_counts(self) -> tuple[tuple[int, ...] | None, tuple[str, ...], frozenset[str]]:
+        """Which of the parameters count (None: all), their names, and which names among ``**kwargs`` do not."""
+        names = tuple(self._parameters)
+        unknown = frozenset(self._ignore) - frozenset(names)
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._parameters.values())
+        if unknown and not takes_any:
+            message = f"{self.identity} has no parameter {', '.join(map(repr, sorted(unknown)))} to ignore: it has {_listed(names)}"
+            raise errors.ConfigError(message, name="ignore", value=self._ignore)
+        if not self._ignore:
+            return None, names, frozenset()
+        counted = tuple(i for i, name in enumerate(names) if name not in self._ignore)
+        return counted, tuple(names[i] for i in counted), unknown
+
+    # -- tags ------------------------------------------------------------------------------------------------------
+
+    def _rule_of(self, rule: TagRule) -> Callable[[tuple[Any, ...], tuple[Any, ...], Mapping[str, Any]], str] | None:
+        if rule is None:
+            return None
+        if isinstance(rule, str):
+            self._check_format(rule)
+            return self._formatted
+        if callable(rule):
+            return self._computed
+        message = f"{self.identity}: tag={rule!r} is neither a format string over the arguments nor a function of them"
+        raise errors.ConfigError(message, name="tag", value=repr(rule))
+
+    def _formatted(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        named, listed = dict(zip(self._parameters, values, strict=True)), list[Any]()
+        for parameter in self._parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                listed += named[parameter.name]
+            elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                named = {**named, **named[parameter.name]}
+            elif parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                listed.append(named[parameter.name])
+        try:
+            return str(self._rule).format(*listed, **named)
+        except Exception as error:
+            raise self._bad_format(f"{type(error).__name__}: {error}", tuple(named)) from error
+
+    def _computed(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        assert callable(self._rule)
+        said = self._rule(*args, **kwargs)
+        if not isinstance(said, str):
+            message = f"{self.identity}: its tag= gave the {type(said).__name__} {said!r}, where a str is wanted"
+            raise errors.ConfigError(message, name="tag", value=repr(said))
+        return said
+
+    def _check_format(self, rule: str) -> None:
+        """What can be known before the first call: whether each field is an argument."""
+        kinds = [p.kind for p in self._parameters.values()]
+        places = sum(k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in kinds)
+        open_places, open_names = (kind in kinds for kind in _VAR)
+        try:
+            fields = _fields(rule)
+        except ValueError as error:
+            raise self._bad_format(str(error), tuple(self._parameters)) from error
+        unnumbered = 0
+        for field in fields:
+            if field.isdigit() or not field:
+                known = open_places or int(field or unnumbered) < places
+                unnumbered += not field
+            else:
+                known = open_names or field in self._parameters
+            if not known:
+                raise self._bad_format(f"there is no argument {field!r}", tuple(self._parameters))
+
+    def _bad_format(self, why: str, names: tuple[str, ...]) -> errors.ConfigError:
+        message = f"{self.identity}: no tag can be made by {self._rule!r}: {why}. The arguments are {_listed(names)}"
+        return errors.ConfigError(message, name="tag", value=self._rule)
+
+    # -- words -----------------------------------------------------------------------------------------------------
+
+    def _where(self, error: Unstable) -> str:
+        if error.index < 0:
+            return f"what it closes over ({error.what})"
+        return f"argument {self._names[error.index]!r} ({error.what})"
+
+    def _tell_uncached(self, error: Unstable) -> None:
+        if self._say("uncached"):
+            log.warning("%s runs uncached: %s has no content that stays: give a tag, or ignore it", self.identity, self._where(error))
+
+    def _say(self, what: str) -> bool:
+        """Whether this is the first time."""
+        first = what not in self._told
+        self._told.add(what)
+        return first
+
+
+def _parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (ValueError, TypeError):  # some built-in ones do not tell
+        kinds = zip(("args", "kwargs"), _VAR, strict=True)
+        return {name: inspect.Parameter(name, kind) for name, kind in kinds}
+
+
+def _binder(name: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[..., tuple[Any, ...]]:
+    """A function with these parameters that gives the values which a call brings to them: no other way is as quick."""
+    heads, names, last = [], list(parameters), None
+    for parameter in parameters.values():
+        kind = parameter.kind
+        if last is parameter.POSITIONAL_ONLY and kind is not parameter.POSITIONAL_ONLY:
+            heads.append("/")
+        if kind is parameter.KEYWORD_ONLY and last not in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL):
+            heads.append("*")
+        mark = "*" if kind is parameter.VAR_POSITIONAL else "**" if kind is parameter.VAR_KEYWORD else ""
+        heads.append(f"{mark}{parameter.name}" + ("" if parameter.default is parameter.empty else "=None"))
+        last = kind
+    if last is inspect.Parameter.POSITIONAL_ONLY:
+        heads.append("/")
+    made: types.FunctionType = eval(f"lambda {', '.join(heads)}: ({''.join(n + ', ' for n in names)})")  # names are identifiers
+    given = [p for p in parameters.values() if p.default is not p.empty]
+    made.__defaults__ = tuple(p.default for p in given if p.kind is not p.KEYWORD_ONLY)
+    made.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
+    made.__name__ = made.__qualname__ = name
+    return made
+
+
+def _fields(rule: str) -> list[str]:
+    """The arguments that a format string names, those within a format specification too. Raises ValueError."""
+    found = []
+    for _, field, spec, _ in string.Formatter().parse(rule):
+        if field is not None:
+            found += [re.split(r"[.\[]", field, maxsplit=1)[0], *_fields(spec or "")]
+    return found
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,245 @@
+"""Functions whose outputs are kept."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from forebay import errors
+from forebay._tasks import hashing
+from forebay._tasks.binding import Call, Naming, TagRule
+from forebay._tasks.bypass import Bypass, Replay
+from forebay._tasks.config import Config
+from forebay._tasks.values import Values
+
+
+class Tasks(Protocol):
+    """What of `forebay.tasks.Tasks` is needed here."""
+
+    _values: Values
+    _config: Config | None
+    _bypass: Bypass
+
+    def _count(self, name: str, n: int = 1) -> None: ...
+
+
+def decorate(tasks: Tasks, function: Any = None, tag: TagRule = None, version: object = None, ignore: str | tuple[str, ...] = ()) -> Any:
+    """See `Tasks.cached`. Without a function: a decorator."""
+    if function is None:
+        return functools.partial(decorate, tasks, tag=tag, version=version, ignore=ignore)
+    if isinstance(function, classmethod):
+        return _OfClass(decorate(tasks, function.__func__, tag, version, ignore))
+    if isinstance(function, staticmethod):
+        return staticmethod(decorate(tasks, function.__func__, tag, version, ignore))
+    if isinstance(function, types.MethodType):
+        return Bound(decorate(tasks, function.__func__, tag, version, ignore), function.__self__)
+    if not callable(function):
+        message = f"{function!r} cannot be cached: it is no function. Options are given by name: @tasks.cached(tag=...)"
+        raise errors.ConfigError(message, name="function", value=repr(function))
+    naming = Naming(function, tag, version, ignore)
+    if _is(function, inspect.isgeneratorfunction) or _is(function, inspect.isasyncgenfunction):
+        message = f"{naming.identity} cannot be cached: it yields its output piece by piece. Let it return a list"
+        raise errors.ConfigError(message, name="function", value=naming.identity)
+    return _made(tasks, naming)
+
+
+class Cached:
+    """A function whose output is kept: called, it gives what it gave for these arguments before, and runs where there is nothing.
+
+    At most one process of the node runs a given call at a time; the others wait for what it gives, or raises. Callable from any thread;
+    usable in both processes after a fork; pickles as far as its function does. As an attribute of a class it is a method."""
+
+    __name__: str
+    __qualname__: str
+
+    def __init__(self, tasks: Tasks, naming: Naming) -> None:
+        functools.update_wrapper(self, naming.function)
+        self.__name__ = naming.name
+        self.__qualname__ = naming.identity if not hasattr(naming.function, "__qualname__") else naming.function.__qualname__
+        self.__wrapped__: Callable[..., Any] = naming.function
+        self._tasks, self._naming, self._values, self._config = tasks, naming, tasks._values, tasks._config
+        self._is_left_alone = self._config is not None and not (self._is_listed(self._config) or tasks._bypass.concerns(naming.name))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _make_reachable(self)
+        return _made, (self._tasks, self._naming)
+
+    def __repr__(self) -> str:
+        return f"<forebay cached function {self._naming.identity}>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else Bound(self, instance)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._config is not None:
+            return self._by_config(args, kwargs)
+        call = self._naming.call(args, kwargs)
+        return self._run(args, kwargs) if call is None else self._kept(call, args, kwargs)
+
+    def call_uncached(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the function, whatever is kept; keep nothing."""
+        return self._run(args, kwargs)
+
+    def tag_of(self, /, *args: Any, **kwargs: Any) -> str:
+        """The key under which the output of this call is kept: what `Tasks.read` takes. Raises `ConfigError` where there is none."""
+        return self._naming.tag_of(args, kwargs).key
+
+    def evict(self, /, *args: Any, **kwargs: Any) -> bool:
+        """Remove the output of this call. False if there is none."""
+        return self._values.evict(self.tag_of(*args, **kwargs))
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tasks._count("runs")
+        return self.__wrapped__(*args, **kwargs)
+
+    def _kept(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], pin: bool = False) -> Any:
+        key, digest, who = call.tag.key, call.digest, self._naming.identity
+        found = self._values.look(key, digest, who=who)
+        if found is not None:
+            return found[0]
+        run = functools.partial(self._run, args, kwargs)
+        return self._values.single(key, digest, run, pin=pin, who=who, looked=True)
+
+    def _by_config(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_left_alone:
+            return self._run(args, kwargs)
+        call, replay, keeps, pin = self._judged(args, kwargs)
+        if replay is not None:
+            return self._replayed(replay(*args, **kwargs), replay, call if keeps else None, pin)
+        if call is None or not keeps:
+            return self._run(args, kwargs)
+        return self._kept(call, args, kwargs, pin)
+
+    def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, Replay | None, bool, bool]:
+        """The call, what replays it, whether its output is kept, and whether for good."""
+        assert self._config is not None
+        call, name = self._naming.call(args, kwargs), self._naming.name
+        tag = call.tag if call is not None else None
+        replay = self._tasks._bypass.choose(name, tag, args, kwargs)
+        return call, replay, call is not None and self._config.caches(name, tag), self._config.pins(name, tag)
+
+    def _replayed(self, value: Any, replay: Replay, call: Call | None, pin: bool) -> Any:
+        self._tasks._count("replays")
+        if call is not None and not replay.is_from_cache:
+            self._values.keep(call.tag.key, value, digest=call.digest, pin=pin, who=self._naming.identity)
+        return value
+
+    def _is_listed(self, config: Config) -> bool:
+        rule = config.cache.get(self._naming.name)
+        return rule is not None and rule.on
+
+
+class AsyncCached(Cached):
+    """The same of a coroutine function: the event loop goes on while another makes the value."""
+
+    # What `inspect` asks of a function, to see that this is one, and of which kind.
+    __code__ = property(lambda self: self.__wrapped__.__code__)
+    __defaults__ = property(lambda self: self.__wrapped__.__defaults__)
+    __kwdefaults__ = property(lambda self: self.__wrapped__.__kwdefaults__)
+
+    def __init__(self, tasks: Tasks, naming: Naming) -> None:
+        super().__init__(tasks, naming)
+        mark = getattr(inspect, "markcoroutinefunction", None)
+        if mark is not None:
+            mark(self)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        return self._awaited(args, kwargs)
+
+    async def _awaited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_left_alone:
+            return await self._run(args, kwargs)
+        call, replay, keeps, pin = self._naming.call(args, kwargs), None, True, False
+        if self._config is not None:
+            call, replay, keeps, pin = self._judged(args, kwargs)
+        if replay is not None:
+            value = replay(*args, **kwargs)
+            value = await value if inspect.isawaitable(value) else value
+            return self._replayed(value, replay, call if keeps else None, pin)
+        if call is None or not keeps:
+            return await self._run(args, kwargs)
+        run = functools.partial(self._run, args, kwargs)
+        return await self._values.single_async(call.tag.key, call.digest, run, pin=pin, who=self._naming.identity)
+
+
+class Bound:
+    """A cached method of one object."""
+
+    def __init__(self, cached: Cached, instance: Any) -> None:
+        self.__func__, self.__self__ = cached, instance
+        self.__wrapped__ = types.MethodType(cached.__wrapped__, instance)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def call_uncached(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the method, whatever is kept; keep nothing."""
+        return self.__func__.call_uncached(self.__self__, *args, **kwargs)
+
+    def tag_of(self, /, *args: Any, **kwargs: Any) -> str:
+        """The key under which the output of this call is kept."""
+        return self.__func__.tag_of(self.__self__, *args, **kwargs)
+
+    def evict(self, /, *args: Any, **kwargs: Any) -> bool:
+        """Remove the output of this call. False if there is none."""
+        return self.__func__.evict(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__func__", "__self__"):  # before it has any
+            raise AttributeError(name)
+        return getattr(self.__func__, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bound, (self.__func__, self.__self__)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bound) and self.__func__ is other.__func__ and self.__self__ is other.__self__
+
+    def __hash__(self) -> int:
+        return hash((id(self.__func__), id(self.__self__)))
+
+    def __repr__(self) -> str:
+        return f"<forebay cached method {self.__func__._naming.identity} of {self.__self__!r}>"
+
+
+class _OfClass:
+    """A cached class method."""
+
+    def __init__(self, cached: Cached) -> None:
+        self.__func__ = cached
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Bound:
+        return Bound(self.__func__, owner if owner is not None else type(instance))
+
+
+def _made(tasks: Tasks, naming: Naming) -> Cached:
+    kind = AsyncCached if _is(naming.function, inspect.iscoroutinefunction) else Cached
+    return kind(tasks, naming)
+
+
+def _is(function: Any, question: Callable[[Any], bool]) -> bool:
+    """Ask `inspect` about a function, or about what runs when an object is called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return question(function) or (not inspect.isroutine(function) and not inspect.isclass(function) and question(type(function).__call__))
+
+
+def _make_reachable(cached: Cached) -> None:
+    """Let pickle find the function: its own name leads to the wrapper now, if this was a decorator."""
+    function, name = cached.__wrapped__, cached.__qualname__
+    found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    while found is not None and found is not function:
+        step = "__func__" if isinstance(found, (Bound, types.MethodType)) else "__wrapped__"
+        name, found = f"{name}.{step}", getattr(found, step, None)
+    if found is function and isinstance(function, types.FunctionType):
+        function.__qualname__ = name  # tracebacks go by that of its code
+
+
+hashing.register(Cached, lambda cached: (cached._naming.identity, cached._naming.version))
+hashing.register(Bound, lambda bound: (bound.__func__, bound.__self__))

@@ -1,0 +1,235 @@
+"""Which functions are cached, and which are replayed: read from a YAML file, checked whole, each fault told with its line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forebay import errors
+
+SECTIONS = {"cache": ("cache", "tags", "pin"), "bypass": ("bypass", "tags", "data")}
+"""What may stand below the name of a function in each section; the first of them says whether it is on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is said of one function. ``tags``: patterns, one of which a tag must match as a whole; None: any call, with a tag or without.
+    ``data``: path of the file that a replay is given, as written: relative to the working directory. ``pin``: never evicted."""
+
+    name: str
+    on: bool
+    tags: tuple[re.Pattern[str], ...] | None = None
+    data: str | None = None
+    pin: bool = False
+
+    def fits(self, tag: str | None) -> bool:
+        """Whether a call with this tag is meant."""
+        if self.tags is None:
+            return True
+        return tag is not None and getattr(tag, "given", True) and any(pattern.fullmatch(tag) for pattern in self.tags)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a file says; functions by their ``__name__``. ``source``: the file. Equal where they say the same; pickles."""
+
+    cache: Mapping[str, Rule] = field(default_factory=dict)
+    bypass: Mapping[str, Rule] = field(default_factory=dict)
+    source: str = field(default="", compare=False)
+
+    def caches(self, name: str, tag: str | None = None) -> bool:
+        """Whether the output of this call of the function ``name`` is kept."""
+        rule = self.cache.get(name)
+        return rule is not None and rule.on and rule.fits(tag)
+
+    def pins(self, name: str, tag: str | None = None) -> bool:
+        """Whether it is kept for good."""
+        return self.caches(name, tag) and self.cache[name].pin
+
+    def replays(self, name: str, tag: str | None = None) -> Rule | None:
+        """The rule by which this call may be replayed; None if it is to run."""
+        rule = self.bypass.get(name)
+        return rule if rule is not None and rule.on and rule.fits(tag) else None
+
+    def as_chia(self) -> dict[str, bool | list[str]]:
+        """The section ``cache`` as CHIA's ``get_config`` gives it: True, or the patterns of the tags, by function."""
+        on = (rule for rule in self.cache.values() if rule.on)
+        return {rule.name: True if rule.tags is None else [p.pattern for p in rule.tags] for rule in on}
+
+
+def load(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
+    """The configuration in a YAML file, or in a mapping that is built as such a file.
+
+    Raises `ConfigError` that names the line, what was found there and what is allowed; for a file that is not there one that is a
+    FileNotFoundError too; `MissingExtra` without PyYAML."""
+    if isinstance(source, Config):
+        return source
+    if isinstance(source, Mapping):
+        return _checked(_of_mapping(source), "config")
+    path = os.fspath(source)
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        kind = NoConfig if isinstance(error, FileNotFoundError) else errors.ConfigError
+        raise kind(f"the configuration {path!r} cannot be read: {error.strerror}", name="config", value=path) from error
+    return _checked(_parsed(data, path), path)
+
+
+class NoConfig(errors.ConfigError, FileNotFoundError):
+    """The file that was named is not there."""
+
+
+# -- text to values with their lines -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    """A value, and the line that it stands in; None: it came from no file. Of a mapping: by key, with the key's own line."""
+
+    value: Any
+    line: int | None
+
+
+def _parsed(data: bytes, path: str) -> _At:
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise errors.MissingExtra.of("a configuration in YAML", "tasks") from error
+    try:
+        loader = yaml.SafeLoader(data)
+        node = loader.get_single_node()
+        return _of_node(loader, node, path, ()) if node is not None else _At({}, 1)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise _fault(path, mark.line + 1 if mark else None, f"this is no YAML: {error.problem or error.context}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        if isinstance(error, errors.ConfigError):
+            raise
+        raise _fault(path, None, f"this is no YAML: {error}") from error
+
+
+def _of_node(loader: Any, node: Any, path: str, above: tuple[Any, ...]) -> _At:
+    line = node.start_mark.line + 1
+    if any(node is one for one in above):
+        raise _fault(path, line, "an alias of what it stands in")
+    if node.id == "sequence":
+        return _At([_of_node(loader, item, path, (*above, node)) for item in node.value], line)
+    if node.id == "scalar":
+        return _At(loader.construct_object(node), line)
+    seen: dict[Any, int] = {}
+    for key, _ in node.value:
+        if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+            raise _fault(path, key.start_mark.line + 1, f"{key.value!r} stands here a second time; the first is in line {seen[key.value]}")
+        if key.id == "scalar":
+            seen[key.value] = key.start_mark.line + 1
+    loader.flatten_mapping(node)  # what `<<` brings comes first
+    found = {}
+    for key, item in node.value:
+        name = _of_node(loader, key, path, (*above, node))
+        if not isinstance(name.value, str):
+            raise _fault(path, name.line, f"{name.value!r} ({type(name.value).__name__}) is no name: put it in quotes if it is one")
+        found[name.value] = _At(_of_node(loader, item, path, (*above, node)), name.line)
+    return _At(found, line)
+
+
+def _of_mapping(value: Any) -> _At:
+    if isinstance(value, Mapping):
+        return _At({key: _At(_of_mapping(item), None) for key, item in value.items()}, None)
+    return _At([_of_mapping(item) for item in value] if isinstance(value, (list, tuple)) else value, None)
+
+
+# -- values to rules ---------------------------------------------------------------------------------------------------
+
+
+def _checked(root: _At, path: str) -> Config:
+    if root.value is None:
+        root = _At({}, 1)
+    if not isinstance(root.value, dict):
+        raise _fault(path, root.line, f"{_told(root)} stands where the sections {_any_of(SECTIONS)} are wanted")
+    rules: dict[str, dict[str, Rule]] = {"cache": {}, "bypass": {}}
+    for section, found in root.value.items():
+        if section not in SECTIONS:
+            raise _fault(path, found.line, _unknown("section", section, SECTIONS))
+        body = found.value
+        if body.value is None:
+            continue
+        if not isinstance(body.value, dict):
+            raise _fault(path, body.line, f"{section}: {_told(body)} stands where functions are wanted: `name: true`")
+        for name, spec in body.value.items():
+            if not isinstance(name, str):
+                raise _fault(path, spec.line, f"{section}: {name!r} is no name of a function")
+            rules[section][name] = _rule(path, section, name, spec.value)
+    return Config(rules["cache"], rules["bypass"], path)
+
+
+def _rule(path: str, section: str, name: str, spec: _At) -> Rule:
+    place = f"{section}: {name}"
+    if isinstance(spec.value, bool):
+        return Rule(name, spec.value)
+    if not isinstance(spec.value, dict):
+        message = f"{place}: {_told(spec)} stands where true, false or the keys {_any_of(SECTIONS[section])} are wanted"
+        raise _fault(path, spec.line, message)
+    for key, found in spec.value.items():
+        if key not in SECTIONS[section]:
+            raise _fault(path, found.line, f"{place}: {_unknown('key', key, SECTIONS[section])}")
+    given = {key: found.value for key, found in spec.value.items()}
+    on, pin = (_flag(path, place, key, given.get(key)) for key in (section, "pin"))
+    return Rule(name, on, _tags(path, place, given.get("tags")), _data(path, place, given.get("data")), pin)
+
+
+def _flag(path: str, place: str, key: str, found: _At | None) -> bool:
+    if found is not None and not isinstance(found.value, bool):
+        raise _fault(path, found.line, f"{place}: {key} is {_told(found)}, where true or false is wanted")
+    return found is not None and bool(found.value)
+
+
+def _tags(path: str, place: str, found: _At | None) -> tuple[re.Pattern[str], ...] | None:
+    if found is None or found.value is None:
+        return None
+    listed = found.value if isinstance(found.value, list) else [found]
+    patterns = []
+    for one in listed:
+        if not isinstance(one.value, str):
+            raise _fault(path, one.line, f"{place}: tags: {_told(one)} stands where a regular expression is wanted, or a list of them")
+        try:
+            patterns.append(re.compile(one.value))
+        except (re.error, RecursionError, OverflowError) as error:
+            raise _fault(path, one.line, f"{place}: tags: {one.value!r} is no regular expression: {error}") from error
+    return tuple(patterns)
+
+
+def _data(path: str, place: str, found: _At | None) -> str | None:
+    if found is None or found.value is None:
+        return None
+    if not isinstance(found.value, str) or not found.value:
+        raise _fault(path, found.line, f"{place}: data is {_told(found)}, where the path of a file is wanted")
+    return found.value
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _fault(path: str, line: int | None, message: str) -> errors.ConfigError:
+    where = f"{path}, line {line}" if line is not None else path
+    return errors.ConfigError(f"{where}: {message}", name="config", value=path, line=line)
+
+
+def _told(found: _At) -> str:
+    kinds = {dict: "a mapping", list: "a list", type(None): "nothing", str: "the text", bool: "the truth value", int: "the number"}
+    kind = kinds.get(type(found.value), f"the {type(found.value).__name__}")
+    return kind if isinstance(found.value, (dict, list, type(None))) else f"{kind} {found.value!r}"
+
+
+def _unknown(what: str, found: object, known: Any) -> str:
+    near = difflib.get_close_matches(str(found), list(known), 1)
+    return f"there is no {what} {str(found)!r}{f': is {near[0]!r} meant?' if near else ''} It may be {_any_of(known)}"
+
+
+def _any_of(known: Any) -> str:
+    names = [repr(name) for name in known]
+    return f"{', '.join(names[:-1])} or {names[-1]}"

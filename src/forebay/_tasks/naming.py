@@ -1,0 +1,75 @@
+"""What a call's output is called: the tag that a user says, and the key under which the output is kept."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any, Self
+
+INSIDE = (".__wrapped__", ".__func__")
+
+
+class Tag(str):
+    """A tag: a str like any other, which also knows the key under which the output of its call is kept.
+
+    ``given``: False where nobody gave one and the digest of the arguments stands for it: such a tag fits no pattern of a
+    configuration. Pickled, it stays what it is."""
+
+    __slots__ = ("given", "key")
+    key: str
+    given: bool
+
+    def __new__(cls, tag: str, key: str | None = None, given: bool = True) -> Self:
+        made = super().__new__(cls, tag)
+        made.key = str(tag) if key is None else key
+        made.given = given
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tag, (str(self), self.key, self.given)
+
+
+def key_of(identity: str, version: str | None, tag: str) -> str:
+    """The key of one call's output: ``module.qualname:tag``, or ``module.qualname@version:tag``."""
+    return f"{prefix_of(identity, version)}{tag}"
+
+
+def prefix_of(identity: str, version: str | None) -> str:
+    """What the keys of a function begin with. Two functions, or versions, never share it."""
+    return f"{_plain(identity)}:" if version is None else f"{_plain(identity)}@{_plain(version)}:"
+
+
+def identity_of(function: Any) -> str:
+    """``module.qualname`` of a function, a class, a partial or an object that can be called: the same in each process."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return place_of(function if isinstance(getattr(function, "__qualname__", None), str) else type(function))
+
+
+def place_of(named: Any) -> str:
+    """``module.qualname`` of a function or class. What was pickled as the inside of a wrapper is called as it was before."""
+    qualname: str = named.__qualname__
+    while qualname.endswith(INSIDE):
+        qualname = qualname.rpartition(".")[0]
+    return f"{module_of(named)}.{qualname}"
+
+
+def module_of(named: Any) -> str:
+    """The module of a function or class. A script is called by its file, or as ``python -m`` was told, since its children, and
+    workers that the function is sent to, know it under other names; typed in by hand it stays ``__main__``."""
+    module = getattr(named, "__module__", None)
+    if not isinstance(module, str):
+        return "builtins"
+    if module not in ("__main__", "__mp_main__"):
+        return module
+    lived_in: dict[str, Any] = getattr(named, "__globals__", None) or vars(sys.modules.get("__main__", sys))
+    spec, file = lived_in.get("__spec__"), lived_in.get("__file__")
+    if spec is not None and spec.name not in ("__main__", "__mp_main__"):
+        return str(spec.name)
+    return os.path.splitext(os.path.basename(file))[0] or "__main__" if isinstance(file, str) else "__main__"
+
+
+def _plain(part: str) -> str:
+    """A part of a key without the marks that end one."""
+    return part.replace("%", "%25").replace(":", "%3A").replace("@", "%40")
