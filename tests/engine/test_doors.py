@@ -34,6 +34,14 @@ def test_many_values_in_one_call(store: Store) -> None:
     assert [text_of(store, "values", key) for key in "abc"] == [b"1", b"2" * 100_000, b"3"]
 
 
+def test_what_was_replaced_but_is_still_held_is_not_counted_as_served(store: Store) -> None:
+    store.put("values", "k", b"1" * 100_000)
+    with store.lease("values", "k"):  # type: ignore[union-attr]
+        store.put("values", "k", b"2" * 90_000)
+        assert store.usage_of("values") == (90_000, 1)
+    assert store.usage_of("nothing") == (0, 0)
+
+
 def test_many_values_that_need_room(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "root", Settings(budget=100_000, min_free=0))
     store.put_many("values", [(f"k{i}", b"x" * 10_000) for i in range(30)])

@@ -165,9 +165,8 @@ class Ahead(Engine):
         return self._leases.adopt(entry)
 
     def usage_of(self, space: str) -> tuple[int, int]:
-        """Bytes and number of the entries that a space has now."""
-        found = spaces.find(self._catalog, space)
-        return (found.bytes, found.entries) if found is not None else (0, 0)
+        """Bytes and number of the entries that a space serves now."""
+        return spaces.live(self._catalog, space)
 
     def limits_of(self, space: str) -> tuple[int, str]:
         """Bytes that one entry of a space can have at most, and the policy of the space."""

@@ -78,7 +78,7 @@ FROM spaces
 _FROM = "SELECT id, name, kind, policy, quota, bytes, charge, entries, max_count FROM spaces"
 _SEEN = f"""
 SELECT id, name, kind, policy, quota, bytes, charge,
-    entries - (SELECT count(*) FROM entries WHERE state > {LIVE} AND space = spaces.id), max_count
+    entries - (SELECT count(*) FROM entries WHERE state > {LIVE} AND space = spaces.id) AS entries, max_count
 FROM spaces
 """
 
@@ -96,6 +96,12 @@ def by_id(rows: Rows, id: int) -> Space | None:
 def every(rows: Rows) -> list[Space]:
     """For people who look: ``entries`` counts live ones only."""
     return [Space(*row) for row in rows.all(_SEEN)]
+
+
+def live(rows: Rows, name: str) -> tuple[int, int]:
+    """Bytes and number of the entries that one space serves; what was replaced or is being unlinked apart."""
+    row = rows.one(f"SELECT bytes, entries FROM ({_SEEN} WHERE name = ?)", name)
+    return (row[0], row[1]) if row else (0, 0)
 
 
 def insert(txn: Txn, name: str, kind: str, policy: str, quota: int | None) -> None:
