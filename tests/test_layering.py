@@ -69,12 +69,18 @@ ORDER = """
     errors _model < _directories.marks < _directories.listings
     _engine.blobs remote _directories.manifests < _directories.walking < _directories.uploading
     errors _model < _tasks
-    errors _model < _tasks.naming < _tasks.hashing < _tasks.binding < _tasks.cached < tasks < cache
+    errors _model < _tasks.naming < _tasks.writing < _tasks.contents < _tasks.hashing < _tasks.binding < _tasks.cached < tasks < cache
     errors _model < _tasks.config < _tasks.bypass < _tasks.cached
     codecs origin < _tasks.values < _tasks.cached
     cache < checkpoint < adapters cli
     cache pfio_file < adapters
 """
+
+# The half of tasks is imported without the half of checkpoints, which needs pyarrow.
+RAY = (
+    "adapters.ray_checkpoint", "adapters.ray_head", "adapters.ray_sessions", "adapters.ray_calls", "adapters.ray_task",
+    "adapters.ray_tasks", "adapters.chia",
+)  # fmt: skip
 
 # Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
 THIRD_PARTY = {
@@ -84,9 +90,9 @@ THIRD_PARTY = {
     "click": ("cli",),
     "rich": ("cli",),
     "botocore": ("remote.aws",),
-    "fsspec": ("remote.clients", "adapters.fsspec", "adapters.ray"),
-    "pyarrow": ("remote.clients", "_codecs.plain", "adapters.ray"),
-    "ray": ("adapters.ray",),
+    "fsspec": ("remote.clients", "adapters.fsspec", "adapters.ray_checkpoint"),
+    "pyarrow": ("remote.clients", "_codecs.plain", "adapters.ray_checkpoint"),
+    "ray": RAY,
     "cloudpickle": ("remote.filesystems", "_codecs.by_value"),
     "yaml": ("_tasks.config",),
     "numpy": ("codecs",),
@@ -102,8 +108,8 @@ LOADED_WITH = {
     "urllib3": ("remote.connections", "remote.answers"),
     "torch": ("adapters.torch",),
     "megatron": ("adapters.energon",),
-    "ray": ("adapters.ray",),
-    "pyarrow": ("adapters.ray",),
+    "ray": RAY,
+    "pyarrow": ("adapters.ray_checkpoint",),
 }
 
 CHANGING = frozenset(

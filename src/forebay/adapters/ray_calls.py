@@ -1,0 +1,204 @@
+"""One call of a task: on the caller's side, where it is named and looked up, and on the worker's, where it runs and its output is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from forebay import errors
+from forebay._tasks import hashing
+from forebay._tasks.binding import Call, Naming
+from forebay._tasks.bypass import Replay
+from forebay.adapters.ray_sessions import Context, Session
+from forebay.adapters.ray_values import Nowhere, Unreachable
+
+log = logging.getLogger("forebay.ray")
+
+READ_THROUGH, REPLAY = "read-through", "replay"
+
+_calling = threading.local()  # ``met``: whether a reference came by while a call was named on the caller's side
+
+
+def _content(reference: ray.ObjectRef) -> Any:
+    """What counts of a reference: what is behind it. The caller of a task does not wait for that."""
+    if getattr(_calling, "met", None) is None:
+        return ray.get(reference)
+    _calling.met = True
+    return reference.hex()
+
+
+hashing.register(ray.ObjectRef, _content)
+
+
+@contextmanager
+def _as_caller() -> Iterator[None]:
+    _calling.met = False
+    try:
+        yield
+    finally:
+        _calling.met = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done for one call, as its worker is told. ``call``: None where the worker has to name it, ``tag`` being what was
+    given. ``looked``: the caller has seen that it is not there."""
+
+    context: Context
+    tag: str | None
+    call: Call | None
+    replay: Replay | None
+    kept: bool
+    pin: bool
+    mode: str
+    returns: int
+    looked: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is to be kept."""
+        return self.replay is None and not self.kept
+
+
+def plan(
+    session: Session, naming: Naming, mode: str | None, tag: str | None, returns: int, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    *, needs_tag: bool = False,
+) -> tuple[Plan, tuple[Any] | None]:  # fmt: skip
+    """What is to be done for this call, and its value in a tuple where it is there already. ``needs_tag``: its arguments are not all
+    that its output depends on."""
+    with _as_caller():
+        call = naming.call(args, kwargs, tag)
+        met = bool(_calling.met)
+    values, place, config = session.values(), session.place(), session.config
+    chosen = mode or (place.mode if place is not None else READ_THROUGH)
+    kept = call is not None and (config is None or bool(config.caches(naming.name, call.tag)))
+    if call is not None and not call.tag.given and (chosen == REPLAY or needs_tag):
+        kept = False
+    shown = call.tag if call is not None and (call.tag.given or chosen == READ_THROUGH) else None
+    replay = session.bypass.choose(naming.name, shown, args, kwargs) if place is not None else None
+    if replay is not None:
+        kept = kept and not replay.is_from_cache
+        replay = dataclasses.replace(replay, provider=None)  # the worker has it by the context
+    pin = kept and call is not None and config is not None and bool(config.pins(naming.name, call.tag))
+    looks = kept and replay is None and chosen == READ_THROUGH and not met and not isinstance(values, Nowhere)
+    found = values.look(call.tag.key, call.digest, who=naming.identity) if looks and call is not None else None
+    if found is not None and not _fits(found[0], returns):
+        found = None
+    named = None if met else call
+    return Plan(session.context(), tag, named, replay, kept, pin, chosen, returns, looks), found
+
+
+def _fits(value: Any, returns: int) -> bool:
+    """Whether a value is that of so many returns."""
+    return returns == 1 or (isinstance(value, (tuple, list)) and len(value) == returns)
+
+
+def put(value: Any, returns: int) -> Any:
+    """References to a value that is there, as the call would have given them."""
+    return ray.put(value) if returns == 1 else [ray.put(part) for part in value]
+
+
+def work(function: Callable[..., Any], naming: Naming, told: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """On the worker: run or replay the call, and keep what it gives."""
+    session = told.context.install()
+
+    def run() -> Any:
+        session.counted["runs"] += 1
+        return function(*args, **kwargs)
+
+    if told.is_plain:
+        return function(*args, **kwargs)
+    call = told.call or naming.call(args, kwargs, told.tag)
+    if told.replay is not None:
+        return _replayed(session, naming, told, call, run, args, kwargs)
+    if call is None:
+        return run()
+    values = session.values()
+    if told.mode == REPLAY or told.returns != 1:
+        # What has not as many parts as were asked for, Ray refuses: it is not to be kept before that.
+        found = values.look(call.tag.key, call.digest, who=naming.identity) if told.mode != REPLAY else None
+        if found is not None and _fits(found[0], told.returns):
+            return found[0]
+        value = run()
+        keep(session, naming, told, call, value)
+        return value
+    return values.single(call.tag.key, call.digest, run, pin=told.pin, who=naming.identity, looked=told.looked)
+
+
+def keep(session: Session, naming: Naming, told: Plan, call: Call | None, value: Any) -> None:
+    """What a call gave, where it is to be kept."""
+    if call is not None and told.kept and _fits(value, told.returns):
+        session.values().keep(call.tag.key, value, digest=call.digest, pin=told.pin, who=naming.identity)
+
+
+def _replayed(
+    session: Session, naming: Naming, told: Plan, call: Call | None, run: Callable[[], Any], args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    assert told.replay is not None
+    provider = session.bypass.providers.get(told.replay.name)
+    if provider is not None:
+        value = provider(told.replay.tag, told.replay.data_path, *args, **kwargs)
+    else:
+        try:
+            value = session.head.ask("text", told.replay.data_path)
+        except Unreachable:
+            return run()  # that was told
+    session.counted["replays"] += 1
+    keep(session, naming, told, call, value)
+    return value
+
+
+# -- how calls are sent ------------------------------------------------------------------------------------------------
+
+
+def trampoline(function: Callable[..., Any], naming: Naming) -> Callable[..., Any]:
+    """What Ray runs in place of a function, under its name. Made once a task: Ray sends it to each worker once."""
+
+    def run(told: Plan, /, *args: Any, **kwargs: Any) -> Any:
+        return work(function, naming, told, args, kwargs)
+
+    run.__name__ = run.__qualname__ = naming.name
+    return run
+
+
+def in_actor(actor: Any, method: str, naming: Naming, told: Plan, names: Sequence[str], *flat: Any) -> Any:
+    """What Ray runs in an actor in place of one of its methods. ``names``: of the last ones of ``flat``."""
+    args, kwargs = _unflattened(names, flat)
+    return work(getattr(actor, method), naming, told, args, kwargs)
+
+
+def keep_results(naming: Naming, told: Plan, names: Sequence[str], *flat: Any) -> Any:
+    """What Ray runs behind a method that cannot be run in another's place: the first of ``flat`` are its results, the arguments
+    follow."""
+    results, (args, kwargs) = flat[: told.returns], _unflattened(names, flat[told.returns :])
+    session = told.context.install()
+    call = told.call or naming.call(args, kwargs, told.tag)
+    value = results[0] if told.returns == 1 else results
+    session.counted["runs"] += 1
+    keep(session, naming, told, call, value)
+    return value
+
+
+def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Arguments one behind the other, where Ray resolves references in them, and the names of the last ones."""
+    return tuple(kwargs), (*args, *kwargs.values())
+
+
+def _unflattened(names: Sequence[str], flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    count = len(flat) - len(names)
+    return tuple(flat[:count]), dict(zip(names, flat[count:], strict=True))
+
+
+def mode_of(mode: str | None) -> str | None:
+    """A mode that there is. Raises `ConfigError`."""
+    if mode not in (None, READ_THROUGH, REPLAY):
+        raise errors.ConfigError(f"mode={mode!r} is none: choose {READ_THROUGH!r} or {REPLAY!r}", name="mode", value=mode)
+    return mode
