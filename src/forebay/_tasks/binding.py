@@ -49,6 +49,9 @@ class Naming:
         self._own: bytes | None = None
         self._parameters = _parameters_of(function)
         self._bind = _binder(self.name, self._parameters)
+        kinds = {parameter.kind: name for name, parameter in self._parameters.items()}
+        self._rest, self._others = (kinds.get(kind) for kind in _VAR)
+        self._places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in self._parameters.values())
         self._counted, self._names, self._dropped = self._what_counts()
         self._head = "\0".join(self._names).encode("utf-8", "surrogatepass") + b"\0\0"
         self._make_tag = self._rule_of(tag)
@@ -63,23 +66,28 @@ class Naming:
 
         ``tag``: takes the place of what the rule gives. With a tag, an argument without content that stays counts by its type only.
         Raises `ConfigError` where the tag cannot be made."""
+        found = self.quick(args, kwargs, tag)
+        if found is None:
+            return None
+        key, digest = found
+        return Call(Tag(key[len(self._prefix) :], key, given=tag is not None or self._make_tag is not None), digest)
+
+    def quick(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tag: str | None = None) -> tuple[str, str] | None:
+        """Key and digest of `call`, without the rest: on the path of a hit each object counts."""
         try:
             values = self._bind(*args, **kwargs)
-        except TypeError:
-            if self._say("bind"):
-                log.debug("%s runs uncached where its arguments are not those of its signature", self.identity)
+        except TypeError:  # the call will raise it, or knows better than its signature
             return None
-        said = tag if tag is not None else self._make_tag(values, args, kwargs) if self._make_tag is not None else None
+        if tag is None and self._make_tag is not None:
+            tag = self._make_tag(values, args, kwargs)
         try:
             digest = self._digest(values)
         except Unstable as error:
-            if said is None:
+            if tag is None:
                 self._tell_uncached(error)
                 return None
             digest = self._lenient_digest(values)
-        if said is None:
-            return Call(Tag(digest, self._prefix + digest, given=False), digest)
-        return Call(Tag(said, self._prefix + said), digest)
+        return self._prefix + (digest if tag is None else tag), digest
 
     def tag_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tag:
         """The tag of the call with these arguments. Raises `ConfigError` where there is none, TypeError as the call would."""
@@ -130,7 +138,7 @@ class Naming:
 
     def _counting(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values of the parameters that count."""
-        if self._dropped:
+        if self._dropped:  # `**kwargs` comes last
             rest = {name: value for name, value in values[-1].items() if name not in self._dropped}
             values = (*values[:-1], rest)
         return values if self._counted is None else tuple([values[i] for i in self._counted])
@@ -139,8 +147,7 @@ class Naming:
         """Which of the parameters count (None: all), their names, and which names among ``**kwargs`` do not."""
         names = tuple(self._parameters)
         unknown = frozenset(self._ignore) - frozenset(names)
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._parameters.values())
-        if unknown and not takes_any:
+        if unknown and self._others is None:
             message = f"{self.identity} has no parameter {', '.join(map(repr, sorted(unknown)))} to ignore: it has {_listed(names)}"
             raise errors.ConfigError(message, name="ignore", value=self._ignore)
         if not self._ignore:
@@ -155,6 +162,7 @@ class Naming:
             return None
         if isinstance(rule, str):
             self._check_format(rule)
+            self._format = rule.format
             return self._formatted
         if callable(rule):
             return self._computed
@@ -162,16 +170,14 @@ class Naming:
         raise errors.ConfigError(message, name="tag", value=repr(rule))
 
     def _formatted(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        named, listed = dict(zip(self._parameters, values, strict=True)), list[Any]()
-        for parameter in self._parameters.values():
-            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-                listed += named[parameter.name]
-            elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                named = {**named, **named[parameter.name]}
-            elif parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-                listed.append(named[parameter.name])
+        named = dict(zip(self._parameters, values, strict=True))
+        listed: tuple[Any, ...] = values[: self._places]
+        if self._rest is not None:
+            listed += named[self._rest]
+        if self._others is not None:
+            named = {**named, **named[self._others]}
         try:
-            return str(self._rule).format(*listed, **named)
+            return self._format(*listed, **named)
         except Exception as error:
             raise self._bad_format(f"{type(error).__name__}: {error}", tuple(named)) from error
 
@@ -185,9 +191,6 @@ class Naming:
 
     def _check_format(self, rule: str) -> None:
         """What can be known before the first call: whether each field is an argument."""
-        kinds = [p.kind for p in self._parameters.values()]
-        places = sum(k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in kinds)
-        open_places, open_names = (kind in kinds for kind in _VAR)
         try:
             fields = _fields(rule)
         except ValueError as error:
@@ -195,10 +198,10 @@ class Naming:
         unnumbered = 0
         for field in fields:
             if field.isdigit() or not field:
-                known = open_places or int(field or unnumbered) < places
+                known = self._rest is not None or int(field or unnumbered) < self._places
                 unnumbered += not field
             else:
-                known = open_names or field in self._parameters
+                known = self._others is not None or field in self._parameters
             if not known:
                 raise self._bad_format(f"there is no argument {field!r}", tuple(self._parameters))
 

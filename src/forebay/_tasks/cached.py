@@ -77,8 +77,8 @@ class Cached:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._config is not None:
             return self._by_config(args, kwargs)
-        call = self._naming.call(args, kwargs)
-        return self._run(args, kwargs) if call is None else self._kept(call, args, kwargs)
+        found = self._naming.quick(args, kwargs)
+        return self._run(args, kwargs) if found is None else self._kept(*found, args, kwargs)
 
     def call_uncached(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the function, whatever is kept; keep nothing."""
@@ -96,8 +96,8 @@ class Cached:
         self._tasks._count("runs")
         return self.__wrapped__(*args, **kwargs)
 
-    def _kept(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], pin: bool = False) -> Any:
-        key, digest, who = call.tag.key, call.digest, self._naming.identity
+    def _kept(self, key: str, digest: str, args: tuple[Any, ...], kwargs: dict[str, Any], pin: bool = False) -> Any:
+        who = self._naming.identity
         found = self._values.look(key, digest, who=who)
         if found is not None:
             return found[0]
@@ -112,7 +112,7 @@ class Cached:
             return self._replayed(replay(*args, **kwargs), replay, call if keeps else None, pin)
         if call is None or not keeps:
             return self._run(args, kwargs)
-        return self._kept(call, args, kwargs, pin)
+        return self._kept(call.tag.key, call.digest, args, kwargs, pin)
 
     def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, Replay | None, bool, bool]:
         """The call, what replays it, whether its output is kept, and whether for good."""
