@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forebay import errors
-from forebay._tasks.config import Config
+
+if TYPE_CHECKING:
+    from forebay._tasks.config import Config, Rule
 
 log = logging.getLogger("forebay.tasks")
 
@@ -55,7 +57,7 @@ class Bypass:
     Callable from any thread; pickles as far as providers and conditions do."""
 
     def __init__(self, config: Config | None = None) -> None:
-        self.config = config or Config()
+        self.config = config
         self.providers: dict[str, Provider] = {}
         self.conditions: dict[str, Condition] = {}
         self._told: set[str] = set()
@@ -70,16 +72,19 @@ class Bypass:
 
     def concerns(self, name: str) -> bool:
         """Whether any call of this function may be replayed."""
-        rule = self.config.bypass.get(name)
-        return rule is not None and rule.on
+        return self._rule(name) is not None
+
+    def _rule(self, name: str) -> Rule | None:
+        rule = self.config.bypass.get(name) if self.config is not None else None
+        return rule if rule is not None and rule.on else None
 
     def choose(self, name: str, tag: str | None, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Replay | None:
         """The replay of this call; None: it is to run. Asked in this order: is the function listed, is there a provider or a file (if
         not, one warning says so), does the tag match, does the condition hold.
 
         ``tag``: None, or one that was not given: such a call matches no list of tags. Raises what the condition raises."""
-        rule = self.config.bypass.get(name)
-        if rule is None or not rule.on:
+        rule = self._rule(name)
+        if rule is None:
             return None
         provider = self.providers.get(name)
         if provider is None and rule.data is None:

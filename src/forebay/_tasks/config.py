@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -226,6 +225,8 @@ def _told(found: _At) -> str:
 
 
 def _unknown(what: str, found: object, known: Any) -> str:
+    import difflib  # takes longer to load than the rest of this, and is needed only here
+
     near = difflib.get_close_matches(str(found), list(known), 1)
     return f"there is no {what} {str(found)!r}{f': is {near[0]!r} meant?' if near else ''} It may be {_any_of(known)}"
 

@@ -8,7 +8,7 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from forebay._tasks.naming import place_of
@@ -22,21 +22,19 @@ def _function(writer: Writer, value: Any) -> bytes:
     name = place_of(value)
     if "<" not in value.__qualname__:
         return b"A" + text(name)
-    return b"L" + text(name) + own_code(writer, value)
-
-
-def own_code(writer: Writer, value: Any) -> bytes:
-    """What a function does, as far as its code, defaults and closure tell."""
-    return writer.write(value.__code__) + writer.write((value.__defaults__, value.__kwdefaults__)) + closure_of(writer, value)
+    return b"L" + text(name) + writer.write((value.__code__, value.__defaults__, value.__kwdefaults__)) + closure_of(writer, value)
 
 
 def closure_of(writer: Writer, value: Any) -> bytes:
     """What a function closes over."""
-    found = []
-    for cell in value.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a variable that has no value yet
-            found.append(cell.cell_contents)
-    return writer.several(b"z", found)
+    return writer.several(b"z", (content for _, content in cells_of(value)))
+
+
+def cells_of(function: Any) -> Iterator[tuple[str, Any]]:
+    """The variables that a function closes over, as far as they have a value yet."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            yield name, cell.cell_contents
 
 
 def _code(writer: Writer, value: types.CodeType) -> bytes:

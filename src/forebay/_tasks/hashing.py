@@ -6,6 +6,8 @@ connections) is `Unstable`.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import types
 from collections.abc import Iterable
@@ -15,8 +17,15 @@ import xxhash
 
 from forebay._tasks import contents
 from forebay._tasks.contents import register as register
-from forebay._tasks.writing import QUICK, Writer, flat, kind_text
+from forebay._tasks.naming import place_of
+from forebay._tasks.writing import QUICK, Writer, flat, kind_text, text
 from forebay._tasks.writing import Unstable as Unstable
+
+LASTING = frozenset(
+    {"datetime.date", "datetime.datetime", "datetime.time", "datetime.timedelta", "decimal.Decimal", "uuid.UUID"}
+    | {"pathlib.Path", "pathlib.PosixPath", "pathlib.PurePath", "pathlib.PurePosixPath", "builtins.range", "builtins.slice"}
+)
+"""Classes of values that cannot change, beside the plainest ones and those that are made of such."""
 
 
 def digest_of(*values: Any) -> str:
@@ -51,11 +60,49 @@ def kind_of(value: Any) -> bytes:
 
 def as_own(function: Any) -> bytes:
     """What of a function its name does not tell: what it closes over, the code of a lambda, what a partial or an object that can be
-    called brings. Not the code of a function with a name: that is what versions are for. Raises `Unstable`."""
+    called brings. Not the code of a function with a name: that is what versions are for. Raises `Unstable`.
+
+    Of what it closes over only values that cannot change count: lists, counters and clients are what it works with, not what it is."""
     writer, out = Writer(contents.writer_of), b""
     while isinstance(function, functools.partial):
         out += writer.write((function.args, function.keywords))
         function = function.func
     if isinstance(function, types.FunctionType):
-        return out + (contents.own_code(writer, function) if function.__name__ == "<lambda>" else contents.closure_of(writer, function))
+        return out + _own(writer, function, set())
     return out if isinstance(getattr(function, "__qualname__", None), str) else out + writer.write(function)
+
+
+def _own(writer: Writer, function: Any, seen: set[int]) -> bytes:
+    out = writer.write(function.__code__) if function.__name__ == "<lambda>" else b""
+    if function.__closure__:
+        seen.add(id(function))
+        rebound = _rebound(function.__code__)
+        for name, content in contents.cells_of(function):
+            if name not in rebound:
+                out += writer.write(name) + _lasting(writer, content, seen)
+    return out
+
+
+def _lasting(writer: Writer, value: Any, seen: set[int]) -> bytes:
+    """A value that cannot change; nothing for any other."""
+    kind: Any = type(value)
+    is_plain = kind in QUICK and kind is not bytearray
+    if is_plain or isinstance(value, (type, enum.Enum)) or f"{kind.__module__}.{kind.__qualname__}" in LASTING:
+        return writer.write(value)
+    if kind is tuple or kind is frozenset:
+        parts = [_lasting(writer, item, seen) for item in value]
+        return b"(" + b"".join(parts if kind is tuple else sorted(parts)) + b")" if all(parts) else b""
+    if kind is types.FunctionType and id(value) not in seen:
+        local = writer.write(value.__code__) + _own(writer, value, seen) if "<" in value.__qualname__ else b""
+        return b"A" + text(place_of(value)) + local
+    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+        return kind_text(kind) + _lasting(writer, tuple(getattr(value, f.name, None) for f in dataclasses.fields(value)), seen)
+    return b""
+
+
+def _rebound(code: types.CodeType) -> set[str]:
+    """The variables of others that a function, or one within it, gives other values."""
+    import dis
+
+    found = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    return found.union(*(_rebound(part) for part in code.co_consts if isinstance(part, types.CodeType)))
