@@ -181,6 +181,6 @@ def test_no_id_is_given_twice(quick_path: Path) -> None:
 
 
 def module_ids() -> int:
-    from forebay._engine.catalog import connection
+    from forebay._engine.catalog import transactions
 
-    return connection.IDS
+    return transactions.IDS

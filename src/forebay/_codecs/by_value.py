@@ -28,8 +28,10 @@ def cloudpickle() -> Any:
 
 
 def of_the_program(value: Any) -> bool:
-    """Whether this is a class or function of the program that runs: other programs have none of that name."""
-    return isinstance(value, (type, types.FunctionType)) and value.__module__ in MAINS and _named(value.__qualname__) is value
+    """Whether this is a class or function of the program that runs, or of the one that sent it here: another may have none of its name."""
+    if not isinstance(value, (type, types.FunctionType)) or value.__module__ not in MAINS or "<" in value.__qualname__:
+        return False
+    return _named(value.__qualname__) in (value, None)
 
 
 def reduce(value: Any) -> tuple[Any, ...]:

@@ -132,9 +132,8 @@ class Publisher(Inserting):
 
     def want(self, rows: Rows, label: Label, size: int, *, inline: bool = False) -> Want:
         """What a write of ``size`` bytes asks for, as things are."""
-        old = entries.find(rows, label.space, label.key)
-        keyhash = hash_of(label.space, label.key)
-        return Want(label.space, label.key, keyhash, size, label.suffix, old.id if old else 0, old.size if old else 0, inline)
+        id, replaced = entries.version(rows, label.space, label.key)
+        return Want(label.space, label.key, hash_of(label.space, label.key), size, label.suffix, id, replaced, inline)
 
     def ensure_room(self, space: int, files: Sequence[tuple[str, int]]) -> None:
         """Evict what may go, until all of ``files`` (key and size) may come. What dead fetches left of any of them is theirs to go on from:

@@ -86,7 +86,7 @@ class Room:
         quota = count = rows_over = -NO_LIMIT
         new = want.entries - bool(want.replaces) if want is not None else 0
         if want is not None and (totals.quota is not None or totals.max_count is not None):
-            promised, many = reservations.reserved_in(rows, want.space, id)
+            promised, many = reservations.reserved_in(rows, want.space, id) if totals.any_promised else (0, 0)
             if totals.quota is not None:
                 quota = totals.space + promised + want.size - want.replaced - totals.quota
             if totals.max_count is not None:

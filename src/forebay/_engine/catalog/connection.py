@@ -7,17 +7,21 @@ reopen at the next call. The mutex is held only inside SQLite, never while waiti
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from forebay import errors
 from forebay._engine.catalog import schema
+from forebay._engine.catalog.transactions import CatalogBroken as CatalogBroken
+from forebay._engine.catalog.transactions import DiskFull as DiskFull
+from forebay._engine.catalog.transactions import Rows as Rows
+from forebay._engine.catalog.transactions import Txn as Txn
+from forebay._engine.catalog.transactions import translated
 from forebay._engine.catalog.writer import Holding, Writer
 from forebay._engine.root import Root
 from forebay._kernel import host, waits
@@ -28,91 +32,6 @@ BALLAST = 4 << 20
 PAGE = 4096
 WAL_SOFT, WAL_HARD, TIDY_EVERY = 4 << 20, 12 << 20, 16
 CHECKPOINT_EVERY = 96
-IDS = 64
-_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE}
-
-
-class CatalogBroken(errors.CacheFault):
-    """The catalog is gone, damaged, or another root's: it has to be rebuilt. ``damaged``: SQLite says that its pages are."""
-
-    damaged: bool = False
-
-
-class DiskFull(errors.CacheFault):
-    """SQLite found no room, or the disk quota is used up."""
-
-    errno = errno.ENOSPC
-
-
-class Rows(Protocol):
-    """What can be asked with one statement: the catalog itself, or a transaction."""
-
-    def all(self, sql: str, *values: Any) -> list[Any]: ...
-
-    def one(self, sql: str, *values: Any) -> Any: ...
-
-
-class _translated:
-    """Around what SQLite does: its errors become ours. A class, since a generator takes thrice as long."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        """Nothing is to be done."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(error, sqlite3.Error):
-            return
-        code = getattr(error, "sqlite_errorcode", 0)
-        name = getattr(error, "sqlite_errorname", type(error).__name__)
-        if code in _FULL:
-            raise DiskFull(f"the catalog cannot grow: {error} ({name})") from error
-        if code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "no such table" in str(error):
-            raise CatalogBroken(f"the catalog is damaged: {error} ({name})", damaged=True) from error
-        raise errors.CacheFault(f"the catalog failed: {error} ({name})") from error
-
-
-class Txn:
-    """A transaction that writes. Valid inside its ``with`` only; its thread holds the writer lock."""
-
-    def __init__(self, con: sqlite3.Connection, ids: list[int]) -> None:
-        self._con, self._ids = con, ids
-        self.leftovers = False
-        """Set by a writer that saw something to sweep: done once the lock is free."""
-        self.then: Callable[[], None] | None = None
-        """Called after the commit, still under the writer lock."""
-
-    def all(self, sql: str, *values: Any) -> list[Any]:
-        return self._con.execute(sql, values).fetchall()
-
-    def one(self, sql: str, *values: Any) -> Any:
-        """The first row, or None."""
-        return self._con.execute(sql, values).fetchone()
-
-    def run(self, sql: str, *values: Any) -> int:
-        """Change rows; gives how many."""
-        return self._con.execute(sql, values).rowcount
-
-    def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-        """The same change for each of several rows."""
-        self._con.executemany(sql, rows)
-
-    def take(self, name: str, count: int = 1) -> int:
-        """The next number of a sequence in ``meta``: the last of ``count``."""
-        self.run("UPDATE meta SET value = value + ? WHERE name = ?", count, name)  # with RETURNING it takes thrice as long
-        return int(self.one("SELECT value FROM meta WHERE name = ?", name)[0])
-
-    def new_ids(self, count: int = 1) -> range:
-        """Ids in a row that none had before. A process takes many at once: others' ids do not tell which came first."""
-        first, end = self._ids
-        if end - first < count:
-            end = self.take("next_id", IDS) + 1
-            first = end - IDS
-        self._ids[:] = first + count, end
-        return range(first, first + count)
-
-    def new_id(self) -> int:
-        return self.new_ids()[0]
 
 
 class Catalog:
@@ -140,7 +59,7 @@ class Catalog:
         if not self._root.read_only and not os.path.exists(self._path):
             with self.writer():
                 self._create()
-        with self._mutex, _translated():
+        with self._mutex, translated():
             self._connect_locked()
 
     def rebuild(self) -> None:
@@ -150,7 +69,7 @@ class Catalog:
         with self.writer():
             with self._mutex:
                 self._close_locked()
-                with contextlib.suppress(errors.CacheFault), _translated():
+                with contextlib.suppress(errors.CacheFault), translated():
                     self._connect_locked()
                     if self._con and self._con.execute("PRAGMA quick_check(1)").fetchone() == ("ok",):
                         return
@@ -160,7 +79,7 @@ class Catalog:
             )
             host.unlink(self._path)
             self._create()
-            with self._mutex, _translated():
+            with self._mutex, translated():
                 self._connect_locked()
 
     def _create(self) -> None:
@@ -171,7 +90,7 @@ class Catalog:
         for ending in ("", "-wal", "-shm", "-journal"):
             host.unlink(draft + ending)
         host.step("catalog-create", draft)
-        with _translated(), contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as con:
+        with translated(), contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as con:
             con.execute(f"PRAGMA page_size = {PAGE}")
             con.execute("PRAGMA auto_vacuum = INCREMENTAL")
             con.execute("PRAGMA journal_mode = WAL")
@@ -231,7 +150,7 @@ class Catalog:
 
     def all(self, sql: str, *values: Any) -> list[Any]:
         """The rows of one statement, fetched to the end: a reader that stays open would let the journal grow."""
-        with self._mutex, _translated():
+        with self._mutex, translated():
             return self._connection_locked().execute(sql, values).fetchall()
 
     def one(self, sql: str, *values: Any) -> Any:
@@ -243,29 +162,55 @@ class Catalog:
         """The writer lock, alone: of all threads and processes one holds it. Raises `CacheFault` where it cannot be had."""
         return self._writer.holding()
 
-    @contextlib.contextmanager
-    def write(self) -> Iterator[Txn]:
-        """One transaction under the writer lock. Leaves by an exception: nothing of it is kept."""
-        with self._writer.holding():
-            self.check_same()
-            if self.recover is not None:
-                self.recover()
-            with self._mutex, _translated():
+    def write(self) -> Writing:
+        """One transaction under the writer lock. Left by an exception: nothing of it is kept."""
+        return Writing(self)
+
+    def begin(self) -> Txn:
+        """Caller: holds the writer lock. The mutex is held from here on, unless this raises."""
+        self.check_same()
+        if self.recover is not None:
+            self.recover()
+        self._mutex.acquire()
+        try:
+            with translated():
                 con = self._connection_locked()
                 con.execute("BEGIN IMMEDIATE")
-                txn = Txn(con, self._ids)
+                return Txn(con, self._ids)
+        except BaseException:
+            self._mutex.release()
+            raise
+
+    def end(self, txn: Txn, error: BaseException | None) -> None:
+        """Commit; after an error of the caller's, roll back, and raise what it means where it is SQLite's."""
+        try:
+            with translated():
                 try:
-                    yield txn
-                    host.step("commit", self._path)
-                    con.execute("COMMIT")
-                    host.step("committed", self._path)
-                    if txn.then is not None:
-                        txn.then()
+                    if error is None:
+                        self._commit(txn)
                 except BaseException:
-                    self._ids = [0, 0]  # they may have been taken in this very transaction
-                    if con.in_transaction:
-                        con.execute("ROLLBACK")
+                    self._roll_back(txn)
                     raise
+                if error is not None:
+                    self._roll_back(txn)
+            translated().__exit__(None, error, None)
+        finally:
+            self._mutex.release()
+
+    def _commit(self, txn: Txn) -> None:
+        host.step("commit", self._path)
+        txn.run("COMMIT")
+        host.step("committed", self._path)
+        if txn.then is not None:
+            txn.then()
+
+    def _roll_back(self, txn: Txn) -> None:
+        self._ids = [0, 0]  # they may have been taken in this very transaction
+        if txn.is_open():
+            txn.run("ROLLBACK")
+
+    def tidy(self, txn: Txn) -> None:
+        """After a commit, with no lock held: what has to be done from time to time."""
         self._commits += 1
         if self._commits % TIDY_EVERY == 0:
             self._tidy_journal()
@@ -319,7 +264,7 @@ class Catalog:
 
     def give_back_pages(self) -> None:
         """Return free pages to the file system."""
-        with self.writer(), self._mutex, _translated():
+        with self.writer(), self._mutex, translated():
             self._connection_locked().executescript("PRAGMA incremental_vacuum")
         with contextlib.suppress(errors.CacheFault), self.writer():
             self.all("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -365,6 +310,32 @@ class Catalog:
         self._mutex = threading.RLock()
         self._con, self._seen, self._pid, self._ids = None, None, os.getpid(), [0, 0]
         self._writer.after_fork_child()
+
+
+class Writing:
+    """Around one transaction. A class and no generator: that takes 5 us less."""
+
+    __slots__ = ("_catalog", "_holding", "_txn")
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog, self._holding = catalog, catalog.writer()
+
+    def __enter__(self) -> Txn:
+        self._holding.__enter__()
+        try:
+            self._txn = self._catalog.begin()
+        except BaseException:
+            self._holding.__exit__(None, None, None)
+            raise
+        return self._txn
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._catalog.end(self._txn, error)
+        finally:
+            self._holding.__exit__(None, None, None)
+        if error is None:
+            self._catalog.tidy(self._txn)
 
 
 def _quoted(path: str) -> str:

@@ -33,6 +33,11 @@ def find(rows: Rows, space: int, key: str) -> Entry | None:
     return Entry(*row) if row else None
 
 
+def version(rows: Rows, space: int, key: str) -> tuple[int, int]:
+    """Id and size of the live entry of this key; zeros where there is none."""
+    return rows.one(f"SELECT id, size FROM entries WHERE space = ? AND key = ? AND state = {LIVE}", space, key) or (0, 0)
+
+
 def find_many(rows: Rows, space: int, keys: Sequence[str]) -> list[Entry]:
     """The live entries of these keys, in any order."""
     found: list[Entry] = []

@@ -34,7 +34,8 @@ class Totals(NamedTuple):
     """What is used, and what binds, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being
     unlinked; ``granted`` and ``pending``: of reservations; ``over``: of the catalog beside small values, above `ALLOWANCE`; ``rows``:
     of entries and reservations; ``space``: of the live entries of one space, ``rows_here`` their number, ``quota`` and
-    ``max_count`` its own. ``leftovers``: something waits to be swept: replaced, doomed, or held by somebody who may be gone."""
+    ``max_count`` its own. ``leftovers``: something waits to be swept: replaced, doomed, or held by somebody who may be gone.
+    ``any_promised``: there are reservations."""
 
     entries: int
     leaving: int
@@ -50,6 +51,7 @@ class Totals(NamedTuple):
     quota: int | None
     max_count: int | None
     leftovers: bool
+    any_promised: bool = False
 
 
 # It is asked in every transaction that writes: so what is seldom there is only asked for where it is. Of scalar subqueries, since
@@ -129,7 +131,7 @@ def totals(txn: Rows, before: int | None = None, space: int = 0) -> Totals:
     rows, over, leftovers = rows - left + waiting, max(0, over), bool(any_leaving or any_held)
     return Totals(
         charge, leaving, granted, pending, over, rows, budget or 0, min_free or 0, max_entries, used, count - left_here, quota, max_count,
-        leftovers,
+        leftovers, bool(any_promised),
     )  # fmt: skip
 
 
