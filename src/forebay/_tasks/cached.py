@@ -72,7 +72,16 @@ class Cached:
         return f"<forebay cached function {self._naming.identity}>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else Bound(self, instance)
+        return self._of_class() if instance is None else Bound(self, instance)
+
+    def _of_class(self) -> Callable[..., Any]:
+        """What the class shows: a function, since that is how others (Ray's actors) know a method. Always the same one."""
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        found: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
+        return found
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._config is not None:
@@ -150,6 +159,13 @@ class AsyncCached(Cached):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         return self._awaited(args, kwargs)
 
+    def _of_class(self) -> Callable[..., Any]:
+        async def method(*args: Any, **kwargs: Any) -> Any:
+            return await self(*args, **kwargs)
+
+        found: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
+        return found
+
     async def _awaited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_left_alone:
             return await self._run(args, kwargs)
@@ -214,6 +230,13 @@ class _OfClass:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Bound:
         return Bound(self.__func__, owner if owner is not None else type(instance))
+
+
+def _dressed(cached: Cached, method: Any) -> Any:
+    """A function that is called, and does, as a cached one."""
+    functools.update_wrapper(method, cached, updated=())
+    method.tag_of, method.evict, method.call_uncached = cached.tag_of, cached.evict, cached.call_uncached
+    return method
 
 
 def _made(tasks: Tasks, naming: Naming) -> Cached:

@@ -46,6 +46,10 @@ def written(values: Iterable[Any]) -> list[bytes]:
         except Unstable as error:
             error.index = index
             raise
+        except RecursionError as error:
+            deep = Unstable(f"a {type(value).__name__} that is nested too deep")
+            deep.index = index
+            raise deep from error
     return found
 
 

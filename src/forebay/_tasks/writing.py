@@ -20,7 +20,6 @@ from forebay._tasks.naming import Tag, module_of, place_of
 
 LONG = 256  # bytes; longer writings are replaced by their digest
 MANY_CYCLES = 10_000
-DEEPEST = 200
 
 Write = Callable[[Any], bytes]
 
@@ -131,8 +130,6 @@ class Writer:
             # Told by how far up it is, so that copies of a circle are equal.
             self._highest = min(self._highest, self._above[key][0])
             return b"^%x;" % (depth - self._above[key][0])
-        if depth >= DEEPEST:
-            raise self._unstable(f"something nested more than {DEEPEST} deep")
         return self._enter(key, depth, value)
 
     def _enter(self, key: int, depth: int, value: Any) -> bytes:
