@@ -72,6 +72,7 @@ ORDER = """
     errors _model < _tasks.naming < _tasks.writing < _tasks.contents < _tasks.hashing < _tasks.binding < _tasks.cached < tasks < cache
     errors _model < _tasks.config < _tasks.bypass < _tasks.cached
     codecs origin < _tasks.values < _tasks.cached
+    _tasks.values < _tasks.importing < tasks
     cache < checkpoint < adapters cli
     cache pfio_file < adapters
 """

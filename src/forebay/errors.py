@@ -114,7 +114,7 @@ class CacheFault(ForebayError, OSError):
 
 class NoSpace(CacheFault):
     """No room in the cache, nor on the disk. ``need``, ``free``, ``budget``: bytes. ``hopeless``: it would not fit into an empty cache.
-    ``limit``: what is used up: ``budget``, ``disk`` or ``quota``."""
+    ``limit``: what is used up: ``budget``, ``disk`` or ``quota``, which ``budget`` then is."""
 
     errno = errno.ENOSPC
     need: int
@@ -128,8 +128,9 @@ class NoSpace(CacheFault):
         cls, key: str, need: int, free: int, budget: int, todo: str = "raise the budget, or see `forebay ls --leased`",
         *, hopeless: bool = False, limit: str = "budget",
     ) -> NoSpace:  # fmt: skip
+        what = "quota" if limit == "quota" else "budget"
         return cls(
-            f"no room for {key!r}: {need:,} bytes wanted, {max(free, 0):,} of the budget of {budget:,} can be had: {todo}",
+            f"no room for {key!r}: {need:,} bytes wanted, {max(free, 0):,} of the {what} of {budget:,} can be had: {todo}",
             key=key, need=need, free=free, budget=budget, hopeless=hopeless, limit=limit,
         )  # fmt: skip
 

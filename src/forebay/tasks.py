@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,16 @@ class Tasks:
     def _count(self, name: str, n: int = 1) -> None:
         """Count ``n`` more of what `TaskStats` calls ``name``."""
         self._values.counted[name] += n
+
+    def import_chia(self, directory: str | os.PathLike[str], *, overwrite: bool = False) -> int:
+        """Take over a directory of CHIA's cache: its tags and values, those that it used last as the last used. Gives how many came.
+
+        Its files are pickles, and are unpickled here: only import a directory that nobody else can write to. They stay as they are.
+        Damaged ones and others than CHIA's are left out, with a warning each; what does not fit makes the least recently used go.
+        ``overwrite``: also where there is something under the tag. Raises OSError where the directory cannot be read."""
+        from forebay._tasks.importing import import_chia
+
+        return import_chia(self._values, directory, overwrite=overwrite)
 
     # -- functions -------------------------------------------------------------------------------------------------
 

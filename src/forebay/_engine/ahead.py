@@ -43,14 +43,15 @@ class Ahead(Engine):
             return found or spaces.Space(0, name, kind, "lru", None)
         parsed = str(Policy.parse(policy)) if policy else None
         wanted = {"policy": parsed, "quota": quota, "max_count": max_count}
-        if found is None or any(value is not None and value != getattr(found, what) for what, value in wanted.items()):
+        changed = found is None or any(value is not None and value != getattr(found, what) for what, value in wanted.items())
+        if changed:
             with self._catalog.write() as txn:
                 spaces.insert(txn, name, kind, parsed or "lru", quota)
                 spaces.change(txn, name, parsed, quota, max_count)
                 found = spaces.find(txn, name)
         assert found is not None
         self._spaces[name] = found
-        if quota is not None or max_count is not None:
+        if (quota is not None or max_count is not None) and (changed or found.is_over()):
             self._shrink(found)
         return found
 

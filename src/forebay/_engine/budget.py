@@ -312,15 +312,13 @@ class Budget:
             limit = "max_entries" if short.rows > 0 else "max_count of the space"
             said = f"no room for {want.key!r}: there are {limit} already: raise it, or see `forebay ls --leased`"
             return errors.NoSpace(said, key=want.key, need=want.size, free=short.free, budget=short.budget, hopeless=hopeless)
+        if short.quota > 0 and short.of_space is not None:
+            todo = "it can never be kept: raise the quota" if hopeless else "raise the quota, or remove what is pinned or in use"
+            free = min(short.of_space, want.size - short.quota)
+            return errors.NoSpace.of(want.key, want.size, free, short.of_space, todo, hopeless=hopeless, limit="quota")
         if hopeless:
-            return errors.NoSpace.of(
-                want.key,
-                want.size,
-                short.free,
-                short.budget,
-                "it can never be kept: raise the budget or the quota",
-                hopeless=True,
-            )
+            todo = "it can never be kept: raise the budget or the quota"
+            return errors.NoSpace.of(want.key, want.size, short.free, short.budget, todo, hopeless=True)
         if short.disk > 0:
             free, todo = min(short.free, want.size - short.disk), "the disk is full: free some of it, or lower min_free"
             return errors.NoSpace.of(want.key, want.size, free, short.budget, todo, limit="disk")

@@ -30,6 +30,12 @@ class Census:
         """Live entries with their times, the least recently used first."""
         return sorted((self.with_times(entry) for entry in entries.live(self._catalog, space)), key=lambda entry: entry.used)
 
+    def keys(self, space: int) -> list[str]:
+        """The keys of one space, the least recently used first: for many, without the rest of what is known of them."""
+        rows = entries.keys(self._catalog, space)
+        used = self._slots.used_many([slot for _, slot in rows])
+        return [key for _, key in sorted(zip(used, (key for key, _ in rows), strict=True))]
+
     def with_times(self, entry: Entry) -> Entry:
         used, validated = self._slots.used(entry.slot), self._slots.validated(entry.slot)
         return replace(entry, used=used / 1e9, validated=validated / 1e9)

@@ -160,6 +160,12 @@ class PassThrough:
     def discard(self, entry: Entry) -> bool:
         return False
 
+    def clear(self, space: str) -> int:
+        return 0
+
+    def keys(self, space: str) -> list[str]:
+        return []
+
     def entry_sizes(self, space: str) -> tuple[int, int]:
         return 0, 0
 

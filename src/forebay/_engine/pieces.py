@@ -8,10 +8,13 @@ from forebay._engine import counters
 from forebay._engine.ahead import Ahead
 from forebay._engine.catalog import entries, spaces
 from forebay._engine.engine import mending
+from forebay._engine.eviction import Doomed
+from forebay._engine.faults import faults
 from forebay._engine.inserting import Label
 from forebay._engine.memo import Remembered
 from forebay._model import Buffer, Entry
 
+_AT_ONCE = 1000
 Find = Callable[[str], Remembered | None]
 
 
@@ -53,6 +56,23 @@ class Pieces(Ahead):
         gone = self.drop([entry])
         self.counters.add(counters.EVICTIONS, gone)
         return bool(gone)
+
+    @mending
+    def clear(self, space: str) -> int:
+        """Remove all entries of a space but pinned ones and those in use; gives how many went."""
+        self.check_usable(writing=True)
+        rows, gone = entries.candidates(self._catalog, self.space(space).id, None), 0
+        with faults(space):
+            for at in range(0, len(rows), _AT_ONCE):
+                some = [(id, slot, Doomed(id, kind, suffix)) for id, slot, _, _, kind, suffix in rows[at : at + _AT_ONCE]]
+                gone += len(self._eviction.remove(some))
+        self.counters.add(counters.EVICTIONS, gone)
+        return gone
+
+    @mending
+    def keys(self, space: str) -> list[str]:
+        """All keys of a space, from the least to the most recently used."""
+        return self._census.keys(self.space(space).id)
 
     def entry_sizes(self, space: str) -> tuple[int, int]:
         """Bytes and number of the entries of a space, those that are being removed not counted."""

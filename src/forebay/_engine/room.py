@@ -40,7 +40,8 @@ class Want(NamedTuple):
 class Short(NamedTuple):
     """What is lacking. ``quota`` and ``bytes`` in bytes, ``here`` (of the space) and ``rows`` in entries: positive where something
     has to go.
-    ``leaving``: bytes that are on their way out already. ``disk``: bytes below ``min_free``. ``leftovers``: see `spaces.Totals`."""
+    ``leaving``: bytes that are on their way out already. ``disk``: bytes below ``min_free``. ``leftovers``: see `spaces.Totals`.
+    ``of_space``: the quota itself."""
 
     quota: int
     bytes: int
@@ -51,6 +52,7 @@ class Short(NamedTuple):
     disk: int = 0
     leftovers: bool = False
     here: int = -NO_LIMIT
+    of_space: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -94,7 +96,8 @@ class Room:
         if totals.max_entries is not None:
             rows_over = totals.rows + new - totals.max_entries
         lacking = max(used + charge - totals.budget, floor)
-        return Short(quota, lacking, rows_over, totals.leaving, totals.budget - used, totals.budget, floor, totals.leftovers, count)
+        free = totals.budget - used
+        return Short(quota, lacking, rows_over, totals.leaving, free, totals.budget, floor, totals.leftovers, count, totals.quota)
 
     def fits(self, txn: Txn, want: Want) -> bool:
         """Whether ``want`` fits as things are. For what is written in this very transaction: its row is its reservation."""

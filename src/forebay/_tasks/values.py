@@ -197,7 +197,8 @@ class Values:
 
     def has(self, key: str) -> bool:
         """Whether there is something under this key, by whatever codec. No use of it."""
-        return self._store().entry(self.space, key) is not None
+        above = self._origin.upstream
+        return self._store().entry(self.space, key) is not None or (above is not None and above.entry(self.space, key) is not None)
 
     def evict(self, key: str) -> bool:
         """Remove a key, pinned or not. False if there is none, or it cannot be removed."""
@@ -211,12 +212,15 @@ class Values:
 
     def flush(self) -> int:
         """Remove all that are not pinned; gives how many went."""
-        store = self._store()
-        return len(store.remove([self._origin.victim(e) for e in store.entries(self.space) if e.life != "pinned"]).removed)
+        try:
+            return self._store().clear(self.space)
+        except errors.CacheFault as error:
+            self._origin.warn(f"flush {type(error).__name__}", "%s is not flushed: %s", self.space, error)
+            return 0
 
     def keys(self) -> list[str]:
         """All keys, from the least to the most recently used."""
-        return [entry.key for entry in self._store().entries(self.space)]
+        return self._store().keys(self.space)
 
     def size(self) -> tuple[int, int]:
         """Stored bytes and number of the values."""

@@ -78,6 +78,11 @@ def live(rows: Rows, space: int | None = None) -> list[Entry]:
     return [Entry(*row) for row in rows.all(f"{_FROM} WHERE e.state = {LIVE} {where}", *values)]
 
 
+def keys(rows: Rows, space: int) -> list[tuple[str, int]]:
+    """Key and slot of all live entries of one space."""
+    return rows.all(f"SELECT key, slot FROM entries WHERE space = ? AND state = {LIVE}", space)
+
+
 def free_slot(txn: Txn) -> int:
     """One that was given back, else a new one: free until an entry is inserted with it, or moved to it."""
     freed, new = txn.one("SELECT (SELECT slot FROM free_slots LIMIT 1), (SELECT value FROM meta WHERE name = 'next_slot')")

@@ -29,6 +29,10 @@ class Space:
     entries: int = 0
     max_count: int | None = None
 
+    def is_over(self) -> bool:
+        """Whether more is there than may be."""
+        return (self.quota is not None and self.bytes > self.quota) or (self.max_count is not None and self.entries > self.max_count)
+
 
 class Totals(NamedTuple):
     """What is used, and what binds, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being
