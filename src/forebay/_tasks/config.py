@@ -105,7 +105,8 @@ def _parsed(data: bytes, path: str) -> _At:
         return _of_node(loader, node, path, ()) if node is not None else _At({}, 1)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise _fault(path, mark.line + 1 if mark else None, f"this is no YAML: {error.problem or error.context}") from error
+        why = ", ".join(filter(None, (error.context, error.problem)))
+        raise _fault(path, mark.line + 1 if mark else None, f"this is no YAML: {why}") from error
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         if isinstance(error, errors.ConfigError):
             raise
@@ -122,10 +123,11 @@ def _of_node(loader: Any, node: Any, path: str, above: tuple[Any, ...]) -> _At:
         return _At(loader.construct_object(node), line)
     seen: dict[Any, int] = {}
     for key, _ in node.value:
-        if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+        if key.id != "scalar" or key.tag == "tag:yaml.org,2002:merge":
+            continue
+        if key.value in seen:
             raise _fault(path, key.start_mark.line + 1, f"{key.value!r} stands here a second time; the first is in line {seen[key.value]}")
-        if key.id == "scalar":
-            seen[key.value] = key.start_mark.line + 1
+        seen[key.value] = key.start_mark.line + 1
     loader.flatten_mapping(node)  # what `<<` brings comes first
     found = {}
     for key, item in node.value:
