@@ -39,11 +39,12 @@ hashing.register(ray.ObjectRef, _content)
 
 @contextmanager
 def _as_caller() -> Iterator[None]:
+    before = getattr(_calling, "met", None)  # a rule for tags may call a task
     _calling.met = False
     try:
         yield
     finally:
-        _calling.met = None
+        _calling.met = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ def plan(
 ) -> tuple[Plan, tuple[Any] | None]:  # fmt: skip
     """What is to be done for this call, and its value in a tuple where it is there already. ``needs_tag``: its arguments are not all
     that its output depends on."""
+    if tag is not None and not isinstance(tag, str):
+        raise errors.ConfigError(f"{naming.identity}: the tag {tag!r} is no str", name="tag", value=repr(tag))
     with _as_caller():
         call = naming.call(args, kwargs, tag)
         met = bool(_calling.met)

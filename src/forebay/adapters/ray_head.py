@@ -97,7 +97,7 @@ class HeadActor:
 
     def text(self, path: str) -> str:
         """The content of a file of this node; a relative path is one of the process that started the cache."""
-        return Path(self._place.folder, path).read_text()
+        return Path(self._place.folder, path).read_text(encoding="utf-8")
 
 
 class Head:
@@ -134,7 +134,7 @@ class Head:
         try:
             answer = ray.get(getattr(handle, method).remote(*args), timeout=PATIENCE + size / SLOWEST)
         except RayTaskError as error:
-            raise error.cause from None
+            raise _cause(error) from None
         except RayError as error:
             self._probe = handle.place.remote(), time.monotonic() + PAUSE
             self.lost(error)
@@ -174,6 +174,11 @@ class Head:
             log.info("the cache of the cluster (%s) is back", self.namespace)
 
 
+def _cause(error: RayTaskError) -> Exception:
+    """What a method raised."""
+    return error.cause if isinstance(error.cause, Exception) else error
+
+
 def here() -> str:
     """Ray's id of this process's node."""
     return str(ray.get_runtime_context().get_node_id())
@@ -199,7 +204,7 @@ def start_head(namespace: str, place: Place) -> tuple[Any, Place]:
         try:
             return handle, ray.get(handle.place.remote(), timeout=START)
         except RayTaskError as error:
-            raise error.cause from None
+            raise _cause(error) from None
         except RayError:
             # Its node is gone for good, and the name is still taken; or it ended just now.
             if last:

@@ -23,6 +23,7 @@ log = logging.getLogger("forebay.ray")
 
 LOOK_AGAIN = 0.1  # seconds for which the actor is taken to be the one it was
 
+_packing = threading.local()  # ``busy``: a context is being pickled
 _sessions: dict[str, Session] = {}
 _mutex = threading.Lock()  # guards the dict
 
@@ -147,9 +148,23 @@ class Session:
         self.values()
         with self._mutex:
             if self._context is None:
-                content = cloudpickle.dumps((self._actor, self._place, self._bypass.providers, self._bypass.conditions))
+                _packing.busy = True
+                try:
+                    content = cloudpickle.dumps((self._actor, self._place, self._bypass.providers, self._bypass.conditions))
+                finally:
+                    _packing.busy = False
                 self._context = Context(self.namespace, hashlib.blake2b(content, digest_size=16).hexdigest(), content)
             return self._context
+
+    def to_send(self) -> Context | None:
+        """What a handle takes along that is pickled by itself; None within a context, of which the handle of a provider is a part."""
+        return None if getattr(_packing, "busy", False) else self.context()
+
+    def adopt(self, context: Context) -> None:
+        """What a handle brought: nothing new to a process that has providers of its own."""
+        with self._mutex:
+            if not (self._bypass.providers or self._bypass.conditions):
+                self.install(context)
 
     def install(self, context: Context) -> None:
         """What a call brought."""

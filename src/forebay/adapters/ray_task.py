@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.actor import ActorMethod
+from ray.actor import ActorClass, ActorMethod
 from ray.remote_function import RemoteFunction
 
 from forebay import errors
@@ -70,8 +70,11 @@ class Task:
         return self._send(told, args, kwargs)
 
     def tag_of(self, *args: Any, **kwargs: Any) -> str:
-        """Under what the output of this call is kept: what `RayTasks.read` and the others take. ``tag``: as for `remote`."""
+        """Under what the output of this call is kept: what `RayTasks.read` and the others take. ``tag``: as for `remote`.
+
+        Waits for the references among the arguments."""
         tag = self._tag if self._takes_tag else kwargs.pop("tag", self._tag)
+        args, kwargs = tuple(map(_resolved, args)), {name: _resolved(value) for name, value in kwargs.items()}
         call = self._naming.call(args, kwargs, tag) if tag is not None else None
         return call.tag.key if call is not None else self._naming.tag_of(args, kwargs).key
 
@@ -89,7 +92,8 @@ class Task:
         return ray.remote(self._function).options(**self._options).remote(*args, **kwargs)
 
     def _returns(self) -> Any:
-        return self._options.get("num_returns") or (1 if self._options.get("num_returns") is None else 0)
+        given = self._options.get("num_returns")
+        return 1 if given is None else given
 
     def _yields(self) -> bool:
         return inspect.isgeneratorfunction(self._function) or inspect.isasyncgenfunction(self._function)
@@ -119,7 +123,8 @@ class ActorTask(Task):
         return _actor_task, (handle, name, self._naming, self._mode, self._namespace, {"tag": self._tag, **self._options})
 
     def _send(self, told: ray_calls.Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if told.call is not None and not told.call.tag.given and not told.kept:
+        config = self._session().config
+        if told.call is not None and not told.call.tag.given and (config is None or config.caches(self._naming.name, told.call.tag)):
             self._say("tag", f"{self._naming.identity} runs uncached without a tag: what its actor holds counts, and cannot be seen")
         if told.is_plain:
             return self._method.options(**self._options).remote(*args, **kwargs)
@@ -140,7 +145,8 @@ class ActorTask(Task):
         return self._method.options(**self._options).remote(*args, **kwargs)
 
     def _returns(self) -> Any:
-        return self._options.get("num_returns", self._method._num_returns)
+        given = self._options.get("num_returns")
+        return self._method._num_returns if given is None else given
 
     def _yields(self) -> bool:
         return bool(self._method._is_generator)
@@ -161,13 +167,21 @@ def make_task(
     if isinstance(fn, Task):
         return Task(fn._function, fn._naming, mode or fn._mode, namespace or fn._namespace, {"tag": fn._tag, **fn._options, **options})
     if isinstance(fn, Cached):
-        naming = fn._naming if tag is None and version is None and not ignore else Naming(fn.__wrapped__, tag, version, ignore)
+        there = fn._naming
+        naming = Naming(
+            fn.__wrapped__, there._rule if tag is None else tag, version or there.version, ignore or there._ignore, there.identity
+        )
         return Task(fn.__wrapped__, naming, mode, namespace, options)
-    if not callable(fn) or inspect.isclass(fn):
+    if not callable(fn) or inspect.isclass(fn) or isinstance(fn, ActorClass):
         raise errors.ConfigError(f"{fn!r} is no function, nor a method of an actor's handle", name="fn", value=repr(fn))
     if inspect.iscoroutinefunction(fn):
         raise errors.ConfigError(f"{fn!r} is a coroutine, which Ray does not run as a task", name="fn", value=repr(fn))
     return Task(fn, Naming(fn, tag, version, ignore), mode, namespace, options)
+
+
+def _resolved(argument: Any) -> Any:
+    """As the function gets it."""
+    return ray.get(argument) if isinstance(argument, ray.ObjectRef) else argument
 
 
 def _named(function: Any) -> Any:

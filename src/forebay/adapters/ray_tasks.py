@@ -19,7 +19,7 @@ try:
     from forebay.adapters import ray_head
     from forebay.adapters.ray_calls import READ_THROUGH, mode_of
     from forebay.adapters.ray_head import NAMESPACE, SPACE, Place
-    from forebay.adapters.ray_sessions import Current, session_of
+    from forebay.adapters.ray_sessions import Context, Current, session_of
     from forebay.adapters.ray_task import Task, make_task
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.ray_tasks", "ray") from error
@@ -98,7 +98,7 @@ class RayTasks(Tasks):
         self._values = Current(self._session)  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayTasks, (self._session.namespace,)
+        return _arrive, (self._session.namespace, self._session.to_send())
 
     def __repr__(self) -> str:
         place = self._session.place()
@@ -167,3 +167,9 @@ def _compare(namespace: str, wanted: Place, found: Place) -> None:
         log.warning("a cache runs already (%s), with another %s: it stays as it is; stop() ends it", namespace, ", ".join(other))
     if wanted.node != found.node:
         log.warning("a cache runs already (%s), on another node (%s)", namespace, found.node[:8])
+
+
+def _arrive(namespace: str, context: Context | None) -> RayTasks:
+    if context is not None:
+        session_of(namespace).adopt(context)
+    return RayTasks(namespace)
