@@ -49,3 +49,28 @@ def test_the_table_of_directories_has_its_peers_in_it(tmp_path: Path) -> None:
     assert all(peer in row[5] for row in rows for peer in ("Ray", "pyarrow copy_files"))
     assert [row[6].strip() for row in rows] == ["met", "met"]  # what is counted is the same everywhere
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_of_tasks_has_its_peers_in_it(tmp_path: Path) -> None:
+    for peer in ("diskcache", "joblib", "numpy"):
+        pytest.importorskip(peer)
+    words = [sys.executable, str(BENCHMARKS / "tasks.py"), "--quick", "--folder", str(tmp_path), "read", "write", "call", "open"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    what = [
+        "read of 1 KB",
+        "read of 100 KB",
+        "read of 5 MB",
+        "the same",
+        "write of 1 KB",
+        "write of 100 KB",
+        "write of 5 MB",
+        "a call",
+        "open",
+        "open",
+    ]
+    assert all(row[1].strip().startswith(name) for row, name in zip(rows, what, strict=True))
+    assert all("diskcache" in row[5] for row in rows)
+    assert all("joblib" in row[5] for row in rows[:8])
+    assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_images.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLE = EXAMPLES / "train_images.py"
 IMAGES = 40
 
 for package in ("torch.utils.data", "numpy", "PIL", "sklearn"):
@@ -55,3 +56,28 @@ def test_it_has_a_help(tmp_path: Path) -> None:
     out, _ = start(tmp_path, "--help").communicate(timeout=200)
     for option in ("--workers", "--epochs", "--root"):
         assert option in out
+
+
+# -- a flow of tasks ---------------------------------------------------------------------------------------------------
+
+
+def flow(root: Path, *arguments: str) -> tuple[dict[str, bool], int]:
+    """Of each part whether it was computed, and how many calls were."""
+    command = [sys.executable, str(EXAMPLES / "flow.py"), *arguments]
+    done = subprocess.run(command, env={**os.environ, "FLOW_ROOT": str(root)}, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
+    parts = re.findall(r"^(.+?) {2,}(computed by process \d+|from the cache) +[\d.]+ s   ", done.stdout, re.MULTILINE)
+    (ran,) = re.findall(r"^(\d+) calls computed", done.stdout, re.MULTILINE)
+    assert ("Run it again" in done.stdout) == (int(ran) > 0)
+    return {name: source != "from the cache" for name, source in parts}, int(ran)
+
+
+def test_the_second_run_of_the_flow_computes_nothing(tmp_path: Path) -> None:
+    few = ["--kinds", "pixels", "spectrum", "--costs", "1", "10"]
+    parts = ["pixels, cost 1", "pixels, cost 10", "spectrum, cost 1", "spectrum, cost 10", "report on the best"]
+    # 4 scores, the report, the digits, and 2 features: of two processes that wanted them at once, one computed them.
+    assert flow(tmp_path, *few) == (dict.fromkeys(parts, True), 8)
+    assert flow(tmp_path, *few) == (dict.fromkeys(parts, False), 0)
+    found, ran = flow(tmp_path, "--kinds", "pixels", "spectrum", "--costs", "1", "10", "0.01")
+    assert {name for name, computed in found.items() if computed} == {"pixels, cost 0.01", "spectrum, cost 0.01"}
+    assert ran == 2
