@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray")
-np = pytest.importorskip("numpy")
+pytest.importorskip("numpy")
 
+import numpy as np
 import ray
 
 import forebay
@@ -354,8 +355,7 @@ def pair(x: int, log: Log) -> tuple[int, int]:
 
 def stream(n: int, log: Log) -> Iterator[int]:
     log.add()
-    for i in range(n):  # `yield from` a range is nothing that Ray can send to
-        yield i
+    yield from [i for i in range(n)]  # noqa: C416
 
 
 def nothing(log: Log) -> None:
@@ -436,7 +436,7 @@ def test_nested_calls_see_configuration_and_providers(tasks: ours.RayTasks, root
         found = ray.get(task(tasks, outer, **AWAY).remote(3, log))
         assert found == [("in-1", None, 3), 9, ("provided", "t")]
     assert log.lines() == ["head"]  # outer and tagged are not listed
-    assert sorted(key.rpartition(":")[2] for key in tasks.keys()) == ["in-1", "out"]
+    assert sorted(key.rpartition(":")[2] for key in (*tasks.keys(),)) == ["in-1", "out"]
 
 
 def test_a_file_is_read_where_the_cache_was_started(

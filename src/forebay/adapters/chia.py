@@ -1,0 +1,307 @@
+"""CHIA's cache and bypass, by CHIA's names and arguments: an actor on the node of who starts it, and replays that a YAML file lists.
+
+What is kept lies in a root of Forebay's, in the tasks called ``chia``: ``forebay.Cache(directory).tasks("chia")``. A directory with CHIA's
+own pickles is refused; `Tasks.import_chia` takes it over. In new code `forebay.adapters.ray_tasks` does more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import forebay.cache
+from forebay import errors
+from forebay._tasks import bypass as replays
+from forebay._tasks.config import Config, Rule, load
+
+try:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from forebay.adapters.ray_head import here
+    from forebay.adapters.ray_tasks import size_in
+except ModuleNotFoundError as error:
+    raise errors.MissingExtra.of("forebay.adapters.chia", "ray") from error
+
+__all__ = ["Bypass", "Cache", "Handle", "get_active_bypass", "get_active_cache", "is_cached", "start_cache", "stop_cache"]
+
+log = logging.getLogger("forebay.chia")
+
+NAME = "ForebayChiaCache"
+SPACE = "chia"
+_PICKLE = re.compile(r".*_[0-9a-f]{16}\.pkl")
+
+
+class _Cache:
+    """The actor: values by tag, strictly least recently used out, within ``budget_bytes`` of what they take stored.
+
+    ``config``: what `get_config` gives. Calls of one caller come in their order."""
+
+    def __init__(self, cache_dir_path: str, budget_bytes: int, config: Mapping[str, Any] | None = None) -> None:
+        _refuse_pickles(cache_dir_path)
+        self._config = dict(config or {})
+        self._tasks = forebay.cache.Cache(cache_dir_path).tasks(SPACE, budget=int(budget_bytes))
+
+    def write(self, tag: str, data: Any) -> bool:
+        """Keep a value. False where it is larger than the whole budget, or cannot be kept: what was there then stays."""
+        return self._tasks.write(tag, data)
+
+    def read(self, tag: str) -> tuple[bool, Any]:
+        """``(True, value)``, which is a use, or ``(False, None)``."""
+        return self._tasks.read(tag)
+
+    def has(self, tag: str) -> bool:
+        """Whether there is something under this tag."""
+        return self._tasks.has(tag)
+
+    def evict(self, tag: str) -> bool:
+        """Remove a tag. False if there was nothing."""
+        return self._tasks.evict(tag)
+
+    def flush(self) -> None:
+        """Remove all."""
+        self._tasks.flush()
+
+    def keys(self) -> list[str]:
+        """All tags, from the least to the most recently used."""
+        return self._tasks.keys()
+
+    def size_bytes(self) -> int:
+        """Bytes of the values, as stored."""
+        return self._tasks.size_bytes()
+
+    def get_config(self) -> dict[str, Any]:
+        """The section ``cache`` of the YAML file: True, or a list of patterns, by function."""
+        return dict(self._config)
+
+
+Cache: Any = ray.remote(num_cpus=0)(_Cache)
+"""The class of the actor: ``Cache.options(...).remote(cache_dir_path, budget_bytes, config)``."""
+
+
+class Handle:
+    """The handle of the running cache: ``handle.read.remote(tag)`` gives an ObjectRef, and so does ``handle.read.chia_remote(tag)``.
+
+    ``actor``: Ray's own handle. Pickles, as that does."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def __getattr__(self, name: str) -> _Method:
+        if name.startswith("__") or name == "actor":
+            raise AttributeError(name)
+        return _Method(getattr(self.actor, name))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Handle, (self.actor,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handle) and self.actor == other.actor
+
+    def __hash__(self) -> int:
+        return hash(self.actor)
+
+
+class _Method:
+    """A method of the actor, by both of its calls."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it; gives an ObjectRef."""
+        return self._method.remote(*args, **kwargs)
+
+    chia_remote = remote
+
+    def options(self, **ray_options: Any) -> _Method:
+        """The same with options of Ray's."""
+        return _Method(self._method.options(**ray_options))
+
+
+def start_cache(
+    size: float, cache_dir_path: str | os.PathLike[str], units: str = "B", yaml_path: str | os.PathLike[str] | None = None,
+    namespace: str | None = None,
+) -> Handle:  # fmt: skip
+    """The running cache, else a new one on this node, which may hold ``size`` ``units`` in ``cache_dir_path``.
+
+    ``units``: B, KB to TB or KiB to TiB, all of them powers of 1024. ``yaml_path``: its section ``cache`` says what is cached.
+    ``namespace``: of Ray; without one, this job's. Raises ValueError for other units and for what is wrong in the file, `RootRefused`."""
+    found = get_active_cache(namespace)
+    if found is not None:
+        return found
+    budget = size_in(size, units)
+    config = load(yaml_path).as_chia() if yaml_path is not None else {}
+    place = Path(cache_dir_path).absolute()
+    _refuse_pickles(place)
+    with forebay.cache.Cache(place) as cache:  # what is wrong with it is told here
+        options = {
+            "name": NAME, "get_if_exists": True, "lifetime": "detached", "max_restarts": -1,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=here(), soft=False),
+            **({"namespace": namespace} if namespace else {}),
+        }  # fmt: skip
+        handle = Handle(Cache.options(**options).remote(str(cache.path), budget, config))
+        ray.get(handle.size_bytes.remote())  # it is up
+    return handle
+
+
+def stop_cache(namespace: str | None = None) -> None:
+    """End the actor, if there is one. What is kept stays in its directory."""
+    found = get_active_cache(namespace)
+    if found is not None:
+        ray.kill(found.actor)
+
+
+def get_active_cache(namespace: str | None = None) -> Handle | None:
+    """The running cache, in any process of the cluster; None if there is none."""
+    if not ray.is_initialized():
+        return None
+    try:
+        return Handle(ray.get_actor(NAME, **({"namespace": namespace} if namespace else {})))
+    except ValueError:
+        return None
+
+
+def is_cached(func_name: str, tag: str | None = None) -> bool:
+    """Whether the running cache is to keep the output of this call: its function is listed, and the tag fits, where there are patterns.
+    Without a cache: False."""
+    found = get_active_cache()
+    if found is None:
+        return False
+    key = found.actor._actor_id
+    if key not in _configs:
+        _configs.clear()
+        _configs[key] = ray.get(found.get_config.remote())  # as long as this actor lives it is the same
+    rule = _configs[key].get(func_name)
+    if isinstance(rule, list):
+        return tag is not None and any(re.fullmatch(pattern, tag) for pattern in rule)
+    return bool(rule)
+
+
+_configs: dict[Any, dict[str, Any]] = {}
+
+
+def _refuse_pickles(directory: str | os.PathLike[str]) -> None:
+    """A directory of CHIA's own is not made a root: its files would be neither used nor counted."""
+    place = Path(directory)
+    if place.is_dir() and not (place / "FORMAT").exists() and any(_PICKLE.fullmatch(name) for name in os.listdir(place)):
+        raise errors.RootRefused(
+            f"{place} has pickles of CHIA's cache: give another directory, and have them taken over by "
+            f"forebay.Cache(DIRECTORY).tasks({SPACE!r}).import_chia({str(place)!r}), which unpickles them",
+            path=str(place),
+        )
+
+
+# -- bypass ------------------------------------------------------------------------------------------------------------
+
+
+class _FileServer:
+    """Gives files of its node to any process of the cluster."""
+
+    def get_text(self, path: str) -> str:
+        """The content, as UTF-8."""
+        return Path(path).read_text(encoding="utf-8")
+
+    def get_bytes(self, path: str) -> bytes:
+        """The content."""
+        return Path(path).read_bytes()
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file."""
+        return Path(path).is_file()
+
+
+class Bypass:
+    """Which calls are replayed, and by what. The last one that was made is the active one of its process.
+
+    ``yaml_path``: its section ``bypass`` is read; without one nothing is bypassed. What is wrong in it is a ValueError that names the
+    line."""
+
+    def __init__(self, yaml_path: str | os.PathLike[str] | None = None) -> None:
+        self._replays = replays.Bypass(load(yaml_path) if yaml_path is not None else Config())
+        self._file_server: Any = None
+        if ray.is_initialized() and any(rule.data for rule in self._rules.values()):
+            self.file_server()
+        _active[0] = self
+
+    @property
+    def _rules(self) -> Mapping[str, Rule]:
+        config = self._replays.config
+        return config.bypass if config is not None else {}
+
+    def set_provider(self, func_name: str, provider: Callable[..., Any]) -> None:
+        """What runs in place of a function: ``provider(tag, data_path, *args, **kwargs)``."""
+        self._replays.set_provider(func_name, provider)
+
+    def set_cond(self, func_name: str, cond: Callable[..., Any]) -> None:
+        """Asked last whether a call is replayed: ``cond(tag, data_path, *args, **kwargs)``."""
+        self._replays.set_condition(func_name, cond)
+
+    @property
+    def active(self) -> bool:
+        """Whether any function is listed."""
+        return bool(self._rules)
+
+    def is_bypassed(self, func_name: str, tag: str | None = None, *args: Any, **kwargs: Any) -> bool:
+        """Whether this call is replayed: the function is listed, has a provider or data, the tag fits, and the condition holds."""
+        return self._replays.choose(func_name, tag, args, kwargs) is not None
+
+    def get_provider_info(self, func_name: str) -> tuple[Callable[..., Any], str | None]:
+        """What runs in place of a function, and its path of data. Raises KeyError where it has neither."""
+        rule = self._rules.get(func_name)
+        provider, data = self._replays.providers.get(func_name), rule.data if rule is not None and rule.on else None
+        if provider is None and data is None:
+            raise KeyError(f"{func_name!r} has neither a provider nor data: set_provider({func_name!r}, ...), or `data:` in the YAML file")
+        return provider or _text_of_file, data
+
+    def file_server(self) -> Any:
+        """The actor that gives files of the node where this was made: ``get_text``, ``get_bytes``, ``exists``."""
+        if self._file_server is None:
+            pinned = NodeAffinitySchedulingStrategy(node_id=here(), soft=False)
+            self._file_server = ray.remote(num_cpus=0)(_FileServer).options(scheduling_strategy=pinned).remote()
+        return self._file_server
+
+    def get_state(self) -> dict[str, Any]:
+        """All of it, as a dict that pickles as far as providers and conditions do."""
+        on = [rule for rule in self._rules.values() if rule.on]
+        return {
+            "bypass": {rule.name: rule.on for rule in self._rules.values()},
+            "data_paths": {rule.name: rule.data for rule in on if rule.data is not None},
+            "tag_patterns": {rule.name: [pattern.pattern for pattern in rule.tags] for rule in on if rule.tags is not None},
+            "providers": dict(self._replays.providers),
+            "conds": dict(self._replays.conditions),
+            "file_server": self._file_server,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Add what another one's `get_state` gave."""
+        data, tags = state.get("data_paths", {}), state.get("tag_patterns", {})
+        rules = dict(self._rules)
+        for name, on in state.get("bypass", {}).items():
+            patterns = tuple(map(re.compile, tags[name])) if name in tags else None
+            rules[name] = Rule(name, on, patterns, data.get(name))
+        loaded = replays.Bypass(Config(bypass=rules))
+        loaded.providers.update({**self._replays.providers, **state.get("providers", {})})
+        loaded.conditions.update({**self._replays.conditions, **state.get("conds", {})})
+        self._replays = loaded
+        self._file_server = state.get("file_server") or self._file_server
+
+
+_active: list[Bypass | None] = [None]
+
+
+def get_active_bypass() -> Bypass | None:
+    """The last one that was made in this process; None if there is none."""
+    return _active[0]
+
+
+def _text_of_file(tag: str | None, data_path: str | None, *args: Any, **kwargs: Any) -> str:
+    """What is given for a function that has only data: the text of that file, from the node where the bypass was made."""
+    active = get_active_bypass()
+    if active is None or data_path is None:
+        raise RuntimeError(f"no bypass is active in this process, of which {data_path!r} could be had")
+    return str(ray.get(active.file_server().get_text.remote(data_path)))
