@@ -7,6 +7,7 @@ import logging
 import re
 import string
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,9 +56,11 @@ class Naming:
         self._counted, self._names, self._dropped = self._what_counts()
         self._head = "\0".join(self._names).encode("utf-8", "surrogatepass") + b"\0\0"
         self._make_tag = self._rule_of(tag)
+        self._parts = function, tag, self.version, self._ignore, self.identity
+        _live.setdefault(_key(*self._parts), self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Naming, (self.function, self._rule, self.version, self._ignore, self.identity)
+        return _arrive, self._parts
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -76,7 +79,9 @@ class Naming:
         """Key and digest of `call`, without the rest: on the path of a hit each object counts."""
         try:
             values = self._bind(*args, **kwargs)
-        except TypeError:  # the call will raise it, or knows better than its signature
+        except TypeError as error:  # the call will raise it, or knows better than its signature
+            if self._say("signature"):
+                log.warning("%s runs uncached where a call does not fit its signature: %s", self.identity, str(error))
             return None
         if tag is None and self._make_tag is not None:
             tag = self._make_tag(values, args, kwargs)
@@ -225,6 +230,20 @@ class Naming:
         first = what not in self._told
         self._told.add(what)
         return first
+
+
+def _arrive(function: Any, rule: TagRule, version: str | None, ignore: tuple[str, ...], identity: str) -> Naming:
+    """The naming that this process has for the function already, if it has one: it looked at it once, and says what it says once."""
+    found = _live.get(_key(function, rule, version, ignore, identity))
+    return found if found is not None else Naming(function, rule, version, ignore, identity)
+
+
+def _key(function: Any, rule: TagRule, *rest: Any) -> tuple[Any, ...]:
+    # By their ids: a function that calls itself holds its naming, and would be held by this table for ever.
+    return id(function), rule if rule is None or isinstance(rule, str) else id(rule), *rest
+
+
+_live: weakref.WeakValueDictionary[tuple[Any, ...], Naming] = weakref.WeakValueDictionary()
 
 
 def _parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

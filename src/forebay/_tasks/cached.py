@@ -186,7 +186,7 @@ class Bound:
     """A cached method of one object."""
 
     def __init__(self, cached: Cached, instance: Any) -> None:
-        self.__func__, self.__self__ = cached, instance
+        self.__func__, self.__self__, self.__doc__ = cached, instance, cached.__doc__
         self.__wrapped__ = types.MethodType(cached.__wrapped__, instance)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

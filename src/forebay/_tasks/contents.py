@@ -8,6 +8,7 @@ import enum
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,13 +46,8 @@ def _code(writer: Writer, value: types.CodeType) -> bytes:
 def _dataclass(writer: Writer, value: Any) -> bytes:
     """Its fields; what else lies in it (properties that it remembers) does not count."""
     kind: Any = type(value)
-    names = _fields(kind)
+    names = [field.name for field in dataclasses.fields(value)]
     return b"D" + kind_text(kind) + writer.several(b"d", (*names, *(getattr(value, name, None) for name in names)))
-
-
-@functools.lru_cache(1024)
-def _fields(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _enum(writer: Writer, value: enum.Enum) -> bytes:
@@ -118,13 +114,18 @@ def _replaced(base: type, content: Callable[[Any], Any], writer: Writer, value: 
 _REGISTERED: dict[type, Callable[[Any], Any]] = {}
 
 
-def writer_of(kind: Any) -> Part | None:
-    """How values of this class are written; None: as pickle takes them apart."""
-    return _PARTS.get(kind) or _writer_of_other(kind)
+def writer_of(kind: Any) -> Part:
+    """How values of this class are written."""
+    found = _PARTS.get(kind)
+    if found is None and (found := _others.get(kind)) is None:
+        found = _others[kind] = _writer_of_other(kind)
+    return found
 
 
-@functools.lru_cache(1024)
-def _writer_of_other(kind: Any) -> Part | None:
+_others: weakref.WeakKeyDictionary[Any, Part] = weakref.WeakKeyDictionary()
+
+
+def _writer_of_other(kind: Any) -> Part:
     for base in kind.__mro__:
         content = _REGISTERED.get(base)
         if content is not None:
@@ -146,7 +147,7 @@ def _is_plain(kind: Any) -> bool:
     return all(getattr(kind, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
 
 
-def _array_writer(kind: Any) -> Part | None:
+def _array_writer(kind: Any) -> Part:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and kind in (numpy.ndarray, numpy.memmap):
         return _ndarray
@@ -154,10 +155,10 @@ def _array_writer(kind: Any) -> Part | None:
         return _numpy_scalar
     if torch is not None and issubclass(kind, torch.Tensor):
         return _tensor
-    return None
+    return Writer.reduced
 
 
 def register(kind: type, content: Callable[[Any], Any]) -> None:
     """Values of this class count as what ``content`` gives for them; it may raise `Unstable`. For adapters, once at import."""
     _REGISTERED[kind] = content
-    _writer_of_other.cache_clear()
+    _others.clear()

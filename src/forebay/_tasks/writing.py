@@ -7,9 +7,9 @@ by how far up that is.
 from __future__ import annotations
 
 import copyreg
-import functools
 import struct
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -69,10 +69,12 @@ QUICK: dict[type, Write] = {
 }
 
 
-@functools.lru_cache(1024)
 def kind_text(kind: Any) -> bytes:
     """A class by where it is found."""
-    return text(place_of(kind))
+    return _places.get(kind) or _places.setdefault(kind, text(place_of(kind)))
+
+
+_places: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()  # a class of a function goes with it
 
 
 def flat(value: Any) -> bytes:
@@ -108,7 +110,7 @@ def short(data: bytes) -> bytes:
 class Writer:
     """Writes one value down. ``above``: the objects that it is inside of, by id, with their depth."""
 
-    def __init__(self, writer_of: Callable[[Any], Callable[[Writer, Any], bytes] | None]) -> None:
+    def __init__(self, writer_of: Callable[[Any], Callable[[Writer, Any], bytes]]) -> None:
         self._writer_of = writer_of
         self._above: dict[int, tuple[int, Any]] = {}
         self._known: dict[int, tuple[Any, bytes]] = {}  # with the object, so that its id stays its own
@@ -149,8 +151,7 @@ class Writer:
         return data
 
     def _whole(self, value: Any) -> bytes:
-        writer = self._writer_of(type(value))
-        return writer(self, value) if writer is not None else self.reduced(value)
+        return self._writer_of(type(value))(self, value)
 
     def several(self, mark: bytes, values: Iterable[Any]) -> bytes:
         """Parts in their order."""
