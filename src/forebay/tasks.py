@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from forebay import errors
+from forebay._tasks import bypass
+from forebay._tasks.bypass import Bypass
+from forebay._tasks.config import Config, load
 from forebay._tasks.values import Values
 from forebay.codecs import Codec
 from forebay.codecs import codec as codec_of
@@ -44,16 +48,22 @@ class Tasks:
     Callable from any thread; usable in both processes after a fork; pickled to another process it is the same store, with the same
     configuration and providers. What was read stays good after an eviction. Faults of the cache never reach the caller."""
 
-    def __init__(self, origin: Origin, home: Any, name: str, codec: Codec, config: Any = None, bypass: Any = None) -> None:
-        self._home, self._config, self.name = home, config, name
-        self._values = Values(origin, home, name, codec)
-        self._bypass = bypass if bypass is not None else _bypass_of(config)
+    def __init__(self, values: Values, config: Config | None = None, bypass: Bypass | None = None) -> None:
+        self.name = values.space
+        self._values = values
+        self._config: Any = config  # of other kinds of `Tasks`, properties
+        self._bypass: Any = Bypass(config) if bypass is None else bypass
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self._home, self.name, self._values.codec, self._config, self._bypass)
+        values = self._values
+        return _arrive, (self._home.__reduce__(), self.name, values.codec, self._config, self._bypass)
 
     def __repr__(self) -> str:
         return f"<forebay.Tasks {self.name!r} in {str(self._home.path)!r}>"
+
+    @property
+    def _home(self) -> Any:
+        return self._values.home
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -121,6 +131,15 @@ class Tasks:
 
         return import_chia(self._values, directory, overwrite=overwrite)
 
+    @bypass.reads_cache
+    def from_cache(self, tag: str, data_path: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """A provider, for `set_provider`: what is kept under the tag. Raises `NotCached`, with function and tag."""
+        return bypass.from_cache(self, tag, data_path, *args, **kwargs)
+
+    def if_cached(self, tag: str, data_path: str | None = None, *args: Any, **kwargs: Any) -> bool:
+        """A condition, for `set_condition`: whether anything is kept under the tag."""
+        return bypass.if_cached(self, tag, data_path, *args, **kwargs)
+
     # -- functions -------------------------------------------------------------------------------------------------
 
     def cached(
@@ -148,23 +167,27 @@ def open_tasks(origin: Origin, home: Any, name: str, codec: Any, config: Any, bu
     """See `Cache.tasks`."""
     if name in TAKEN:
         raise errors.ConfigError(f"the name {name!r} is taken by the cache itself: choose another one", name="name", value=name)
-    made = Tasks(origin, home, name, codec_of(codec), _config_of(config))
+    chosen, parsed = codec_of(codec), load(config) if config is not None else None
     home.space(name, quota=budget)
-    return made
+    values = Values(origin, home, name, chosen)
+    _open[str(home.path), name, chosen.name] = values
+    return Tasks(values, parsed)
 
 
-def _config_of(config: Any) -> Any:
-    if config is None:
-        return None
-    from forebay._tasks.config import load
-
-    return load(config)
+_open: weakref.WeakValueDictionary[tuple[str, str, str], Values] = weakref.WeakValueDictionary()
+_arrived: dict[tuple[str, str, str], Values] = {}
+"""What this process has open, by root, space and codec. What came by pickle alone stays open: the next that comes is the same."""
 
 
-def _bypass_of(config: Any) -> Any:
-    from forebay._tasks.bypass import Bypass
-
-    return Bypass(config)
+def _arrive(how: tuple[Any, ...], name: str, codec: Codec, config: Config | None, bypass: Bypass) -> Tasks:
+    """A handle that came from another process: with what is open here already, if it is the same. ``how``: to open its cache."""
+    opener, given = how[:2]
+    key = str(given[0]), name, codec.name
+    values = _open.get(key)
+    if values is None or values.home.closed or values.home.__reduce__()[1] != given:
+        home = opener(*given)
+        values = _open[key] = _arrived[key] = Values(home._origin, home, name, codec)
+    return Tasks(values, config, bypass)
 
 
 def _key(tag: str) -> str:
@@ -176,7 +199,3 @@ def _key(tag: str) -> str:
         message = f"the tag {tag!r} cannot be used: a tag is a str of valid unicode"
         raise errors.ConfigError(message, name="tag", value=repr(tag)) from error
     return key
-
-
-def _arrive(home: Any, name: str, codec: Codec, config: Any, bypass: Any) -> Tasks:
-    return Tasks(home._origin, home, name, codec, config, bypass)

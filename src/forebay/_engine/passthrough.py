@@ -166,7 +166,7 @@ class PassThrough:
     def keys(self, space: str) -> list[str]:
         return []
 
-    def entry_sizes(self, space: str) -> tuple[int, int]:
+    def usage_of(self, space: str) -> tuple[int, int]:
         return 0, 0
 
     def quota_of(self, space: str) -> None:

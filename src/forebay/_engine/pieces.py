@@ -74,13 +74,6 @@ class Pieces(Ahead):
         """All keys of a space, from the least to the most recently used."""
         return self._census.keys(self.space(space).id)
 
-    def entry_sizes(self, space: str) -> tuple[int, int]:
-        """Bytes and number of the entries of a space, those that are being removed not counted."""
-        for found in self._census.usage().spaces:
-            if found.name == space:
-                return found.bytes, found.entries
-        return 0, 0
-
     def quota_of(self, space: str) -> int | None:
         """What the entries of a space may have in bytes, as whoever said so last has set it; None: no more than the root."""
         found = spaces.find(self._catalog, space)

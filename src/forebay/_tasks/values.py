@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ class Values:
     codec, and the digest of the arguments that it was made of, where a function made it."""
 
     def __init__(self, origin: Origin, home: Any, space: str, codec: Codec) -> None:
-        self._origin, self._home, self.space, self.codec = origin, home, space, codec
+        self._origin, self.home, self.space, self.codec = origin, home, space, codec
         self._quick = origin.store.finder(space)
         self._told: set[tuple[str, str]] = set()
         self.counted = dict.fromkeys(COUNTED, 0)
@@ -129,7 +130,7 @@ class Values:
         self.counted["store_failures"] += 1
         self._origin.store.count("store_failures")
         kind = f"{type(error).__name__} {getattr(error, 'limit', '')}"
-        self._say(who or key, kind, f"what {who} gave is not kept: {why}" if who else f"{self.space}:{key} is not kept: {why}")
+        self._say(who, kind, f"what {who} gave is not kept: {why}" if who else f"{self.space}:{key} is not kept: {why}")
         return False
 
     def _say(self, name: str, kind: str, message: str) -> None:
@@ -158,7 +159,8 @@ class Values:
 
         def run() -> tuple[Any]:
             with attempt:
-                return attempt.made(make())
+                value = make()
+            return attempt.made(value)
 
         try:
             got = self._store().single(self.space, key, attempt.look, run, timeout=self._patience(timeout))
@@ -180,7 +182,8 @@ class Values:
 
         async def run() -> tuple[Any]:
             with attempt:
-                return attempt.made(await make())
+                value = await make()
+            return await asyncio.to_thread(attempt.made, value)  # a large one takes long to be written
 
         try:
             got = await self._store().single_async(self.space, key, attempt.look, run, timeout=self._patience(timeout))
@@ -191,7 +194,7 @@ class Values:
         return got[0]  # type: ignore[no-any-return]
 
     def _patience(self, timeout: float | None) -> float | None:
-        return getattr(self._home, "_timeout", None) if timeout is None else timeout
+        return getattr(self.home, "_timeout", None) if timeout is None else timeout
 
     # -- names -----------------------------------------------------------------------------------------------------
 
@@ -224,7 +227,7 @@ class Values:
 
     def size(self) -> tuple[int, int]:
         """Stored bytes and number of the values."""
-        return self._store().entry_sizes(self.space)
+        return self._store().usage_of(self.space)
 
     def size_bytes(self) -> int:
         """Stored bytes of the values."""
@@ -235,7 +238,7 @@ class Values:
         return self._store().quota_of(self.space)
 
     def _store(self) -> Store | PassThrough:
-        if self._home is not None and self._home.closed:
+        if self.home is not None and self.home.closed:
             raise errors.Closed.of("cache")
         return self._origin.store
 
