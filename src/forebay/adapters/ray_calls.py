@@ -81,11 +81,12 @@ def plan(
         met = bool(_calling.met)
     values, place, config = session.values(), session.place(), session.config
     chosen = mode or (place.mode if place is not None else READ_THROUGH)
-    kept = call is not None and (config is None or bool(config.caches(naming.name, call.tag)))
+    sure = not met or tag is not None or (call is not None and not call.tag.given)
+    kept = call is not None and _is_listed(config, naming.name, call.tag, sure=sure)
     if call is not None and not call.tag.given and (chosen == REPLAY or needs_tag):
         kept = False
     shown = call.tag if call is not None and (call.tag.given or chosen == READ_THROUGH) else None
-    replay = session.bypass.choose(naming.name, shown, args, kwargs) if place is not None else None
+    replay = session.bypass.choose(naming.name, shown, args, kwargs)
     if replay is not None:
         kept = kept and not replay.is_from_cache
         replay = dataclasses.replace(replay, provider=None)  # the worker has it by the context
@@ -98,9 +99,17 @@ def plan(
     return Plan(session.context(), tag, named, replay, kept, pin, chosen, returns, looks), found
 
 
+def _is_listed(config: Any, name: str, tag: str, *, sure: bool) -> bool:
+    """Whether a call is to be kept; where its tag is not known yet, whether it may be."""
+    if config is None or sure:
+        return config is None or bool(config.caches(name, tag))
+    rule = config.cache.get(name)
+    return rule is not None and bool(rule.on)
+
+
 def _fits(value: Any, returns: int) -> bool:
     """Whether a value is that of so many returns."""
-    return returns == 1 or (isinstance(value, (tuple, list)) and len(value) == returns)
+    return returns == 1 or (not isinstance(value, (str, bytes, Mapping)) and getattr(value, "__len__", lambda: -1)() == returns)
 
 
 def put(value: Any, returns: int) -> Any:
@@ -116,23 +125,44 @@ def work(function: Callable[..., Any], naming: Naming, told: Plan, args: tuple[A
         session.counted["runs"] += 1
         return function(*args, **kwargs)
 
+    def run_to_keep() -> Any:
+        value = run()
+        if told.returns != 1 and isinstance(value, Iterator):
+            value = tuple(value)
+        if not _fits(value, told.returns):
+            raise ValueError(f"{naming.identity} was to give {told.returns} values (num_returns), and gave {type(value).__name__}")
+        return value
+
     if told.is_plain:
-        return function(*args, **kwargs)
-    call = told.call or naming.call(args, kwargs, told.tag)
+        return run()
+    told, call = _named(session, naming, told, args, kwargs)
     if told.replay is not None:
         return _replayed(session, naming, told, call, run, args, kwargs)
-    if call is None:
+    if call is None or not told.kept:
         return run()
-    values = session.values()
-    if told.mode == REPLAY or told.returns != 1:
-        # What has not as many parts as were asked for, Ray refuses: it is not to be kept before that.
-        found = values.look(call.tag.key, call.digest, who=naming.identity) if told.mode != REPLAY else None
-        if found is not None and _fits(found[0], told.returns):
-            return found[0]
-        value = run()
+    if told.mode == REPLAY:
+        value = run_to_keep()
         keep(session, naming, told, call, value)
         return value
-    return values.single(call.tag.key, call.digest, run, pin=told.pin, who=naming.identity, looked=told.looked)
+    value = session.values().single(call.tag.key, call.digest, run_to_keep, pin=told.pin, who=naming.identity, looked=told.looked)
+    return value if _fits(value, told.returns) else run()  # kept by a call that was asked for another number
+
+
+def _named(
+    session: Session, naming: Naming, told: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Plan, Call | None]:  # fmt: skip
+    """The plan with what its caller could not know, as it has only references; and the call."""
+    if told.call is not None:
+        return told, told.call
+    call, config = naming.call(args, kwargs, told.tag), session.config
+    if call is None:
+        return told, None
+    if config is not None and told.kept:
+        kept = bool(config.caches(naming.name, call.tag))
+        told = dataclasses.replace(told, kept=kept, pin=kept and bool(config.pins(naming.name, call.tag)))
+    if told.replay is not None and told.replay.tag is not None:
+        told = dataclasses.replace(told, replay=dataclasses.replace(told.replay, tag=call.tag))
+    return told, call
 
 
 def keep(session: Session, naming: Naming, told: Plan, call: Call | None, value: Any) -> None:
@@ -183,7 +213,7 @@ def keep_results(naming: Naming, told: Plan, names: Sequence[str], *flat: Any) -
     follow."""
     results, (args, kwargs) = flat[: told.returns], _unflattened(names, flat[told.returns :])
     session = told.context.install()
-    call = told.call or naming.call(args, kwargs, told.tag)
+    told, call = _named(session, naming, told, args, kwargs)
     value = results[0] if told.returns == 1 else results
     session.counted["runs"] += 1
     keep(session, naming, told, call, value)

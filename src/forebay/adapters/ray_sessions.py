@@ -97,6 +97,12 @@ class Session:
         """Let the next call look anew."""
         self._good_until = 0.0
 
+    def end(self) -> None:
+        """Forget where the cache was, and its configuration: it was stopped on purpose."""
+        with self._mutex:
+            self._actor, self._place, self._values, self._good_until = None, None, Nowhere(self.counted), 0.0
+            self._make_bypass_locked(self._bypass.providers, self._bypass.conditions)
+
     def _look_locked(self) -> None:
         handle = self.head.handle()
         if handle is None:

@@ -62,7 +62,7 @@ def stop(namespace: str | None = None) -> None:
     """End the cache's actor, for all drivers. What is kept stays in its directory, for the next `start`."""
     session = session_of(namespace)
     ray_head.stop_head(session.namespace)
-    session.forget()
+    session.end()
 
 
 def remote(

@@ -74,7 +74,7 @@ class Served(Stored):
         if found is None:
             self._origin.store.count("misses")
             return None
-        mine, there = f"{found.id:x}", found.entry.meta
+        mine, there = self._token(found.id), found.entry.meta
         if there != meta and (digested or there.rpartition(" ")[0] != meta):
             return Answer(mine, there, found.size)
         store.touch(found.entry)
@@ -85,17 +85,22 @@ class Served(Stored):
     def send(self, key: str, token: str) -> Payload | None:
         """The bytes of this very value; None if it is gone."""
         found = self._stored(key)
-        return Payload([found.view]) if found is not None and f"{found.id:x}" == token else None
+        return Payload([found.view]) if found is not None and self._token(found.id) == token else None
 
     def doubt(self, key: str, token: str) -> bool:
         """Another node cannot read this very value: whether it is damaged here; then it is set aside."""
         found = self._stored(key)
-        return found is not None and f"{found.id:x}" == token and not self._store().is_intact(found)
+        return found is not None and self._token(found.id) == token and not self._store().is_intact(found)
 
     def take(self, key: str, payload: Payload, meta: str, pin: bool) -> str:
         """Keep what another node made; gives its token. Raises `CacheFault`."""
         store = self._store()
-        return f"{store.put_pieces(self.space, key, payload.pieces, life='pinned' if pin else 'cached', meta=meta).id:x}"
+        return self._token(store.put_pieces(self.space, key, payload.pieces, life="pinned" if pin else "cached", meta=meta).id)
+
+    def _token(self, id: int) -> str:
+        """Of an entry. In a root that somebody deleted, and that was made anew, ids begin again."""
+        store = self._store()
+        return f"{store.root.id:x}-{id:x}" if isinstance(store, Store) else f"{id:x}"
 
 
 class Asks(Protocol):
