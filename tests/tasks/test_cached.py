@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -796,18 +797,19 @@ def test_a_script_and_its_pools(tmp_path: Path, how: str) -> None:
     assert sorted(journal.lines()) == ["by_digest 1", "by_digest 1", "by_digest 2", "by_tag 1", "by_tag 2", "fit 3 1", "name 1"]
 
 
-def test_it_is_pickled_by_reference_to_its_function(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_pickled_by_reference_to_its_function(tasks: Tasks) -> None:
     def of_module(x: int) -> int:
         return x + 1
 
-    of_module.__qualname__ = "of_module"
-    module = type(os)("module_of_a_flow")
-    of_module.__module__ = module.__name__
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module = ModuleType("module_of_a_flow")
+    of_module.__module__, of_module.__qualname__ = module.__name__, "of_module"
     cached = module.of_module = tasks.cached(of_module)  # type: ignore[attr-defined]
     assert cached(1) == 2
-    arrived = pickle.loads(pickle.dumps(cached))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        arrived = pickle.loads(pickle.dumps(cached))
     assert arrived.__wrapped__ is of_module
+    assert arrived._naming is cached._naming
     assert arrived.tag_of(1) == cached.tag_of(1)
     assert arrived(1) == 2
     assert tasks.keys() == [cached.tag_of(1)]

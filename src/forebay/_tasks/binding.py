@@ -79,8 +79,9 @@ class Naming:
         """Key and digest of `call`, without the rest: on the path of a hit each object counts."""
         try:
             values = self._bind(*args, **kwargs)
-        except TypeError as error:  # the call will raise it, or knows better than its signature
-            if self._say("signature"):
+        except TypeError as error:  # the call will raise it, too, unless another signature is shown than the function's own
+            is_its_own = isinstance(self.function, types.FunctionType) and not hasattr(self.function, "__wrapped__")
+            if not is_its_own and self._say("signature"):
                 log.warning("%s runs uncached where a call does not fit its signature: %s", self.identity, str(error))
             return None
         if tag is None and self._make_tag is not None:
