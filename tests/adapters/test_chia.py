@@ -206,10 +206,11 @@ def answer(tag: str | None, data_path: str | None, *args: Any, **kwargs: Any) ->
     return 42
 
 
-def test_the_gates_of_a_bypass(bypass: chia.Bypass) -> None:
+def test_the_gates_of_a_bypass(bypass: chia.Bypass, caplog: pytest.LogCaptureFixture) -> None:
     assert chia.get_active_bypass() is bypass
     assert bypass.active
-    assert bypass.is_bypassed("add", None, 1, 2) is False  # with neither a provider nor data
+    assert [bypass.is_bypassed("add", None, 1, 2) for _ in range(2)] == [False] * 2
+    assert caplog.text.count("add is to be bypassed, but has neither a provider nor data") == 1
     for name in ("add", "tagged", "idle", "other"):
         bypass.set_provider(name, answer)
     assert bypass.is_bypassed("add", None, 1, 2)
@@ -226,6 +227,13 @@ def test_the_condition_is_asked_last(bypass: chia.Bypass) -> None:
     assert [bypass.is_bypassed("tagged", "iter0_a", x) for x in (2, 3)] == [True, False]
     assert bypass.is_bypassed("tagged", "other", 2) is False
     assert asked == [("iter0_a", None, 2), ("iter0_a", None, 3)]
+
+
+def test_what_programs_set_by_hand(bypass: chia.Bypass) -> None:
+    mine = chia.Bypass()
+    mine._bypass, mine._tag_patterns = dict(bypass._bypass), {"add": ["nested.*"]}
+    mine.set_provider("add", answer)
+    assert [mine.is_bypassed("add", tag) for tag in ("nested_add", "add")] == [True, False]
 
 
 def test_without_a_file_nothing_is_bypassed() -> None:

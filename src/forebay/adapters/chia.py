@@ -15,8 +15,7 @@ from typing import Any
 
 import forebay.cache
 from forebay import errors
-from forebay._tasks import bypass as replays
-from forebay._tasks.config import Config, Rule, load
+from forebay._tasks.config import load
 
 try:
     import ray
@@ -222,38 +221,49 @@ class Bypass:
     line."""
 
     def __init__(self, yaml_path: str | os.PathLike[str] | None = None) -> None:
-        self._replays = replays.Bypass(load(yaml_path) if yaml_path is not None else Config())
+        # By the name of a function; under these names programs are known to set them.
+        rules = load(yaml_path).bypass.values() if yaml_path is not None else ()
+        self._bypass = {rule.name: rule.on for rule in rules}
+        self._data_paths = {rule.name: rule.data for rule in rules if rule.on and rule.data is not None}
+        self._tag_patterns = {rule.name: [p.pattern for p in rule.tags] for rule in rules if rule.on and rule.tags is not None}
+        self._providers: dict[str, Callable[..., Any]] = {}
+        self._conds: dict[str, Callable[..., Any]] = {}
         self._file_server: Any = None
-        if ray.is_initialized() and any(rule.data for rule in self._rules.values()):
+        self._told: set[str] = set()
+        if self._data_paths and ray.is_initialized():
             self.file_server()
         _active[0] = self
 
-    @property
-    def _rules(self) -> Mapping[str, Rule]:
-        config = self._replays.config
-        return config.bypass if config is not None else {}
-
     def set_provider(self, func_name: str, provider: Callable[..., Any]) -> None:
         """What runs in place of a function: ``provider(tag, data_path, *args, **kwargs)``."""
-        self._replays.set_provider(func_name, provider)
+        self._providers[func_name] = provider
 
     def set_cond(self, func_name: str, cond: Callable[..., Any]) -> None:
         """Asked last whether a call is replayed: ``cond(tag, data_path, *args, **kwargs)``."""
-        self._replays.set_condition(func_name, cond)
+        self._conds[func_name] = cond
 
     @property
     def active(self) -> bool:
         """Whether any function is listed."""
-        return bool(self._rules)
+        return bool(self._bypass)
 
     def is_bypassed(self, func_name: str, tag: str | None = None, *args: Any, **kwargs: Any) -> bool:
         """Whether this call is replayed: the function is listed, has a provider or data, the tag fits, and the condition holds."""
-        return self._replays.choose(func_name, tag, args, kwargs) is not None
+        if not self._bypass.get(func_name):
+            return False
+        if func_name not in self._providers and func_name not in self._data_paths:
+            if func_name not in self._told:
+                self._told.add(func_name)
+                log.warning("%s is to be bypassed, but has neither a provider nor data: it runs", func_name)
+            return False
+        patterns, cond = self._tag_patterns.get(func_name), self._conds.get(func_name)
+        if patterns is not None and (tag is None or not any(re.fullmatch(pattern, tag) for pattern in patterns)):
+            return False
+        return cond is None or bool(cond(tag, self._data_paths.get(func_name), *args, **kwargs))
 
     def get_provider_info(self, func_name: str) -> tuple[Callable[..., Any], str | None]:
         """What runs in place of a function, and its path of data. Raises KeyError where it has neither."""
-        rule = self._rules.get(func_name)
-        provider, data = self._replays.providers.get(func_name), rule.data if rule is not None and rule.on else None
+        provider, data = self._providers.get(func_name), self._data_paths.get(func_name)
         if provider is None and data is None:
             raise KeyError(f"{func_name!r} has neither a provider nor data: set_provider({func_name!r}, ...), or `data:` in the YAML file")
         return provider or _text_of_file, data
@@ -267,30 +277,17 @@ class Bypass:
 
     def get_state(self) -> dict[str, Any]:
         """All of it, as a dict that pickles as far as providers and conditions do."""
-        on = [rule for rule in self._rules.values() if rule.on]
-        return {
-            "bypass": {rule.name: rule.on for rule in self._rules.values()},
-            "data_paths": {rule.name: rule.data for rule in on if rule.data is not None},
-            "tag_patterns": {rule.name: [pattern.pattern for pattern in rule.tags] for rule in on if rule.tags is not None},
-            "providers": dict(self._replays.providers),
-            "conds": dict(self._replays.conditions),
-            "file_server": self._file_server,
-        }
+        state: dict[str, Any] = {name: dict(getattr(self, f"_{name}")) for name in _STATE}
+        return {**state, "file_server": self._file_server}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Add what another one's `get_state` gave."""
-        data, tags = state.get("data_paths", {}), state.get("tag_patterns", {})
-        rules = dict(self._rules)
-        for name, on in state.get("bypass", {}).items():
-            patterns = tuple(map(re.compile, tags[name])) if name in tags else None
-            rules[name] = Rule(name, on, patterns, data.get(name))
-        loaded = replays.Bypass(Config(bypass=rules))
-        loaded.providers.update({**self._replays.providers, **state.get("providers", {})})
-        loaded.conditions.update({**self._replays.conditions, **state.get("conds", {})})
-        self._replays = loaded
+        for name in _STATE:
+            getattr(self, f"_{name}").update(state.get(name, {}))
         self._file_server = state.get("file_server") or self._file_server
 
 
+_STATE = ("bypass", "data_paths", "tag_patterns", "providers", "conds")
 _active: list[Bypass | None] = [None]
 
 
