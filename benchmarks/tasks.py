@@ -128,11 +128,11 @@ def call(folder: Path, quick: bool) -> list[Line]:
         way(3, "adam", lr=0.2)
         times = few // 10 if kind == PEER else few
         parts[label] = Part(kind, partial(_often, lambda way=way: way(3, "adam", lr=0.2), times), times)
-    line = Line("a call of a `@cached` function that is a hit, small arguments", "<= 25 us over the read")
+    line = Line("a call of a `@cached` function that is a hit, small arguments", "<= 25 us")
     line.timings = interleave(2 if quick else 9, parts)
     over = [line.timings[label].median - line.timings["its `read` alone"].median for label in ("Forebay", "Forebay, tag of the arguments")]
     line.note = f"{seconds(max(over[0], 0))} over the read, {seconds(max(over[1], 0))} with a tag"
-    line.met = max(over) <= 25e-6
+    line.met = line.ours.median <= 25e-6
     return [line]
 
 

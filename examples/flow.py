@@ -111,14 +111,14 @@ def line(what: str, found: Told, result: str) -> int:
 
 def flow(kinds: list[str], costs: list[float], jobs: int) -> int:
     """Print a line for each part; gives how many calls were computed."""
-    grid = list(itertools.product(kinds, costs))
+    grid, found, ran = list(itertools.product(kinds, costs)), {}, 0
     with ProcessPoolExecutor(jobs) as pool:
         scores = [pool.submit(told, score, *point) for point in grid]  # two that want the same features: one computes them
-        found = {point: future.result() for point, future in zip(grid, scores, strict=True)}
-    ran = 0
-    for (kind, cost), one in found.items():
-        ran += line(f"{kind}, cost {cost:g}", one, f"{one.value.right:.2%} right, +- {one.value.spread:.2%}")
-    best = max(found, key=lambda point: found[point].value.right)
+        for point, future in zip(grid, scores, strict=True):
+            one = future.result()
+            found[point] = one.value
+            ran += line(f"{point[0]}, cost {point[1]:g}", one, f"{one.value.right:.2%} right, +- {one.value.spread:.2%}")
+    best = max(found, key=lambda point: found[point].right)
     report = told(confused, *best)
     ran += line("report on the best", report, ", ".join(f"{a} taken for {b} {n} times" for a, b, n in report.value))
     print(f"best: {best[0]}, cost {best[1]:g}")

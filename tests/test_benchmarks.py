@@ -58,18 +58,8 @@ def test_the_table_of_tasks_has_its_peers_in_it(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
-    what = [
-        "read of 1 KB",
-        "read of 100 KB",
-        "read of 5 MB",
-        "the same",
-        "write of 1 KB",
-        "write of 100 KB",
-        "write of 5 MB",
-        "a call",
-        "open",
-        "open",
-    ]
+    what = [f"{verb} of {size}" for verb in ("read", "write") for size in ("1 KB", "100 KB", "5 MB")] + ["a call", "open", "open"]
+    what.insert(3, "the same")
     assert all(row[1].strip().startswith(name) for row, name in zip(rows, what, strict=True))
     assert all("diskcache" in row[5] for row in rows)
     assert all("joblib" in row[5] for row in rows[:8])
