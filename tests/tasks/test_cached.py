@@ -838,6 +838,26 @@ def test_what_was_cached_can_be_an_argument(tasks: Tasks, journal: Journal) -> N
     assert outer(Model(1).__eq__, 1) is not None
 
 
+def test_attributes_of_the_function_stay(tasks: Tasks) -> None:
+    def work(x: int) -> int:
+        return x
+
+    work.owner, work.tag_of = "me", None  # type: ignore[attr-defined]
+    assert tasks.cached(work).owner == "me"
+    assert tasks.cached(work).tag_of(1) == tasks.cached(work).tag_of(1)
+
+
+def test_names_that_are_no_valid_unicode(tasks: Tasks, journal: Journal) -> None:
+    @tasks.cached(tag="{path}")
+    def size(path: str) -> int:
+        journal.note()
+        return len(path)
+
+    assert [size("a\udc80"), size("a\udc80"), size("a\\udc80")] == [2, 2, 7]
+    assert len(journal) == 2
+    assert tasks.has(size.tag_of("a\udc80"))
+
+
 def test_after_a_fork(tasks: Tasks, journal: Journal) -> None:
     simulate = counting(tasks, journal, tag="iter-{step}")
     simulate(1)

@@ -437,6 +437,18 @@ def test_adapters_say_what_counts() -> None:
     assert digest_of([Special(1)]) == digest_of([Reference(1)])
 
 
+def test_a_class_says_itself_what_counts() -> None:
+    class Client:
+        def __init__(self, url: str) -> None:
+            self.url, self.lock = url, threading.Lock()
+
+        def __forebay_content__(self) -> str:
+            return self.url
+
+    assert digest_of(Client("a")) == digest_of(Client("a")) != digest_of(Client("b"))
+    assert digest_of(Client("a")) != digest_of("a")
+
+
 # -- tensors, tables ---------------------------------------------------------------------------------------------------
 
 

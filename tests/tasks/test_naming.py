@@ -131,16 +131,31 @@ def test_what_is_typed_in_has_no_file() -> None:
     assert output_of("-c", code) == ["__main__.f"]
 
 
-def test_a_function_that_was_sent_by_value_keeps_its_name(tmp_path: Path) -> None:
+SENDER = """
+import cloudpickle, sys
+from forebay._tasks.binding import Naming
+class Cfg:
+    def __init__(self, rate): self.rate = rate
+def f(cfg): return cfg
+naming = Naming(f, None)
+sys.stdout.buffer.write(cloudpickle.dumps((naming, Cfg(3), naming.call((Cfg(3),), {}).digest)))
+"""
+RECEIVER = """
+import pickle, sys
+from forebay._tasks.naming import identity_of
+naming, cfg, digest = pickle.load(sys.stdin.buffer)
+assert naming.call((cfg,), {}).digest == digest
+print(naming.tag_of((cfg,), {}).key.partition(":")[0], identity_of(naming.function), identity_of(type(cfg)))
+"""
+
+
+def test_what_is_sent_by_value_keeps_its_name(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
-    (tmp_path / "flow.py").write_text(
-        "import cloudpickle, sys\nfrom forebay._tasks.binding import Naming\ndef f(x): return x\n"
-        "sys.stdout.buffer.write(cloudpickle.dumps(Naming(f, 'a{x}')))"
-    )
+    (tmp_path / "flow.py").write_text(SENDER)
+    (tmp_path / "worker.py").write_text(RECEIVER)
     sent = subprocess.run([sys.executable, str(tmp_path / "flow.py")], capture_output=True, timeout=60, check=True).stdout
-    arrived = pickle.loads(sent)
-    assert arrived.tag_of((1,), {}).key == "flow.f:a1"
-    assert identity_of(arrived.function) == "flow.f"
+    done = subprocess.run([sys.executable, str(tmp_path / "worker.py")], input=sent, capture_output=True, timeout=60, check=False)
+    assert done.stdout.split() == [b"flow.f", b"flow.f", b"flow.Cfg"], done.stderr.decode()
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -297,6 +312,13 @@ def test_an_explicit_tag_comes_first() -> None:
         found = Naming(plain, rule).call((1,), {}, tag="mine")
         assert found is not None
         assert (found.tag, found.tag.key, found.tag.given) == ("mine", f"{HERE}.plain:mine", True)
+
+
+def test_a_tag_that_is_no_valid_unicode() -> None:
+    found = Naming(plain, "{a}é").call(("\udc80",), {})
+    assert found is not None
+    assert (found.tag, found.tag.key) == ("\udc80é", f"{HERE}.plain:\\udc80é")
+    assert found.tag.key == Naming(plain, "{a}é").tag_of(("\udc80",), {}).key
 
 
 # -- arguments without content -----------------------------------------------------------------------------------------

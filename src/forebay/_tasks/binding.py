@@ -16,7 +16,7 @@ import xxhash
 
 from forebay import errors
 from forebay._tasks.hashing import Unstable, as_own, kind_of, written
-from forebay._tasks.naming import Tag, identity_of, prefix_of
+from forebay._tasks.naming import Tag, arrived, encodable, identity_of, prefix_of
 
 log = logging.getLogger("forebay.tasks")
 
@@ -69,14 +69,22 @@ class Naming:
 
         ``tag``: takes the place of what the rule gives. With a tag, an argument without content that stays counts by its type only.
         Raises `ConfigError` where the tag cannot be made."""
-        found = self.quick(args, kwargs, tag)
+        found = self._apart(args, kwargs, tag)
         if found is None:
             return None
-        key, digest = found
-        return Call(Tag(key[len(self._prefix) :], key, given=tag is not None or self._make_tag is not None), digest)
+        said, digest = found
+        return Call(self._tag(said, digest), digest)
 
-    def quick(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tag: str | None = None) -> tuple[str, str] | None:
+    def quick(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str] | None:
         """Key and digest of `call`, without the rest: on the path of a hit each object counts."""
+        found = self._apart(args, kwargs, None)
+        if found is None:
+            return None
+        said, digest = found
+        return encodable(self._prefix + (digest if said is None else said)), digest
+
+    def _apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], said: str | None) -> tuple[str | None, str] | None:
+        """The tag, if there is one, and the digest."""
         try:
             values = self._bind(*args, **kwargs)
         except TypeError as error:  # the call will raise it, too, unless another signature is shown than the function's own
@@ -84,29 +92,30 @@ class Naming:
             if not is_its_own and self._say("signature"):
                 log.warning("%s runs uncached where a call does not fit its signature: %s", self.identity, str(error))
             return None
-        if tag is None and self._make_tag is not None:
-            tag = self._make_tag(values, args, kwargs)
+        if said is None and self._make_tag is not None:
+            said = self._make_tag(values, args, kwargs)
         try:
-            digest = self._digest(values)
+            return said, self._digest(values)
         except Unstable as error:
-            if tag is None:
-                self._tell_uncached(error)
-                return None
-            digest = self._lenient_digest(values)
-        return self._prefix + (digest if tag is None else tag), digest
+            if said is not None:
+                return said, self._lenient_digest(values)
+            self._tell_uncached(error)
+            return None
+
+    def _tag(self, said: str | None, digest: str) -> Tag:
+        name = digest if said is None else said
+        return Tag(name, encodable(self._prefix + name), given=said is not None)
 
     def tag_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tag:
         """The tag of the call with these arguments. Raises `ConfigError` where there is none, TypeError as the call would."""
         values = self._bind(*args, **kwargs)
         if self._make_tag is not None:
-            said = self._make_tag(values, args, kwargs)
-            return Tag(said, self._prefix + said)
+            return self._tag(self._make_tag(values, args, kwargs), "")
         try:
-            digest = self._digest(values)
+            return self._tag(None, self._digest(values))
         except Unstable as error:
             message = f"{self.identity}: {self._where(error)} has no content to make a tag of: give a tag, or ignore it"
             raise errors.ConfigError(message, name="tag", value="") from error
-        return Tag(digest, self._prefix + digest, given=False)
 
     # -- digests ---------------------------------------------------------------------------------------------------
 
@@ -235,6 +244,7 @@ class Naming:
 
 def _arrive(function: Any, rule: TagRule, version: str | None, ignore: tuple[str, ...], identity: str) -> Naming:
     """The naming that this process has for the function already, if it has one: it looked at it once, and says what it says once."""
+    arrived(function, identity)
     found = _live.get(_key(function, rule, version, ignore, identity))
     return found if found is not None else Naming(function, rule, version, ignore, identity)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from forebay import errors
-from forebay._tasks import hashing
 from forebay._tasks.binding import Call, Naming, TagRule
 from forebay._tasks.bypass import Bypass, Replay
 from forebay._tasks.config import Config
@@ -57,7 +56,9 @@ class Cached:
     __qualname__: str
 
     def __init__(self, tasks: Tasks, naming: Naming) -> None:
-        functools.update_wrapper(self, naming.function)
+        functools.update_wrapper(self, naming.function, updated=())
+        if isinstance(naming.function, types.FunctionType):
+            self.__dict__.update((name, value) for name, value in vars(naming.function).items() if not hasattr(Cached, name))
         self.__name__ = naming.name
         self.__qualname__ = naming.identity if not hasattr(naming.function, "__qualname__") else naming.function.__qualname__
         self.__wrapped__: Callable[..., Any] = naming.function
@@ -67,6 +68,9 @@ class Cached:
     def __reduce__(self) -> tuple[Any, ...]:
         _make_reachable(self)
         return _made, (self._tasks, self._naming)
+
+    def __forebay_content__(self) -> Any:
+        return self._naming.identity, self._naming.version
 
     def __repr__(self) -> str:
         return f"<forebay cached function {self._naming.identity}>"
@@ -209,6 +213,9 @@ class Bound:
             raise AttributeError(name)
         return getattr(self.__func__, name)
 
+    def __forebay_content__(self) -> Any:
+        return self.__func__, self.__self__
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Bound, (self.__func__, self.__self__)
 
@@ -262,7 +269,3 @@ def _make_reachable(cached: Cached) -> None:
         name, found = f"{name}.{step}", getattr(found, step, None)
     if found is function and isinstance(function, types.FunctionType):
         function.__qualname__ = name  # tracebacks go by that of its code
-
-
-hashing.register(Cached, lambda cached: (cached._naming.identity, cached._naming.version))
-hashing.register(Bound, lambda bound: (bound.__func__, bound.__self__))

@@ -107,6 +107,10 @@ _PARTS: dict[type, Part] = {
 }
 
 
+def _told_by_itself(writer: Writer, value: Any) -> bytes:
+    return b"r" + kind_text(type(value)) + writer.write(value.__forebay_content__())
+
+
 def _replaced(base: type, content: Callable[[Any], Any], writer: Writer, value: Any) -> bytes:
     return b"r" + kind_text(base) + writer.write(content(value))
 
@@ -126,6 +130,8 @@ _others: weakref.WeakKeyDictionary[Any, Part] = weakref.WeakKeyDictionary()
 
 
 def _writer_of_other(kind: Any) -> Part:
+    if hasattr(kind, "__forebay_content__"):
+        return _told_by_itself
     for base in kind.__mro__:
         content = _REGISTERED.get(base)
         if content is not None:

@@ -8,6 +8,7 @@ import sys
 from typing import Any, Self
 
 INSIDE = (".__wrapped__", ".__func__")
+SCRIPT = ("__main__", "__mp_main__")
 
 
 class Tag(str):
@@ -61,13 +62,32 @@ def module_of(named: Any) -> str:
     module = getattr(named, "__module__", None)
     if not isinstance(module, str):
         return "builtins"
-    if module not in ("__main__", "__mp_main__"):
+    if module not in SCRIPT:
         return module
+    if _sender is not None:
+        return _sender
     lived_in: dict[str, Any] = getattr(named, "__globals__", None) or vars(sys.modules.get("__main__", sys))
     spec, file = lived_in.get("__spec__"), lived_in.get("__file__")
-    if spec is not None and spec.name not in ("__main__", "__mp_main__"):
+    if spec is not None and spec.name not in SCRIPT:
         return str(spec.name)
     return os.path.splitext(os.path.basename(file))[0] or "__main__" if isinstance(file, str) else "__main__"
+
+
+_sender: str | None = None
+
+
+def arrived(function: Any, identity: str) -> None:
+    """A function of this identity was sent here. If it is a script's, and this process does not run that script, it is a worker of
+    it: what else came from there is called as it is called there."""
+    global _sender
+    qualname = str(getattr(function, "__qualname__", ""))
+    if getattr(function, "__module__", None) in SCRIPT and not hasattr(sys.modules.get("__main__"), qualname.partition(".")[0]):
+        _sender = identity.removesuffix(f".{qualname}")
+
+
+def encodable(key: str) -> str:
+    """The key itself; what is no valid unicode in it (a file's name may have some) is written out."""
+    return key if key.isascii() else key.encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(part: str) -> str:

@@ -47,17 +47,13 @@ def text(value: str) -> bytes:
     return sized(b"s", value.encode("utf-8", "surrogatepass"))
 
 
-def _int(value: int) -> bytes:
-    return sized(b"i", b"%x" % value)
-
-
 _pack_double = struct.Struct("<d").pack
 _pack_doubles = struct.Struct("<dd").pack
 
 QUICK: dict[type, Write] = {
     type(None): lambda value: b"N",
     bool: lambda value: b"T" if value else b"F",
-    int: _int,
+    int: lambda value: b"i%x;" % value,
     float: lambda value: b"f" + _pack_double(value),
     complex: lambda value: b"c" + _pack_doubles(value.real, value.imag),
     str: text,
@@ -77,17 +73,23 @@ def kind_text(kind: Any) -> bytes:
 _places: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()  # a class of a function goes with it
 
 
+EMPTY: dict[type, bytes] = {tuple: b"(0:", list: b"[0:", dict: b"{0:"}
+
+
 def flat(value: Any) -> bytes:
     """A plain container of what has no parts, without the care that circles need; nothing for any other value."""
     kind, quick_of = type(value), QUICK.get
-    if kind is tuple or kind is list:
+    empty = EMPTY.get(kind)
+    if empty is None or not value:
+        return empty or b""
+    if kind is not dict:
         out = bytearray()
         for item in value:
             quick = quick_of(type(item))
             if quick is None:
                 return b""
             out += quick(item)
-    elif kind is dict:
+    else:
         pairs = []
         for key, item in value.items():
             first, second = quick_of(type(key)), quick_of(type(item))
@@ -95,9 +97,7 @@ def flat(value: Any) -> bytes:
                 return b""
             pairs.append(first(key) + second(item))
         out = bytearray().join(sorted(pairs))
-    else:
-        return b""
-    return short(b"%b%x:%b" % (b"(" if kind is tuple else b"[" if kind is list else b"{", len(value), bytes(out)))
+    return short(b"%b%x:%b" % (empty[:1], len(value), bytes(out)))
 
 
 def short(data: bytes) -> bytes:
