@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import logging
 import os
@@ -260,6 +261,17 @@ def test_what_is_pinned_stays(cache: Cache, told: Told) -> None:
     assert told() == []
     assert not tasks.write("r", bytes(900))
     assert [message for message in told() if "pinned" in message]
+
+
+def test_writers_take_turns_where_the_budget_holds_few(cache: Cache) -> None:
+    cache.tasks("flow", budget=4 * MiB)
+
+    def write(seed: int) -> int:
+        tasks = cache.tasks("flow")
+        return sum(tasks.write(f"{seed}-{n % 4}", bytes(MiB - 2000)) for n in range(12))
+
+    assert [child.result() for child in [fork(functools.partial(write, seed)) for seed in range(6)]] == [12] * 6
+    assert cache.tasks("flow").size_bytes() <= 4 * MiB
 
 
 def test_a_budget_of_nothing_keeps_nothing(cache: Cache) -> None:

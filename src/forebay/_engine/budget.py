@@ -48,6 +48,8 @@ class _Attempt:
     wanted: int = 0  # what the disk lacked at first
     stuck: Short | None = None
     hopeless: bool = False
+    patient_until: float = 0.0
+    contended: bool = False  # whether others write into this space
     tails: bool | None = None  # whether what stands empty behind dead writers of packs is to be given back; None: not looked yet
 
 
@@ -82,10 +84,10 @@ class Budget:
 
     # -- reserving -------------------------------------------------------------------------------------------------
 
-    def reserve(self, want: Want) -> Reservation:
+    def reserve(self, want: Want, *, patience: float = 0.0) -> Reservation:
         """Room for ``want``, evicting what may go. Raises `NoSpace` where not enough may; for what is larger than the whole budget
-        nothing is evicted."""
-        return self._attempt(want, _Attempt(self._owners.me()))
+        nothing is evicted. ``patience``: seconds to wait for others of the space, whose writes can be evicted once they are done."""
+        return self._attempt(want, _Attempt(self._owners.me(), patient_until=time.monotonic() + patience))
 
     def resize(self, reservation: Reservation, size: int, *, charged: int = 0, entries: int = 1) -> Reservation:
         """The same reservation with another size. Raises `NoSpace`: then it is as it was."""
@@ -126,7 +128,7 @@ class Budget:
                     return granted
                 if attempt.stuck is not None:
                     # A replacer that died left bytes that no live entry holds: they are as good as a victim's.
-                    if attempt.hopeless or not self._eviction.sweep():
+                    if attempt.hopeless or not (self._eviction.sweep() or self._others_write(attempt)):
                         raise self._no_space(want, attempt.stuck, attempt.hopeless)
                     attempt.stuck = None
                 self._unlink(attempt)
@@ -164,6 +166,7 @@ class Budget:
                 attempt.tails = attempt.tails is None and self.any_tails(txn)
                 if not attempt.tails:
                     self._find_room(txn, want, attempt, short, doomed, partials)
+                    attempt.contended = want is not None and reservations.any_others(txn, want.space, attempt.id)
         except DiskFull:
             self._eviction.release(doomed)
             doomed, attempt.id = [], id  # a reservation that was entered meanwhile is rolled back too
@@ -218,12 +221,12 @@ class Budget:
         evicts_own = space is None or Policy.parse(space.policy).evicts_own
         freed = _Freed()
         if (short.quota > 0 or short.here > 0) and space is not None:
-            if not evicts_own:
-                attempt.stuck = short
-                return
-            self._doom(txn, Scope(only=space.id), want, attempt, freed, doomed, _Freed(size=short.quota, count=short.here))
-            if freed.size < short.quota or freed.count < short.here:
-                self._stuck_unless(bool(doomed), attempt, short)
+            need = _Freed(size=short.quota, count=short.here)
+            self._take_partials(txn, need, freed, partials, only=space.id)
+            if evicts_own:
+                self._doom(txn, Scope(only=space.id), want, attempt, freed, doomed, need)
+            if not freed.meets(need):
+                self._stuck_unless(bool(doomed or partials), attempt, short)
                 return
         lacking = short.bytes - short.leaving
         if 0 < short.disk == short.bytes:
@@ -266,14 +269,16 @@ class Budget:
                 doomed.append(Doomed(cold.id, cold.kind, cold.suffix))
                 freed.add(cold)
 
-    def _take_partials(self, txn: Txn, need: _Freed, freed: _Freed, partials: list[Reservation]) -> None:
-        """What dead fetches left, oldest first, each under its key's lock: its successor may be at work."""
+    def _take_partials(
+        self, txn: Txn, need: _Freed, freed: _Freed, partials: list[Reservation], *, only: int | None = None
+    ) -> None:  # fmt: skip
+        """What dead fetches left, oldest first, each under its key's lock: its successor may be at work. ``only``: of this space."""
         for partial in reservations.abandoned(txn):
-            if freed.charge >= need.charge and freed.count >= need.count:
+            if freed.meets(need):
                 break
-            if self._keys.try_lock(partial.keyhash, exclusive=True):
+            if only in (None, partial.space) and self._keys.try_lock(partial.keyhash, exclusive=True):
                 partials.append(partial)
-                freed.charge, freed.count = freed.charge + partial.charge, freed.count + 1
+                freed.size, freed.charge, freed.count = freed.size + partial.size, freed.charge + partial.charge, freed.count + 1
 
     def _unlink(self, attempt: _Attempt) -> None:
         self._eviction.unlink(attempt.doomed)
@@ -304,6 +309,14 @@ class Budget:
         if left <= 0:
             raise errors.CacheFault("room that others are making did not come in time")
         self._words.sleep(SPACE_WORD, min(left, 0.02))
+
+    def _others_write(self, attempt: _Attempt) -> bool:
+        """Whether others hold room of this space for what they write now, and there is patience; then some time has passed."""
+        if not attempt.contended or time.monotonic() >= attempt.patient_until:
+            return False
+        self._words.sleep(SPACE_WORD, 0.02)
+        attempt.picks.clear()  # what they have published is new
+        return True
 
     def _no_space(self, want: Want | None, short: Short, hopeless: bool) -> errors.NoSpace:
         if want is None:

@@ -42,6 +42,8 @@ INLINE = 16 << 10
 """Values up to this size lie in the catalog: neither a block nor an inode each."""
 SMALL = 256 << 10
 """Files up to this size come into memory first, and are written and published in one step."""
+PATIENCE = 5.0
+"""Seconds that a value waits for others that are written into its space, to take their place then."""
 
 
 class _Ready(NamedTuple):
@@ -84,8 +86,8 @@ class Publisher(Inserting):
         size = sum(view.nbytes for view in views)
         with faults(label.key, size):
             if size <= INLINE:
-                return self._put_row(label, memoryview(b"".join(views)), None)
-            with Writing(self, label) as writing:
+                return self._put_row(label, memoryview(b"".join(views)), None, PATIENCE)
+            with Writing(self, label, patience=PATIENCE) as writing:
                 writing.begin(ObjectInfo("", size))
                 at = 0
                 for view in views:
@@ -93,7 +95,7 @@ class Publisher(Inserting):
                     at += view.nbytes
                 return writing.publish()
 
-    def _put_row(self, label: Label, view: memoryview, validator: str | None) -> Entry:
+    def _put_row(self, label: Label, view: memoryview, validator: str | None, patience: float = 0.0) -> Entry:
         data = bytes(view)
         checksum = blobs.checksum_of(data)
         with self._catalog.write() as txn:
@@ -104,7 +106,7 @@ class Publisher(Inserting):
         self._displacing.tell(gone)
         if fits:
             return entry
-        reserved = self.budget.reserve(want)
+        reserved = self.budget.reserve(want, patience=patience)
         try:
             with self._catalog.write() as txn:
                 entry = self.insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
@@ -219,13 +221,13 @@ class Writing:
     """One write: a `Sink` for a remote, then `publish`. Left without it, what came is kept for a successor where it can be resumed.
 
     Caller: holds the key's lock, unless nothing is to be resumed. ``reserved``: its room, where it has that already.
-    ``on_progress`` is called with (done, total) bytes."""
+    ``on_progress`` is called with (done, total) bytes. ``patience``: see `Budget.reserve`."""
 
     def __init__(
         self, publisher: Publisher, label: Label, *, resume: bool = False, reserved: Reservation | None = None,
-        on_progress: Callable[[int, int | None], None] | None = None,
+        on_progress: Callable[[int, int | None], None] | None = None, patience: float = 0.0,
     ) -> None:  # fmt: skip
-        self._publisher, self.label, self._on_progress = publisher, label, on_progress
+        self._publisher, self.label, self._on_progress, self._patience = publisher, label, on_progress, patience
         self._keyhash = hash_of(label.space, label.key)
         self._reserved = reserved
         self._stage: Stage | None = None
@@ -261,7 +263,7 @@ class Writing:
         publisher, size = self._publisher, info.size or 0
         budget = publisher.budget
         if self._reserved is None:
-            self._reserved = budget.reserve(publisher.want(publisher.rows, self.label, size))
+            self._reserved = budget.reserve(publisher.want(publisher.rows, self.label, size), patience=self._patience)
         elif self._reserved.size < size:
             self._reserved = budget.resize(self._reserved, size)
         if self._stage is None:

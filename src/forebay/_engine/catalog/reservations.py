@@ -55,6 +55,11 @@ def abandoned(rows: Rows) -> list[Reservation]:
     return [Reservation(*row) for row in rows.all(f"{_FROM} WHERE owner IS NULL ORDER BY id")]
 
 
+def any_others(rows: Rows, space: int, but: int) -> bool:
+    """Whether anybody else writes into a space, or waits for room there."""
+    return bool(rows.one("SELECT EXISTS (SELECT 1 FROM reservations WHERE space = ? AND id != ? AND owner IS NOT NULL)", space, but)[0])
+
+
 def owners(rows: Rows) -> list[int]:
     """Who has reservations."""
     return [row[0] for row in rows.all("SELECT DISTINCT owner FROM reservations WHERE owner IS NOT NULL")]
