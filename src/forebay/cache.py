@@ -303,6 +303,9 @@ class Cache(Upkeep):
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (str(self.path), self._how)
 
+    def __forebay_content__(self) -> None:
+        """As an argument of a cached function: which cache it works with does not change what it gives."""
+
     def __repr__(self) -> str:
         return f"<forebay.Cache {str(self.path)!r}{' closed' if self.closed else ''}>"
 

@@ -58,6 +58,10 @@ class Tasks:
         values = self._values
         return _arrive, (self._home.__reduce__(), self.name, values.codec, self._config, self._bypass)
 
+    def __forebay_content__(self) -> str:
+        """As an argument: where something is kept does not change what a function gives."""
+        return self.name
+
     def __repr__(self) -> str:
         return f"<forebay.Tasks {self.name!r} in {str(self._home.path)!r}>"
 

@@ -858,6 +858,19 @@ def test_names_that_are_no_valid_unicode(tasks: Tasks, journal: Journal) -> None
     assert tasks.has(size.tag_of("a\udc80"))
 
 
+def test_caches_as_arguments(tmp_path: Path, tasks: Tasks, cache: forebay.Cache) -> None:
+    class Flow:
+        def __init__(self, cache: forebay.Cache) -> None:
+            self.cache, self.tasks, self.space = cache, cache.tasks("other"), cache.space("results")
+
+    def work(flow: Flow) -> int:
+        return 1
+
+    with forebay.Cache(tmp_path / "elsewhere", budget=1 << 20, min_free=0) as other:
+        tags = {tasks.cached(work).tag_of(Flow(one)) for one in (cache, other)}
+    assert len(tags) == 1
+
+
 def test_after_a_fork(tasks: Tasks, journal: Journal) -> None:
     simulate = counting(tasks, journal, tag="iter-{step}")
     simulate(1)
