@@ -181,7 +181,7 @@ def started_ray() -> None:
 
     if not ray.is_initialized():
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.environ.get(CHIA)]))
-        ray.init(num_cpus=2, object_store_memory=1 << 30, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+        ray.init("local", num_cpus=2, object_store_memory=1 << 30, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
 
 
 def keepers(folder: Path, *, floor: bool = True) -> dict[str, Keeper]:

@@ -258,7 +258,7 @@ def on_ray(folder: Path, quick: bool) -> list[Line]:
     again.met = again.ours.median <= 5e-3 and own < size / 4
     ray_tasks.stop()
     ray.shutdown()
-    return [first, again]
+    return [again, first]
 
 
 def _peaks() -> dict[str, int]:

@@ -718,3 +718,25 @@ def test_s39_by_call_and_by_configuration(root: Path, tmp_path: Path, command: C
         pinned = {entry["key"] for entry in json.loads(command("ls", "-C", root, "--filter", "life=pinned", "--json").stdout)}
         assert pinned == {dear.tag_of(tag) for tag in ("iter-1", "iter-1x", "last")}
         assert {entry.key for entry in cache.entries("t") if entry.life == "pinned"} == pinned
+
+
+def test_s39_replayed_from_the_cache_if_it_is_there(root: Path) -> None:
+    """CHIA's way: outputs are written as they come, and read by bypass only."""
+    config = {"cache": {"simulate": True}, "bypass": {"simulate": {"bypass": True, "tags": ["iter.*"]}}}
+    with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache:
+        tasks = cache.tasks("t", config=config)
+        ran: list[str] = []
+
+        @tasks.cached(tag="{tag}")
+        def simulate(tag: str) -> str:
+            ran.append(tag)
+            return f"output of {tag}"
+
+        tasks.set_provider("simulate", tasks.from_cache)
+        with pytest.raises(KeyError, match="simulate"):
+            simulate("iter-1")
+        assert simulate("other") == "output of other"
+        tasks.set_condition("simulate", tasks.if_cached)
+        assert [simulate("iter-1") for _ in range(3)] == ["output of iter-1"] * 3
+        assert ran == ["other", "iter-1"]
+        assert tasks.stats().replays == 2
