@@ -503,6 +503,52 @@ MUTANTS = (
         "                desk.room = desk.room.plus(brought.promised)\n", "",
         "tests/scenarios/test_prefetch.py::test_s30_lazies_dropped_at_random_moments[scratch-hasty-4]",
     ),
+    # 12. A call gets its own output
+    Mutant(
+        12, "a hit is not asked of which arguments it is", "_tasks/cached.py",
+        "found = self._values.look(key, digest, who=who)", "found = self._values.look(key, None, who=who)",
+        "tests/tasks/test_cached.py::test_what_was_stored_under_other_arguments_is_a_miss",
+    ),
+    Mutant(
+        12, "values are written without their length", "_tasks/writing.py",
+        'return b"%b%x:%b" % (mark, length, data)', "return mark + bytes(data)",
+        "tests/tasks/test_hashing.py::test_values_do_not_run_into_each_other",
+    ),
+    Mutant(
+        12, "sets and dicts are written as they come", "_tasks/writing.py",
+        "found = sorted(parts)", "found = list(parts)",
+        "tests/tasks/test_hashing.py::test_s35_digests_agree_in_every_process",
+    ),
+    Mutant(
+        12, "the names of parameters do not count", "_tasks/binding.py",
+        'self._head = "\\0".join(self._names).encode("utf-8", "surrogatepass") + b"\\0\\0"', 'self._head = b""',
+        "tests/tasks/test_naming.py::test_a_digest_is_of_names_too",
+    ),
+    Mutant(
+        12, "what a function closes over does not count", "_tasks/hashing.py",
+        "    if function.__closure__:\n", "    if not function:\n",
+        "tests/tasks/test_cached.py::test_functions_of_one_name_stay_apart",
+    ),
+    Mutant(
+        12, "the code of a lambda does not count", "_tasks/hashing.py",
+        'if function.__name__ == "<lambda>" else b""', 'if not function else b""',
+        "tests/tasks/test_naming.py::test_functions_of_one_name_stay_apart",
+    ),
+    Mutant(
+        12, "versions share a key", "_tasks/binding.py",
+        "prefix_of(self.identity, self.version)", "prefix_of(self.identity, None)",
+        "tests/tasks/test_cached.py::test_versions_are_kept_apart",
+    ),
+    Mutant(
+        12, "a script is __main__ to its children, too", "_tasks/naming.py",
+        "    if module not in SCRIPT:\n", "    if module:\n",
+        "tests/tasks/test_naming.py::test_s35_a_script_and_its_children_agree",
+    ),
+    Mutant(
+        12, "a tag that matches in part is replayed", "_tasks/config.py",
+        "pattern.fullmatch(tag)", "pattern.match(tag)",
+        "tests/tasks/test_config.py::test_what_is_replayed",
+    ),
 )  # fmt: skip
 
 
@@ -515,7 +561,7 @@ def misfits(root: Path = ROOT) -> list[str]:
             found.append(f"{mutant.name}: its old text occurs {count} times in {mutant.file}")
         if not (root / mutant.test.partition("::")[0]).exists():
             found.append(f"{mutant.name}: there is no {mutant.test}")
-    missing = set(range(1, 12)) - {mutant.invariant for mutant in MUTANTS}
+    missing = set(range(1, 13)) - {mutant.invariant for mutant in MUTANTS}
     return found + [f"invariant {number} has no mutant" for number in sorted(missing)]
 
 

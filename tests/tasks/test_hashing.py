@@ -267,6 +267,7 @@ def test_values_do_not_run_into_each_other() -> None:
         ((1, 2),),
         ([1], 2),
     ]
+    calls += [("asb",), ("as1:b",), (b"a", b"b"), (b"abb",)]
     assert len({digest_of(*call) for call in calls}) == len(calls)
 
 
