@@ -189,6 +189,7 @@ def _torch() -> Any:
 # Objects
 
 
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _FRONT = struct.Struct("<4sIQ")  # mark, number of buffers, length of the pickle
 _MARK = b"fbp1"
 
@@ -205,6 +206,9 @@ class _Pickle(Named):
     name = "pickle"
 
     def encode(self, value: Any) -> Sequence[Buffer]:
+        if type(value) in _ATOMS:
+            plain = pickle.dumps(value, 5)
+            return _FRONT.pack(_MARK, 0, len(plain)), plain
         stream, pickler = _pickled(value)
         buffers = pickler.buffers()
         table = struct.pack(f"<{len(buffers)}Q", *(2 * memory.nbytes + private for memory, private in buffers))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay import errors
+from forebay._config import parse_size
 from forebay._tasks import bypass
 from forebay._tasks.bypass import Bypass
 from forebay._tasks.config import Config, load
@@ -172,7 +173,7 @@ def open_tasks(origin: Origin, home: Any, name: str, codec: Any, config: Any, bu
     if name in TAKEN:
         raise errors.ConfigError(f"the name {name!r} is taken by the cache itself: choose another one", name="name", value=name)
     chosen, parsed = codec_of(codec), load(config) if config is not None else None
-    home.space(name, quota=budget)
+    home.space(name, quota=None if budget is None else parse_size(budget, total=home.budget, name="budget"))
     values = Values(origin, home, name, chosen)
     _open[str(home.path), name, chosen.name] = values
     return Tasks(values, parsed)

@@ -1,6 +1,7 @@
 """A small value in the place of the coldest small values: all in one transaction, since these have no files that must go in between.
 
-Anything less plain goes the long way of `budget`: a quota, a full disk, a coldest entry that is a file, what dead fetches left.
+Anything less plain goes the long way of `budget`: a quota and the budget at once, a full disk, a coldest entry that is a file, what
+dead fetches left.
 """
 
 from __future__ import annotations
@@ -32,24 +33,32 @@ class Displacing:
         txn.leftovers |= short.leftovers
         if short.fits or not self._is_plain(txn, want, short):
             return short.fits, 0
-        charge = self._budget.room.charge(want.size, inline=True)
-        lacking, count, gone = short.bytes + min((AHEAD - 1) * charge, short.budget // PART), short.rows, 0
+        of_space = short.quota > 0 or short.here > 0
+        scope = Scope(only=want.space) if of_space else _ALL
+        lacking, count = (short.quota, short.here) if of_space else (short.bytes + self._ahead(want, short), short.rows)
+        gone = 0
         for _ in range(AT_ONCE):
             if lacking <= 0 and count <= 0:
                 break
-            cold = next(self._ranking.coldest(_ALL), None)
+            cold = next(self._ranking.coldest(scope), None)
             if cold is None:
                 break
             if cold.kind != "value":
-                self._ranking.give_back(_ALL, cold)
+                self._ranking.give_back(scope, cold)
                 break
             if cold.id != want.replaces and self._eviction.drop_value(txn, cold.id, cold.slot):
-                lacking, count, gone = lacking - cold.charge, count - 1, gone + 1
+                lacking, count, gone = lacking - (cold.size if of_space else cold.charge), count - 1, gone + 1
         return self._budget.room.fits(txn, want), gone
 
+    def _ahead(self, want: Want, short: Short) -> int:
+        """Of a space's own quota nothing is given up ahead: it holds exactly what fits."""
+        return min((AHEAD - 1) * self._budget.room.charge(want.size, inline=True), short.budget // PART)
+
     def _is_plain(self, txn: Txn, want: Want, short: Short) -> bool:
-        large = self._budget.room.charge(want.size, inline=True) > short.budget
-        if large or max(short.quota, short.here, short.disk, short.leaving) > 0:
+        quota = want.size if short.of_space is None else short.of_space
+        large = self._budget.room.charge(want.size, inline=True) > short.budget or want.size > quota
+        both = max(short.quota, short.here) > 0 and max(short.bytes, short.rows) > 0
+        if large or both or max(short.disk, short.leaving) > 0:
             return False
         space = spaces.by_id(txn, want.space)
         return space is not None and Policy.parse(space.policy).evicts_own and not reservations.abandoned(txn)

@@ -102,7 +102,7 @@ class Memo:
         """Remember an entry; one too large for the memo is given back without being kept."""
         words, base = self._slots.record(entry.slot)
         found = Remembered(entry, view, words[base : base + 4])
-        if found.size > self._max_bytes // 4:
+        if found.size > self._max_bytes // 2:
             return found
         with self._mutex:
             self._forget_locked(self._of(space).get(name))
