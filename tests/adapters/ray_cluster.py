@@ -15,7 +15,9 @@ from ray.cluster_utils import Cluster
 
 HEAD = {"resources": {"head": 1}, "num_cpus": 0}
 AWAY = {"resources": {"away": 1}, "num_cpus": 0}
-NODE: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 150 << 20, "include_dashboard": False}
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 150 << 20, "include_dashboard": False}
+# Workers take seconds to start: none before it is wanted, and those that are there stay.
+WORKERS = {"prestart_worker_first_driver": False, "num_workers_soft_limit": 8}
 
 
 class Nodes:
@@ -25,7 +27,7 @@ class Nodes:
         self.homes = {name: place / f"home-{name}" for name in ("head", "away")}
         with pytest.MonkeyPatch.context() as patch:  # else the cluster would hand its own state to what is started later
             patch.setenv("FOREBAY_HOME", str(self.homes["head"]))
-            self.cluster = Cluster(initialize_head=True, head_node_args={**NODE, "resources": {"head": 100}})
+            self.cluster = Cluster(initialize_head=True, head_node_args={**NODE, "resources": {"head": 100}, "_system_config": WORKERS})
         self.add("away", self.homes["away"])
 
     def add(self, name: str, home: Path) -> Any:

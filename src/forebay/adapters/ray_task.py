@@ -38,7 +38,7 @@ class Task:
         self._tag: str | None = options.get("tag")
         self._options = {name: value for name, value in options.items() if name != "tag"}
         self._takes_tag = "tag" in inspect.signature(function).parameters
-        self._sent: Any = None
+        self._sent: dict[str, Any] = {}  # what Ray was given: each of them is sent to every worker once, and kept for good
         functools.update_wrapper(self, function)
 
     def __reduce__(self) -> tuple[Any, ...] | str:
@@ -55,7 +55,10 @@ class Task:
 
     def options(self, **ray_options: Any) -> Task:
         """The same task with other options of Ray's; ``tag``: of the calls."""
-        return type(self)(self._function, self._naming, self._mode, self._namespace, {"tag": self._tag, **self._options, **ray_options})
+        options = {"tag": self._tag, **self._options, **ray_options}
+        made = type(self)(self._function, self._naming, self._mode, self._namespace, options)
+        made._sent = self._sent
+        return made
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """A reference to the output: kept, or to come."""
@@ -83,13 +86,15 @@ class Task:
         return bool(self._session().values().evict(self.tag_of(*args, **kwargs)))
 
     def _send(self, told: ray_calls.Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._sent is None:
-            self._sent = ray.remote(ray_calls.trampoline(self._function, self._naming))
+        if "task" not in self._sent:
+            self._sent["task"] = ray.remote(ray_calls.trampoline(self._function, self._naming))
         name = f"replay of {self._naming.name}" if told.replay is not None else self._naming.name
-        return self._sent.options(**{"name": name, **self._options}).remote(told, *args, **kwargs)
+        return self._sent["task"].options(**{"name": name, **self._options}).remote(told, *args, **kwargs)
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return ray.remote(self._function).options(**self._options).remote(*args, **kwargs)
+        if "plain" not in self._sent:
+            self._sent["plain"] = ray.remote(self._function)
+        return self._sent["plain"].options(**self._options).remote(*args, **kwargs)
 
     def _returns(self) -> Any:
         given = self._options.get("num_returns")
@@ -134,7 +139,7 @@ class ActorTask(Task):
             # Perhaps a coroutine, which only Ray itself can run there.
             made = self._method.options(**self._options).remote(*args, **kwargs)
             results = made if isinstance(made, list) else [made]
-            keeper = ray.remote(ray_calls.keep_results).options(num_cpus=0, num_returns=told.returns, name=f"keep {self._naming.name}")
+            keeper = _keeper().options(num_cpus=0, num_returns=told.returns, name=f"keep {self._naming.name}")
             if told.call is not None:
                 names, flat = (), ()
             return keeper.remote(self._naming, told, names, *results, *flat)
@@ -153,6 +158,11 @@ class ActorTask(Task):
 
     def _needs_tag(self) -> bool:
         return True
+
+
+@functools.cache
+def _keeper() -> Any:
+    return ray.remote(ray_calls.keep_results)
 
 
 def make_task(
