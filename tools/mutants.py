@@ -41,6 +41,7 @@ OTHERS = "tests/crash/test_others_look_on.py::"
 FAULTS = "tests/engine/test_faults.py::"
 FORKS = "tests/engine/test_forks.py::"
 BUDGET = "tests/engine/test_budget.py::"
+TASKS = "tests/test_tasks.py::"
 
 MUTANTS = (
     # 1. Atomic publish
@@ -531,8 +532,13 @@ MUTANTS = (
     ),
     Mutant(
         12, "the code of a lambda does not count", "_tasks/hashing.py",
-        'if function.__name__ == "<lambda>" else b""', 'if not function else b""',
+        'has_place = function.__name__ != "<lambda>" and', "has_place =",
         "tests/tasks/test_naming.py::test_functions_of_one_name_stay_apart",
+    ),
+    Mutant(
+        12, "what is typed in is known by its name", "_tasks/hashing.py",
+        ' and module_of(function) != "__main__"', "",
+        "tests/tasks/test_naming.py::test_what_is_typed_in_counts_with_its_code",
     ),
     Mutant(
         12, "versions share a key", "_tasks/binding.py",
@@ -548,6 +554,54 @@ MUTANTS = (
         12, "a tag that matches in part is replayed", "_tasks/config.py",
         "pattern.fullmatch(tag)", "pattern.match(tag)",
         "tests/tasks/test_config.py::test_what_is_replayed",
+    ),
+    # What calls keep, by the invariants above
+    Mutant(
+        7, "an undecodable value stays", "_tasks/values.py",
+        "                store.discard(found.entry)\n", "                pass\n",
+        f"{TASKS}test_a_damaged_row_is_a_miss_and_cleared_away[True]",
+    ),
+    Mutant(
+        10, "a class that is not there is damage", "_tasks/values.py",
+        "        except (AttributeError, ImportError) as error:\n", "        except KeyboardInterrupt as error:\n",
+        f"{TASKS}test_a_class_that_is_not_there_is_a_miss_and_stays",
+    ),
+    Mutant(
+        10, "any codec reads what is there", "_tasks/values.py",
+        "        if codec != self.codec.name:\n", "        if codec is None:\n",
+        f"{TASKS}test_s32_only_pickle_unpickles[raw]",
+    ),
+    Mutant(
+        10, "every pickle of a directory is taken over", "_tasks/importing.py",
+        "if _NAME.fullmatch(item.name) and item", "if item.name and item",
+        f"{TASKS}test_a_directory_of_chia_is_taken_over",
+    ),
+    Mutant(
+        6, "those who wait make in turns what cannot be kept", "_tasks/values.py",
+        "            values._origin.store.note_failure(values.space, self._key, errors.CacheFault(NOT_KEPT, key=self._key))\n",
+        "            pass\n",
+        f"{TASKS}test_where_it_cannot_be_kept_those_who_waited_make_it_side_by_side",
+    ),
+    Mutant(
+        12, "a value comes without its digest", "_tasks/values.py",
+        '        meta = f"{self.codec.name} {digest}" if digest else self.codec.name\n        try:\n',
+        "        meta = self.codec.name\n        try:\n",
+        "tests/crash/test_tasks.py::test_a_failed_replacement_keeps_the_old_value[row-row]",
+    ),
+    Mutant(
+        4, "a quota gives up ahead", "_engine/displace.py",
+        "(short.quota, short.here) if of_space", "(short.quota + self._ahead(want, short), short.here) if of_space",
+        f"{TASKS}test_the_least_recently_used_goes_first_also_after_a_restart",
+    ),
+    Mutant(
+        4, "what the dead left fills a quota", "_engine/budget.py",
+        "            self._take_partials(txn, need, freed, partials, only=space.id)\n", "",
+        "tests/crash/test_tasks.py::test_values_make_way_under_a_budget",
+    ),
+    Mutant(
+        4, "who may wait for others' writes does not", "_engine/budget.py",
+        "        if not attempt.contended or time", "        if attempt.contended or time",
+        f"{TASKS}test_writers_take_turns_where_the_budget_holds_few",
     ),
 )  # fmt: skip
 

@@ -397,9 +397,15 @@ def test_what_its_own_code_raises_makes_it_unstable() -> None:
         def __reduce_ex__(self, protocol: Any) -> Any:
             raise ZeroDivisionError("no")
 
-    with pytest.raises(Unstable, match="Broken") as raised:
+    class Told:
+        def __forebay_content__(self) -> Any:
+            raise LookupError("gone")
+
+    with pytest.raises(Unstable, match="Broken: ZeroDivisionError: no") as raised:
         digest_of(Broken())
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    with pytest.raises(Unstable, match="Told: LookupError: gone"):
+        digest_of([Told()])
 
 
 def test_many_ways_to_the_same_object_cost_no_more_than_one() -> None:

@@ -158,6 +158,12 @@ def test_what_is_sent_by_value_keeps_its_name(tmp_path: Path) -> None:
     assert done.stdout.split() == [b"flow.f", b"flow.f", b"flow.Cfg"], done.stderr.decode()
 
 
+def test_what_is_typed_in_counts_with_its_code() -> None:
+    code = "from forebay._tasks.binding import Naming\ndef f(x): return x + {}\nprint(Naming(f, None).tag_of((1,), {{}}).key)"
+    first, again, other = (output_of("-c", code.format(n)) for n in (1, 1, 2))
+    assert first == again != other
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ import xxhash
 
 from forebay._tasks import contents
 from forebay._tasks.contents import register as register
-from forebay._tasks.naming import place_of
+from forebay._tasks.naming import module_of, place_of
 from forebay._tasks.writing import QUICK, Writer, flat, kind_text, text
 from forebay._tasks.writing import Unstable as Unstable
 
@@ -64,7 +64,7 @@ def kind_of(value: Any) -> bytes:
 
 def as_own(function: Any) -> bytes:
     """What of a function its name does not tell: what it closes over, the code of a lambda, what a partial or an object that can be
-    called brings. Not the code of a function with a name: that is what versions are for. Raises `Unstable`.
+    called brings. Not the code of a function with a name in a file: that is what versions are for. Raises `Unstable`.
 
     Of what it closes over only values that cannot change count: lists, counters and clients are what it works with, not what it is."""
     writer, out = Writer(contents.writer_of), b""
@@ -77,7 +77,8 @@ def as_own(function: Any) -> bytes:
 
 
 def _own(writer: Writer, function: Any, seen: set[int]) -> bytes:
-    out = writer.write(function.__code__) if function.__name__ == "<lambda>" else b""
+    has_place = function.__name__ != "<lambda>" and module_of(function) != "__main__"  # typed in by hand: it is known by no file
+    out = b"" if has_place else writer.write(function.__code__)
     if function.__closure__:
         seen.add(id(function))
         rebound = _rebound(function.__code__)

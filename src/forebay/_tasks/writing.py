@@ -151,7 +151,13 @@ class Writer:
         return data
 
     def _whole(self, value: Any) -> bytes:
-        return self._writer_of(type(value))(self, value)
+        try:
+            return self._writer_of(type(value))(self, value)
+        except (Unstable, RecursionError):
+            raise
+        except Exception as error:
+            why = "" if str(error).startswith("cannot pickle") else f": {type(error).__name__}: {error}"
+            raise self._unstable(f"a {place_of(type(value))}", why) from error
 
     def several(self, mark: bytes, values: Iterable[Any]) -> bytes:
         """Parts in their order."""
@@ -173,7 +179,8 @@ class Writer:
 
     def reduced(self, value: Any) -> bytes:
         """Any object, by what pickle would take it apart into."""
-        parts = self._taken_apart(value)
+        reduce = copyreg.dispatch_table.get(type(value))
+        parts: Any = reduce(value) if reduce is not None else value.__reduce_ex__(4)
         if isinstance(parts, str):
             return b"g" + text(f"{module_of(value) if hasattr(value, '__module__') else place_of(type(value))}.{parts}")
         make, given, state, items, pairs = (*parts, None, None, None)[:5]
@@ -185,16 +192,7 @@ class Writer:
             out += self.several(b"p", pairs) if ordered else self.pairs(b"d", pairs)
         return out
 
-    def _taken_apart(self, value: Any) -> Any:
-        reduce = copyreg.dispatch_table.get(type(value))
-        try:
-            return reduce(value) if reduce is not None else value.__reduce_ex__(4)
-        except Unstable:
-            raise
-        except Exception as error:
-            raise self._unstable(f"a {place_of(type(value))}") from error
-
-    def _unstable(self, what: str) -> Unstable:
+    def _unstable(self, what: str, why: str = "") -> Unstable:
         inside = [type(v) for _, v in self._above.values() if type(v).__module__ not in ("builtins", "types")]
         outer = f" in a {place_of(inside[0])}" if inside and f"a {place_of(inside[0])}" != what else ""
-        return Unstable(what + outer)
+        return Unstable(what + outer + why)
