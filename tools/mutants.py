@@ -569,7 +569,7 @@ MUTANTS = (
     Mutant(
         10, "any codec reads what is there", "_tasks/values.py",
         "        if codec != self.codec.name:\n", "        if codec is None:\n",
-        f"{TASKS}test_s32_only_pickle_unpickles[raw]",
+        f"{TASKS}test_what_another_codec_stored_is_a_miss_and_stays",
     ),
     Mutant(
         10, "every pickle of a directory is taken over", "_tasks/importing.py",
