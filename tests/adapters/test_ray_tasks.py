@@ -440,6 +440,21 @@ def test_nested_calls_see_configuration_and_providers(tasks: ours.RayTasks, root
     assert sorted(key.rpartition(":")[2] for key in (*tasks.keys(),)) == ["in-1", "out"]
 
 
+def in_namespace(x: int, log: Log) -> Any:
+    tasks = ours.active()
+    assert tasks is not None
+    return tasks.namespace, ray.get(module_task.remote(x, log))
+
+
+def test_nested_calls_are_of_the_same_namespace(nodes: Nodes, place: Path, log: Log) -> None:
+    tasks = ours.start(1, place / "other", "MB", namespace="other", config={"cache": {"square": True}})
+    try:
+        assert ray.get(task(tasks, in_namespace, **AWAY).remote(3, log)) == ("other", 9)
+        assert tasks.keys() == [module_task.tag_of(3, log)]
+    finally:
+        ours.stop("other")
+
+
 def test_a_file_is_read_where_the_cache_was_started(
     tasks: ours.RayTasks, root: Path, place: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from forebay import errors
 from forebay._tasks import hashing
 from forebay._tasks.binding import Call, Naming
 from forebay._tasks.bypass import Replay
-from forebay.adapters.ray_sessions import Context, Session
+from forebay.adapters.ray_sessions import Context, Session, running
 from forebay.adapters.ray_values import Nowhere, Unreachable
 
 log = logging.getLogger("forebay.ray")
@@ -120,7 +120,13 @@ def put(value: Any, returns: int) -> Any:
 def work(function: Callable[..., Any], naming: Naming, told: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """On the worker: run or replay the call, and keep what it gives."""
     session = told.context.install()
+    with running(session):
+        return _worked(session, function, naming, told, args, kwargs)
 
+
+def _worked(
+    session: Session, function: Callable[..., Any], naming: Naming, told: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:  # fmt: skip
     def run() -> Any:
         session.counted["runs"] += 1
         return function(*args, **kwargs)

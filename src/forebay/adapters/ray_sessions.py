@@ -6,7 +6,9 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,9 +197,22 @@ class Current:
         return getattr(self._session.values(), name)
 
 
+_running: ContextVar[str] = ContextVar("forebay_ray_namespace", default=NAMESPACE)
+
+
+@contextmanager
+def running(session: Session) -> Iterator[None]:
+    """Within it calls that name no namespace are of this one's."""
+    token = _running.set(session.namespace)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
 def session_of(namespace: str | None) -> Session:
-    """That of this process."""
-    name = NAMESPACE if namespace is None else namespace
+    """That of this process; without a namespace that of the call that runs, else the default one."""
+    name = _running.get() if namespace is None else namespace
     with _mutex:
         return _sessions.setdefault(name, Session(name))
 

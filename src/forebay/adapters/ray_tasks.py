@@ -18,7 +18,7 @@ from forebay.tasks import Tasks
 try:
     from forebay.adapters import ray_head
     from forebay.adapters.ray_calls import READ_THROUGH, mode_of
-    from forebay.adapters.ray_head import NAMESPACE, SPACE, Place
+    from forebay.adapters.ray_head import SPACE, Place
     from forebay.adapters.ray_sessions import Context, Current, session_of
     from forebay.adapters.ray_task import Task, make_task
 except ModuleNotFoundError as error:
@@ -40,15 +40,16 @@ def start(
 ) -> RayTasks:  # fmt: skip
     """The cache of the cluster: the one that runs, else a new one in ``cache_dir`` on this node, which may hold ``size`` ``units``.
 
-    ``units``: B, KB to TB or KiB to TiB, powers of 1024 in any case. ``config``: a YAML file or a mapping; read here. ``mode``:
+    ``units``: B, KB to TB or KiB to TiB, powers of 1024 in any case. ``namespace``: without one that of the task that runs, else
+    ``forebay``, in all of this module. ``config``: a YAML file or a mapping; read here. ``mode``:
     ``read-through``, or ``replay``: outputs are kept, and read only by bypass. Callable by several drivers at once. One that runs
     already stays as it is, with a warning where it is not what was asked for. Raises `ConfigError` (a ValueError) and `RootRefused`."""
     place = _place(size, cache_dir, units, config, mode_of(mode) or READ_THROUGH)
-    name = NAMESPACE if namespace is None else namespace
-    actor, found = ray_head.start_head(name, place)
-    _compare(name, place, found)
-    session_of(name).attach(actor, found)
-    return RayTasks(name)
+    session = session_of(namespace)
+    actor, found = ray_head.start_head(session.namespace, place)
+    _compare(session.namespace, place, found)
+    session.attach(actor, found)
+    return RayTasks(session.namespace)
 
 
 def active(namespace: str | None = None) -> RayTasks | None:
