@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from forebay import errors
 from forebay._config import parse_size
@@ -17,6 +17,12 @@ from forebay._tasks.values import Values
 from forebay.codecs import Codec
 from forebay.codecs import codec as codec_of
 from forebay.origin import DIRECTORIES, LISTINGS, URLS, Origin
+
+if TYPE_CHECKING:
+    from forebay._tasks.cached import Cached, Decorator
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 TAKEN = (URLS, DIRECTORIES, LISTINGS, "samples", "values")
 """Names of spaces that hold something else."""
@@ -147,8 +153,23 @@ class Tasks:
 
     # -- functions -------------------------------------------------------------------------------------------------
 
+    @overload
     def cached(
-        self, fn: Callable[..., Any] | None = None, *, tag: str | Callable[..., str] | None = None, version: str | int | None = None,
+        self, fn: Callable[P, R], /, *, tag: str | Callable[..., str] | None = None, version: str | int | None = None,
+        ignore: tuple[str, ...] | str = (),
+    ) -> Cached[P, R]: ...  # fmt: skip
+
+    @overload
+    def cached(self, fn: classmethod[Any, Any, Any] | staticmethod[Any, Any], /) -> Any: ...
+
+    @overload
+    def cached(
+        self, fn: None = None, /, *, tag: str | Callable[..., str] | None = None, version: str | int | None = None,
+        ignore: tuple[str, ...] | str = (),
+    ) -> Decorator: ...  # fmt: skip
+
+    def cached(
+        self, fn: Any = None, /, *, tag: str | Callable[..., str] | None = None, version: str | int | None = None,
         ignore: tuple[str, ...] | str = (),
     ) -> Any:  # fmt: skip
         """A decorator: the function's output is kept, and a call with the same arguments does not run it again.

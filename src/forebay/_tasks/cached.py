@@ -6,14 +6,18 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from forebay import errors
 from forebay._tasks.binding import Call, Naming, TagRule
 from forebay._tasks.bypass import Bypass, Replay
 from forebay._tasks.config import Config
 from forebay._tasks.values import Values
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Tasks(Protocol):
@@ -46,7 +50,17 @@ def decorate(tasks: Tasks, function: Any = None, tag: TagRule = None, version: o
     return _made(tasks, naming)
 
 
-class Cached:
+class Decorator(Protocol):
+    """What `Tasks.cached` gives where no function was given yet."""
+
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Cached[P, R]: ...
+
+    @overload
+    def __call__(self, fn: classmethod[Any, Any, Any] | staticmethod[Any, Any], /) -> Any: ...
+
+
+class Cached(Generic[P, R_co]):
     """A function whose output is kept: called, it gives what it gave for these arguments before, and runs where there is nothing.
 
     At most one process of the node runs a given call at a time; the others wait for what it gives, or raises. Callable from any thread;
@@ -87,21 +101,25 @@ class Cached:
         found: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
         return found
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        value: R_co
         if self._config is not None:
-            return self._by_config(args, kwargs)
-        found = self._naming.quick(args, kwargs)
-        return self._run(args, kwargs) if found is None else self._kept(*found, args, kwargs)
+            value = self._by_config(args, kwargs)
+        else:
+            found = self._naming.quick(args, kwargs)
+            value = self._run(args, kwargs) if found is None else self._kept(*found, args, kwargs)
+        return value
 
-    def call_uncached(self, /, *args: Any, **kwargs: Any) -> Any:
+    def call_uncached(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Run the function, whatever is kept; keep nothing."""
-        return self._run(args, kwargs)
+        value: R_co = self._run(args, kwargs)
+        return value
 
-    def tag_of(self, /, *args: Any, **kwargs: Any) -> str:
+    def tag_of(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
         """The key under which the output of this call is kept: what `Tasks.read` takes. Raises `ConfigError` where there is none."""
         return self._naming.tag_of(args, kwargs).key
 
-    def evict(self, /, *args: Any, **kwargs: Any) -> bool:
+    def evict(self, /, *args: P.args, **kwargs: P.kwargs) -> bool:
         """Remove the output of this call. False if there is none."""
         return self._values.evict(self.tag_of(*args, **kwargs))
 
@@ -146,7 +164,7 @@ class Cached:
         return rule is not None and rule.on
 
 
-class AsyncCached(Cached):
+class AsyncCached(Cached[P, R_co]):
     """The same of a coroutine function: the event loop goes on while another makes the value."""
 
     # What `inspect` asks of a function, to see that this is one, and of which kind.
@@ -160,12 +178,12 @@ class AsyncCached(Cached):
         if mark is not None:
             mark(self)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        return self._awaited(args, kwargs)
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        return self._awaited(args, kwargs)  # type: ignore[return-value]  # R_co is a coroutine
 
     def _of_class(self) -> Callable[..., Any]:
         async def method(*args: Any, **kwargs: Any) -> Any:
-            return await self(*args, **kwargs)
+            return await self._awaited(args, kwargs)
 
         found: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
         return found
@@ -189,7 +207,7 @@ class AsyncCached(Cached):
 class Bound:
     """A cached method of one object."""
 
-    def __init__(self, cached: Cached, instance: Any) -> None:
+    def __init__(self, cached: Cached[..., Any], instance: Any) -> None:
         self.__func__, self.__self__, self.__doc__ = cached, instance, cached.__doc__
         self.__wrapped__ = types.MethodType(cached.__wrapped__, instance)
 
@@ -232,21 +250,21 @@ class Bound:
 class _OfClass:
     """A cached class method."""
 
-    def __init__(self, cached: Cached) -> None:
+    def __init__(self, cached: Cached[..., Any]) -> None:
         self.__func__ = cached
 
     def __get__(self, instance: Any, owner: type | None = None) -> Bound:
         return Bound(self.__func__, owner if owner is not None else type(instance))
 
 
-def _dressed(cached: Cached, method: Any) -> Any:
+def _dressed(cached: Cached[..., Any], method: Any) -> Any:
     """A function that is called, and does, as a cached one."""
     functools.update_wrapper(method, cached, updated=())
     method.tag_of, method.evict, method.call_uncached = cached.tag_of, cached.evict, cached.call_uncached
     return method
 
 
-def _made(tasks: Tasks, naming: Naming) -> Cached:
+def _made(tasks: Tasks, naming: Naming) -> Cached[..., Any]:
     kind = AsyncCached if _is(naming.function, inspect.iscoroutinefunction) else Cached
     return kind(tasks, naming)
 
@@ -258,7 +276,7 @@ def _is(function: Any, question: Callable[[Any], bool]) -> bool:
     return question(function) or (not inspect.isroutine(function) and not inspect.isclass(function) and question(type(function).__call__))
 
 
-def _make_reachable(cached: Cached) -> None:
+def _make_reachable(cached: Cached[..., Any]) -> None:
     """Let pickle find the function: its own name leads to the wrapper now, if this was a decorator."""
     function, name = cached.__wrapped__, cached.__qualname__
     found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
