@@ -8,10 +8,12 @@ import inspect
 import logging
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -602,6 +604,74 @@ def test_a_cancelled_run_is_followed(tasks: Tasks, journal: Journal) -> None:
     assert len(journal) == 2
 
 
+def test_coroutines_that_call_others(tasks: Tasks, journal: Journal) -> None:
+    @tasks.cached
+    def plain(x: int) -> int:
+        journal.note()
+        return x + 1
+
+    @tasks.cached
+    async def inner(x: int) -> int:
+        return int(plain(x)) * 2
+
+    @tasks.cached
+    async def outer(x: int) -> int:
+        return sum(await asyncio.gather(*(inner(n % 3) for n in range(x))))
+
+    async def main() -> list[int]:
+        return list(await asyncio.gather(*(outer(n) for n in (5, 6, 5, 7))))
+
+    assert asyncio.run(main()) == [18, 24, 18, 26] == [asyncio.run(outer(n)) for n in (5, 6, 5, 7)]
+    assert len(journal) == 3
+
+
+# -- whatever happens --------------------------------------------------------------------------------------------------
+
+
+def calls_at_random(tasks: Tasks, seed: int, seconds: float) -> int:
+    """Calls of functions that share tags and call each other, each compared with what it must give; how many there were."""
+    chance = random.Random(seed)
+
+    @tasks.cached(tag="{n}")
+    def shared(n: int, size: int) -> bytes:
+        if n == 3:
+            raise LookupError(n)
+        return bytes([n]) * size
+
+    @tasks.cached
+    def nested(n: int, size: int) -> bytes:
+        return bytes(shared(n, size)) + bytes(shared((n + 1) % 3, size))
+
+    @tasks.cached(tag="all of them")
+    async def later(n: int, size: int) -> bytes:
+        await asyncio.sleep(0)
+        return bytes(nested(n, size))
+
+    count, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        n, size = chance.randrange(3), chance.choice((1, 500, 30_000))
+        wanted = bytes([n]) * size
+        assert shared(n, size) == wanted
+        both = wanted + bytes([(n + 1) % 3]) * size
+        assert nested(n, size=size) == both
+        assert asyncio.run(later(n, size)) == both
+        with pytest.raises(LookupError):
+            shared(3, size)
+        if chance.random() < 0.1:
+            chance.choice((shared, nested, later)).evict(n, size)
+        if chance.random() < 0.02:
+            tasks.flush()
+        count += 1
+    return count
+
+
+def test_whatever_happens_the_output_is_right(cache: forebay.Cache) -> None:
+    tasks = cache.tasks("flow", budget=200_000)
+    children = [fork(functools.partial(calls_at_random, tasks, seed, 3.0)) for seed in range(4)]
+    assert all(child.result() > 0 for child in children)
+    assert tasks.size_bytes() <= 200_000
+
+
 # -- configuration and replay ------------------------------------------------------------------------------------------
 
 
@@ -786,12 +856,11 @@ def test_a_script_and_its_pools(tmp_path: Path, how: str) -> None:
         pytest.importorskip("joblib")
     script, journal = tmp_path / "flow.py", Journal(tmp_path / "journal")
     script.write_text(FLOW)
-    for seed in ("1", "2"):
+    for seed in ("1", "2") if how == "threads" else ("random",):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "JOURNAL": str(journal.path)}
         command = [sys.executable, str(script), str(tmp_path / "root"), how]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=100, env=environment, cwd=["/", tmp_path][seed == "1"], check=False
-        )
+        place = tmp_path if seed == "1" else "/"
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, cwd=place, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout == "[2, 2, 4, 4] [3, 3, 6, 6] [3, 3] ['Model', 'Model']\n"
     assert sorted(journal.lines()) == ["by_digest 1", "by_digest 1", "by_digest 2", "by_tag 1", "by_tag 2", "fit 3 1", "name 1"]
