@@ -307,15 +307,21 @@ _Reduce = Callable[[_Pickler, Any], Any]
 
 def _kinds() -> dict[type, _Reduce]:
     """What is pickled our way. Whoever has an array has imported NumPy: nothing is imported here, and a module may be half imported."""
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    numpy, torch, ray = sys.modules.get("numpy"), sys.modules.get("torch"), sys.modules.get("ray")
     parameter = getattr(getattr(torch, "nn", None), "Parameter", None)
-    return _kinds_of(getattr(numpy, "ndarray", None), getattr(torch, "Tensor", None), parameter)
+    tensors = getattr(torch, "Tensor", None), parameter
+    passing = getattr(ray, "ObjectRef", None), getattr(getattr(ray, "actor", None), "ActorHandle", None)
+    return _kinds_of(getattr(numpy, "ndarray", None), tensors, passing)
 
 
 @functools.lru_cache(8)
-def _kinds_of(array: type | None, *tensors: type | None) -> dict[type, _Reduce]:
+def _kinds_of(array: type | None, tensors: tuple[type | None, ...], passing: tuple[type | None, ...]) -> dict[type, _Reduce]:
     reducers = {array: _reduce_array, **dict.fromkeys(tensors, _reduce_tensor)} if array else {}
-    return {kind: reducer for kind, reducer in reducers.items() if kind}
+    return {kind: reducer for kind, reducer in (reducers | dict.fromkeys(passing, _refuse)).items() if kind}
+
+
+def _refuse(pickler: _Pickler, value: Any) -> Any:
+    raise pickle.PicklingError(f"{type(value).__name__} of Ray leads to what ends with the program, or before it")
 
 
 def _reduce_array(pickler: _Pickler, array: Any) -> Any:

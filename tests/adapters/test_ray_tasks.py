@@ -323,6 +323,21 @@ def test_references_count_by_what_is_behind_them(tasks: ours.RayTasks, log: Log)
     assert len(log) == 4
 
 
+def leads_elsewhere(what: str, log: Log) -> Any:
+    log.add()
+    return [ray.put(1) if what == "reference" else Counter.remote()]
+
+
+@pytest.mark.parametrize("what", ["reference", "actor"])
+def test_what_leads_to_the_program_itself_is_not_kept(tasks: ours.RayTasks, log: Log, what: str) -> None:
+    calls = task(tasks, leads_elsewhere)
+    for _ in range(2):
+        ((found,),) = ray.get([calls.remote(what, log)])
+        assert ray.get(found if what == "reference" else found.add.remote(1)) in (1, (1, 1))
+    assert len(log) == 2
+    assert tasks.write("a", {"deep": [ray.put(1)]}) is False
+
+
 def slow(x: int, log: Log) -> int:
     log.add()
     time.sleep(0.5)

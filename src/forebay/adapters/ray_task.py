@@ -14,6 +14,7 @@ from ray.actor import ActorClass, ActorMethod
 from ray.remote_function import RemoteFunction
 
 from forebay import errors
+from forebay._tasks import hashing
 from forebay._tasks.binding import Naming
 from forebay._tasks.cached import Cached
 from forebay.adapters import ray_calls
@@ -187,6 +188,9 @@ def make_task(
     if inspect.iscoroutinefunction(fn):
         raise errors.ConfigError(f"{fn!r} is a coroutine, which Ray does not run as a task", name="fn", value=repr(fn))
     return Task(fn, Naming(fn, tag, version, ignore), mode, namespace, options)
+
+
+hashing.register(Task, lambda task: (task._naming.identity, task._naming.version))
 
 
 def _resolved(argument: Any) -> Any:
