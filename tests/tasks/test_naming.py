@@ -137,6 +137,7 @@ from forebay._tasks.binding import Naming
 class Cfg:
     def __init__(self, rate): self.rate = rate
 def f(cfg): return cfg
+f.__qualname__ = "f.__wrapped__"  # as a decorated one has it when it is sent
 naming = Naming(f, None)
 sys.stdout.buffer.write(cloudpickle.dumps((naming, Cfg(3), naming.call((Cfg(3),), {}).digest)))
 """

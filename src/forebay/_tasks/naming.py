@@ -50,10 +50,13 @@ def identity_of(function: Any) -> str:
 
 def place_of(named: Any) -> str:
     """``module.qualname`` of a function or class. What was pickled as the inside of a wrapper is called as it was before."""
-    qualname: str = named.__qualname__
+    return f"{module_of(named)}.{_outside(named.__qualname__)}"
+
+
+def _outside(qualname: str) -> str:
     while qualname.endswith(INSIDE):
         qualname = qualname.rpartition(".")[0]
-    return f"{module_of(named)}.{qualname}"
+    return qualname
 
 
 def module_of(named: Any) -> str:
@@ -80,7 +83,7 @@ def arrived(function: Any, identity: str) -> None:
     """A function of this identity was sent here. If it is a script's, and this process does not run that script, it is a worker of
     it: what else came from there is called as it is called there."""
     global _sender
-    qualname = str(getattr(function, "__qualname__", ""))
+    qualname = _outside(getattr(function, "__qualname__", ""))
     if getattr(function, "__module__", None) in SCRIPT and not hasattr(sys.modules.get("__main__"), qualname.partition(".")[0]):
         _sender = identity.removesuffix(f".{qualname}")
 
