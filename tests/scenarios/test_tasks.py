@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 
 import forebay
+from forebay import errors
 from forebay.testing import ScriptedServer  # noqa: F401  # imported here, so that forked children need not
 from tests.harness import fill_the_disk, usage
 
@@ -106,6 +108,57 @@ def test_s03_flipped_bytes_are_a_miss_and_run_again(root: Path, size: int) -> No
         assert is_whole("t", cached(1))
         assert lines(log) == ["1", "2", "1"]
         assert cache.stats().damaged == 1
+
+
+FILES = ["FORMAT", "CACHEDIR.TAG", "catalog.sqlite", "slots/*", "counters", "locks/*", "blobs/*/*"]
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_s03_flipped_bytes_in_any_file_change_no_value(root: Path, tmp_path: Path, kind: str, children: Callable[..., Any]) -> None:
+    """A flipped byte may cost a run, an entry, or the root: never a wrong value, and never an error of a call."""
+
+    def make(n: int) -> Any:
+        return value_of("t", n, SIZES[n % 4])
+
+    def work() -> str:
+        try:
+            cache = forebay.Cache(root, budget=64 * MiB, min_free=0)
+        except (errors.RootRefused, errors.NewerFormat):
+            return "refused"  # a FORMAT that cannot be read: nothing is touched
+        with cache:
+            tasks = cache.tasks("t")
+            cached = tasks.cached(tag="n-{n}")(make)
+            for n in range(8):
+                assert is_whole("t", cached(n))
+                hit, value = tasks.read(cached.tag_of(n))
+                assert not hit or is_whole("t", value)
+            tasks.write("more", 1)
+            return "used"
+
+    children(work).result()
+    saved = tmp_path / "saved"
+    shutil.copytree(root, saved, symlinks=True)
+    chance = random.Random(kind)
+    for _ in range(4):
+        for file in chance.sample(files := sorted(root.glob(kind)), min(len(files), 4)):
+            if file.stat().st_size:
+                flip(file, chance)
+        found = children(work).result()
+        shutil.rmtree(root)
+        shutil.copytree(saved, root, symlinks=True)
+        assert found == "used" or kind == "FORMAT"
+
+
+def flip(file: Path, chance: random.Random) -> None:
+    """Change one byte where something is written."""
+    data = bytearray(file.read_bytes())
+    written = [i for i in range(len(data)) if data[i]] if len(data) <= 1 << 20 else [chance.randrange(len(data))]
+    at = chance.choice(written or [0])
+    data[at] ^= 1 << chance.randrange(8)
+    mode = file.stat().st_mode
+    file.chmod(0o600)
+    file.write_bytes(data)
+    file.chmod(mode)
 
 
 def damage(root: Path, key: str) -> None:
