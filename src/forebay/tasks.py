@@ -12,7 +12,6 @@ from forebay import errors
 from forebay._config import parse_size
 from forebay._tasks import bypass
 from forebay._tasks.bypass import Bypass
-from forebay._tasks.config import Config, load
 from forebay._tasks.values import Values
 from forebay.codecs import Codec
 from forebay.codecs import codec as codec_of
@@ -20,6 +19,7 @@ from forebay.origin import DIRECTORIES, LISTINGS, URLS, Origin
 
 if TYPE_CHECKING:
     from forebay._tasks.cached import Cached, Decorator
+    from forebay._tasks.config import Config
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -193,7 +193,7 @@ def open_tasks(origin: Origin, home: Any, name: str, codec: Any, config: Any, bu
     """See `Cache.tasks`."""
     if name in TAKEN:
         raise errors.ConfigError(f"the name {name!r} is taken by the cache itself: choose another one", name="name", value=name)
-    chosen, parsed = codec_of(codec), load(config) if config is not None else None
+    chosen, parsed = codec_of(codec), _parsed(config)
     home.space(name, quota=None if budget is None else parse_size(budget, total=home.budget, name="budget"))
     values = Values(origin, home, name, chosen)
     _open[str(home.path), name, chosen.name] = values
@@ -214,6 +214,14 @@ def _arrive(how: tuple[Any, ...], name: str, codec: Codec, config: Config | None
         home = opener(*given)
         values = _open[key] = _arrived[key] = Values(home._origin, home, name, codec)
     return Tasks(values, config, bypass)
+
+
+def _parsed(config: Any) -> Config | None:
+    if config is None:
+        return None
+    from forebay._tasks.config import load  # most have none
+
+    return load(config)
 
 
 def _key(tag: str) -> str:

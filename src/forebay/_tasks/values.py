@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from forebay import errors
 from forebay._engine.memo import Remembered
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
+from forebay._kernel import host
 from forebay.codecs import Codec
 from forebay.origin import Origin
 
@@ -32,6 +32,16 @@ class Values:
         self._quick = origin.store.finder(space)
         self._told: set[tuple[str, str]] = set()
         self.counted = dict.fromkeys(COUNTED, 0)
+        host.at_fork(self)
+
+    def before_fork(self) -> None:
+        """Nothing is to be done."""
+
+    def after_fork_parent(self) -> None:
+        """Nothing is to be done."""
+
+    def after_fork_child(self) -> None:
+        self.counted.update(dict.fromkeys(COUNTED, 0))  # what the parent did is the parent's
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -175,6 +185,8 @@ class Values:
         who: str = "", looked: bool = False,
     ) -> T:  # fmt: skip
         """`single` for a coroutine: the event loop goes on while another makes the value."""
+        import asyncio  # whoever awaits this has it
+
         found = None if looked else self.look(key, digest, who=who)
         if found is not None:
             return found[0]  # type: ignore[no-any-return]
@@ -183,7 +195,9 @@ class Values:
         async def run() -> tuple[Any]:
             with attempt:
                 value = await make()
-            return await asyncio.to_thread(attempt.made, value)  # a large one takes long to be written
+            from asyncio import to_thread  # who has no coroutines need not load it
+
+            return await to_thread(attempt.made, value)  # a large one takes long to be written
 
         try:
             got = await self._store().single_async(self.space, key, attempt.look, run, timeout=self._patience(timeout))
