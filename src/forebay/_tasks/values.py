@@ -195,9 +195,7 @@ class Values:
         async def run() -> tuple[Any]:
             with attempt:
                 value = await make()
-            from asyncio import to_thread  # who has no coroutines need not load it
-
-            return await to_thread(attempt.made, value)  # a large one takes long to be written
+            return await asyncio.to_thread(attempt.made, value)  # a large one takes long to be written
 
         try:
             got = await self._store().single_async(self.space, key, attempt.look, run, timeout=self._patience(timeout))
