@@ -241,6 +241,24 @@ DIFFERENT: list[Any] = [
 ]
 
 
+many = list(range(40))
+DIFFERENT += [
+    many,
+    tuple(many),
+    many[:-1],
+    [float(x) for x in many],
+    [*many, 1 << 64],
+    [*many, 1 << 65],
+    [*many, True],
+    [*many, 1],
+    [*many, 1.0],
+    [-x for x in many],
+    {"a": many},
+    [many],
+]
+DIFFERENT += [np.array(many), set(many), {x: x for x in many}, [0.0] * 40, [-0.0] * 40, [str(x) for x in many]]
+
+
 def test_different_values_differ() -> None:
     digests = [digest_of(value) for value in DIFFERENT]
     twice = [(DIFFERENT[i], DIFFERENT[j]) for j in range(len(digests)) for i in range(j) if digests[i] == digests[j]]

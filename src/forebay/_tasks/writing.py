@@ -20,6 +20,7 @@ from forebay._tasks.naming import Tag, module_of, place_of
 
 LONG = 256  # bytes; longer writings are replaced by their digest
 MANY_CYCLES = 10_000
+MANY = 32  # numbers of one type are written together from here on
 
 Write = Callable[[Any], bytes]
 
@@ -83,6 +84,8 @@ def flat(value: Any) -> bytes:
     if empty is None or not value:
         return empty or b""
     if kind is not dict:
+        if len(value) >= MANY and (packed := _packed(value)):
+            return empty[:1] + packed
         out = bytearray()
         for item in value:
             quick = quick_of(type(item))
@@ -98,6 +101,16 @@ def flat(value: Any) -> bytes:
             pairs.append(first(key) + second(item))
         out = bytearray().join(sorted(pairs))
     return short(b"%b%x:%b" % (empty[:1], len(value), bytes(out)))
+
+
+def _packed(values: Any) -> bytes:
+    """Many numbers of one type at once; nothing for others."""
+    kinds = set(map(type, values))
+    letter = "d" if kinds == {float} else "q" if kinds == {int} else ""
+    try:
+        return sized(letter.upper().encode(), struct.pack(f"<{len(values)}{letter}", *values)) if letter else b""
+    except struct.error:  # an int of more than 64 bits
+        return b""
 
 
 def short(data: bytes) -> bytes:
