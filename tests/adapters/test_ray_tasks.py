@@ -385,8 +385,9 @@ def test_several_returns(tasks: ours.RayTasks, log: Log, caplog: pytest.LogCaptu
     assert len(log) == 1
     assert ray.get(task(tasks, pair).remote(1, log)) == (1, 2)  # the same call
     assert len(log) == 1
-    with pytest.raises(ValueError, match="returns"):
-        ray.get(pairs.options(num_returns=3).remote(5, log))
+    for part in pairs.options(num_returns=3).remote(5, log):
+        with pytest.raises(ValueError, match="returns"):
+            ray.get(part)
     assert len(tasks.keys()) == 1
     assert not [record for record in caplog.records if record.name.startswith("forebay")]
 
@@ -412,6 +413,14 @@ def test_what_ray_or_cached_decorated_is_taken(tasks: ours.RayTasks, log: Log) -
     assert cached(4, log) == 16
     assert cached.tag_of(4, log) == task(tasks, cached).tag_of(4, log)
     assert log.lines() == ["head"] * 2
+    again = tasks.remote(task(tasks, cached), version=2)
+    assert again.tag_of(4, log).endswith("square@2:x-4")
+
+    async def coroutine() -> None: ...
+
+    for wrong in (coroutine, tasks.cached(coroutine)):
+        with pytest.raises(ValueError, match="is a coroutine"):
+            tasks.remote(wrong)
     for wrong in (3, Reader, Log):
         with pytest.raises(ValueError, match="no function"):
             tasks.remote(wrong)

@@ -172,22 +172,23 @@ def make_task(
     """See `forebay.adapters.ray_tasks.remote`. Raises `ConfigError`."""
     if isinstance(fn, ActorMethod):
         return ActorTask(fn, Naming(_stub(fn), tag, version, ignore), mode, namespace, options)
+    there: Naming | None = None
     if isinstance(fn, RemoteFunction):
         options = {**{name: value for name, value in fn._default_options.items() if value is not None}, **options}
         fn = fn._function
-    if isinstance(fn, Task):
-        return Task(fn._function, fn._naming, mode or fn._mode, namespace or fn._namespace, {"tag": fn._tag, **fn._options, **options})
-    if isinstance(fn, Cached):
-        there = fn._naming
-        naming = Naming(
-            fn.__wrapped__, there._rule if tag is None else tag, version or there.version, ignore or there._ignore, there.identity
-        )
-        return Task(fn.__wrapped__, naming, mode, namespace, options)
+    elif isinstance(fn, Task):
+        options = {"tag": fn._tag, **fn._options, **options}
+        mode, namespace, there, fn = mode or fn._mode, namespace or fn._namespace, fn._naming, fn._function
+    elif isinstance(fn, Cached):
+        there, fn = fn._naming, fn.__wrapped__
     if not callable(fn) or inspect.isclass(fn) or isinstance(fn, ActorClass):
         raise errors.ConfigError(f"{fn!r} is no function, nor a method of an actor's handle", name="fn", value=repr(fn))
     if inspect.iscoroutinefunction(fn):
         raise errors.ConfigError(f"{fn!r} is a coroutine, which Ray does not run as a task", name="fn", value=repr(fn))
-    return Task(fn, Naming(fn, tag, version, ignore), mode, namespace, options)
+    if there is None:
+        return Task(fn, Naming(fn, tag, version, ignore), mode, namespace, options)
+    rule, mark = there._rule if tag is None else tag, there.version if version is None else version
+    return Task(fn, Naming(fn, rule, mark, ignore or there._ignore, there.identity), mode, namespace, options)
 
 
 hashing.register(Task, lambda task: (task._naming.identity, task._naming.version))
