@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -19,6 +21,8 @@ T = TypeVar("T")
 
 COUNTED = ("hits", "misses", "runs", "replays", "waits", "store_failures", "damaged")
 NOT_KEPT = "what was made cannot be kept"
+_MOST = 16 << 10
+"""Bytes of an error's pickle that are passed on."""
 
 
 class Values:
@@ -173,12 +177,12 @@ class Values:
             return attempt.made(value)
 
         try:
-            got = self._store().single(self.space, key, attempt.look, run, timeout=self._patience(timeout))
-        except Exception as error:
-            if attempt.is_final(error):
-                raise
-            return attempt.result[0] if attempt.result else make()
-        return got[0]  # type: ignore[no-any-return]
+            return self._store().single(self.space, key, attempt.look, run, timeout=self._patience(timeout))[0]  # type: ignore[no-any-return]
+        except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
+            final = attempt.final(error)
+        if final is not None:
+            raise final
+        return attempt.result[0] if attempt.result else make()
 
     async def single_async(
         self, key: str, digest: str | None, make: Callable[[], Awaitable[T]], *, timeout: float | None = None, pin: bool = False,
@@ -199,11 +203,12 @@ class Values:
 
         try:
             got = await self._store().single_async(self.space, key, attempt.look, run, timeout=self._patience(timeout))
-        except Exception as error:
-            if attempt.is_final(error):
-                raise
-            return attempt.result[0] if attempt.result else await make()
-        return got[0]  # type: ignore[no-any-return]
+            return got[0]  # type: ignore[no-any-return]
+        except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
+            final = attempt.final(error)
+        if final is not None:
+            raise final
+        return attempt.result[0] if attempt.result else await make()
 
     def _patience(self, timeout: float | None) -> float | None:
         return getattr(self.home, "_timeout", None) if timeout is None else timeout
@@ -260,7 +265,7 @@ class _Attempt:
 
     def __init__(self, values: Values, key: str, digest: str | None, pin: bool, who: str) -> None:
         self._values, self._key, self._digest, self._pin, self._who = values, key, digest, pin, who
-        self._failed: BaseException | None = None
+        self._failed: Exception | None = None
         self.result: tuple[Any] | None = None
 
     def look(self) -> tuple[Any] | None:
@@ -278,21 +283,59 @@ class _Attempt:
             values._origin.store.note_failure(values.space, self._key, errors.CacheFault(NOT_KEPT, key=self._key))
         return (value,)
 
-    def is_final(self, error: Exception) -> bool:
-        """Whether this is for the caller: what was to be run raised it, here or elsewhere. Else the cache cannot help."""
-        if error is self._failed or not isinstance(error, (errors.CacheFault, errors.WaitTimeout)):
-            return True
+    def final(self, error: Exception) -> Exception | None:
+        """What is for the caller: what was to be run raised it, here or elsewhere. None: the cache cannot help."""
+        if self._failed is not None and (error is self._failed or error.__cause__ is self._failed):
+            return self._failed
+        if isinstance(error, errors.FillFailed):
+            return _brought(error) if self._carries else None
+        if not isinstance(error, (errors.CacheFault, errors.WaitTimeout)):
+            return error
         if str(error) == NOT_KEPT:
             self._values.counted["waits"] += 1
         elif not isinstance(self._values._origin.store, PassThrough):
             self._values._origin.fall_back(error, f"{self._values.space}:{self._key}")
-        return False
+        return None
+
+    @property
+    def _carries(self) -> bool:
+        """Whether failures may be pickled to those who wait: no other codec ever unpickles."""
+        return self._values.codec.name == "pickle"
 
     def __enter__(self) -> None:
         """From here on what is raised is the function's."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception):
+            return
         self._failed = error
+        carried = _carried(error) if self._carries else None
+        if carried is not None:
+            raise carried from error
+
+
+def _carried(error: Exception) -> errors.FillFailed | None:
+    """An error of the program's own on its way to those who wait in other processes: as a pickle, where it comes back from that.
+    None where it needs none, or has none."""
+    if isinstance(error, errors.CacheFault) or type(errors.from_wire(errors.to_wire(error))) is type(error):
+        return None
+    try:
+        data = pickle.dumps(error, 5)
+        if len(data) > _MOST or type(pickle.loads(data)) is not type(error):
+            return None
+    except Exception:  # noqa: BLE001  # of whatever the error holds: those who wait run the function themselves
+        return None
+    return errors.FillFailed(f"{type(error).__name__}: {error}", kind=type(error).__name__, pickled=base64.b85encode(data).decode())
+
+
+def _brought(error: errors.FillFailed) -> Exception | None:
+    """The error that `_carried` sent; None where there is none, or it cannot be made here."""
+    data = error.facts.get("pickled")
+    try:
+        found = pickle.loads(base64.b85decode(data)) if isinstance(data, str) else None
+    except Exception:  # noqa: BLE001  # such as a class that is not there
+        return None
+    return found if isinstance(found, Exception) else None
 
 
 def _parsed(meta: str) -> tuple[str, str]:
