@@ -401,6 +401,14 @@ def test_a_method_of_one_object(tasks: Tasks) -> None:
     assert tasks.stats().runs == 2
 
 
+def test_what_is_no_method_as_it_is(tasks: Tasks) -> None:
+    class Tools:
+        size = tasks.cached(len)
+        power = tasks.cached(functools.partial(pow, 2))
+
+    assert (Tools().size([1, 2]), Tools.size([1]), Tools().power(3)) == (2, 1, 8)
+
+
 def test_classes_and_objects_that_can_be_called(tasks: Tasks) -> None:
     class Adder(Model):
         def __call__(self, x: int) -> int:

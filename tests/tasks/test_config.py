@@ -193,6 +193,13 @@ def test_a_mapping_is_checked_as_a_file(mapping: Mapping[str, Any]) -> None:
         load(mapping)
 
 
+def test_what_would_take_for_ever_to_read(tmp_path: Path) -> None:
+    laughs = "".join(f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]\n" for n in range(1, 30))
+    for text in (f"x0: &x0 [1]\n{laughs}", "[" * 100_000, "cache: {a: " * 1000):
+        with pytest.raises(errors.ConfigError, match=r"flow\.yaml"):
+            load(written(tmp_path / "flow.yaml", text))
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"flow\.yaml") as raised:
         load(tmp_path / "flow.yaml")

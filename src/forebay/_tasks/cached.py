@@ -90,6 +90,8 @@ class Cached(Generic[P, R_co]):
         return f"<forebay cached function {self._naming.identity}>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if not hasattr(self.__wrapped__, "__get__"):  # a built-in function or a partial is no method of its class either
+            return self
         return self._of_class() if instance is None else Bound(self, instance)
 
     def _of_class(self) -> Callable[..., Any]:

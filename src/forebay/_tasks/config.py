@@ -100,42 +100,66 @@ def _parsed(data: bytes, path: str) -> _At:
     except ModuleNotFoundError as error:
         raise errors.MissingExtra.of("a configuration in YAML", "tasks") from error
     try:
-        loader = yaml.SafeLoader(data)
-        node = loader.get_single_node()
-        return _of_node(loader, node, path, ()) if node is not None else _At({}, 1)
+        return _Reader(yaml.SafeLoader(data), path).whole()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         why = ", ".join(filter(None, (error.context, error.problem)))
         raise _fault(path, mark.line + 1 if mark else None, f"this is no YAML: {why}") from error
+    except RecursionError as error:
+        raise _fault(path, None, "it is nested too deep") from error
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         if isinstance(error, errors.ConfigError):
             raise
         raise _fault(path, None, f"this is no YAML: {error}") from error
 
 
-def _of_node(loader: Any, node: Any, path: str, above: tuple[Any, ...]) -> _At:
-    line = node.start_mark.line + 1
-    if any(node is one for one in above):
-        raise _fault(path, line, "an alias of what it stands in")
-    if node.id == "sequence":
-        return _At([_of_node(loader, item, path, (*above, node)) for item in node.value], line)
-    if node.id == "scalar":
-        return _At(loader.construct_object(node), line)
-    seen: dict[Any, int] = {}
-    for key, _ in node.value:
-        if key.id != "scalar" or key.tag == "tag:yaml.org,2002:merge":
-            continue
-        if key.value in seen:
-            raise _fault(path, key.start_mark.line + 1, f"{key.value!r} stands here a second time; the first is in line {seen[key.value]}")
-        seen[key.value] = key.start_mark.line + 1
-    loader.flatten_mapping(node)  # what `<<` brings comes first
-    found = {}
-    for key, item in node.value:
-        name = _of_node(loader, key, path, (*above, node))
-        if not isinstance(name.value, str):
-            raise _fault(path, name.line, f"{name.value!r} ({type(name.value).__name__}) is no name: put it in quotes if it is one")
-        found[name.value] = _At(_of_node(loader, item, path, (*above, node)), name.line)
-    return _At(found, line)
+class _Reader:
+    """What PyYAML's nodes say, each read once however many aliases there are of it."""
+
+    def __init__(self, loader: Any, path: str) -> None:
+        self._loader, self._path = loader, path
+        self._known: dict[int, _At | None] = {}  # None: it is being read
+
+    def whole(self) -> _At:
+        node = self._loader.get_single_node()
+        return self._read(node) if node is not None else _At({}, 1)
+
+    def _read(self, node: Any) -> _At:
+        line = node.start_mark.line + 1
+        if id(node) in self._known:
+            known = self._known[id(node)]
+            if known is None:
+                raise _fault(self._path, line, "an alias of what it stands in")
+            return known
+        self._known[id(node)] = None
+        if node.id == "sequence":
+            found = _At([self._read(item) for item in node.value], line)
+        else:
+            found = _At(self._loader.construct_object(node) if node.id == "scalar" else self._mapping(node), line)
+        self._known[id(node)] = found
+        return found
+
+    def _mapping(self, node: Any) -> dict[str, _At]:
+        self._refuse_twins(node)
+        self._loader.flatten_mapping(node)  # what `<<` brings comes first
+        found = {}
+        for key, item in node.value:
+            name = self._read(key)
+            if not isinstance(name.value, str):
+                message = f"{name.value!r} ({type(name.value).__name__}) is no name: put it in quotes if it is one"
+                raise _fault(self._path, name.line, message)
+            found[name.value] = _At(self._read(item), name.line)
+        return found
+
+    def _refuse_twins(self, node: Any) -> None:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.id != "scalar" or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                raise _fault(self._path, line, f"{key.value!r} stands here a second time; the first is in line {seen[key.value]}")
+            seen[key.value] = line
 
 
 def _of_mapping(value: Any) -> _At:
