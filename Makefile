@@ -25,7 +25,7 @@ $(VENV)/.core: pyproject.toml | $(VENV)/bin/python
 
 # Tests, linters, docs and the peers of the benchmarks: one pip command, so that the torch that is pinned is the torch that is taken.
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(PY) -m pip install --quiet -e '.[dev]'
+	$(PY) -m pip install --quiet --no-compile -e '.[dev]'
 	@touch $@ $(VENV)/.core
 
 demo: $(VENV)/.core ## offline, about a minute: 4 workers, 2 epochs, one worker killed
@@ -41,7 +41,12 @@ deps: ## the servers and tools that some tests use (apt, as root; else says what
 	@.ci/deps
 
 test: $(VENV)/.dev deps ## the whole suite
-	$(PY) -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	@failed=0; for part in without only; do \
+	  $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --frameworks $$part $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; \
+	done; exit $$failed  # 5: none of that part was asked for
+
+retest: $(VENV)/.dev ## what failed, once more, one after the other
+	$(PY) -m pytest --last-failed --last-failed-no-failures=none
 
 quality: $(VENV)/.dev ## linters, types and layers: judges, changes nothing
 	$(BIN)/ruff check .

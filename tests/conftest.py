@@ -31,6 +31,28 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 passed = pytest.StashKey[bool]()
 
+HERE = Path(__file__).parent
+OF_FRAMEWORKS = (HERE / "adapters", HERE / "test_examples.py")
+"""What imports torch, Ray and the like. A process that has them forks ten times as slowly, and most tests fork: so these run apart."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--frameworks", choices=("with", "without", "only"), default="with", help="tests of adapters and examples")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    wanted = config.getoption("frameworks")
+    if wanted == "with" or collection_path.is_dir():
+        return None
+    is_of_one = any(collection_path.is_relative_to(place) for place in OF_FRAMEWORKS)
+    return is_of_one != (wanted == "only") or None
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays: neither a collection nor a child's counts touch it any more.
+    gc.collect()
+    gc.freeze()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if os.geteuid() != 0:
