@@ -2,8 +2,8 @@
 
 A module imports only from those to its left:
 
-    errors _model | _kernel/ _engine/ (private) _config remote/ | origin | spaces samples sources | prefetch _directories/ | cache
-    | checkpoint | adapters/ cli/
+    errors _model | _kernel/ _engine/ (private) _config remote/ | origin | spaces samples _tasks/ sources
+    | prefetch tasks _directories/ | cache | checkpoint | adapters/ cli/
 
 Importing this package loads the standard library only; the engine comes with the first `Cache`.
 """
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from forebay.prefetch import Prefetcher as Prefetcher
     from forebay.remote import RemoteOptions as RemoteOptions
     from forebay.samples import Samples as Samples
+    from forebay.tasks import Tasks as Tasks
 
 __version__ = "0.1.0"
-__all__ = ["Cache", "Checkpoint", "ForebayError", "Prefetcher", "RemoteOptions", "Samples", "__version__", "errors"]
+__all__ = ["Cache", "Checkpoint", "ForebayError", "Prefetcher", "RemoteOptions", "Samples", "Tasks", "__version__", "errors"]
 
 _PLACES = {
     "Cache": "forebay.cache",
@@ -32,6 +33,7 @@ _PLACES = {
     "Prefetcher": "forebay.prefetch",
     "RemoteOptions": "forebay.remote",
     "Samples": "forebay.cache",  # which `Samples.import_pfio` needs, to open the default one
+    "Tasks": "forebay.tasks",
 }
 
 
