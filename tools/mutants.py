@@ -511,6 +511,11 @@ MUTANTS = (
         "tests/tasks/test_cached.py::test_what_was_stored_under_other_arguments_is_a_miss",
     ),
     Mutant(
+        12, "calls that share a tag share a failure", "_tasks/values.py",
+        'self.call = key if digest is None or key.endswith(digest) else f"{key} {digest}"', "self.call = key",
+        "tests/tasks/test_cached.py::test_what_another_call_of_the_same_tag_raises_is_its_own",
+    ),
+    Mutant(
         12, "values are written without their length", "_tasks/writing.py",
         'return b"%b%x:%b" % (mark, length, data)', "return mark + bytes(data)",
         "tests/tasks/test_hashing.py::test_values_do_not_run_into_each_other",
@@ -578,7 +583,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "those who wait make in turns what cannot be kept", "_tasks/values.py",
-        "            values._origin.store.note_failure(values.space, self._key, errors.CacheFault(NOT_KEPT, key=self._key))\n",
+        "            values._origin.store.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))\n",
         "            pass\n",
         f"{TASKS}test_where_it_cannot_be_kept_those_who_waited_make_it_side_by_side",
     ),

@@ -487,6 +487,35 @@ def test_what_is_raised_reaches_all_who_wait(cache: forebay.Cache, tasks: Tasks,
     assert len(journal) == 1
 
 
+def test_what_another_call_of_the_same_tag_raises_is_its_own(cache: forebay.Cache, tasks: Tasks) -> None:
+    begun, may_end = Gate(), Gate()
+
+    @tasks.cached(tag="iter-{step}")
+    def train(step: int, rate: float) -> float:
+        if rate < 0:
+            begun.open()
+            may_end.wait()
+            raise ValueError(rate)
+        return step * rate
+
+    def one() -> str:
+        try:
+            train(1, -1.0)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    first = fork(one)
+    begun.wait()
+    assert train(1, 2.0) == 2.0  # without a wait
+    waiting = fork(one)
+    while cache.stats().waits < 1:
+        os.sched_yield()
+    may_end.open()
+    assert (first.result(), waiting.result()) == ("-1.0", "-1.0")
+    assert train(1, 2.0) == 2.0
+
+
 def test_a_killed_runner_is_followed(cache: forebay.Cache, tasks: Tasks, journal: Journal) -> None:
     begun = Gate()
 

@@ -177,7 +177,7 @@ class Values:
             return attempt.made(value)
 
         try:
-            return self._store().single(self.space, key, attempt.look, run, timeout=self._patience(timeout))[0]  # type: ignore[no-any-return]
+            return self._store().single(self.space, attempt.call, attempt.look, run, timeout=self._patience(timeout))[0]  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
             final = attempt.final(error)
         if final is not None:
@@ -202,7 +202,7 @@ class Values:
             return await asyncio.to_thread(attempt.made, value)  # a large one takes long to be written
 
         try:
-            got = await self._store().single_async(self.space, key, attempt.look, run, timeout=self._patience(timeout))
+            got = await self._store().single_async(self.space, attempt.call, attempt.look, run, timeout=self._patience(timeout))
             return got[0]  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
             final = attempt.final(error)
@@ -265,11 +265,13 @@ class _Attempt:
 
     def __init__(self, values: Values, key: str, digest: str | None, pin: bool, who: str) -> None:
         self._values, self._key, self._digest, self._pin, self._who = values, key, digest, pin, who
+        # What is waited for, and fails: calls with other arguments may have the same key.
+        self.call = key if digest is None or key.endswith(digest) else f"{key} {digest}"
         self._failed: Exception | None = None
         self.result: tuple[Any] | None = None
 
     def look(self) -> tuple[Any] | None:
-        """Under the key's lock: what another made meanwhile."""
+        """Under the call's lock: what another made meanwhile."""
         found = self._values._look(self._key, self._digest, self._who)
         if found is not None:
             self._values.counted["waits"] += 1
@@ -280,7 +282,7 @@ class _Attempt:
         self.result = (value,)
         if not values.keep(self._key, value, digest=self._digest or "", pin=self._pin, who=self._who):
             # Those who wait would make it one after the other, each in vain.
-            values._origin.store.note_failure(values.space, self._key, errors.CacheFault(NOT_KEPT, key=self._key))
+            values._origin.store.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))
         return (value,)
 
     def final(self, error: Exception) -> Exception | None:
