@@ -128,6 +128,9 @@ class Away(Stored):
             return self._ask(key, digest, who)
         except Unreachable:
             return None
+        except errors.CacheFault as error:  # the head's
+            self._origin.fall_back(error, f"{self.space}:{key}")
+            return None
 
     def _ask(self, key: str, digest: str | None, who: str) -> tuple[Any] | None:
         store = self._store()
@@ -141,6 +144,8 @@ class Away(Stored):
             found = mine if mine and token == answer.token else None
             value = self._decoded(store, key, found, who) if found else self._fetched(store, key, answer, who)
             if value is not None:
+                if found:
+                    store.touch(found.entry)
                 store.count_hit(answer.size)
                 self.counted["hits"] += 1
                 return value
@@ -163,10 +168,11 @@ class Away(Stored):
             return None
 
     def _copied(self, store: Store | PassThrough, key: str, payload: Payload, meta: str) -> Remembered | None:
-        """This node's own copy; None where there is no room for one: the head's will do."""
+        """This node's own copy of this very value; None where there is no room for one: what came will do."""
         try:
             store.put_pieces(self.space, key, payload.pieces, meta=meta)
-            return store.view(self.space, key)
+            found = store.view(self.space, key)
+            return found if found is not None and found.entry.meta == meta else None  # else another process has put its own there
         except errors.CacheFault as error:
             self._origin.warn(f"copy {type(error).__name__}", "%s is not copied to this node: %s", f"{self.space}:{key}", error)
             return None
