@@ -174,6 +174,8 @@ class Away(Stored):
             found = store.view(self.space, key)
             return found if found is not None and found.entry.meta == meta else None  # else another process has put its own there
         except errors.CacheFault as error:
+            if isinstance(store, PassThrough):
+                return None  # that was told
             self._origin.warn(f"copy {type(error).__name__}", "%s is not copied to this node: %s", f"{self.space}:{key}", error)
             return None
 
@@ -193,6 +195,17 @@ class Away(Stored):
             return self._not_kept(key, who, str(error), error)
         self._copied(store, key, payload, f"{token} {meta}")
         return True
+
+    def single(self, key: str, digest: str | None, make: Callable[[], T], *, pin: bool = False, who: str = "", **how: Any) -> T:
+        """See `Values.single`. On a node without a cache nobody is waited for; what is made is kept at the head."""
+        if not isinstance(self._store(), PassThrough):
+            return super().single(key, digest, make, pin=pin, who=who, **how)
+        found = self.look(key, digest, who=who)
+        if found is not None:
+            return found[0]  # type: ignore[no-any-return]
+        value = make()
+        self.keep(key, value, digest=digest or "", pin=pin, who=who)
+        return value
 
     def has(self, key: str) -> bool:
         return self._asked(False, "has", key)
