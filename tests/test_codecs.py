@@ -393,7 +393,7 @@ def test_a_codec_that_gives_no_bytes_is_told() -> None:
         codec(bad).encode(1)
 
 
-@pytest.mark.parametrize("name", ["raw", "numpy", "pickle"])
+@pytest.mark.parametrize("name", ["raw", "numpy", "arrow", "json", "pickle"])
 def test_named_codecs_are_one_object_each(name: str) -> None:
     assert codec(name) is codec(codec(name)) is pickle.loads(pickle.dumps(codec(name)))
     assert codec(name).name == name
