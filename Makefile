@@ -42,7 +42,7 @@ deps: ## the servers and tools that some tests use (apt, as root; else says what
 
 test: $(VENV)/.dev deps ## the whole suite
 	@failed=0; for part in without only; do \
-	  $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --frameworks $$part $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; \
+	  $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --frameworks $$part $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; \
 	done; exit $$failed  # 5: none of that part was asked for
 
 retest: $(VENV)/.dev ## what failed, once more, one after the other
