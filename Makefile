@@ -5,6 +5,9 @@ PYTEST_ARGS ?=
 # Most of a test's time is spent waiting for processes that it starts; more at once would crowd small machines.
 TEST_JOBS ?= 2
 
+# Tests start Python hundreds of times: each would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
