@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example example-flow test quality style stress mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-remote deps docs clean
+.PHONY: help demo example example-flow test retest quality style stress mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-remote deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
