@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,21 @@ def python(code: str, *values: str) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-c", code, *values], check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def time_starts(line: Line, codes: Mapping[str, tuple[str, str, Sequence[str]]], rounds: int) -> list[float]:
+    """Time what fresh interpreters do, in turn: by label (kind, code, its arguments). Gives the medians of the parts that ours told of,
+    in milliseconds. A first round is not counted."""
+    steps = []
+    line.timings = {label: Timing(kind) for label, (kind, _, _) in codes.items()}
+    for number in range(rounds + 1):
+        for label, (_, code, values) in codes.items():
+            wall, cpu, *parts = python(code, *values)
+            if number:
+                line.timings[label].wall.append(wall)
+                line.timings[label].cpu.append(cpu)
+                steps += [parts] if parts else []
+    return [statistics.median(step) * 1e3 for step in zip(*steps, strict=True)]
 
 
 Row = Callable[[Path, bool], list[Line]]

@@ -15,7 +15,7 @@ from typing import Any
 
 import _arrays as arrays
 from _arrays import KINDS, NAME, Get, Put, shuffled
-from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, python
+from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, time_starts
 from engine import crowd
 
 KB = 1000
@@ -332,17 +332,8 @@ def opening_of(folder: Path, length: int, rounds: int) -> Line:
         "pfio ReadOnlyFileCache": (PEER, _OPEN_PFIO, [pfio, slot, "ReadOnlyFileCache", str(length)]),
         "pfio MultiprocessFileCache": (PEER, _OPEN_PFIO, [pfio, slot, "MultiprocessFileCache", str(length)]),
     }
-    line, steps = Line(f"open + first `get` in a new process (imports excluded), {length:,} slots", "<= 2 ms"), []
-    line.timings = {label: Timing(kind) for label, (kind, _, _) in codes.items()}
-    for number in range(rounds + 1):
-        for label, (_, code, values) in codes.items():
-            wall, cpu, *parts = python(code, *values)
-            if number:
-                line.timings[label].wall.append(wall)
-                line.timings[label].cpu.append(cpu)
-                steps += [parts] if parts else []
-    medians = [statistics.median(step) * 1e3 for step in zip(*steps, strict=True)]
-    line.note = "cache {:.2f} ms, samples {:.2f}, get {:.2f}".format(*medians)
+    line = Line(f"open + first `get` in a new process (imports excluded), {length:,} slots", "<= 2 ms")
+    line.note = "cache {:.2f} ms, samples {:.2f}, get {:.2f}".format(*time_starts(line, codes, rounds))
     line.met = line.ours.median <= 2e-3
     return line
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import _tasks
-from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, python, seconds
+from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, seconds, time_starts
 from _tasks import CHIA, Keeper, keepers, started_ray, with_chia
 
 KB, MB = 1000, 1_000_000
@@ -209,16 +209,8 @@ def _opening(folder: Path, count: int, rounds: int) -> Line:
             (place / _tasks.chia()._tag_filename(str(number))).write_bytes(pickle.dumps((str(number), value)))
         os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], os.environ[CHIA]])
         codes[f"CHIA, {few:,}"] = (PEER, _OPEN_CHIA, [str(place), str(few // 2)])
-    line, steps = Line(f"open + first read in a new process (imports excluded), {count:,} entries", "-"), []
-    line.timings = {label: Timing(kind) for label, (kind, _, _) in codes.items()}
-    for number in range(rounds + 1):
-        for label, (_, code, values) in codes.items():
-            wall, cpu, *parts = python(code, *values)
-            if number:
-                line.timings[label].wall.append(wall)
-                line.timings[label].cpu.append(cpu)
-                steps += [parts] if parts else []
-    line.note = "cache {:.2f} ms, tasks {:.2f}, read {:.2f}".format(*(statistics.median(part) * 1e3 for part in zip(*steps, strict=True)))
+    line = Line(f"open + first read in a new process (imports excluded), {count:,} entries", "-")
+    line.note = "cache {:.2f} ms, tasks {:.2f}, read {:.2f}".format(*time_starts(line, codes, rounds))
     return line
 
 

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import pickle
+import random
 import re
 import select
 import signal
@@ -293,6 +294,15 @@ def assert_settled(place: Path, budget: int) -> Audit:
     found = assert_counted(place, budget)
     assert (found.leaving, found.reservations) == (0, 0), found
     return found
+
+
+def kill_whenever(born: list[Any], chance: random.Random) -> None:
+    """Kill processes that write for ever; the moment does not matter: none may."""
+    time.sleep(chance.uniform(0.0, 0.15))
+    for child in born:
+        child.signal(signal.SIGKILL)
+    for child in born:
+        assert child.wait() == -signal.SIGKILL
 
 
 def fill_the_disk(place: Path) -> None:

@@ -19,13 +19,7 @@ import ray
 
 import forebay
 from forebay.adapters import chia
-from tests.adapters.ray_cluster import AWAY, Nodes, running
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    with running() as found:
-        yield found
+from tests.adapters.ray_cluster import AWAY, Nodes
 
 
 @pytest.fixture

@@ -25,15 +25,9 @@ import ray
 import forebay
 from forebay.adapters import ray as ours
 from forebay.adapters.ray_tasks import size_in
-from tests.adapters.ray_cluster import AWAY, HEAD, Log, Nodes, node, running
+from tests.adapters.ray_cluster import AWAY, HEAD, Log, Nodes, node
 
 SRC = str(Path(__file__).parents[2] / "src")
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    with running() as found:
-        yield found
 
 
 @pytest.fixture

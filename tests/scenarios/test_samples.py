@@ -20,7 +20,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from tests.harness import fill_the_disk, usage
+from tests.harness import fill_the_disk, kill_whenever, usage
 
 MiB = 1 << 20
 
@@ -69,12 +69,7 @@ def test_s03_kills_at_random_moments(root: Path, children: Callable[..., Any]) -
 
     with forebay.Cache(root, budget=64 * MiB, min_free=0) as cache, cache.samples("a", 3000) as samples:
         for generation in range(12):
-            born = [children(lambda seed=generation * 2 + k: writer(seed)) for k in range(2)]
-            time.sleep(chance.uniform(0.0, 0.15))  # the moment does not matter: none may
-            for child in born:
-                child.signal(signal.SIGKILL)
-            for child in born:
-                assert child.wait() == -signal.SIGKILL
+            kill_whenever([children(lambda seed=generation * 2 + k: writer(seed)) for k in range(2)], chance)
             assert all(samples.get(i) == body(i) for i in samples)
             assert samples.verify() == []
         filled = samples.filled

@@ -25,7 +25,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.testing import ScriptedServer  # noqa: F401  # imported here, so that forked children need not
-from tests.harness import fill_the_disk, usage
+from tests.harness import fill_the_disk, kill_whenever, usage
 
 KB, MiB = 1000, 1 << 20
 SIZES = [50, 3 * KB, 30 * KB, 300 * KB]
@@ -70,12 +70,7 @@ def test_s03_kills_at_random_moments(root: Path, children: Callable[..., Any]) -
         for tag in tags:
             assert tasks.write(tag, value_of(tag, 0, 30 * KB))
         for generation in range(12):
-            born = [children(lambda seed=generation * 2 + k: writer(seed)) for k in range(2)]
-            time.sleep(chance.uniform(0.0, 0.15))  # the moment does not matter: none may
-            for child in born:
-                child.signal(signal.SIGKILL)
-            for child in born:
-                assert child.wait() == -signal.SIGKILL
+            kill_whenever([children(lambda seed=generation * 2 + k: writer(seed)) for k in range(2)], chance)
             for tag in tags:
                 hit, value = tasks.read(tag)
                 assert hit, "a kill in an overwrite lost the value"

@@ -290,7 +290,7 @@ class _Attempt:
         if self._failed is not None and (error is self._failed or error.__cause__ is self._failed):
             return self._failed
         if isinstance(error, errors.FillFailed):
-            return _brought(error) if self._carries else None
+            return (_brought(error) if self._carries else None) or error
         if not isinstance(error, (errors.CacheFault, errors.WaitTimeout)):
             return error
         if str(error) == NOT_KEPT:
@@ -318,14 +318,14 @@ class _Attempt:
 
 def _carried(error: Exception) -> errors.FillFailed | None:
     """An error of the program's own on its way to those who wait in other processes: as a pickle, where it comes back from that.
-    None where it needs none, or has none."""
+    None where it needs none, or has none: then they are told its name and its text."""
     if isinstance(error, errors.CacheFault) or type(errors.from_wire(errors.to_wire(error))) is type(error):
         return None
     try:
         data = pickle.dumps(error, 5)
         if len(data) > _MOST or type(pickle.loads(data)) is not type(error):
             return None
-    except Exception:  # noqa: BLE001  # of whatever the error holds: those who wait run the function themselves
+    except Exception:  # noqa: BLE001  # of whatever the error holds
         return None
     return errors.FillFailed(f"{type(error).__name__}: {error}", kind=type(error).__name__, pickled=base64.b85encode(data).decode())
 
