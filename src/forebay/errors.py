@@ -15,6 +15,9 @@
     ├── Offline (FileNotFoundError)          not in the cache, and asking the remote is forbidden
     ├── NotCached (KeyError)                 a key that the cache does not hold
     ├── ChecksumMismatch (ValueError)        the source's bytes are not those the caller expected
+    ├── ClaimConflict (ValueError)           a directory belongs to another job, or to another claim of this one
+    ├── ClaimMismatch (RuntimeError)         a rank says something else than its leader, or than who made the shared memory
+    ├── BarrierBroken (BrokenBarrierError)   a participant died: the barrier cannot be crossed this time
     ├── FillFailed (RuntimeError)            another process's function raised an error that cannot be rebuilt here
     ├── Foreign (FileExistsError)            a file that is not ours stands where one of ours is to go
     ├── SourceChanged (RuntimeError)         a local file was changed while it was sent
@@ -39,6 +42,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import threading
 from typing import Any
 
 
@@ -193,6 +197,26 @@ class ChecksumMismatch(ForebayError, ValueError):
     @classmethod
     def of(cls, url: str, wanted: str, found: str) -> ChecksumMismatch:
         return cls(f"{url}: {found} came where {wanted} was expected: nothing was kept", url=url, wanted=wanted, found=found)
+
+
+class ClaimConflict(ForebayError, ValueError):
+    """A directory that was claimed overlaps with one of another live claim. ``ours``, ``theirs``: the two claims in plain values:
+    job, directories, remotes, pids, user, started (seconds since 1970), command. Nothing was claimed."""
+
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+
+
+class ClaimMismatch(ForebayError, RuntimeError):
+    """Two processes of a job say different things of what they share: directories, or the shape or type of shared memory."""
+
+
+class BarrierBroken(ForebayError, threading.BrokenBarrierError):
+    """A participant died while others waited at this ``barrier``. ``missing``: who did not come, in words. Once every survivor has
+    seen it, the barrier can be used again."""
+
+    barrier: str
+    missing: list[str]
 
 
 class FillFailed(ForebayError, RuntimeError):
