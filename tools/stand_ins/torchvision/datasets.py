@@ -1,0 +1,7 @@
+"""The names that Streaming imports."""
+
+
+class VisionDataset: ...
+
+
+class CIFAR10: ...
