@@ -73,6 +73,8 @@ ORDER = """
     errors _model < _tasks.config < _tasks.bypass < _tasks.cached
     codecs origin < _tasks.values < _tasks.cached
     _tasks.values < _tasks.importing < tasks
+    errors < _claims
+    _kernel.host < _claims.launchers < world < _claims.jobs
     cache < checkpoint < adapters cli
     cache pfio_file < adapters
 """

@@ -1,0 +1,67 @@
+"""Which job a process belongs to: its ranks on this node must find each other, and no other job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from forebay._claims import launchers
+from forebay.errors import ConfigError
+from forebay.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``id``: the same in all processes of the job on this node, and in no other job's. ``how``: what it was taken from, for people."""
+
+    id: str
+    how: str
+
+
+def identify(job: str | None, world: World) -> Job:
+    """The job of this process, which has its place in ``world``: ``job`` if it is given, else what its launcher calls it, else the
+    process that started its ranks. Raises `ConfigError` for a ``job`` that is no name.
+
+    A rank that is alone on its node shares nothing with others, whatever its launcher says: its job is its process. So a step of
+    SLURM may run two programs side by side. Several nodes may be on one machine, as in tests: then each has a job of its own."""
+    if job is not None and (not isinstance(job, str) or not job):
+        raise ConfigError(f"job={job!r}: must be a name, the same in all ranks of the job", name="job", value=repr(job))
+    found = Job(job, "job=") if job is not None else _launched(world) if world.ranks_per_node > 1 else None
+    found = found or _by_process(world)
+    return Job(f"{found.id}, node {world.node}", found.how) if world.is_multinode else found
+
+
+def _launched(world: World) -> Job | None:
+    """By the launcher that made these ranks. One that speaks of another number of them started something further out."""
+    for said in launchers.told():
+        if said.job is not None and said.num_ranks == world.num_ranks:
+            return Job(said.job, said.how)
+    address = launchers.address()
+    return Job(f"master {address}", "MASTER_ADDR and MASTER_PORT") if address else None
+
+
+def _by_process(world: World) -> Job:
+    """By the process that is the only rank here, or that started the ranks."""
+    rank = os.getpid()
+    if launchers.worker() is not None:  # its rank is the process that made the DataLoader, which a fork server would hide
+        parent = sys.modules["multiprocessing.process"].parent_process()
+        rank = os.getppid() if parent is None else parent.pid
+    if world.ranks_per_node == 1:
+        return Job(_process(rank), "this process, the only rank here")
+    return Job(_process(_stat(rank)[0]), "the process that started this one")
+
+
+def _process(pid: int) -> str:
+    """A process, and no other one that had or will have its number."""
+    return f"process {pid} {_stat(pid)[1]} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _stat(pid: int) -> tuple[int, int]:
+    """A process's parent, and when it started in ticks since boot; zeros if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0, 0
+    return int(fields[1]), int(fields[19])
