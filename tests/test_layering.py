@@ -74,7 +74,12 @@ ORDER = """
     codecs origin < _tasks.values < _tasks.cached
     _tasks.values < _tasks.importing < tasks
     errors < _claims
-    _kernel.host < _claims.launchers < world < _claims.jobs
+    errors < _claims.launchers
+    _claims.launchers _kernel.host < _claims.ranks < world < _claims.jobs < claims
+    _kernel.waits < _claims.processes < _claims.members < _claims.named_locks < _claims.memory < _claims.barriers < claims
+    errors _model < _claims.dirs < _claims.records < _claims.registry
+    _claims.members < _claims.registry < claims
+    world remote < claims < cache
     cache < checkpoint < adapters cli
     cache pfio_file < adapters
 """

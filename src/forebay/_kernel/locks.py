@@ -36,13 +36,29 @@ _fcntl.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p]
 _fcntl.restype = ctypes.c_int
 
 
-def _set(fd: int, kind: int, offset: int) -> bool:
-    if _fcntl(fd, fcntl.F_OFD_SETLK, _LAYOUT.pack(kind, os.SEEK_SET, offset, 1, 0)) == 0:
+def _set(fd: int, kind: int, offset: int, length: int = 1) -> bool:
+    if _fcntl(fd, fcntl.F_OFD_SETLK, _LAYOUT.pack(kind, os.SEEK_SET, offset, length, 0)) == 0:
         return True
     number = ctypes.get_errno()
     if number in _BUSY:
         return False
     raise OSError(number, os.strerror(number))
+
+
+def take(fd: int, start: int, length: int = 1) -> bool:
+    """Lock bytes exclusively through this description, if nobody else has one of them. Raises OSError."""
+    return _set(fd, fcntl.F_WRLCK, start, length)
+
+
+def give_back(fd: int, start: int, length: int = 1) -> None:
+    """Let go of bytes, for all who share this description. Raises OSError."""
+    _set(fd, fcntl.F_UNLCK, start, length)
+
+
+def locked_at(fd: int, start: int, length: int = 1) -> int | None:
+    """A byte of the range that is locked through another description, if there is one. The file may be open to be read only."""
+    found = _LAYOUT.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LAYOUT.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)))
+    return None if found[0] == fcntl.F_UNLCK else max(found[2], start)
 
 
 def file_of(fd: int) -> tuple[int, int] | None:
