@@ -13,10 +13,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from forebay import errors
 from forebay._claims import processes
@@ -36,6 +36,9 @@ _STATE, _PID, _SPACE, _START, _RANK, _WORKER, _JOINED = range(7)
 _EARLY = 256
 _MOMENT = 0.001
 
+Identity: TypeAlias = tuple[int, int, int]
+"""Which process of a claim: its slot, pid, and start. It stays the same where a lost lock is taken anew."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -49,6 +52,10 @@ class Member:
     worker: int | None
     joined: float  # seconds since 1970
     state: Literal["in", "left", "vanished"]
+
+    @property
+    def identity(self) -> Identity:
+        return self.slot, self.pid, self.start
 
     def describe(self) -> str:
         """In words for people: ``rank 1 (process 123)``."""
@@ -100,12 +107,17 @@ class Table:
     def set_state(self, slot: int, state: int) -> None:
         host.set_word(self._words, slot * _WORDS, state)
 
-    def write(self, slot: int, rank: int | None, worker: int | None) -> None:
-        """Tell of this process. Caller: has locked the byte of ``slot``."""
+    def write(self, slot: int, rank: int | None, worker: int | None) -> Identity:
+        """Tell of this process; gives which it is. Caller: has locked the byte of ``slot``."""
         told = (os.getpid(), processes.pid_space(), processes.own_start(), _number(rank), _number(worker), time.time_ns())
         for index, value in enumerate(told, 1):
             host.set_word(self._words, slot * _WORDS + index, value)
         self.set_state(slot, _IN)  # last: until then it is of nobody
+        return slot, told[0], told[2]
+
+    def identity(self, slot: int) -> Identity:
+        words = self._words
+        return slot, words[slot * _WORDS + _PID], words[slot * _WORDS + _START]
 
     def read(self, slot: int, *, is_locked: bool) -> Member:
         told = self._words[slot * _WORDS : (slot + 1) * _WORDS].tolist()
@@ -151,6 +163,10 @@ class Members:
     _mutex: threading.RLock  # guards what follows; held over a fork
     _fd: int  # through which the byte `slot` is locked; -1: it left
     _second: tuple[int, int] | None  # from before_fork on: a child's own description, and the slot that is locked there
+    _pid = -1
+    identity: Identity
+    before: frozenset[Identity]
+    """Who had died before this process joined."""
 
     def __init__(self, directory: Path, fd: int, slot: int, rank: int | None, worker: int | None) -> None:
         """``fd``: of the claim's file, with the byte ``slot`` locked; it belongs to this object from now on."""
@@ -173,8 +189,10 @@ class Members:
             raise
 
     def _settle(self, fd: int, slot: int) -> None:
+        if self._pid != os.getpid():
+            self.before = frozenset(m.identity for m in self._table.members(fd, slot) if m.state == "vanished")
         self._fd, self._file, self._pid, self.slot = fd, locks.file_of(fd), os.getpid(), slot
-        self._table.write(slot, self.rank, self.worker)
+        self.identity = self._table.write(slot, self.rank, self.worker)
 
     # -- who is there ----------------------------------------------------------------------------------------------
 
@@ -193,6 +211,15 @@ class Members:
         """Whether the one in ``slot`` has the claim now."""
         self.check()
         return self._table.state(slot) == _IN and (slot == self.slot or locks.locked_at(self._fd, slot) is not None)
+
+    def are_in(self, wanted: Iterable[Identity]) -> bool:
+        """Whether all of these have the claim now."""
+        self.check()
+        return all(
+            self._table.identity(who[0]) == who
+            and (who == self.identity or (self._table.state(who[0]) == _IN and locks.locked_at(self._fd, who[0]) is not None))
+            for who in wanted
+        )
 
     def check(self) -> None:
         """Have the lock that makes this process a member: called first by whatever works with a claim. Raises `Closed` after `leave`, or
