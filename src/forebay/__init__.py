@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from forebay.remote import RemoteOptions as RemoteOptions
     from forebay.samples import Samples as Samples
     from forebay.tasks import Tasks as Tasks
+    from forebay.world import World as World
 
 __version__ = "0.1.0"
-__all__ = ["Cache", "Checkpoint", "ForebayError", "Prefetcher", "RemoteOptions", "Samples", "Tasks", "__version__", "errors"]
+__all__ = ["Cache", "Checkpoint", "ForebayError", "Prefetcher", "RemoteOptions", "Samples", "Tasks", "World", "__version__", "errors"]
 
 _PLACES = {
     "Cache": "forebay.cache",
@@ -34,6 +35,7 @@ _PLACES = {
     "RemoteOptions": "forebay.remote",
     "Samples": "forebay.cache",  # which `Samples.import_pfio` needs, to open the default one
     "Tasks": "forebay.tasks",
+    "World": "forebay.world",
 }
 
 

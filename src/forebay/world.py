@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any, Self
 
-from forebay._claims import launchers
+from forebay._claims.launchers import worker as dataloader_worker
+from forebay._claims.ranks import ranks
 from forebay.errors import ConfigError
 
 __all__ = ["World"]
@@ -24,9 +25,9 @@ class World:
         given = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node, "workers_per_rank": workers_per_rank, "worker": worker}
         num_nodes, ranks_per_node, workers_per_rank, worker = (_number(name, value) for name, value in given.items())
         workers_per_node = ranks_per_node * workers_per_rank
-        for name in ("num_nodes", "ranks_per_node", "workers_per_rank"):
-            if given[name] < 1:
-                raise ConfigError(f"{name}={given[name]}: there must be at least one", name=name, value=given[name])
+        for name, value in (("num_nodes", num_nodes), ("ranks_per_node", ranks_per_node), ("workers_per_rank", workers_per_rank)):
+            if value < 1:
+                raise ConfigError(f"{name}={value}: there must be at least one", name=name, value=value)
         if not 0 <= worker < num_nodes * workers_per_node:
             message = f"worker={worker}: there are {num_nodes * workers_per_node}, with {_said(given)}"
             raise ConfigError(message, name="worker", value=worker)
@@ -52,15 +53,16 @@ class World:
         one rank alone if there is none. In a DataLoader worker it is that worker's.
 
         Nothing is imported for it. Where the ranks were started by `torch.multiprocessing.spawn`, initialise torch.distributed
-        first: nothing else knows of them; then the first call of each is a collective, by which they learn how many a node has.
+        first: nothing else knows of them; then every rank must call this once, for they ask each other how many a node has.
         A worker that was spawned does not know what its rank knows: give it the rank's world, and ask that to `detect_workers()`.
-        Raises `ConfigError` where the variables of the environment contradict each other, or nodes have different numbers of ranks."""
-        num_nodes, ranks_per_node, rank = launchers.ranks()
+        Raises `ConfigError` where the variables of the environment contradict each other, or nodes have different numbers of ranks;
+        `WaitTimeout`, after a minute, where ranks must ask each other and one does not."""
+        num_nodes, ranks_per_node, rank = ranks()
         return cls(num_nodes, ranks_per_node, 1, rank).detect_workers()
 
     def detect_workers(self) -> Self:
         """The same rank; which of its workers this is, and how many it has, as PyTorch says in this process."""
-        worker, workers = launchers.worker() or (0, 1)
+        worker, workers = dataloader_worker() or (0, 1)
         return type(self)(self.num_nodes, self.ranks_per_node, workers, self.rank * workers + worker)
 
     def copy(self) -> Self:
