@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example example-flow test retest quality style stress mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-remote deps docs clean
+.PHONY: help demo example example-flow example-claims test retest quality style stress mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -39,6 +39,9 @@ example: $(VENV)/.dev ## trains on real images for two epochs; run it again, and
 
 example-flow: $(VENV)/.dev ## features, a grid of models and a report; run it again, and everything comes from the cache
 	$(PY) examples/flow.py
+
+example-claims: $(VENV)/.dev ## two ranks by torchrun that share a counter, a barrier and a lock; start it twice, and kill it
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/claims_ddp.py
 
 deps: ## the servers and tools that some tests use (apt, as root; else says what is missing)
 	@.ci/deps
@@ -81,6 +84,9 @@ bench-checkpoint: $(VENV)/.dev deps ## a remote directory as a local one, beside
 
 bench-tasks: $(VENV)/.dev ## outputs of functions beside joblib.Memory and diskcache; CHIA=PATH of its source: beside CHIA's cache too
 	$(PY) benchmarks/tasks.py $(if $(CHIA),--chia $(CHIA))
+
+bench-claims: $(VENV)/.dev ## directories of jobs, and barriers, beside MosaicML Streaming's
+	$(PY) benchmarks/claims.py
 
 bench-remote: $(VENV)/.dev deps ## fetches from nginx beside curl and bare clients
 	$(PY) benchmarks/remote.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -63,4 +64,27 @@ def test_the_table_of_tasks_has_its_peers_in_it(tmp_path: Path) -> None:
     assert all(row[1].strip().startswith(name) for row, name in zip(rows, what, strict=True))
     assert all("diskcache" in row[5] for row in rows)
     assert all("joblib" in row[5] for row in rows[:8])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_of_claims_has_streaming_in_it(tmp_path: Path) -> None:
+    if importlib.util.find_spec("streaming") is None:  # it takes seconds to import
+        pytest.skip("needs mosaicml-streaming")
+    words = [sys.executable, str(BENCHMARKS / "claims.py"), "--quick", "--folder", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    whats = [
+        "claim with 0",
+        "claim with 4",
+        "claim of the directory",
+        "barrier crossing, 2",
+        "barrier crossing, 4",
+        "CPU of one",
+        "a participant",
+    ]
+    assert all(row[1].strip().startswith(what) for row, what in zip(rows, whats, strict=True))
+    assert ["Streaming" in row[5] for row in rows] == [True] * 6 + [False]
+    assert "Streaming refused it 3 of 3 times" in rows[2][3]  # what users meet is met here, too
+    assert "2 of 2 wait still" in rows[6][3]
     assert list(tmp_path.iterdir()) == []

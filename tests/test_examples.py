@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import forebay
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXAMPLE = EXAMPLES / "train_images.py"
 IMAGES = 40
@@ -79,3 +81,33 @@ def test_the_second_run_of_the_flow_computes_nothing(tmp_path: Path) -> None:
     assert flow(tmp_path, *few) == (dict.fromkeys(parts, True), 5)
     assert flow(tmp_path, *few) == (dict.fromkeys(parts, False), 0)
     assert flow(tmp_path, *few, "0.01") == ({**dict.fromkeys(parts, False), "spectrum, cost 0.01": True}, 1)
+
+
+# -- ranks that share --------------------------------------------------------------------------------------------------
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "claims_ddp.py")]
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOREBAY_CLAIMS", str(tmp_path / "claims"))
+    return tmp_path / "claims"
+
+
+def test_two_ranks_share_what_they_claim(tmp_path: Path, registry: Path) -> None:
+    command = [*TORCHRUN, "--local", str(tmp_path / "local"), "--epochs", "2", "--workers", "1"]
+    for first in (True, False):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert re.findall(r"^epoch (\d): ([\d,]+) samples, each once;", done.stdout, re.MULTILINE) == [("0", "2,000"), ("1", "2,000")]
+        assert len(re.findall(r"^rank [01] of 2: claim 0 of job ", done.stdout, re.MULTILINE)) == 2
+        assert done.stdout.count("downloaded") == first
+    assert [path.name for path in registry.iterdir()] == ["lock"]
+
+
+def test_a_directory_that_is_claimed_is_refused(tmp_path: Path, registry: Path) -> None:
+    with forebay.claim(tmp_path / "local", "https://example.com/other", job="the other one"):
+        done = subprocess.run([*TORCHRUN, "--local", str(tmp_path / "local")], capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    assert done.stderr.count("the other one") >= 2  # each rank says it
+    assert "epoch 0" not in done.stdout

@@ -27,6 +27,7 @@ import forebay
 import forebay.cache
 import forebay.remote.http
 import forebay.remote.local  # here, so that forked children need not
+from tests.claiming import registry  # noqa: F401 (a fixture)
 
 HANG = 60.0
 """Seconds after which a child is taken to hang: a guard, not a measure."""

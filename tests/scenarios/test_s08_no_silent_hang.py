@@ -1,4 +1,4 @@
-"""Scenario 8: who waits says for what and for whom, and goes on or raises at its time-out. (Barriers come later.)"""
+"""Scenario 8: who waits says for what and for whom, and goes on or raises at its time-out. Barriers and locks: test_claims_together.py."""
 
 from __future__ import annotations
 
