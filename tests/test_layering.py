@@ -76,9 +76,14 @@ ORDER = """
     errors < _claims
     errors < _claims.launchers
     _claims.launchers _kernel.host < _claims.ranks < world < _claims.jobs < claims
-    _kernel.waits < _claims.processes < _claims.members < _claims.named_locks < _claims.memory < _claims.barriers < claims
-    errors _model < _claims.dirs < _claims.records < _claims.registry
-    _claims.members < _claims.registry < claims
+    _kernel.waits < _claims.processes < _claims.members < _claims.named_locks < _claims.memory < _claims.boards < _claims.barriers < claims
+    _kernel.waits < _claims.passing < _claims.members
+    _kernel.waits < _claims.patience < _claims.place
+    errors _model < _claims.dirs < _claims.records < _claims.building < _claims.place < _claims.registry
+    _claims.members < _claims.building < _claims.seen < _claims.ledger < _claims.registry < claims
+    _claims.processes < _claims.dirs < _claims.conflicts < _claims.ledger
+    _claims.records < _claims.wanted < _claims.conflicts
+    _claims.members < _claims.wanted < _claims.ledger
     world remote < claims < cache
     cache < checkpoint < adapters cli
     cache pfio_file < adapters

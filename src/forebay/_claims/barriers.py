@@ -1,0 +1,277 @@
+"""Barriers of a claim: its processes wait for each other, and for nobody who died."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NoReturn
+
+from forebay import errors
+from forebay._claims.boards import SEATS, SEEN, VISIT, Board, Crowd, board_of, is_of, owner, slot_of
+from forebay._claims.members import House, Member
+from forebay._claims.named_locks import NamedLock, with_state
+from forebay._kernel import waits
+
+_LOCK_AGAIN = 1.0
+_NAMED = 8
+
+
+class Barrier:
+    """A barrier of a claim, for processes and their threads: each call of `wait` is one who came.
+
+    Callable from any thread, and in forked children."""
+
+    def __init__(self, house: House, name: str) -> None:
+        """Raises ConfigError, NoSpace, Closed."""
+        self.name = name
+        self._house = house
+        self._board = board_of(house, name)
+
+    def __repr__(self) -> str:
+        return f"<the barrier {self.name!r} of {self._house.name}>"
+
+    def wait(self, parties: int | None = None, timeout: float | None = None) -> int:
+        """Wait until ``parties`` have come; gives which of them this was, from 0 on, each number once.
+
+        ``parties`` is learned at the first call; a call with another number changes it while nobody waits, else it is a `ConfigError`.
+        Raises `BarrierBroken` where a process died that waited here, or crossed this barrier the last time, or without which too few are
+        left: each survivor gets that once, then the barrier can be used again. Raises `WaitTimeout` after ``timeout`` seconds: it names
+        who has not come, and nobody else is disturbed. A process that leaves the claim by itself, or ends, breaks nothing."""
+        if parties is not None and (isinstance(parties, bool) or not isinstance(parties, int) or not 0 < parties <= SEATS):
+            raise errors.ConfigError(f"{self!r} is for 1 to {SEATS:,} parties, not {parties!r}")
+        board = self._board
+        visit = _Visit(self._house, board, parties, timeout)
+        try:
+            return waits.wait_for(visit.attempt, board.futex, board.index, what=visit.whom, timeout=timeout)
+        except errors.WaitTimeout:
+            crossed = visit.take_back(timed_out=True)
+            if crossed is None:
+                raise
+            return crossed
+        except BaseException:
+            visit.take_back()
+            raise
+
+
+class _Visit:
+    """One call of `Barrier.wait`."""
+
+    def __init__(self, house: House, board: Board, parties: int | None, timeout: float | None) -> None:
+        self._house, self._board, self._parties = house, board, parties
+        self._began, self._timeout = time.monotonic(), timeout
+        self._round = self._seat = -1
+        self._mark = 0  # what stands in our seat
+        board.visits += 1
+
+    def attempt(self) -> int | None:
+        """The number of this arrival, once the round is over."""
+        board = self._board
+        if self._seat < 0:
+            with self._mutex():
+                return self._arrive_locked()
+        if board.round != self._round:
+            return self._seat
+        if board.is_broken or self._is_suspect():
+            with self._mutex():
+                return self._look_locked()
+        return None
+
+    def _mutex(self) -> NamedLock:
+        if self._timeout is None:
+            return self._board.mutex
+        return self._board.mutex.within(max(0.0, self._began + self._timeout - time.monotonic()))
+
+    # -- coming ----------------------------------------------------------------------------------------------------
+
+    def _arrive_locked(self) -> int | None:
+        board = self._board
+        if board.is_broken:
+            self._settle_locked()
+        if board.is_broken:
+            self._be_told_locked()
+        self._agree_locked()
+        if board.is_broken:
+            self._be_told_locked()
+        seats = board.seats()
+        if 0 not in seats:
+            self._judge_locked()
+            if board.is_broken:
+                self._be_told_locked()
+            seats = board.seats()
+            if 0 not in seats:
+                return None  # more have come than parties: for the next round
+        self._sit_locked(seats.index(0))
+        if seats.count(0) > 1:
+            return None
+        return self._look_locked()
+
+    def _sit_locked(self, seat: int) -> None:
+        # First noted here, then there: Ctrl-C in between takes back what is not there.
+        self._mark = owner(self._house.members.identity) | self._board.visits & VISIT
+        self._round, self._seat = self._board.round, seat
+        self._board.set_seat_locked(seat, self._mark)
+
+    def _agree_locked(self) -> None:
+        """On the number of parties."""
+        board, wanted = self._board, self._parties
+        if wanted is None and not board.parties:
+            raise errors.ConfigError(f"{board.what} is used for the first time: say how many parties it is for")
+        if wanted is None or wanted == board.parties:
+            return
+        if any(board.seats()):
+            self._judge_locked()
+        waiting = len(board.seats()) - board.seats().count(0)
+        if waiting and not board.is_broken:
+            raise errors.ConfigError(f"{board.what}: {waiting} of {board.parties} parties wait, so it cannot be for {wanted} now")
+        if not waiting:
+            board.set_parties_locked(wanted)
+
+    def _look_locked(self) -> int | None:
+        """After we have come: the round may be whole, or broken."""
+        board = self._board
+        if board.round != self._round:
+            return self._seat
+        if not board.is_broken:
+            seats = board.seats()
+            if 0 not in seats and self._all_are_in(seats):
+                board.next_round_locked()
+                return self._seat
+            self._judge_locked()
+        if board.is_broken:
+            self._be_told_locked()
+        if board.seats()[self._seat] != self._mark:  # others took us for gone: our lock on the claim had been lost
+            self._seat = -1
+            return self._arrive_locked()
+        return None
+
+    # -- deaths ----------------------------------------------------------------------------------------------------
+
+    def _all_are_in(self, seats: list[int]) -> bool:
+        """Whether all who sit here live."""
+        members = self._house.members
+        return all((who := members.occupant(slot_of(seat))) is not None and is_of(seat, who) for seat in seats)
+
+    def _mourns(self, member: Member) -> bool:
+        """Whether its death is news to this process. Who had died before it came is others' affair."""
+        who = member.identity
+        return member.state == "vanished" and who not in self._board.told and who not in self._house.members.before
+
+    def _is_suspect(self) -> bool:
+        """Whether there is something to judge."""
+        crowd, seats = Crowd(self._house.members.records()), self._board.seats()
+        owners = [crowd.who(value) for value in seats if value]
+        gone = any(member is None or member.state != "in" for member in owners)
+        return gone or 0 not in seats or any(map(self._mourns, crowd.members))
+
+    def _judge_locked(self) -> None:
+        """Free the seats of those who left, and break the round where one died who waited, who crossed the last time, or without whom
+        too few are left."""
+        board, crowd = self._board, Crowd(self._house.members.records())
+        waiting, dead = [], {}
+        for seat, value in enumerate(board.seats()):
+            member = crowd.who(value)
+            if member is not None and member.state == "in":
+                waiting.append(member)
+            elif member is not None and member.state == "vanished":
+                dead[seat] = member
+            elif value:
+                board.set_seat_locked(seat, 0)
+        missed = list(filter(self._mourns, [*dead.values(), *crowd.sitting(board.seats_before())]))
+        may_come = {member.slot for member in crowd.live} - {member.slot for member in waiting}
+        if len(waiting) + len(may_come) < (self._parties or board.parties):
+            missed += filter(self._mourns, crowd.members)
+        if missed:
+            self._break_locked(dict.fromkeys(missed), dead)
+        elif all(crowd.joined(self._house.members.slot) <= member.joined for member in waiting):
+            for seat in dead:  # nobody who waits was there when they died
+                board.set_seat_locked(seat, 0)
+
+    def _break_locked(self, missed: Iterable[Member], dead: dict[int, Member]) -> None:
+        """Each who is missed gets a seat, so that those who are told later know whom; what is free then is for who comes late."""
+        board, seats = self._board, self._board.seats()
+        free = [seat for seat, value in enumerate(seats) if not value]
+        for member in missed:
+            if member not in dead.values() and free:
+                board.set_seat_locked(free.pop(), owner(member.identity) | SEEN)
+        for seat in dead:
+            board.set_seat_locked(seat, seats[seat] | SEEN)
+        board.break_locked()
+
+    def _be_told_locked(self) -> NoReturn:
+        """Raise `BarrierBroken`, and note that this visitor knows."""
+        board, crowd = self._board, Crowd(self._house.members.records())
+        seats = board.seats()
+        if self._seat >= 0:
+            board.set_seat_locked(self._seat, self._mark | SEEN)
+        elif 0 in seats and any(member.slot == self._house.members.slot for member in self._late(crowd)):
+            board.set_seat_locked(seats.index(0), owner(self._house.members.identity) | SEEN)
+        self._seat = -1
+        missing = [member for member in crowd.sitting(seats) if member.state == "vanished"]
+        board.told.update(member.identity for member in missing)
+        self._settle_locked()
+        names = [member.describe() for member in missing]
+        raise errors.BarrierBroken(
+            f"{board.what} is broken: {_listed(names) or 'one who took part'} died",
+            barrier=self._board.name, missing=names, waited=time.monotonic() - self._began,
+        )  # fmt: skip
+
+    def _settle_locked(self) -> None:
+        """Begin anew where all who live know that the round is broken."""
+        board, crowd = self._board, Crowd(self._house.members.records())
+        unaware = [member for member in crowd.sitting(value for value in board.seats() if not value & SEEN) if member.state == "in"]
+        if not unaware and not self._late(crowd):
+            board.next_round_locked()
+
+    def _late(self, crowd: Crowd) -> list[Member]:
+        """Who may still come to a broken round, and has to be told."""
+        board, seats = self._board, self._board.seats()
+        if 0 not in seats:
+            return []
+        here, before = crowd.sitting(seats), crowd.sitting(board.seats_before())
+        late = [member for member in crowd.live if member not in here and member.joined < board.broken_at]
+        return [member for member in late if member in before] if len(before) >= board.parties else late
+
+    # -- going -----------------------------------------------------------------------------------------------------
+
+    def take_back(self, *, timed_out: bool = False) -> int | None:
+        """Not to have come. Gives the number of the arrival if the round was whole before that.
+
+        ``timed_out``: raises `BarrierBroken` if it was broken before."""
+        if self._seat < 0:
+            return None
+        board = self._board
+        try:
+            with board.mutex.within(_LOCK_AGAIN):
+                found = self._look_locked() if timed_out else None
+                if found is None and self._seat >= 0:
+                    self._leave_locked()
+                return found
+        except errors.WaitTimeout:  # who has the lock stands still
+            if board.round == self._round:
+                self._leave_locked()  # nobody else stores to our seat, but he may have counted it
+        return None
+
+    def _leave_locked(self) -> None:
+        board = self._board
+        if board.round != self._round or board.seats()[self._seat] != self._mark:
+            return
+        board.set_seat_locked(self._seat, self._mark | SEEN if board.is_broken else 0)
+        if board.is_broken:
+            self._settle_locked()
+
+    def whom(self) -> tuple[str, str]:
+        """What is waited for, and who has not come, in words."""
+        board, crowd = self._board, Crowd(self._house.members.records())
+        seats = board.seats()
+        here, before = crowd.sitting(seats), crowd.sitting(board.seats_before())
+        absent = [member for member in crowd.live if member not in here]
+        expected = [member for member in absent if member in before] or absent
+        names = _listed([with_state(member) for member in expected])
+        lacking = seats.count(0) - len(expected)
+        more = f"{lacking} who have not joined the claim" if lacking > 0 else ""
+        return f"{board.what}, to which {len(seats) - seats.count(0)} of {len(seats)} have come", " and ".join(filter(None, [names, more]))
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

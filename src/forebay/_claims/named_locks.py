@@ -1,0 +1,146 @@
+"""Locks of a claim that have names: bytes of one file, which the kernel lets go when their holder dies."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import threading
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypeAlias
+
+from forebay import errors
+from forebay._claims.members import House, Member, Members
+from forebay._kernel import host, locks, waits
+
+LOCKS, WORDS = "locks", "words"
+Kind: TypeAlias = Literal["lock", "barrier", "memory"]
+
+
+class _Locks:
+    """The locks of a claim in this process. A forked child holds none of its parent's."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = locks.LockFile(directory / LOCKS)
+        self.words = waits.Words(directory / WORDS)
+        self.threads: dict[int, int] = {}  # offset -> the thread that holds it
+        host.at_fork(self)
+
+    def try_lock(self, offset: int) -> Literal[True] | None:
+        if not self.file.try_lock(offset, exclusive=True):
+            return None
+        self.threads[offset] = threading.get_ident()
+        return True
+
+    def unlock(self, offset: int) -> None:
+        self.threads.pop(offset, None)
+        self.file.unlock(offset)
+        self.words.bump(offset % waits.COUNT)
+
+    def before_fork(self) -> None:
+        self.file.before_fork(keep=False)
+
+    def after_fork_parent(self) -> None:
+        self.file.after_fork_parent()
+
+    def after_fork_child(self) -> None:
+        self.file.after_fork_child(keep=False)
+        self.threads = {}
+
+
+_all: weakref.WeakKeyDictionary[House, _Locks] = weakref.WeakKeyDictionary()
+
+
+def _locks_of(house: House) -> _Locks:
+    found = _all.get(house)
+    return found if found is not None else _all.setdefault(house, _Locks(house.directory))
+
+
+def words_of(house: House) -> waits.Words:
+    """The futex words of a claim."""
+    return _locks_of(house).words
+
+
+def number(kind: str, name: str) -> int:
+    """62 bits that stand for a name."""
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8, person=kind.encode())
+    return int.from_bytes(digest.digest(), "little") >> 2
+
+
+def close(house: House) -> None:
+    """Close the file of the locks: now, or when the last that is held is let go."""
+    found = _all.pop(house, None)
+    if found is not None:
+        found.file.retire()
+
+
+class NamedLock:
+    """A lock of all processes of a claim, and of their threads: ``with claim.lock("index"): ...``.
+
+    Entering waits, at most ``timeout`` seconds, then raises `WaitTimeout`, which names the holder. A holder that dies lets go: the
+    next one enters within 0.1 s. A forked child does not hold what its parent holds. Not reentrant: a thread that enters a second time
+    gets a `ConfigError` at once. Callable from any thread."""
+
+    def __init__(self, house: House, name: str, timeout: float | None = None, *, kind: Kind = "lock") -> None:
+        if not isinstance(name, str):
+            raise errors.ConfigError(f"the name of a {kind} is a str, not {name!r}")
+        house.check()
+        self.name, self.timeout = name, timeout
+        self._house, self._kind = house, kind
+        self._known = _locks_of(house)
+        self._offset = number(kind, name)
+
+    def __repr__(self) -> str:
+        return f"<{self._what()}>"
+
+    def within(self, timeout: float | None) -> Self:
+        """The same lock, waited for at most this long."""
+        other = copy.copy(self)
+        other.timeout = timeout
+        return other
+
+    def __enter__(self) -> Self:
+        self._house.check()
+        known, offset, me = self._known, self._offset, threading.get_ident()
+        if known.threads.get(offset) == me:
+            raise errors.ConfigError(f"{self._what()} is held by this very thread: it cannot be taken twice")
+        try:
+            if known.try_lock(offset) is None:
+                waits.wait_for(self._try, known.words, offset % waits.COUNT, what=self._whose, timeout=self.timeout)
+        except BaseException:
+            # Ctrl-C after the kernel gave the lock, and before that was noted: nobody would ever let go.
+            if known.file.held(offset) and known.threads.get(offset, me) == me:
+                known.unlock(offset)
+            raise
+        return self
+
+    def _try(self) -> Literal[True] | None:
+        self._house.check()
+        return self._known.try_lock(self._offset)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._known.threads.get(self._offset) == threading.get_ident():  # else it is the parent's of this forked child
+            self._known.unlock(self._offset)
+
+    def _what(self) -> str:
+        return f"the {self._kind} {self.name!r} of {self._house.name}"
+
+    def _whose(self) -> tuple[str, str]:
+        found = locks.holders(self._house.directory / LOCKS, self._offset)
+        return self._what(), ", ".join(describe(self._house.members, pid) for pid in found) or "an unknown process"
+
+
+def describe(members: Members, pid: int) -> str:
+    """A process in words: as a member, if it is one."""
+    with contextlib.suppress(errors.Closed):
+        for member in members.live():
+            if member.pid == pid:
+                return with_state(member)
+    return locks.describe_process(pid)
+
+
+def with_state(member: Member) -> str:
+    """A member in words, and whether it stands still."""
+    return f"{member.describe()}, stopped" if member.is_stopped() else member.describe()
