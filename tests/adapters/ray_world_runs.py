@@ -1,0 +1,72 @@
+"""Two trainings of Ray Train, each of two workers, which tell their worlds and jobs; and what the driver and another actor say.
+``ray_world_runs.py``, a process of its own with a small Ray. Prints JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch.distributed as dist
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from torch.utils.data import DataLoader, Dataset
+
+from tests.claims.launched import told
+
+SCALING = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.3})
+
+
+class Asking(Dataset[str]):
+    """Each item is what a worker has to tell."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> str:
+        return json.dumps(told())
+
+
+def train(config: dict[str, Any]) -> None:
+    found = {**told(), "workers": [json.loads(item) for item in DataLoader(Asking(), num_workers=1, batch_size=None)]}
+    found["torch"] = dist.is_initialized()
+    (Path(config["place"]) / f"{ray.train.get_context().get_world_rank()}.json").write_text(json.dumps(found))
+
+
+@ray.remote(num_cpus=0.3)
+class Other:
+    """Has Ray Train loaded, and is not of a training."""
+
+    def told(self) -> dict[str, Any]:
+        import ray.train
+
+        return {**told(), "loaded": ray.train.__name__ in sys.modules}
+
+
+def run(trainer: type[Any], name: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as place:
+        where = RunConfig(name=name, storage_path=place)
+        trainer(train, train_loop_config={"place": place}, scaling_config=SCALING, run_config=where).fit()
+        return [json.loads(path.read_text()) for path in sorted(Path(place).glob("*.json"))]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False, _temp_dir=place)
+        try:
+            found = {
+                "plain": run(DataParallelTrainer, "plain"), "torch": run(TorchTrainer, "torch"), "driver": told(),
+                "other": ray.get(Other.remote().told.remote()),
+            }  # fmt: skip
+        finally:
+            ray.shutdown()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
