@@ -84,7 +84,7 @@ ORDER = """
     _claims.processes < _claims.dirs < _claims.conflicts < _claims.ledger
     _claims.records < _claims.wanted < _claims.conflicts
     _claims.members < _claims.wanted < _claims.ledger
-    world remote < claims < cache
+    world remote _claims.barriers < claims < cache
     cache < checkpoint < adapters cli
     cache pfio_file < adapters
 """
@@ -108,7 +108,7 @@ THIRD_PARTY = {
     "ray": RAY,
     "cloudpickle": ("remote.filesystems", "_codecs.by_value"),
     "yaml": ("_tasks.config",),
-    "numpy": ("codecs",),
+    "numpy": ("codecs", "_claims.memory", "claims", "adapters.streaming", "adapters.streaming_shared"),
     "torch": ("codecs", "adapters.torch"),
     "pytorch_pfn_extras": ("adapters.pfio_base",),
     "megatron": ("adapters.energon",),

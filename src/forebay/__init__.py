@@ -3,7 +3,7 @@
 A module imports only from those to its left:
 
     errors _model | _kernel/ _engine/ (private) _config remote/ | origin | spaces samples _tasks/ sources
-    | prefetch tasks _directories/ | cache | checkpoint | adapters/ cli/
+    | prefetch tasks _directories/ _claims/ world claims | cache | checkpoint | adapters/ cli/
 
 Importing this package loads the standard library only; the engine comes with the first `Cache`.
 """
@@ -17,6 +17,10 @@ from forebay import errors as errors
 if TYPE_CHECKING:
     from forebay.cache import Cache as Cache
     from forebay.checkpoint import Checkpoint as Checkpoint
+    from forebay.claims import Claim as Claim
+    from forebay.claims import claim as claim
+    from forebay.claims import list_claims as list_claims
+    from forebay.claims import prune_claims as prune_claims
     from forebay.errors import ForebayError as ForebayError
     from forebay.prefetch import Prefetcher as Prefetcher
     from forebay.remote import RemoteOptions as RemoteOptions
@@ -25,17 +29,24 @@ if TYPE_CHECKING:
     from forebay.world import World as World
 
 __version__ = "0.1.0"
-__all__ = ["Cache", "Checkpoint", "ForebayError", "Prefetcher", "RemoteOptions", "Samples", "Tasks", "World", "__version__", "errors"]
+__all__ = [
+    "Cache", "Checkpoint", "Claim", "ForebayError", "Prefetcher", "RemoteOptions", "Samples", "Tasks", "World", "__version__", "claim",
+    "errors", "list_claims", "prune_claims",
+]  # fmt: skip
 
 _PLACES = {
     "Cache": "forebay.cache",
     "Checkpoint": "forebay.checkpoint",
+    "Claim": "forebay.claims",
     "ForebayError": "forebay.errors",
     "Prefetcher": "forebay.prefetch",
     "RemoteOptions": "forebay.remote",
     "Samples": "forebay.cache",  # which `Samples.import_pfio` needs, to open the default one
     "Tasks": "forebay.tasks",
     "World": "forebay.world",
+    "claim": "forebay.claims",
+    "list_claims": "forebay.claims",
+    "prune_claims": "forebay.claims",
 }
 
 

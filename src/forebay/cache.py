@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
@@ -33,9 +33,11 @@ from forebay.upkeep import Upkeep
 from forebay.warming import warm
 
 if TYPE_CHECKING:
+    from forebay.claims import Claim
     from forebay.prefetch import PassThrough as NoPrefetch
     from forebay.prefetch import Prefetcher
     from forebay.tasks import Tasks
+    from forebay.world import World
 
 log = logging.getLogger("forebay.cache")
 
@@ -280,6 +282,17 @@ class Cache(Upkeep):
 
         self._check_open()
         return open_tasks(self._origin, self, name, codec, config, budget)
+
+    def claim(
+        self, dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], remotes: str | Sequence[str | None] | None = None,
+        world: World | None = None, job: str | None = None, *, name: str | None = None, shared: bool = False,
+        timeout: float | None = 60.0,
+    ) -> Claim:  # fmt: skip
+        """Register what this job uses on this node: `forebay.claim`. Claims are of the node, whatever the cache."""
+        from forebay.claims import claim  # half of those who open a cache never want it
+
+        self._check_open()
+        return claim(dirs, remotes, world, job, name=name, shared=shared, timeout=timeout)
 
     # -- life ------------------------------------------------------------------------------------------------------
 

@@ -13,16 +13,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
 
 from forebay import errors
 from forebay._claims import processes
+from forebay._claims.passing import passing
 from forebay._kernel import host, locks, mappings
 
 log = logging.getLogger("forebay.claims")
+OnLeft: TypeAlias = Callable[[Path], None]
 
 SLOTS = 1024
 LEADER = 0
@@ -168,9 +170,12 @@ class Members:
     before: frozenset[Identity]
     """Who had died before this process joined."""
 
-    def __init__(self, directory: Path, fd: int, slot: int, rank: int | None, worker: int | None) -> None:
-        """``fd``: of the claim's file, with the byte ``slot`` locked; it belongs to this object from now on."""
-        self.directory, self.rank, self.worker = directory, rank, worker
+    def __init__(
+        self, directory: Path, fd: int, slot: int, rank: int | None, worker: int | None, on_left: OnLeft | None = None
+    ) -> None:  # fmt: skip
+        """``fd``: of the claim's file, with the byte ``slot`` locked; it belongs to this object from now on. ``on_left`` is called with the
+        directory when a process leaves by itself."""
+        self.directory, self.rank, self.worker, self._on_left = directory, rank, worker, on_left
         self._mutex, self._second = threading.RLock(), None
         self._table = Table(directory)
         self._settle(fd, slot)
@@ -179,14 +184,14 @@ class Members:
         leave_at_exit()
 
     @classmethod
-    def attach(cls, directory: Path, *, rank: int | None = None, worker: int | None = None) -> Self:
+    def attach(cls, directory: Path, *, rank: int | None = None, worker: int | None = None, on_left: OnLeft | None = None) -> Self:
         """Join those who have the claim. Raises `Gone` where it was freed meanwhile, `NoSpace` where all 1,024 places are taken."""
-        fd = _open(directory)
+        fd = passing.take_in(lambda: _open(directory))
         try:
-            return cls(directory, fd, _lock_a_place(fd, directory, Table(directory)), rank, worker)
-        except BaseException:
-            os.close(fd)
-            raise
+            slot = _lock_a_place(fd, directory, Table(directory))
+            return passing.hand_over(fd, lambda fd: cls(directory, fd, slot, rank, worker, on_left))
+        finally:
+            passing.close(fd)
 
     def _settle(self, fd: int, slot: int) -> None:
         if self._pid != os.getpid():
@@ -212,14 +217,9 @@ class Members:
         self.check()
         return self._table.state(slot) == _IN and (slot == self.slot or locks.locked_at(self._fd, slot) is not None)
 
-    def are_in(self, wanted: Iterable[Identity]) -> bool:
-        """Whether all of these have the claim now."""
-        self.check()
-        return all(
-            self._table.identity(who[0]) == who
-            and (who == self.identity or (self._table.state(who[0]) == _IN and locks.locked_at(self._fd, who[0]) is not None))
-            for who in wanted
-        )
+    def occupant(self, slot: int) -> Identity | None:
+        """Who has the claim in this slot now."""
+        return self._table.identity(slot) if self.is_in(slot) else None
 
     def check(self) -> None:
         """Have the lock that makes this process a member: called first by whatever works with a claim. Raises `Closed` after `leave`, or
@@ -249,6 +249,10 @@ class Members:
         if forked:
             os.close(kept)  # only now: until then the parent's lock is ours too
 
+    @property
+    def has_left(self) -> bool:
+        return self._fd < 0
+
     # -- leaving ---------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
@@ -258,10 +262,13 @@ class Members:
             fd, self._fd = self._fd, -1
             if fd < 0 or locks.file_of(fd) != self._file:
                 return
-            if self._pid == os.getpid():
+            is_ours = self._pid == os.getpid()
+            if is_ours:
                 self._table.set_state(self.slot, _LEFT)
                 locks.give_back(fd, self.slot)  # a child that C code forked has this description too
             os.close(fd)
+        if is_ours and self._on_left is not None:
+            self._on_left(self.directory)
 
     # -- forks -----------------------------------------------------------------------------------------------------
 

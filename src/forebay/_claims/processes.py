@@ -57,3 +57,11 @@ def pid_space() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+def mount_space() -> int:
+    """The mount namespace of this process: paths mean something within it only."""
+    try:
+        return os.stat("/proc/self/ns/mnt").st_ino
+    except OSError:
+        return 0

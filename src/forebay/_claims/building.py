@@ -1,0 +1,172 @@
+"""The directory of a claim: made whole before it gets its name, and removed only after it lost it.
+
+While it is made it is called ``.new.*``, while it is removed ``.old.*``: whoever finds one of his own under such a name, under the
+registry's lock, finds what a killed process left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+from pathlib import Path
+
+from forebay import errors
+from forebay._claims import members, records
+from forebay._claims.passing import passing
+from forebay._claims.records import Record
+from forebay._kernel import host, locks
+from forebay._kernel.waits import COUNT
+
+log = logging.getLogger("forebay.claims")
+
+NEW, OLD = ".new.", ".old."
+LANDMARK = "landmark"
+_NEED = members.TABLE_BYTES + COUNT * 4 + 4096
+_told: set[str] = set()
+
+
+def scrap_name(kind: str) -> str:
+    return f"{kind}{secrets.token_hex(8)}"
+
+
+def build(directory: Path, record: Record, content: bytes | None = None) -> int:
+    """Make the directory of a claim; gives a descriptor of its file, with the leader's byte locked. ``content``: of its landmark.
+    Raises `NoSpace`, OSError; FileExistsError where another file has the landmark's name.
+
+    Caller: holds the registry's lock, and hands the descriptor over."""
+    fd = -1
+    try:
+        fd = _make(directory, record.dump())
+        for name, size in ((members.TABLE, members.TABLE_BYTES), ("locks", 0), ("words", COUNT * 4)):
+            _make_file(directory / name, size)
+        if record.beside is not None and content is not None:
+            _make_landmark(directory / LANDMARK, Path(record.beside.landmark), content)
+        return fd
+    except BaseException as error:
+        passing.close(fd)
+        with contextlib.suppress(OSError):
+            remove(directory)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise _no_space(directory.parent) from error
+        raise
+
+
+def _make_landmark(inside: Path, landmark: Path, content: bytes) -> None:
+    _make_file(inside, len(content), content)
+    try:
+        host.link(inside, landmark)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _make_file(landmark, len(content), content)
+
+
+def _no_space(registry: Path) -> errors.NoSpace:
+    disk = host.disk(registry)
+    return errors.NoSpace(
+        f"{registry} is full: a claim needs {_NEED:,} bytes, {disk.free:,} are free: remove what is not needed there, or make it larger",
+        key=str(registry), need=_NEED, free=disk.free, budget=disk.total, limit="disk",
+    )  # fmt: skip
+
+
+def build_refusal(directory: Path, data: bytes) -> int:
+    """Make the directory of a claim that was refused, which says why; gives a descriptor as `build` does."""
+    return _make(directory, data)
+
+
+def _make(directory: Path, data: bytes) -> int:
+    host.mkdir(directory, 0o755)
+    host.chmod(directory, 0o755)
+    fd = passing.take_in(lambda: host.out_of_the_way(host.create(directory / members.CLAIM, 0o644)))
+    try:
+        locks.take(fd, members.LEADER)
+        host.pwrite(fd, data, 0)
+    except BaseException:
+        passing.close(fd)
+        raise
+    return fd
+
+
+def _make_file(path: Path, size: int, content: bytes = b"") -> None:
+    fd = host.create(path, 0o600)
+    try:
+        host.allocate(fd, 0, size)
+        if content:
+            host.pwrite(fd, content, 0)
+    finally:
+        os.close(fd)
+
+
+def read(fd: int) -> bytes:
+    """What the file of a claim says; of one that is too large for that, the beginning."""
+    data = os.pread(fd, 1 << 14, 0)
+    return data if len(data) < 1 << 14 else data + os.pread(fd, records.LARGEST, len(data))
+
+
+def remove(directory: Path) -> None:
+    """Remove a claim's directory, and what the claim had beside it. What is not ours stays, and is told once."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return  # another process removed it
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            return
+        inside = f"/proc/self/fd/{fd}"  # the owner of the registry could put another directory under the name meanwhile
+        names = set(os.listdir(fd))
+        _remove_beside(inside)
+        for name in [*sorted(names - {members.CLAIM, LANDMARK}), LANDMARK, members.CLAIM]:  # these last: they say what is beside
+            if name in names:
+                host.unlink(f"{inside}/{name}")
+        host.rmdir(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if directory.name not in _told:
+            _told.add(directory.name)
+            log.warning("%s cannot be removed: %s", directory, str(error))
+    finally:
+        os.close(fd)
+
+
+def _remove_beside(inside: str) -> None:
+    try:
+        fd = os.open(f"{inside}/{members.CLAIM}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        record = records.load(read(fd))
+    finally:
+        os.close(fd)
+    if record is None or record.beside is None or not _is_landmark(inside, record.beside.landmark):
+        return
+    for path in record.beside.paths:
+        with contextlib.suppress(PermissionError, IsADirectoryError):
+            host.unlink(path)
+    host.unlink(record.beside.landmark)
+
+
+def _is_landmark(inside: str, landmark: str) -> bool:
+    """Whether the file outside is still the one that the claim made: the same, or, on another file system, one with the same text."""
+    try:
+        ours, there = os.lstat(f"{inside}/{LANDMARK}"), os.lstat(landmark)
+        if ours.st_dev == there.st_dev:
+            return ours.st_ino == there.st_ino
+        return there.st_uid == ours.st_uid and Path(inside, LANDMARK).read_bytes()[4:] == Path(landmark).read_bytes()[4:]
+    except OSError:
+        return False
+
+
+def is_released(directory: Path) -> bool:
+    """Whether the claim's landmark says, by a size of 0, that its directories are free again."""
+    try:
+        fd = os.open(directory / LANDMARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return os.pread(fd, 4, 0) == bytes(4)  # of an int32, the size of what follows
+    finally:
+        os.close(fd)

@@ -1,0 +1,106 @@
+"""Whether two claims can stand side by side, and in which words it is told if they cannot."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from typing import Any
+
+from forebay import errors
+from forebay._claims import dirs, processes
+from forebay._claims.dirs import Place
+from forebay._claims.records import Record, Stream
+
+_WHAT_TO_DO = "give this job a directory of its own, wait until the other one ends, or, if both only read the same remote, say shared=True"
+
+
+def conflict(ours: Record, theirs: Record, *, equal_only: bool = False) -> tuple[Stream, Stream] | None:
+    """A directory of ours that is to be filled from a remote, and the one of theirs that it overlaps with; None where there is none.
+
+    ``equal_only``: directories one inside the other do not count."""
+    meets = dirs.same if equal_only else dirs.overlap
+    for stream in ours.streams:
+        if stream.remote is None:
+            continue
+        for other in theirs.streams:
+            if meets(stream.place, other.place) and not _both_only_read(stream, other) and meets(stream.place, _now(theirs, other.place)):
+                return stream, other
+    return None
+
+
+def _both_only_read(ours: Stream, theirs: Stream) -> bool:
+    return ours.shared and ours.remote == theirs.remote and dirs.same(ours.place, theirs.place)
+
+
+def _now(record: Record, place: Place) -> Place:
+    """Where their directory is now: it may have been removed, and its number given to another. Their names for it may not be ours, if
+    they see other file systems."""
+    if record.mounts != processes.mount_space():
+        return place
+    try:
+        return dirs.canonical(place.path)
+    except OSError:
+        return place
+
+
+def mismatch(ours: tuple[Stream, ...], leaders: tuple[Stream, ...]) -> str | None:
+    """What a rank says otherwise than its leader, in words; None where they agree."""
+    if len(ours) != len(leaders):
+        return f"{len(ours)} directories here, {len(leaders)} there"
+    for number, (mine, other) in enumerate(zip(ours, leaders, strict=True)):
+        which = f"directory {number}" if len(ours) > 1 else "the directory"
+        if mine.place.path != other.place.path and not dirs.same(mine.place, other.place):
+            return f"{which} is {mine.place.path} here, {other.place.path} there"
+        if mine.remote != other.remote:
+            return f"the remote of {mine.place.path} is {mine.remote} here, {other.remote} there"
+        if mine.shared != other.shared:
+            return f"shared={mine.shared} here, shared={other.shared} there"
+    return None
+
+
+def facts(record: Record, pids: list[int]) -> dict[str, Any]:
+    """A claim in plain values."""
+    return {
+        "job": record.job,
+        "directories": [stream.place.path for stream in record.streams],
+        "remotes": [stream.remote for stream in record.streams],
+        "pids": pids,
+        "user": record.user,
+        "started": record.start,
+        "command": record.command,
+    }
+
+
+def in_conflict(ours: Record, theirs: Record, pids: list[int], found: tuple[Stream, Stream]) -> errors.ClaimConflict:
+    """The error of two claims that want the same."""
+    mine, other = (stream.place.path for stream in found)
+    return errors.ClaimConflict(
+        f"{mine} {_is_or_overlaps(mine, other)} another claim of this node has.\n"
+        f"  wanted by: {describe(ours, [ours.pid])}\n  held by: {describe(theirs, pids)}\n{_WHAT_TO_DO}",
+        ours=facts(ours, [ours.pid]), theirs=facts(theirs, pids),
+    )  # fmt: skip
+
+
+def _is_or_overlaps(mine: str, other: str) -> str:
+    return "is a directory that" if mine == other else f"overlaps with {other}, which"
+
+
+def claimed_twice(ours: Record, theirs: Record, pids: list[int]) -> errors.ClaimConflict:
+    """The error of two ranks that both say they lead."""
+    return errors.ClaimConflict(
+        f"rank 0 of this node for claim {ours.key} of job {ours.job} (known by {ours.how}) is process {theirs.pid} already.\n"
+        f"  wanted by: {describe(ours, [ours.pid])}\n  held by: {describe(theirs, pids)}\n"
+        "give each process its rank (world=), or each job another name (job=)",
+        ours=facts(ours, [ours.pid]), theirs=facts(theirs, pids),
+    )  # fmt: skip
+
+
+def describe(record: Record, pids: list[int]) -> str:
+    """A claim in one line."""
+    streams = ", ".join(f"{s.place.path} from {s.remote}" if s.remote is not None else s.place.path for s in record.streams)
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.start))
+    who = f"{'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}" if pids else f"process {record.pid}, which ended"
+    return (
+        f"job {record.job}, claim {record.key}, {who} of {record.user} on {record.host}, since {started}: {streams}"
+        f" ({shlex.quote(record.command) if record.command else 'command not known'})"
+    )

@@ -1,0 +1,144 @@
+"""The registry in the hands of who has its lock: here claims get their names, and lose them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections import deque
+from pathlib import Path
+
+from forebay import errors
+from forebay._claims import building, conflicts, seen
+from forebay._claims.building import NEW, OLD, scrap_name
+from forebay._claims.members import CLAIM, LEADER, SLOTS, Members, OnLeft
+from forebay._claims.passing import passing
+from forebay._claims.seen import Seen
+from forebay._claims.wanted import Held, Wanted
+from forebay._kernel import host, locks
+
+REFUSED = "refused."
+_REFUSALS = 32
+_NONE = -1
+_TAKEN = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR))
+_refusals: deque[tuple[Path, int]] = deque()
+
+
+class InTheWay(Exception):
+    """Another claim stands against the one that is wanted. ``error``: that in words for the caller."""
+
+    def __init__(self, seen: Seen, error: errors.ClaimConflict) -> None:
+        super().__init__(str(error))
+        self.seen, self.error = seen, error
+
+    def in_words(self) -> str:
+        """The claim that stands against it."""
+        record = self.seen.record
+        return conflicts.describe(record, self.seen.pids()) if record is not None else str(self.seen.directory)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
+
+
+class Ledger:
+    """What is in the registry. Good only as long as the lock is held; afterwards what is in `scrap` is to be removed."""
+
+    def __init__(self, path: Path, scrap: list[Path]) -> None:
+        self._path, self.names, self.scrap = path, os.listdir(path), scrap
+        scrap += [path / name for name in self.names if name.startswith((NEW, OLD)) and _is_ours(path / name)]
+        for name in self.names:
+            if name.startswith(REFUSED) and _is_ours(path / name):
+                self._free_path(path / name)  # where who refused is gone
+
+    def live(self, wanted: Wanted) -> tuple[set[int], list[Seen]]:
+        """The numbers that are taken, and the claims that live. Our own dead ones are freed on the way."""
+        asks = any(stream.remote is not None for stream in wanted.streams)
+        taken, living = set(), []
+        for name in self.names:
+            found = seen.look_at(self._path, name, with_record=asks or name.endswith(wanted.tag))
+            if found is None or (not found.live and (found.uid != os.geteuid() or self.free(found))):
+                continue
+            taken.add(found.prefix)
+            if found.live:
+                living.append(found)
+        return taken, living
+
+    def check(self, wanted: Wanted, living: list[Seen]) -> None:
+        """Raises `InTheWay` where one that lives has the same name, or a directory that is wanted."""
+        ours = wanted.record(_NONE)
+        for other in living:
+            if other.record is None:
+                continue
+            if other.tag == wanted.tag and other.uid == os.geteuid():
+                raise InTheWay(other, conflicts.claimed_twice(ours, other.record, other.pids()))
+            found = conflicts.conflict(ours, other.record, equal_only=wanted.equal_only)
+            if found is not None and not (other.record.beside is not None and building.is_released(other.directory)):
+                raise InTheWay(other, conflicts.in_conflict(ours, other.record, other.pids(), found))
+
+    def make(self, wanted: Wanted, taken: set[int], on_left: OnLeft) -> Held:
+        """Make the claim, under the lowest number that nobody has. Raises `NoSpace`, OSError."""
+        prefix = _NONE
+        while True:
+            prefix += 1
+            if prefix in taken or (wanted.outside is not None and not wanted.outside.free(prefix)):
+                continue
+            try:
+                return self._make(wanted, prefix, on_left)
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    raise
+
+    def _make(self, wanted: Wanted, prefix: int, on_left: OnLeft) -> Held:
+        new, directory = self._path / scrap_name(NEW), self._path / f"{prefix:06}.{wanted.tag}"
+        record = wanted.record(prefix)
+        fd = building.build(new, record, wanted.outside.content(prefix) if wanted.outside is not None else None)
+        try:
+            host.rename(new, directory)
+            return Held(record, passing.hand_over(fd, lambda fd: Members(directory, fd, LEADER, wanted.rank, wanted.worker, on_left)))
+        except OSError:
+            self.scrap.append(new)
+            raise
+        finally:
+            passing.close(fd, unlocking=SLOTS)
+
+    def free(self, dead: Seen) -> bool:
+        """Take a claim of ours off its name, if nobody has it. False where somebody does."""
+        return self._free_path(dead.directory)
+
+    def _free_path(self, directory: Path) -> bool:
+        fd = -1
+        try:
+            with contextlib.suppress(OSError):  # damaged: nobody can have it
+                fd = passing.take_in(lambda: host.open_write(directory / CLAIM))
+            if fd >= 0 and not locks.take(fd, 0, SLOTS):
+                return False
+            old = self._path / scrap_name(OLD)
+            host.rename(directory, old)
+            self.scrap.append(old)
+            return True
+        finally:
+            passing.close(fd, unlocking=SLOTS)
+
+    # -- refusals --------------------------------------------------------------------------------------------------
+
+    def refuse(self, wanted: Wanted, error: errors.ClaimConflict) -> None:
+        """Let the other ranks of the job know why there is no claim: they need not wait for it. As long as this process lives."""
+        new = self._path / scrap_name(NEW)
+        fd = building.build_refusal(new, json.dumps(errors.to_wire(error)).encode())
+        name = self._path / f"{REFUSED}{wanted.tag}{new.name.removeprefix(NEW[:-1])}"
+        host.rename(new, name)
+        _refusals.append((name, fd))
+        while len(_refusals) > _REFUSALS:
+            self._withdraw(*_refusals.popleft())
+
+    def _withdraw(self, name: Path, fd: int) -> None:
+        passing.close(fd, unlocking=SLOTS)
+        with contextlib.suppress(FileNotFoundError):
+            old = name.with_name(scrap_name(OLD))
+            host.rename(name, old)
+            self.scrap.append(old)

@@ -1,0 +1,95 @@
+"""Where the claims of a node are: one directory for all users, in memory that a boot clears."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from forebay import errors
+from forebay._claims.building import NEW, scrap_name
+from forebay._claims.passing import passing
+from forebay._claims.patience import Patience
+from forebay._kernel import host, locks
+
+VARIABLE = "FOREBAY_CLAIMS"
+DEFAULT = "/dev/shm/forebay-claims"
+LOCK = "lock"
+_OPEN_TO_ALL = 0o1777
+_LONGEST_PAUSE = 0.02
+_TAKEN = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR))
+
+
+def default() -> Path:
+    return Path(os.environ.get(VARIABLE) or DEFAULT)
+
+
+def prepare(place: Path) -> None:
+    """Have the directory, fit for all users. Raises `RootRefused` with what to do."""
+    try:
+        status = os.lstat(place)
+    except FileNotFoundError:
+        _make(place)
+        status = os.lstat(place)
+    if not stat.S_ISDIR(status.st_mode):
+        _refuse(place, "it is a symbolic link" if stat.S_ISLNK(status.st_mode) else "it is no directory")
+    if status.st_mode & 0o1002 == 0o0002:
+        if status.st_uid != os.geteuid():
+            _refuse(place, "anybody may remove what others have there (chmod +t)")
+        host.chmod(place, _OPEN_TO_ALL)
+    if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        _refuse(place, "this user may not write there")
+    if not host.is_local(kind := host.fs_kind(place)):
+        _refuse(place, f"it lies on a {kind} file system, whose locks other machines may not share")
+
+
+def _refuse(place: Path, why: str) -> NoReturn:
+    raise errors.RootRefused(f"{place} cannot hold the claims of this node: {why}: set {VARIABLE} to a directory that can", path=str(place))
+
+
+def _make(place: Path) -> None:
+    """Under another name first: nobody else may find it with the mode that the umask leaves."""
+    new = place.with_name(scrap_name(NEW))
+    try:
+        host.mkdir(new, 0o700)
+    except OSError as error:
+        _refuse(place, f"it cannot be made ({error.strerror})")
+    try:
+        _make_lock(new / LOCK)
+        host.chmod(new, _OPEN_TO_ALL)
+        host.rename(new, place)
+    except OSError as error:
+        host.unlink(new / LOCK)
+        host.rmdir(new)
+        if error.errno not in _TAKEN:  # else another process was first
+            raise
+
+
+def _make_lock(path: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.close(host.create(path, 0o666))
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        return host.out_of_the_way(host.open_write(path))  # without O_CREAT: in a sticky directory that is refused for another's file
+    except FileNotFoundError:
+        _make_lock(path)
+        return host.out_of_the_way(host.open_write(path))
+
+
+@contextlib.contextmanager
+def locked(place: Path, timeout: float | None) -> Iterator[None]:
+    """Hold the lock of all claims of the node. Raises `WaitTimeout`."""
+    patience = Patience(timeout, _LONGEST_PAUSE)
+    fd = passing.take_in(lambda: _open_lock(place / LOCK))
+    try:
+        while not locks.take(fd, 0):
+            patience.turn(lambda: ("the list of this node's claims", locks.describe_holders(place / LOCK, 0)))
+        yield
+    finally:
+        passing.close(fd, unlocking=1)

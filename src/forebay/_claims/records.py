@@ -1,0 +1,128 @@
+"""What a claim tells of itself to everybody on the node: who has it, and what it takes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pwd
+import re
+from typing import Any, NamedTuple
+
+from forebay._claims.dirs import Place
+
+VERSION = 1
+LARGEST = 1 << 20  # bytes of a record that are looked at: anybody may write one
+_LONGEST_COMMAND = 500
+_SECRET = re.compile(r"token|secret|password|passwd|credential|key", re.IGNORECASE)
+
+
+class Stream(NamedTuple):
+    """One directory of a claim. ``remote``: where its files come from, free of secrets. ``shared``: only read, by whoever says so too."""
+
+    place: Place
+    remote: str | None
+    shared: bool = False
+
+
+class Beside(NamedTuple):
+    """What a claim has outside of its directory, to be removed with it. ``landmark``: the file that must still be ours for that, which is
+    another name or a copy of the file ``landmark`` in the claim's directory. ``paths``: the other files."""
+
+    paths: tuple[str, ...]
+    landmark: str
+
+
+class Record(NamedTuple):
+    """``job`` and ``how`` it was known, ``key``: the name or number of the claim in the job. ``pid``, ``space`` (PID namespace), ``ticks``
+    (its start), ``mounts`` (mount namespace), ``host``, ``command``: of who registered it, at ``start``, in seconds since 1970."""
+
+    prefix: int
+    job: str
+    how: str
+    key: str
+    uid: int
+    host: str
+    pid: int
+    space: int
+    ticks: int
+    mounts: int
+    start: float
+    command: str
+    streams: tuple[Stream, ...]
+    world: dict[str, Any] | None
+    beside: Beside | None = None
+    version: int = VERSION
+
+    @property
+    def user(self) -> str:
+        """The user's name here; the number where it has none."""
+        return user_name(self.uid)
+
+    def dump(self) -> bytes:
+        return json.dumps(self._asdict(), separators=(",", ":"), allow_nan=False, default=str).encode()
+
+
+def load(data: bytes) -> Record | None:
+    """The record; None where it is damaged, or of a version that is not known."""
+    try:
+        found = json.loads(data)
+        if found["version"] != VERSION:
+            return None
+        found["streams"] = tuple(_stream(*stream) for stream in found["streams"])
+        if found["beside"] is not None:
+            paths, landmark = found["beside"]
+            found["beside"] = Beside(tuple(map(os.fspath, paths)), os.fspath(landmark))
+        record = Record(**found)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        return None
+    return record if _is_sound(record) else None
+
+
+def _stream(place: Any, remote: Any, shared: Any) -> Stream:
+    path, names, levels = place
+    if not (isinstance(path, str) and (remote is None or isinstance(remote, str)) and all(isinstance(name, str) for name in names)):
+        raise ValueError("not a stream")
+    return Stream(Place(path, tuple(names), tuple((int(dev), int(ino)) for dev, ino in levels)), remote, bool(shared))
+
+
+def _is_sound(record: Record) -> bool:
+    words = (record.job, record.how, record.key, record.host, record.command)
+    numbers = (record.prefix, record.uid, record.pid, record.space, record.ticks, record.mounts)
+    return (
+        all(type(word) is str for word in words)
+        and all(type(number) is int for number in numbers)
+        and isinstance(record.start, float | int)
+        and (record.world is None or isinstance(record.world, dict))
+    )
+
+
+@functools.cache
+def user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def own_command() -> str:
+    """The command line of this process, without what looks like a secret."""
+    try:
+        with open("/proc/self/cmdline", "rb") as file:
+            words = file.read(1 << 16).rstrip(b"\0").decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return masked(words)[:_LONGEST_COMMAND]
+
+
+def masked(words: list[str]) -> str:
+    """A command line without the values of arguments that are named after secrets."""
+    shown, hide = [], False
+    for word in words:
+        name, sign, _ = word.partition("=")
+        if hide and not word.startswith("-"):
+            shown.append("***")
+        else:
+            shown.append(f"{name}=***" if sign and _SECRET.search(name) else word)
+        hide = not sign and word.startswith("-") and _SECRET.search(word) is not None
+    return " ".join(shown)

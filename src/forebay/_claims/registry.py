@@ -1,0 +1,175 @@
+"""The claims of a node: a directory each, in one that all users share. Who lives is decided by kernel locks alone.
+
+A claim is made, and a dead one freed, under the lock of the registry, which is held for a millisecond. Steps, and what is left where
+the process dies after each: the directory is made under another name, with its locks held (scrap); it gets its name (a claim that is
+dead, as its locks are free). It loses its name (scrap); its files go. Whoever next has the lock removes what is his own scrap, and
+frees what is his own and dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from forebay import errors
+from forebay._claims import building, conflicts, place, seen
+from forebay._claims.ledger import REFUSED, InTheWay, Ledger
+from forebay._claims.members import CLAIM, LEADER, Gone, Members
+from forebay._claims.patience import Patience
+from forebay._claims.seen import Seen
+from forebay._claims.wanted import Held, Wanted
+from forebay._kernel import locks
+
+_LONGEST_PAUSE = 0.05
+_PATIENCE = 60.0
+
+
+class Registry:
+    """The claims of this node. Callable from any thread, and in a forked child; it holds nothing open."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Raises `RootRefused` where the directory (default: ``$FOREBAY_CLAIMS``, else one in /dev/shm) cannot serve."""
+        self.path = (place.default() if path is None else Path(path)).absolute()
+        place.prepare(self.path)
+
+    # -- having a claim --------------------------------------------------------------------------------------------
+
+    def register(self, wanted: Wanted, timeout: float | None = _PATIENCE) -> Held:
+        """Make a claim, as the leader of the job's ranks on this node. Raises `ClaimConflict`, `NoSpace`, `WaitTimeout`.
+
+        Where what stands against it is about to end, waits for that, at most ``timeout`` seconds."""
+        patience = Patience(timeout, _LONGEST_PAUSE)
+        while True:
+            try:
+                return self._register(wanted, timeout, patience)
+            except InTheWay as found:
+                what = (f"claim {wanted.key} of job {wanted.job}", f"a claim that is ending: {found.in_words()}")
+            patience.turn(lambda what=what: what)  # type: ignore[misc]
+
+    def _register(self, wanted: Wanted, timeout: float | None, patience: Patience) -> Held:
+        with self._locked(timeout) as ledger:
+            taken, living = ledger.live(wanted)
+            try:
+                ledger.check(wanted, living)
+            except InTheWay as found:
+                if found.seen.is_ending() and not patience.is_over:
+                    raise
+                ledger.refuse(wanted, found.error)
+                raise found.error from None
+            return ledger.make(wanted, taken, self._left)
+
+    def join(self, wanted: Wanted, timeout: float | None = _PATIENCE) -> Held:
+        """Find the claim that the leader makes, or has made. Raises `ClaimMismatch` where it is about something else, `WaitTimeout`, and
+        the `ClaimConflict` that the leader met."""
+        patience = Patience(timeout, _LONGEST_PAUSE)
+        while True:
+            held = self._find(wanted, led=True)
+            if held is not None:
+                return _matching(held, wanted)
+            refusal = self._refusal(wanted)
+            if refusal is not None:
+                raise refusal
+            patience.turn(lambda: self._missing(wanted))
+
+    def join_or_register(self, wanted: Wanted, timeout: float | None = _PATIENCE) -> Held:
+        """The claim of that job and key, made by whoever comes first: nobody leads it. Its directories meet no others."""
+        with self._locked(timeout) as ledger:
+            held = self._find(wanted, led=False)
+            return held if held is not None else ledger.make(wanted, ledger.live(wanted)[0], self._left)
+
+    def attach(self, directory: Path, *, rank: int | None = None, worker: int | None = None) -> Held:
+        """Join those who have the claim in ``directory``. Raises `Closed` where it was freed."""
+        with contextlib.suppress(Gone):
+            members = Members.attach(directory, rank=rank, worker=worker, on_left=self._left)
+            found = seen.look_at(self.path, directory.name)
+            if found is not None and found.record is not None:
+                return Held(found.record, members)
+            members.leave()
+        raise errors.Closed(f"the claim {directory} was freed: all who had it are gone", what="claim")
+
+    def _find(self, wanted: Wanted, *, led: bool) -> Held | None:
+        """The claim of that job and key, joined. ``led``: only while its leader has it."""
+        for name in os.listdir(self.path):
+            found = seen.look_at(self.path, name) if name.endswith(wanted.tag) else None
+            if found is None or found.record is None or not found.live or (led and found.is_ending()):
+                continue
+            try:
+                members = Members.attach(found.directory, rank=wanted.rank, worker=wanted.worker, on_left=self._left)
+            except Gone:
+                continue
+            if not led or members.is_in(LEADER):
+                return Held(found.record, members)
+            members.leave()
+        return None
+
+    def _refusal(self, wanted: Wanted) -> Exception | None:
+        """Why the leader made no claim, as long as it lives."""
+        for name in os.listdir(self.path):
+            if not name.startswith(REFUSED + wanted.tag):
+                continue
+            try:
+                fd = os.open(self.path / name / CLAIM, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except OSError:
+                continue  # withdrawn
+            try:
+                if os.fstat(fd).st_uid == os.geteuid() and locks.locked_at(fd, LEADER) is not None:
+                    return errors.from_wire(json.loads(building.read(fd)))
+            finally:
+                os.close(fd)
+        return None
+
+    def _missing(self, wanted: Wanted) -> tuple[str, str]:
+        known = [found for found in self.look() if found.live and found.record is not None and found.record.job == wanted.job]
+        there = "; ".join(f"claim {found.record.key} of process {found.record.pid}" for found in known if found.record is not None)
+        return (
+            f"the first rank of this node to make claim {wanted.key} of job {wanted.job} (known by {wanted.how})",
+            f"nobody yet (claims of this job here: {there or 'none'})",
+        )
+
+    # -- seeing and freeing ----------------------------------------------------------------------------------------
+
+    def look(self) -> list[Seen]:
+        """All claims of the node, live and dead, by their number. What cannot be read is told as far as it can."""
+        found = [seen.look_at(self.path, name) for name in os.listdir(self.path)]
+        return sorted((one for one in found if one is not None), key=lambda one: (one.prefix, one.tag))
+
+    def prune(self, timeout: float | None = _PATIENCE) -> list[Seen]:
+        """Free what is dead and this user's now; the next claim of the user would do the same. Gives what was freed."""
+        with self._locked(timeout) as ledger:
+            return [one for one in self.look() if not one.live and one.uid == os.geteuid() and ledger.free(one)]
+
+    def _left(self, directory: Path) -> None:
+        """Free a claim if nobody has it any more, and the lock is to be had without a wait; else the next claim does."""
+        found = seen.look_at(self.path, directory.name, with_record=False)
+        if found is None or found.live:
+            return
+        with contextlib.suppress(errors.WaitTimeout):
+            with self._locked(0) as ledger:
+                ledger.free(found)
+
+    @contextlib.contextmanager
+    def _locked(self, timeout: float | None) -> Iterator[Ledger]:
+        """The lock held. What loses its name is removed afterwards: large files take long. Raises `WaitTimeout`."""
+        scrap: list[Path] = []
+        try:
+            with place.locked(self.path, timeout):
+                ledger = Ledger(self.path, scrap)
+                yield ledger
+        finally:
+            for directory in scrap:
+                building.remove(directory)
+
+
+def _matching(held: Held, wanted: Wanted) -> Held:
+    differs = conflicts.mismatch(wanted.streams, held.record.streams)
+    if differs is None:
+        return held
+    held.members.leave()
+    theirs = held.record
+    raise errors.ClaimMismatch(
+        f"claim {wanted.key} of job {wanted.job} (known by {wanted.how}) is not what its leader, process {theirs.pid}, says: {differs}",
+        ours=[s.place.path for s in wanted.streams], theirs=[s.place.path for s in theirs.streams],
+    )  # fmt: skip

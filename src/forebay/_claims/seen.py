@@ -1,0 +1,106 @@
+"""A claim as it is seen from outside, by who may have nothing to do with it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from forebay._claims import building, processes, records
+from forebay._claims.members import CLAIM, LEADER, SLOTS, Member, Table
+from forebay._claims.records import Record
+from forebay._kernel import locks
+
+_NAME = re.compile(r"(\d{6,15})\.([0-9a-f]{16})")
+_APART = frozenset((CLAIM, "members", "locks", "words", building.LANDMARK))
+
+
+class Seen(NamedTuple):
+    """``tag``: tells job and key. ``live``: somebody has it; ``led``: who registered it does. ``record``: None where it is damaged."""
+
+    directory: Path
+    prefix: int
+    tag: str
+    uid: int
+    live: bool
+    led: bool
+    record: Record | None
+
+    def members(self) -> list[Member]:
+        """Who has it, or had; none where it is another user's."""
+        try:
+            fd = _open(self.directory)
+        except OSError:
+            return []
+        try:
+            return Table(self.directory).members(fd)
+        except OSError:
+            return []
+        finally:
+            os.close(fd)
+
+    def pids(self) -> list[int]:
+        """Who has it now, as far as we may know."""
+        if self.uid == os.geteuid():
+            return [member.pid for member in self.members() if member.state == "in"]
+        return [self.record.pid] if self.led and self.record is not None else []
+
+    def is_ending(self) -> bool:
+        """Whether who has it is about to let go: its leader is gone, or all who have it were killed."""
+        if not self.led:
+            return True
+        there = [member for member in self.members() if member.state == "in"]
+        if there:
+            return all(member.is_dying() for member in there)
+        told = self.record
+        return told is not None and told.space == processes.pid_space() and processes.is_dying(told.pid, told.ticks)
+
+    def memory(self) -> int | None:
+        """Bytes of shared memory, of what was made under it; None where that is not shown to us."""
+        try:
+            names = set(os.listdir(self.directory)) - _APART
+            return sum(os.lstat(self.directory / name).st_blocks * 512 for name in names)
+        except OSError:
+            return None
+
+
+def _open(directory: Path) -> int:
+    # O_NONBLOCK: anybody may have put a FIFO there.
+    return os.open(f"{directory}/{CLAIM}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def parse(name: str) -> tuple[int, str] | None:
+    """Number and tag of the claim whose directory has this name; None if it is no such name."""
+    found = _NAME.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
+
+
+def look_at(registry: Path, name: str, *, with_record: bool = True) -> Seen | None:
+    """The claim of this name; None where there is none, or it was freed meanwhile. Without its record it is seen quicker."""
+    told = parse(name)
+    if told is None:
+        return None
+    directory = registry / name
+    try:
+        fd = _open(directory)
+    except OSError:
+        return _damaged(directory, *told)
+    try:
+        live = locks.locked_at(fd, 0, SLOTS) is not None
+        led = live and locks.locked_at(fd, LEADER) is not None
+        record = records.load(building.read(fd)) if with_record else None
+        return Seen(directory, *told, os.fstat(fd).st_uid, live, led, record)
+    except OSError:
+        return _damaged(directory, *told)  # it is a directory, or the like
+    finally:
+        os.close(fd)
+
+
+def _damaged(directory: Path, prefix: int, tag: str) -> Seen | None:
+    """One whose file cannot be looked at: nobody can hold it. Its name is taken all the same."""
+    try:
+        uid = os.lstat(directory).st_uid
+    except FileNotFoundError:
+        return None
+    return Seen(directory, prefix, tag, uid, False, False, None)

@@ -1,0 +1,275 @@
+"""Claims: which local directories and which shared memory belong to which job of this node.
+
+A claim lives as long as any process that has it, and is freed by itself. It needs no cache: `forebay.claim`.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+from forebay import _config, errors
+from forebay._claims import dirs as directories
+from forebay._claims.jobs import identify
+from forebay._claims.members import House
+from forebay._claims.records import Record, Stream
+from forebay._claims.registry import Registry
+from forebay._claims.seen import Seen
+from forebay._claims.wanted import Held, Wanted
+from forebay.world import World as World
+
+if TYPE_CHECKING:
+    import numpy
+
+    from forebay._claims.barriers import Barrier
+    from forebay._claims.memory import Scalar
+    from forebay._claims.named_locks import NamedLock
+
+PathLike: TypeAlias = str | os.PathLike[str]
+_guard = threading.Lock()  # of the two tables
+_counts: collections.Counter[tuple[Path, str]] = collections.Counter()  # how many claims without a name this process asked for
+_open: dict[tuple[str, str], Claim] = {}  # those that this process has: kept, since what was made of one may be in use
+
+
+def claim(
+    dirs: PathLike | Sequence[PathLike], remotes: str | Sequence[str | None] | None = None, world: World | None = None,
+    job: str | None = None, *, name: str | None = None, shared: bool = False, timeout: float | None = 60.0,
+) -> Claim:  # fmt: skip
+    """Register what this job uses on this node; all its ranks call this, and have one claim together.
+
+    ``dirs``: the local working directories, which need not be there yet. ``remotes``: where each is filled from, or None: only a
+    directory that has one must be the job's alone. ``world``: which rank this is (default: `World.detect`). ``job``: what the ranks
+    of this job have in common, where no launcher says it. ``name``: which of the job's claims this is (default: the first call of
+    each rank makes or finds the first one, and so on). ``shared``: the directories are only read, and may be shared with whoever
+    says so too, of the same remote. ``timeout``: seconds for which a rank waits for the first rank of its node, or anybody for a
+    job that is ending.
+
+    Raises `ClaimConflict` (a ValueError) where another claim that lives has such a directory, or one above or below it;
+    `ClaimMismatch` (a RuntimeError) where a rank says something else than the first one; `ConfigError`, `WaitTimeout`, `NoSpace`,
+    `RootRefused`. It is freed when the last process that has it closes it, or ends, however."""
+    streams = _streams(dirs, remotes, shared)
+    world = World.detect() if world is None else world
+    patience = _config.parse_timeout(timeout)
+    known = identify(job, world)
+    registry = Registry()
+    key = _ordinal(registry, known.id) if name is None else _named(name)
+    wanted = Wanted(known.id, known.how, key, streams, world.to_json(), world.rank)
+    held = registry.register(wanted, patience) if world.is_local_leader else registry.join(wanted, patience)
+    return _opened(registry, held, world)
+
+
+def _ordinal(registry: Registry, job: str) -> str:
+    with _guard:
+        _counts[registry.path, job] += 1
+        return str(_counts[registry.path, job] - 1)
+
+
+def _named(name: str) -> str:
+    if not isinstance(name, str) or not name:
+        raise errors.ConfigError(f"name={name!r}: must be a text that is not empty", name="name", value=repr(name))
+    return f"named {name}"
+
+
+def _streams(dirs: PathLike | Sequence[PathLike], remotes: str | Sequence[str | None] | None, shared: bool) -> tuple[Stream, ...]:
+    wanted = [dirs] if isinstance(dirs, str | os.PathLike) else list(dirs)
+    given = [remotes] * len(wanted) if remotes is None else [remotes] if isinstance(remotes, str | os.PathLike) else list(remotes)
+    if len(given) != len(wanted):
+        raise errors.ConfigError(
+            f"{len(wanted)} directories, but {len(given)} remotes: one each, or None", name="remotes", value=len(given)
+        )
+    if not wanted or not all(wanted):
+        raise errors.ConfigError(f"dirs={dirs!r}: must name at least one directory, and none by ''", name="dirs", value=repr(dirs))
+    places = [directories.canonical(path) for path in wanted]
+    again = [str(wanted[n]) for n, place in enumerate(places) if any(directories.same(place, before) for before in places[:n])]
+    if again:
+        raise errors.ConfigError(
+            f"each directory may appear once in a claim, but these are repeated: {', '.join(again)}", name="dirs", value=again
+        )
+    return tuple(Stream(place, _redacted(remote), shared) for place, remote in zip(places, given, strict=True))
+
+
+def _redacted(remote: str | None) -> str | None:
+    if remote is None:
+        return None
+    from forebay.remote import urls  # with a hash that is not Python's own: only who has a remote needs it
+
+    return urls.canonical(remote)
+
+
+def _opened(registry: Registry, held: Held, world: World) -> Claim:
+    found = Claim(registry, held, world)
+    with _guard:
+        _open[found._identity] = found
+    return found
+
+
+def _arrive(registry: str, identity: tuple[str, str], rank: int, world: World) -> Claim:
+    """A claim that came by pickle: that of this process, if it has it, else it joins now."""
+    with _guard:
+        found = _open.get(identity)
+    if found is not None:
+        return found
+    at = Registry(registry)
+    held = at.attach(at.path / identity[0], rank=rank)
+    if _token(held.record) != identity[1]:
+        held.members.leave()
+        raise errors.Closed(f"claim {identity[0]} was freed, and its number is another one's by now", what="claim")
+    return _opened(at, held, world)
+
+
+def _token(record: Record) -> str:
+    """Tells a claim from one that had, or will have, its name."""
+    return f"{record.pid} {record.start}"
+
+
+class Claim:
+    """What a job uses on this node: its directories, and shared memory, barriers and locks for its processes. Made by `claim`.
+
+    ``prefix``: a small number that no other live claim of the node has. ``path``: of its directory, in memory. ``job``, ``name``;
+    ``directories`` (links resolved), ``remotes`` (free of secrets), ``shared``; ``world``: as this process was told, or found;
+    ``is_leader``: whether it made the claim.
+
+    Callable from any thread. A forked child has the claim as well, and so has who unpickles it, at once. An open claim stays, whoever
+    refers to it, until `close` or the end of the process: arrays made of it may be in use."""
+
+    def __init__(self, registry: Registry, held: Held, world: World) -> None:
+        record = held.record
+        self._registry, self._record, self._members = registry, record, held.members
+        self._house = House(held.members, f"claim {record.prefix:06} of job {record.job}")
+        self._identity = (held.members.directory.name, _token(record))
+        self.prefix, self.path, self.job, self.world = record.prefix, held.members.directory, record.job, world
+        self.name = record.key.removeprefix("named ")
+        self.directories = tuple(stream.place.path for stream in record.streams)
+        self.remotes = tuple(stream.remote for stream in record.streams)
+        self.shared = all(stream.shared for stream in record.streams)
+        self.is_leader = world.is_local_leader
+
+    def array(self, name: str, shape: int | Sequence[int], dtype: Any) -> numpy.ndarray[Any, Any]:
+        """An array in shared memory, which all processes that have the claim see under this name: of zeros at first.
+
+        Raises `ClaimMismatch` where another shape or dtype was asked for before, `NoSpace` where /dev/shm is full, `MissingExtra`
+        without NumPy. It stays good after `close`, and after the claim was freed."""
+        from forebay._claims import memory
+
+        return memory.array(self._house, name, shape, dtype)
+
+    def scalar(self, name: str, dtype: Any) -> Scalar:
+        """One value in shared memory, with ``get()`` and ``set(value)``: see `array`."""
+        from forebay._claims import memory
+
+        return memory.scalar(self._house, name, dtype)
+
+    def buffer(self, name: str, size: int) -> memoryview:
+        """``size`` bytes of shared memory, writable: see `array`."""
+        from forebay._claims import memory
+
+        return memory.buffer(self._house, name, size)
+
+    def barrier(self, name: str) -> Barrier:
+        """Where ``parties`` processes or threads wait for each other: ``wait(parties, timeout=None)``, any number of times."""
+        from forebay._claims.barriers import Barrier
+
+        return Barrier(self._house, name)
+
+    def lock(self, name: str, timeout: float | None = None) -> NamedLock:
+        """A lock for a ``with``, which one thread of one process has at a time; death frees it. ``timeout``: then `WaitTimeout`."""
+        from forebay._claims.named_locks import NamedLock
+
+        return NamedLock(self._house, name, _config.parse_timeout(timeout))
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process gave the claim back."""
+        return self._members.has_left
+
+    def close(self) -> None:
+        """Give the claim back, of this process alone: the last one frees it. What was made of it stays good."""
+        with _guard:
+            _open.pop(self._identity, None)
+        if not self.closed:
+            from forebay._claims import named_locks
+
+            named_locks.close(self._house)
+            self._members.leave()
+
+    def __enter__(self) -> Self:
+        self._house.check()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._house.check()
+        return _arrive, (str(self._registry.path), self._identity, self.world.rank, self.world)
+
+    def __repr__(self) -> str:
+        return f"<forebay.Claim {self.prefix:06} of {', '.join(self.directories)}{' closed' if self.closed else ''}>"
+
+
+# -- of all jobs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimInfo:
+    """A claim of the node. ``pids``: who has it now, and ``leader``, who made it, as far as we may know. ``started``: seconds since 1970;
+    ``age``: seconds. ``bytes``: of its shared memory; None where that is not shown to us. ``live``: somebody has it. What a damaged
+    one does not tell is empty, 0, or None."""
+
+    prefix: int
+    job: str
+    name: str
+    user: str
+    uid: int
+    pids: tuple[int, ...]
+    leader: int | None
+    started: float
+    age: float
+    directories: tuple[str, ...]
+    remotes: tuple[str | None, ...]
+    shared: bool
+    bytes: int | None
+    live: bool
+    command: str
+
+
+def list_claims() -> list[ClaimInfo]:
+    """The claims of this node, of all users and jobs, live and dead, by their number. Raises `RootRefused`."""
+    return [_info(seen) for seen in Registry().look()]
+
+
+def prune_claims() -> list[ClaimInfo]:
+    """Free now what dead jobs of this user left; the user's next claim would do the same. Gives what was freed; a claim that any living
+    process has is never touched. Raises `RootRefused`, `WaitTimeout`."""
+    registry = Registry()
+    dead = [_info(seen) for seen in registry.look() if not seen.live]
+    freed = {(seen.prefix, seen.uid) for seen in registry.prune()}
+    return [info for info in dead if (info.prefix, info.uid) in freed]
+
+
+def _info(seen: Seen) -> ClaimInfo:
+    from forebay._claims.records import user_name
+
+    record = seen.record
+    told: dict[str, Any] = {
+        "prefix": seen.prefix, "uid": seen.uid, "user": user_name(seen.uid), "pids": tuple(seen.pids()), "bytes": seen.memory(),
+        "live": seen.live,
+    }  # fmt: skip
+    if record is None:
+        nothing: dict[str, Any] = {"job": "", "name": "", "leader": None, "started": 0.0, "age": 0.0, "directories": (), "remotes": ()}
+        return ClaimInfo(**told, **nothing, shared=False, command="")
+    return ClaimInfo(
+        **told, job=record.job, name=record.key.removeprefix("named "), leader=record.pid, started=record.start,
+        age=max(time.time() - record.start, 0.0), directories=tuple(stream.place.path for stream in record.streams),
+        remotes=tuple(stream.remote for stream in record.streams), shared=all(stream.shared for stream in record.streams),
+        command=record.command,
+    )  # fmt: skip
