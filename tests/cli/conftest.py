@@ -48,6 +48,7 @@ Run = Callable[..., Ran]
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = tmp_path / "cache"
     monkeypatch.setenv("FOREBAY_HOME", str(place))
+    monkeypatch.setenv("FOREBAY_CLAIMS", str(tmp_path / "claims"))  # else what jobs left on this machine is shown, and freed
     return place
 
 

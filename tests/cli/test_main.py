@@ -17,7 +17,10 @@ from forebay.testing import ScriptedServer
 
 from .conftest import COMMAND, Run
 
-VERBS = ["pull", "ls", "du", "stats", "rm", "prune", "clear", "verify", "path", "pin", "unpin", "warm", "doctor", "completion", "demo"]
+VERBS = [
+    *("pull", "ls", "du", "stats", "rm", "prune", "clear", "verify", "path", "pin", "unpin", "warm", "claims", "doctor", "completion"),
+    "demo",
+]
 
 
 def test_help_lists_the_verbs(run: Run) -> None:
@@ -31,7 +34,7 @@ def test_each_verb_has_help_and_json(run: Run, verb: str) -> None:
     ran = run(verb, "--help")
     assert ran.code == 0
     assert "--json" in ran.out
-    assert ("--root" in ran.out) == (verb not in ("completion", "demo"))
+    assert ("--root" in ran.out) == (verb not in ("claims", "completion", "demo"))
 
 
 def test_version(run: Run) -> None:

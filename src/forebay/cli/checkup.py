@@ -20,6 +20,7 @@ from forebay._kernel import host, mappings
 ENOUGH_FILES = 4096
 ENOUGH_MAPS = 65_530  # the kernel's default
 ENOUGH_INODES = 100_000
+ENOUGH_SHARED = 64 << 20
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|KEY|HEADER")
 EXTRAS = {"s3": "botocore", "fsspec": "fsspec", "arrow": "pyarrow", "tasks": "cloudpickle"}
 
@@ -36,7 +37,7 @@ class Finding:
 
 def check_up(place: Path) -> Iterator[Finding]:
     """All findings about this machine and the cache at ``place``, which need not exist."""
-    for check in (_versions, _extras, _settings, _file_system, _disk, _limits, _kernel_facts, _permissions, _catalog, _content):
+    for check in (_versions, _extras, _settings, _file_system, _disk, _limits, _kernel_facts, _permissions, _catalog, _content, _claims):
         yield from _safely(check, place)
 
 
@@ -178,3 +179,23 @@ def _content(place: Path) -> Iterator[Finding]:
         yield Finding("lost stores", "slow", f"{stats.store_failures:,} values could not be kept", "the log of those jobs says why")
     if problems:
         yield Finding("soundness", "wrong", "; ".join(str(p) for p in problems[:3]), "`forebay verify --repair`")
+
+
+def _claims(_: Path) -> Iterator[Finding]:
+    from forebay._claims.place import default
+    from forebay.claims import list_claims
+
+    registry = default()
+    if not os.path.lexists(registry):
+        yield Finding("claims", "ok", f"none yet, {registry} is made by the first")
+        return
+    found, free = list_claims(), host.disk(registry).free
+    dead = [claim for claim in found if not claim.live]
+    memory = format_size(sum(claim.bytes or 0 for claim in found))
+    what = f"{len(found) - len(dead)} live, {len(dead)} dead; {memory} of shared memory, {format_size(free)} free in {registry}"
+    if free < ENOUGH_SHARED:
+        todo = "jobs have their shared memory there: make it larger (a container's by --shm-size), or set FOREBAY_CLAIMS"
+        yield Finding("claims", "slow", what, todo)
+        return
+    mine = any(claim.uid == os.geteuid() for claim in dead)
+    yield Finding("claims", "ok", what, "`forebay prune` frees your dead ones now, your next claim does it too" if mine else "")

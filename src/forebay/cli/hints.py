@@ -48,7 +48,10 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     (errors.MissingExtra, Hint("install the extra beside forebay, then run the command again")),
     (NoCache, Hint("`forebay pull URL` makes one; --root or FOREBAY_HOME names another place", ABSENT)),
     (errors.NewerFormat, Hint("upgrade forebay, or give this version a place of its own by --root")),
-    (errors.RootError, Hint("choose a local directory of your own by --root or FOREBAY_HOME; `forebay doctor` looks closer")),
+    (
+        errors.RootError,
+        Hint("choose a local directory by --root or FOREBAY_HOME (claims: FOREBAY_CLAIMS); `forebay doctor` looks closer"),
+    ),
     (
         errors.NoSpace,
         Hint("raise FOREBAY_BUDGET, or `forebay prune --free SIZE`; `forebay ls --leased` shows what is held"),
@@ -57,6 +60,9 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     (errors.Damaged, Hint("`forebay verify --repair` sets damaged entries aside")),
     (errors.CacheFault, Hint("`forebay doctor` looks for the cause, `forebay verify --repair` mends the cache")),
     (errors.WaitTimeout, Hint("wait for the holder, or end it: what it has fetched is kept")),
+    (errors.ClaimConflict, Hint("`forebay claims` shows who has it: end that job, or give this one a directory of its own")),
+    (errors.ClaimMismatch, Hint("start all ranks with the same directories, and shapes of shared memory")),
+    (errors.BarrierBroken, Hint("its participant died: the log of that process says why")),
     (errors.Offline, Hint("`forebay warm` fills a cache before the network is gone", ABSENT)),
     (NoSuchSpace, Hint("`forebay du` lists the spaces", ABSENT)),
     (errors.NotCached, Hint("`forebay pull URL` fetches it", ABSENT)),

@@ -13,8 +13,9 @@ from typer.completion import completion_init  # type: ignore[attr-defined]  # th
 
 import forebay
 from forebay._config import Settings
-from forebay.cli import clear, completion, demo, doctor, du, ls, path, pin, prune, pull, push, render, rm, stats, unpin, verify, warm
+from forebay.cli import claims, clear, completion, demo, doctor, du, ls, path, pin, prune, pull, push, rm, stats, unpin, verify, warm
 from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, hint_for, is_expected
+from forebay.cli.render import LOG_LINES, note, say_error, say_two_lines
 
 log = logging.getLogger("forebay.cli")
 
@@ -24,7 +25,7 @@ app = typer.Typer(
     name="forebay", help="The local cache of a training node.", no_args_is_help=False, add_completion=False, rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-for verb in (pull, push, ls, du, stats, rm, prune, clear, verify, path, pin, unpin, warm, doctor, completion, demo):
+for verb in (pull, push, ls, du, stats, rm, prune, clear, verify, path, pin, unpin, warm, claims, doctor, completion, demo):
     name = verb.__name__.rsplit(".", 1)[-1]
     app.command(name)(getattr(verb, name))
 
@@ -49,8 +50,8 @@ def top(
 def _log_to_stderr() -> None:
     root = logging.getLogger("forebay")
     root.setLevel(Settings.from_environment().verbosity or logging.WARNING)
-    if render.LOG_LINES not in root.handlers:
-        root.addHandler(render.LOG_LINES)
+    if LOG_LINES not in root.handlers:
+        root.addHandler(LOG_LINES)
 
 
 def run(arguments: list[str] | None = None) -> int:
@@ -86,7 +87,7 @@ def _run(arguments: list[str] | None) -> int:
     except Exception as error:  # noqa: BLE001 - the top: every fault becomes two lines and a code, the log has the rest
         return _say_failure(error)
     if code == INTERRUPTED:  # some typers give the code, others raise
-        render.note("interrupted")
+        note("interrupted")
     return code
 
 
@@ -94,14 +95,14 @@ def _say_usage(error: Exception) -> None:
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "forebay"
     what = getattr(error, "format_message", error.__str__)().replace("Value error, ", "")
-    render.say_two_lines(what, f"`{where} --help` lists what it takes")
+    say_two_lines(what, f"`{where} --help` lists what it takes")
 
 
 def _say_failure(error: Exception) -> int:
     if not is_expected(error):
         log.debug("an error that nobody expected", exc_info=error)
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    render.say_error(error)
+    say_error(error)
     return hint_for(error).code
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from typing import TYPE_CHECKING, Annotated
 
 from forebay._config import parse_size
 from forebay.cli.filters import parse_filters
+from forebay.cli.hints import NoCache
 from forebay.cli.options import DryRunOption, FilterOption, JsonOption, RootOption, SpaceOption, YesOption, check_space, opened, option
 from forebay.cli.removal import carry_out
-from forebay.cli.render import Output
-from forebay.errors import ConfigError
+from forebay.cli.render import Output, note
+from forebay.errors import ConfigError, ForebayError
+
+if TYPE_CHECKING:
+    from forebay.claims import ClaimInfo
 
 
 def prune(
@@ -23,16 +28,37 @@ def prune(
 ) -> None:
     """Remove what is over the limits, and what killed processes left half done; or as --free and --filter say.
 
-    What some process is using stays. Unfinished downloads stay too, to be gone on from, until their room is wanted.
+    What some process is using stays. Unfinished downloads stay too, to be gone on from, until their room is wanted. Without
+    --free and --filter the claims of dead jobs are freed as well, also where there is no cache.
     """
     passes = parse_filters(filters) if filters else None
     if space is not None and free is None and passes is None:
         raise ConfigError("--space goes with --free or --filter; `forebay clear --space` removes it all", name="--space", value=space)
-    with opened(root) as cache:
-        check_space(cache, space)
-        if free is None and passes is None:
-            plan = cache.prune()
-        else:
+    output = Output(as_json)
+    if free is not None or passes is not None:
+        with opened(root) as cache:
+            check_space(cache, space)
             need = None if free is None else parse_size(free, total=cache.budget, name="--free")
-            plan = cache.plan(need, where=passes, space=space)
-        carry_out(plan, Output(as_json), dry_run=dry_run, yes=yes)
+            carry_out(cache.plan(need, where=passes, space=space), output, dry_run=dry_run, yes=yes)
+        return
+    dead = _dead_claims(dry_run=dry_run)
+    output.dead_claims(dead, "would be freed" if dry_run else "freed")
+    try:
+        with opened(root) as cache:
+            carry_out(cache.prune(), output, dry_run=dry_run, yes=yes, claims=dead)
+    except NoCache as error:
+        if root is not None:
+            raise
+        note(str(error))
+        output.document({"claims": dead})
+
+
+def _dead_claims(*, dry_run: bool) -> list[ClaimInfo]:
+    """What dead jobs of this user left, freed unless ``dry_run``. Nobody is asked: the user's next claim would free them too."""
+    from forebay.claims import list_claims, prune_claims
+
+    try:
+        return [claim for claim in list_claims() if not claim.live and claim.uid == os.geteuid()] if dry_run else prune_claims()
+    except (ForebayError, OSError) as error:  # of the node, which is no reason to leave the cache as it is
+        note(f"claims: {error}")
+        return []

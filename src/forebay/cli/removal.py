@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -11,13 +13,19 @@ from forebay.cli.render import Output, confirmed
 
 if TYPE_CHECKING:
     from forebay._model import Report
+    from forebay.claims import ClaimInfo
     from forebay.reports import Plan
 
 
-def carry_out(plan: Plan, output: Output, *, dry_run: bool, yes: bool) -> Report | None:
-    """What really happened; None with ``dry_run``. Exits where nobody agrees; where nothing would go nobody is asked."""
+def carry_out(
+    plan: Plan, output: Output, *, dry_run: bool, yes: bool, claims: Sequence[ClaimInfo] | None = None
+) -> Report | None:  # fmt: skip
+    """What really happened; None with ``dry_run``. Exits where nobody agrees; where nothing would go nobody is asked.
+
+    ``claims``: freed beside it, for the one JSON document."""
+    also = {} if claims is None else {"claims": claims}
     if dry_run:
-        output.document({"victims": plan.victims, "frees": plan.frees})
+        output.document({"victims": plan.victims, "frees": plan.frees, **also})
         output.victims(plan.victims, plan.frees)
         return None
     if plan.victims and not yes:
@@ -25,6 +33,6 @@ def carry_out(plan: Plan, output: Output, *, dry_run: bool, yes: bool) -> Report
     if plan.victims and not confirmed("Remove them?", yes=yes):
         raise typer.Exit(FAILED)
     report = plan.execute()
-    output.document(report)
+    output.document({**dataclasses.asdict(report), **also})
     output.report(report)
     return report

@@ -20,9 +20,13 @@ from forebay.cli.hints import hint_for
 
 if TYPE_CHECKING:
     from forebay._model import Entry, Problem, Report, Victim
+    from forebay.claims import ClaimInfo
     from forebay.reports import Stats
 
 UNLIMITED = 100_000  # columns where no terminal sets a width: nothing is cut or folded in a pipe
+
+
+MOST_PIDS = 4  # of a claim, in a table
 
 
 class _Console(Console):
@@ -159,6 +163,17 @@ class Output:
         for name in report.spared:
             self.line(f"{'pinned' if name in pinned else 'in use'}, left alone: {name}", style="yellow")
 
+    def claims(self, claims: Sequence[ClaimInfo]) -> None:
+        now = time.time()
+        if claims:
+            columns = ("PREFIX", "STATE", "AGE>", "USER", "PROCESSES", "MEMORY>", "JOB", "DIRECTORIES")
+            self.table(columns, (_claim_row(claim, now) for claim in claims))
+
+    def dead_claims(self, claims: Sequence[ClaimInfo], what: str) -> None:
+        for claim in claims:
+            memory = f", {format_size(claim.bytes)} of shared memory" if claim.bytes else ""
+            self.line(f"claim {claim.prefix:06} of a dead job{memory} {what}: {', '.join(claim.directories) or 'damaged'}")
+
     def problems(self, problems: Sequence[Problem], *, verb: str) -> None:
         for problem in problems:
             self.line(f"{problem}" + (f" ({problem.key})" if problem.key else ""))
@@ -194,6 +209,14 @@ def entry_record(entry: Entry) -> dict[str, object]:
 def _entry_row(entry: Entry, now: float) -> tuple[object, ...]:
     state = [word for word, true in ((entry.life, entry.life != "cached"), ("leased", entry.leased)) if true]
     return format_size(entry.size), _ago(now, entry.used), _ago(now, entry.created), " ".join(state), entry.name
+
+
+def _claim_row(claim: ClaimInfo, now: float) -> tuple[object, ...]:
+    pids = [str(pid) for pid in claim.pids]
+    shown = " ".join(pids if len(pids) <= MOST_PIDS else [*pids[: MOST_PIDS - 1], f"+{len(pids) - MOST_PIDS + 1}"])
+    memory = "-" if claim.bytes is None else format_size(claim.bytes)
+    age, state = _ago(now, claim.started), "live" if claim.live else "dead"
+    return f"{claim.prefix:06}", state, age, claim.user, shown or "-", memory, claim.job or "-", " ".join(claim.directories) or "damaged"
 
 
 def _ago(now: float, moment: float) -> str:
