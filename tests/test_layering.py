@@ -76,11 +76,12 @@ ORDER = """
     errors < _claims
     errors < _claims.launchers
     _claims.launchers _kernel.host < _claims.ranks < world < _claims.jobs < claims
-    _kernel.waits < _claims.processes < _claims.members < _claims.named_locks < _claims.memory < _claims.boards < _claims.barriers < claims
+    _kernel.waits < _claims.processes < _claims.table < _claims.members < _claims.named_locks
+    _claims.named_locks < _claims.memory < _claims.boards < _claims.barriers < claims
     _kernel.waits < _claims.passing < _claims.members
     _kernel.waits < _claims.patience < _claims.place
     errors _model < _claims.dirs < _claims.records < _claims.building < _claims.place < _claims.registry
-    _claims.members < _claims.building < _claims.seen < _claims.ledger < _claims.registry < claims
+    _claims.passing _claims.table < _claims.building < _claims.seen < _claims.ledger < _claims.registry < claims
     _claims.processes < _claims.dirs < _claims.conflicts < _claims.ledger
     _claims.records < _claims.wanted < _claims.conflicts
     _claims.members < _claims.wanted < _claims.ledger
@@ -95,6 +96,8 @@ RAY = (
     "adapters.ray_tasks", "adapters.chia",
 )  # fmt: skip
 
+STREAMING = ("adapters.streaming", "adapters.streaming_shared", "adapters.streaming_barrier", "adapters.streaming_prefix")
+
 # Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
 THIRD_PARTY = {
     "urllib3": ("remote",),
@@ -108,7 +111,7 @@ THIRD_PARTY = {
     "ray": RAY,
     "cloudpickle": ("remote.filesystems", "_codecs.by_value"),
     "yaml": ("_tasks.config",),
-    "numpy": ("codecs", "_claims.memory", "claims", "adapters.streaming", "adapters.streaming_shared"),
+    "numpy": ("codecs", "_claims.memory", "claims", *STREAMING),
     "torch": ("codecs", "adapters.torch"),
     "pytorch_pfn_extras": ("adapters.pfio_base",),
     "megatron": ("adapters.energon",),
@@ -123,6 +126,7 @@ LOADED_WITH = {
     "megatron": ("adapters.energon",),
     "ray": RAY,
     "pyarrow": ("adapters.ray_checkpoint",),
+    "numpy": STREAMING,
 }
 
 CHANGING = frozenset(

@@ -62,7 +62,7 @@ def claim(
     key = _ordinal(registry, known.id) if name is None else _named(name)
     wanted = Wanted(known.id, known.how, key, streams, world.to_json(), world.rank)
     held = registry.register(wanted, patience) if world.is_local_leader else registry.join(wanted, patience)
-    return _opened(registry, held, world)
+    return opened(registry, held, world)
 
 
 def _ordinal(registry: Registry, job: str) -> str:
@@ -103,7 +103,8 @@ def _redacted(remote: str | None) -> str | None:
     return urls.canonical(remote)
 
 
-def _opened(registry: Registry, held: Held, world: World) -> Claim:
+def opened(registry: Registry, held: Held, world: World) -> Claim:
+    """What the registry gave, as a `Claim` of this process."""
     found = Claim(registry, held, world)
     with _guard:
         _open[found._identity] = found
@@ -121,7 +122,7 @@ def _arrive(registry: str, identity: tuple[str, str], rank: int, world: World) -
     if _token(held.record) != identity[1]:
         held.members.leave()
         raise errors.Closed(f"claim {identity[0]} was freed, and its number is another one's by now", what="claim")
-    return _opened(at, held, world)
+    return opened(at, held, world)
 
 
 def _token(record: Record) -> str:
@@ -200,6 +201,11 @@ class Claim:
 
             named_locks.close(self._house)
             self._members.leave()
+
+    def let_go(self) -> None:
+        """The same for finalizers, which may run inside anything: never waits."""
+        _open.pop(self._identity, None)
+        self._members.leave_soon()
 
     def __enter__(self) -> Self:
         self._house.check()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import NoReturn
 
 from forebay import errors
 from forebay._claims.boards import SEATS, SEEN, VISIT, Board, Crowd, board_of, is_of, owner, slot_of
-from forebay._claims.members import House, Member
+from forebay._claims.members import House
 from forebay._claims.named_locks import NamedLock, with_state
+from forebay._claims.table import Member
 from forebay._kernel import waits
 
 _LOCK_AGAIN = 1.0
@@ -164,8 +164,7 @@ class _Visit:
         return gone or 0 not in seats or any(map(self._mourns, crowd.members))
 
     def _judge_locked(self) -> None:
-        """Free the seats of those who left, and break the round where one died who waited, who crossed the last time, or without whom
-        too few are left."""
+        """Free the seats of those who left, and break the round where somebody died whom it misses."""
         board, crowd = self._board, Crowd(self._house.members.records())
         waiting, dead = [], {}
         for seat, value in enumerate(board.seats()):
@@ -176,17 +175,23 @@ class _Visit:
                 dead[seat] = member
             elif value:
                 board.set_seat_locked(seat, 0)
-        missed = list(filter(self._mourns, [*dead.values(), *crowd.sitting(board.seats_before())]))
-        may_come = {member.slot for member in crowd.live} - {member.slot for member in waiting}
-        if len(waiting) + len(may_come) < (self._parties or board.parties):
-            missed += filter(self._mourns, crowd.members)
-        if missed:
-            self._break_locked(dict.fromkeys(missed), dead)
+        if missed := self._missed(crowd, waiting, list(dead.values())):
+            self._break_locked(missed, dead)
         elif all(crowd.joined(self._house.members.slot) <= member.joined for member in waiting):
             for seat in dead:  # nobody who waits was there when they died
                 board.set_seat_locked(seat, 0)
 
-    def _break_locked(self, missed: Iterable[Member], dead: dict[int, Member]) -> None:
+    def _missed(self, crowd: Crowd, waiting: list[Member], dead: list[Member]) -> list[Member]:
+        """Who died that waited, or crossed the last time; where nobody can know yet who is to come, also anybody else that died, if now
+        there are too few."""
+        before, parties = self._board.seats_before(), self._parties or self._board.parties
+        found = [*dead, *crowd.sitting(before)]
+        may_come = {member.slot for member in crowd.live} - {member.slot for member in waiting}
+        if len(before) - before.count(0) < parties and len(waiting) + len(may_come) < parties:
+            found += crowd.members
+        return list(dict.fromkeys(filter(self._mourns, found)))
+
+    def _break_locked(self, missed: list[Member], dead: dict[int, Member]) -> None:
         """Each who is missed gets a seat, so that those who are told later know whom; what is free then is for who comes late."""
         board, seats = self._board, self._board.seats()
         free = [seat for seat, value in enumerate(seats) if not value]
@@ -227,9 +232,9 @@ class _Visit:
         board, seats = self._board, self._board.seats()
         if 0 not in seats:
             return []
-        here, before = crowd.sitting(seats), crowd.sitting(board.seats_before())
+        here, before = crowd.sitting(seats), board.seats_before()
         late = [member for member in crowd.live if member not in here and member.joined < board.broken_at]
-        return [member for member in late if member in before] if len(before) >= board.parties else late
+        return late if before.count(0) or len(before) < board.parties else [member for member in late if member in crowd.sitting(before)]
 
     # -- going -----------------------------------------------------------------------------------------------------
 

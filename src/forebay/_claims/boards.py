@@ -13,9 +13,10 @@ import time
 import weakref
 from collections.abc import Iterable
 
-from forebay._claims.members import House, Identity, Member
+from forebay._claims.members import House
 from forebay._claims.memory import share
 from forebay._claims.named_locks import NamedLock, number, words_of
+from forebay._claims.table import Identity, Member
 from forebay._kernel import host, mappings, waits
 
 SEATS = 1024

@@ -11,10 +11,11 @@ import errno
 import logging
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from forebay import errors
-from forebay._claims import members, records
+from forebay._claims import records, table
 from forebay._claims.passing import passing
 from forebay._claims.records import Record
 from forebay._kernel import host, locks
@@ -24,7 +25,7 @@ log = logging.getLogger("forebay.claims")
 
 NEW, OLD = ".new.", ".old."
 LANDMARK = "landmark"
-_NEED = members.TABLE_BYTES + COUNT * 4 + 4096
+_NEED = table.TABLE_BYTES + COUNT * 4 + 4096
 _told: set[str] = set()
 
 
@@ -40,7 +41,7 @@ def build(directory: Path, record: Record, content: bytes | None = None) -> int:
     fd = -1
     try:
         fd = _make(directory, record.dump())
-        for name, size in ((members.TABLE, members.TABLE_BYTES), ("locks", 0), ("words", COUNT * 4)):
+        for name, size in ((table.TABLE, table.TABLE_BYTES), ("locks", 0), ("words", COUNT * 4)):
             _make_file(directory / name, size)
         if record.beside is not None and content is not None:
             _make_landmark(directory / LANDMARK, Path(record.beside.landmark), content)
@@ -80,9 +81,9 @@ def build_refusal(directory: Path, data: bytes) -> int:
 def _make(directory: Path, data: bytes) -> int:
     host.mkdir(directory, 0o755)
     host.chmod(directory, 0o755)
-    fd = passing.take_in(lambda: host.out_of_the_way(host.create(directory / members.CLAIM, 0o644)))
+    fd = passing.take_in(lambda: host.out_of_the_way(host.create(directory / table.CLAIM, 0o644)))
     try:
-        locks.take(fd, members.LEADER)
+        locks.take(fd, table.LEADER)
         host.pwrite(fd, data, 0)
     except BaseException:
         passing.close(fd)
@@ -106,19 +107,40 @@ def read(fd: int) -> bytes:
     return data if len(data) < 1 << 14 else data + os.pread(fd, records.LARGEST, len(data))
 
 
-def remove(directory: Path) -> None:
-    """Remove a claim's directory, and what the claim had beside it. What is not ours stays, and is told once."""
+@contextlib.contextmanager
+def _inside(directory: Path) -> Iterator[str | None]:
+    """A path to a directory of ours, by which it stays the same one: the owner of the registry could put another under its name. None
+    where it is not ours, or not there."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return  # another process removed it
+    except OSError:
+        yield None
+        return
     try:
-        if os.fstat(fd).st_uid != os.geteuid():
-            return
-        inside = f"/proc/self/fd/{fd}"  # the owner of the registry could put another directory under the name meanwhile
-        names = set(os.listdir(fd))
+        yield f"/proc/self/fd/{fd}" if os.fstat(fd).st_uid == os.geteuid() else None
+    finally:
+        os.close(fd)
+
+
+def remove(directory: Path) -> None:
+    """Remove a claim's directory, and what the claim had beside it. What is not ours stays, and is told once."""
+    with _inside(directory) as inside:
+        if inside is not None:
+            _remove(directory, inside)
+
+
+def remove_beside(directory: Path) -> None:
+    """Remove what the claim had beside its directory. Caller: holds the registry's lock, as the next claim may need these names."""
+    with _inside(directory) as inside:
+        if inside is not None:
+            _remove_beside(inside)
+
+
+def _remove(directory: Path, inside: str) -> None:
+    try:
         _remove_beside(inside)
-        for name in [*sorted(names - {members.CLAIM, LANDMARK}), LANDMARK, members.CLAIM]:  # these last: they say what is beside
+        names = set(os.listdir(inside))
+        for name in [*sorted(names - {table.CLAIM, LANDMARK}), LANDMARK, table.CLAIM]:  # these last: they say what is beside
             if name in names:
                 host.unlink(f"{inside}/{name}")
         host.rmdir(directory)
@@ -128,13 +150,11 @@ def remove(directory: Path) -> None:
         if directory.name not in _told:
             _told.add(directory.name)
             log.warning("%s cannot be removed: %s", directory, str(error))
-    finally:
-        os.close(fd)
 
 
 def _remove_beside(inside: str) -> None:
     try:
-        fd = os.open(f"{inside}/{members.CLAIM}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(f"{inside}/{table.CLAIM}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return
     try:

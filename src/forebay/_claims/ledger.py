@@ -12,9 +12,10 @@ from pathlib import Path
 from forebay import errors
 from forebay._claims import building, conflicts, seen
 from forebay._claims.building import NEW, OLD, scrap_name
-from forebay._claims.members import CLAIM, LEADER, SLOTS, Members, OnLeft
+from forebay._claims.members import Members, OnLeft
 from forebay._claims.passing import passing
 from forebay._claims.seen import Seen
+from forebay._claims.table import CLAIM, LEADER, SLOTS
 from forebay._claims.wanted import Held, Wanted
 from forebay._kernel import host, locks
 
@@ -26,16 +27,20 @@ _refusals: deque[tuple[Path, int]] = deque()
 
 
 class InTheWay(Exception):
-    """Another claim stands against the one that is wanted. ``error``: that in words for the caller."""
+    """Another claim stands against the one that is wanted. ``error``: that in words for the caller; ``seen``: the claim, if it is one."""
 
-    def __init__(self, seen: Seen, error: errors.ClaimConflict) -> None:
+    def __init__(self, error: errors.ClaimConflict, seen: Seen | None = None) -> None:
         super().__init__(str(error))
         self.seen, self.error = seen, error
 
+    def is_ending(self) -> bool:
+        """Whether it is about to go."""
+        return self.seen is not None and self.seen.is_ending()
+
     def in_words(self) -> str:
-        """The claim that stands against it."""
-        record = self.seen.record
-        return conflicts.describe(record, self.seen.pids()) if record is not None else str(self.seen.directory)
+        """Who stands against it."""
+        record = self.seen.record if self.seen is not None else None
+        return conflicts.describe(record, self.seen.pids()) if self.seen is not None and record is not None else "another job"
 
 
 def _is_ours(path: Path) -> bool:
@@ -45,17 +50,31 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
+def _is_free(wanted: Wanted, prefix: int) -> bool:
+    try:
+        return wanted.outside is None or wanted.outside.free(prefix)
+    except errors.ClaimConflict as error:
+        raise InTheWay(error) from None
+
+
 class Ledger:
     """What is in the registry. Good only as long as the lock is held; afterwards what is in `scrap` is to be removed."""
 
     def __init__(self, path: Path, scrap: list[Path]) -> None:
         self._path, self.names, self.scrap = path, os.listdir(path), scrap
-        scrap += [path / name for name in self.names if name.startswith((NEW, OLD)) and _is_ours(path / name)]
         for name in self.names:
-            if name.startswith(REFUSED) and _is_ours(path / name):
+            if name.startswith((NEW, OLD)) and _is_ours(path / name):
+                self._scrap(path / name)
+            elif name.startswith(REFUSED) and _is_ours(path / name):
                 self._free_path(path / name)  # where who refused is gone
 
-    def live(self, wanted: Wanted) -> tuple[set[int], list[Seen]]:
+    def make_way(self, wanted: Wanted) -> set[int]:
+        """The numbers that are taken. Raises `InTheWay` where a claim that lives has the same name, or a directory that is wanted."""
+        taken, living = self.look(wanted)
+        self._check(wanted, living)
+        return taken
+
+    def look(self, wanted: Wanted) -> tuple[set[int], list[Seen]]:
         """The numbers that are taken, and the claims that live. Our own dead ones are freed on the way."""
         asks = any(stream.remote is not None for stream in wanted.streams)
         taken, living = set(), []
@@ -68,24 +87,23 @@ class Ledger:
                 living.append(found)
         return taken, living
 
-    def check(self, wanted: Wanted, living: list[Seen]) -> None:
-        """Raises `InTheWay` where one that lives has the same name, or a directory that is wanted."""
+    def _check(self, wanted: Wanted, living: list[Seen]) -> None:
         ours = wanted.record(_NONE)
         for other in living:
             if other.record is None:
                 continue
             if other.tag == wanted.tag and other.uid == os.geteuid():
-                raise InTheWay(other, conflicts.claimed_twice(ours, other.record, other.pids()))
+                raise InTheWay(conflicts.claimed_twice(ours, other.record, other.pids()), other)
             found = conflicts.conflict(ours, other.record, equal_only=wanted.equal_only)
             if found is not None and not (other.record.beside is not None and building.is_released(other.directory)):
-                raise InTheWay(other, conflicts.in_conflict(ours, other.record, other.pids(), found))
+                raise InTheWay(conflicts.in_conflict(ours, other.record, other.pids(), found), other)
 
     def make(self, wanted: Wanted, taken: set[int], on_left: OnLeft) -> Held:
-        """Make the claim, under the lowest number that nobody has. Raises `NoSpace`, OSError."""
+        """Make the claim, under the lowest number that nobody has. Raises `InTheWay`, `NoSpace`, OSError."""
         prefix = _NONE
         while True:
             prefix += 1
-            if prefix in taken or (wanted.outside is not None and not wanted.outside.free(prefix)):
+            if prefix in taken or not _is_free(wanted, prefix):
                 continue
             try:
                 return self._make(wanted, prefix, on_left)
@@ -101,7 +119,7 @@ class Ledger:
             host.rename(new, directory)
             return Held(record, passing.hand_over(fd, lambda fd: Members(directory, fd, LEADER, wanted.rank, wanted.worker, on_left)))
         except OSError:
-            self.scrap.append(new)
+            self._scrap(new)
             raise
         finally:
             passing.close(fd, unlocking=SLOTS)
@@ -119,10 +137,14 @@ class Ledger:
                 return False
             old = self._path / scrap_name(OLD)
             host.rename(directory, old)
-            self.scrap.append(old)
+            self._scrap(old)
             return True
         finally:
             passing.close(fd, unlocking=SLOTS)
+
+    def _scrap(self, directory: Path) -> None:
+        building.remove_beside(directory)
+        self.scrap.append(directory)
 
     # -- refusals --------------------------------------------------------------------------------------------------
 

@@ -13,147 +13,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from forebay import errors
-from forebay._claims import processes
 from forebay._claims.passing import passing
-from forebay._kernel import host, locks, mappings
+from forebay._claims.table import CLAIM, IN, LEFT, SLOTS, Gone, Identity, Member, Table
+from forebay._kernel import host, locks
 
 log = logging.getLogger("forebay.claims")
 OnLeft: TypeAlias = Callable[[Path], None]
 
-SLOTS = 1024
-LEADER = 0
-"""The slot of who registered the claim. Nobody else ever has it."""
-CLAIM, TABLE = "claim", "members"
-
-_WORDS = 8  # of 8 bytes, a record
-TABLE_BYTES = SLOTS * _WORDS * 8
-_FREE, _IN, _LEFT = range(3)
-_STATE, _PID, _SPACE, _START, _RANK, _WORKER, _JOINED = range(7)
-_EARLY = 256
 _MOMENT = 0.001
-
-Identity: TypeAlias = tuple[int, int, int]
-"""Which process of a claim: its slot, pid, and start. It stays the same where a lost lock is taken anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A process that has, or had, the claim. ``rank`` and ``worker`` as far as it knew them when it joined."""
-
-    slot: int
-    pid: int
-    space: int  # its PID namespace
-    start: int  # clock ticks since the boot
-    rank: int | None
-    worker: int | None
-    joined: float  # seconds since 1970
-    state: Literal["in", "left", "vanished"]
-
-    @property
-    def identity(self) -> Identity:
-        return self.slot, self.pid, self.start
-
-    def describe(self) -> str:
-        """In words for people: ``rank 1 (process 123)``."""
-        worker = f"worker {self.worker} of " if self.worker is not None else ""
-        who = f"process {self.pid}{'' if self._is_visible() else ' of another PID namespace'}"
-        return f"{worker}rank {self.rank} ({who})" if self.rank is not None else who
-
-    def is_stopped(self) -> bool:
-        """Whether it stands still, by SIGSTOP or in a debugger, as far as can be seen from here."""
-        found = processes.status(self.pid) if self._is_visible() else None
-        return found is not None and found.start == self.start and found.stopped
-
-    def is_dying(self) -> bool:
-        """Whether it is gone, or was killed and has not let go of everything yet, as far as can be seen from here."""
-        return self._is_visible() and processes.is_dying(self.pid, self.start)
-
-    def is_alive(self) -> bool:
-        """Whether it goes on, as far as can be seen from here."""
-        return self._is_visible() and not processes.is_dying(self.pid, self.start)
-
-    def _is_visible(self) -> bool:
-        return self.space == processes.pid_space()
-
-
-class Gone(FileNotFoundError):
-    """The claim was freed meanwhile."""
-
-
-class Table:
-    """The records of a claim's members, mapped."""
-
-    def __init__(self, directory: Path) -> None:
-        """Raises OSError; `Gone` where the file is not a whole one."""
-        fd = os.open(directory / TABLE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            if os.fstat(fd).st_size < TABLE_BYTES:
-                raise Gone(f"{directory / TABLE} is cut short")
-            self._words = mappings.words(mappings.map_file(fd, TABLE_BYTES, writable=True))
-            self._vanished: dict[int, int] = {}  # slot -> when it had joined: so that /proc is asked once
-        finally:
-            os.close(fd)
-
-    def states(self) -> list[int]:
-        return self._words[::_WORDS].tolist()
-
-    def state(self, slot: int) -> int:
-        return int(self._words[slot * _WORDS])
-
-    def set_state(self, slot: int, state: int) -> None:
-        host.set_word(self._words, slot * _WORDS, state)
-
-    def write(self, slot: int, rank: int | None, worker: int | None) -> Identity:
-        """Tell of this process; gives which it is. Caller: has locked the byte of ``slot``."""
-        told = (os.getpid(), processes.pid_space(), processes.own_start(), _number(rank), _number(worker), time.time_ns())
-        for index, value in enumerate(told, 1):
-            host.set_word(self._words, slot * _WORDS + index, value)
-        self.set_state(slot, _IN)  # last: until then it is of nobody
-        return slot, told[0], told[2]
-
-    def identity(self, slot: int) -> Identity:
-        words = self._words
-        return slot, words[slot * _WORDS + _PID], words[slot * _WORDS + _START]
-
-    def read(self, slot: int, *, is_locked: bool) -> Member:
-        told = self._words[slot * _WORDS : (slot + 1) * _WORDS].tolist()
-        pid, space, start, rank, worker, joined = told[_PID : _JOINED + 1]
-        seen = (pid, space, start, _known(rank), _known(worker), joined / 1e9)
-        if told[_STATE] == _LEFT:
-            return Member(slot, *seen, "left")
-        if is_locked:
-            return Member(slot, *seen, "in")
-        gone = Member(slot, *seen, "vanished")
-        if self._vanished.get(slot) != joined:
-            if gone.is_alive():
-                return Member(slot, *seen, "left")  # it became another program (exec), which let go of its lock
-            self._vanished[slot] = joined
-        return gone
-
-    def members(self, fd: int, own: int = -1) -> list[Member]:
-        """All, in order of their slots. ``fd``: of the claim's file, with ``own`` locked through it."""
-        told = [slot for slot, state in enumerate(self.states()) if state != _FREE]
-        return [self.read(slot, is_locked=slot == own or locks.locked_at(fd, slot) is not None) for slot in told]
-
-    def places(self) -> Iterator[int]:
-        """Where a process may go, the best first: over those that vanished, of whom others may still want to know, late."""
-        states = self.states()
-        for wanted, those in ((_LEFT, range(1, SLOTS)), (_FREE, range(1, _EARLY)), (_IN, range(1, SLOTS)), (_FREE, range(_EARLY, SLOTS))):
-            yield from (slot for slot in those if states[slot] == wanted)
-
-
-def _number(value: int | None) -> int:
-    return 0 if value is None else value + 1
-
-
-def _known(number: int) -> int | None:
-    return number - 1 if number else None
 
 
 class Members:
@@ -165,6 +37,8 @@ class Members:
     _mutex: threading.RLock  # guards what follows; held over a fork
     _fd: int  # through which the byte `slot` is locked; -1: it left
     _second: tuple[int, int] | None  # from before_fork on: a child's own description, and the slot that is locked there
+    _dead_before_fork: frozenset[Identity]
+    _leaves = False  # since `leave_soon`, which could not
     _pid = -1
     identity: Identity
     before: frozenset[Identity]
@@ -193,11 +67,14 @@ class Members:
         finally:
             passing.close(fd)
 
-    def _settle(self, fd: int, slot: int) -> None:
+    def _settle(self, fd: int, slot: int, before: frozenset[Identity] | None = None) -> None:
         if self._pid != os.getpid():
-            self.before = frozenset(m.identity for m in self._table.members(fd, slot) if m.state == "vanished")
+            self.before = self._dead(fd, slot) if before is None else before
         self._fd, self._file, self._pid, self.slot = fd, locks.file_of(fd), os.getpid(), slot
         self.identity = self._table.write(slot, self.rank, self.worker)
+
+    def _dead(self, fd: int, slot: int) -> frozenset[Identity]:
+        return frozenset(member.identity for member in self._table.members(fd, slot) if member.state == "vanished")
 
     # -- who is there ----------------------------------------------------------------------------------------------
 
@@ -209,13 +86,13 @@ class Members:
     def live(self) -> list[Member]:
         """Who has the claim now; this process too."""
         self.check()
-        told = [slot for slot, state in enumerate(self._table.states()) if state == _IN]
+        told = [slot for slot, state in enumerate(self._table.states()) if state == IN]
         return [self._table.read(slot, is_locked=True) for slot in told if slot == self.slot or locks.locked_at(self._fd, slot) is not None]
 
     def is_in(self, slot: int) -> bool:
         """Whether the one in ``slot`` has the claim now."""
         self.check()
-        return self._table.state(slot) == _IN and (slot == self.slot or locks.locked_at(self._fd, slot) is not None)
+        return self._table.state(slot) == IN and (slot == self.slot or locks.locked_at(self._fd, slot) is not None)
 
     def occupant(self, slot: int) -> Identity | None:
         """Who has the claim in this slot now."""
@@ -229,6 +106,7 @@ class Members:
         if self._pid != os.getpid() or locks.file_of(self._fd) != self._file:
             with self._mutex:
                 self._come_back_locked()
+            self._leave_if_asked()
 
     def _come_back_locked(self) -> None:
         """After a fork by C code, or where the job closed our descriptor: the number may be another file's by now."""
@@ -237,17 +115,16 @@ class Members:
             return
         if not forked:
             log.warning("the descriptor of %s was closed by this process's own code: it joins anew", self.directory)
-        kept, own = self._fd, None if forked else self.slot
-        self._fd = -1
+        kept, self._fd = self._fd, -1
         try:
             fd = _open(self.directory)
-            if own is None or not locks.take(fd, own):
-                own = _lock_a_place(fd, self.directory, self._table)
+            slot = self.slot if not forked and locks.take(fd, self.slot) else _lock_a_place(fd, self.directory, self._table)
+            self._settle(fd, slot)
         except Gone:
             raise errors.Closed(f"the claim {self.directory} was freed: its lock was lost", what="claim") from None
-        self._settle(fd, own)
-        if forked:
-            os.close(kept)  # only now: until then the parent's lock is ours too
+        finally:
+            if locks.file_of(kept) == self._file and kept != self._fd:
+                os.close(kept)  # the parent's, never unlocked; only now: until then its lock was ours too
 
     @property
     def has_left(self) -> bool:
@@ -259,16 +136,31 @@ class Members:
         """Be none of them any more, by will. Does nothing a second time."""
         _present.discard(self)
         with self._mutex:
+            self._leaves = False
             fd, self._fd = self._fd, -1
-            if fd < 0 or locks.file_of(fd) != self._file:
+            if fd < 0:
                 return
-            is_ours = self._pid == os.getpid()
-            if is_ours:
-                self._table.set_state(self.slot, _LEFT)
-                locks.give_back(fd, self.slot)  # a child that C code forked has this description too
-            os.close(fd)
+            is_ours, is_lost = self._pid == os.getpid(), locks.file_of(fd) != self._file
+            if is_ours and self._table.identity(self.slot) == self.identity:
+                self._table.set_state(self.slot, LEFT)
+            if not is_lost:
+                if is_ours:
+                    locks.give_back(fd, self.slot)  # a child that C code forked has this description too
+                os.close(fd)
         if is_ours and self._on_left is not None:
             self._on_left(self.directory)
+
+    def leave_soon(self) -> None:
+        """Leave without ever waiting: for finalizers, which may run inside anything. At once, unless something here is in progress."""
+        self._leaves = True
+        self._leave_if_asked()
+
+    def _leave_if_asked(self) -> None:
+        if self._leaves and self._mutex.acquire(blocking=False):
+            try:
+                self.leave()
+            finally:
+                self._mutex.release()
 
     # -- forks -----------------------------------------------------------------------------------------------------
 
@@ -277,6 +169,7 @@ class Members:
         self._mutex.acquire()
         if self._fd >= 0:
             self._second = self._place_for_child()
+            self._dead_before_fork = self._dead(self._fd, self.slot)  # not later: the child is there as soon as it is forked
 
     def _place_for_child(self) -> tuple[int, int] | None:
         fd = -1
@@ -294,14 +187,20 @@ class Members:
         self._mutex.release()
         if second is not None:
             os.close(second[0])  # the child's now; if the fork failed, nobody's
+        self._leave_if_asked()
 
     def after_fork_child(self) -> None:
         second, self._second = self._second, None
         self._mutex = threading.RLock()
-        if second is not None and self._pid != os.getpid():
-            kept = self._fd
-            self._settle(*second)
-            os.close(kept)  # never unlocked: that lock is the parent's
+        if self._fd < 0 or self._pid == os.getpid():
+            return
+        if second is None:
+            self._come_back_locked()
+            return
+        kept = self._fd
+        self._settle(*second, self._dead_before_fork)
+        os.close(kept)  # never unlocked: that lock is the parent's
+        self._leave_if_asked()
 
 
 def _open(directory: Path) -> int:
@@ -318,8 +217,8 @@ def _lock_a_place(fd: int, directory: Path, table: Table) -> int:
             if locks.take(fd, slot):
                 if not is_same(fd, directory):  # who frees it locked all, renamed it, and let go before we came
                     raise Gone(f"{directory} was freed")
-                if table.state(slot) == _IN:
-                    table.set_state(slot, _LEFT)  # of one that vanished, and must not seem to be back
+                if table.state(slot) == IN:
+                    table.set_state(slot, LEFT)  # of one that vanished, and must not seem to be back
                 return slot
         if not is_same(fd, directory):
             raise Gone(f"{directory} was freed")

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Literal, Self, TypeAlias
 
 from forebay import errors
-from forebay._claims.members import House, Member, Members
+from forebay._claims.members import House, Members
+from forebay._claims.table import Member
 from forebay._kernel import host, locks, waits
 
 LOCKS, WORDS = "locks", "words"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -18,25 +19,21 @@ class Patience:
     """One wait, of at most ``timeout`` seconds (None: as long as it takes)."""
 
     def __init__(self, timeout: float | None, longest: float) -> None:
-        self._began, self._timeout, self._longest = time.monotonic(), timeout, longest
+        self._began, self._longest = time.monotonic(), longest
+        self.timeout = math.inf if timeout is None else timeout
         self._pause, self._say_at = _SHORTEST, _SAY_AFTER
 
     @property
     def waited(self) -> float:
         return time.monotonic() - self._began
 
-    @property
-    def is_over(self) -> bool:
-        return self._timeout is not None and self.waited >= self._timeout
-
     def turn(self, what: Callable[[], tuple[str, str]]) -> None:
         """Sleep a little. ``what``: what is waited for, and who has it. Raises `WaitTimeout` when the time is up."""
         waited = self.waited
-        if self._timeout is not None and waited >= self._timeout:
+        if waited >= self.timeout:
             raise errors.WaitTimeout.of(what()[0], waited, what()[1])
         if waited >= self._say_at:
             self._say_at = waited + _SAY_EVERY
             log.warning("waiting %.0f s for %s, held by %s", waited, *what())
-        left = self._longest if self._timeout is None else self._timeout - waited
-        time.sleep(min(self._pause, max(left, _SHORTEST)))
+        time.sleep(min(self._pause, max(self.timeout - waited, _SHORTEST)))
         self._pause = min(2 * self._pause, self._longest)

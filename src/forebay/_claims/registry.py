@@ -11,15 +11,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from forebay import errors
 from forebay._claims import building, conflicts, place, seen
 from forebay._claims.ledger import REFUSED, InTheWay, Ledger
-from forebay._claims.members import CLAIM, LEADER, Gone, Members
+from forebay._claims.members import Members
 from forebay._claims.patience import Patience
 from forebay._claims.seen import Seen
+from forebay._claims.table import CLAIM, LEADER, Gone
 from forebay._claims.wanted import Held, Wanted
 from forebay._kernel import locks
 
@@ -40,26 +41,30 @@ class Registry:
     def register(self, wanted: Wanted, timeout: float | None = _PATIENCE) -> Held:
         """Make a claim, as the leader of the job's ranks on this node. Raises `ClaimConflict`, `NoSpace`, `WaitTimeout`.
 
-        Where what stands against it is about to end, waits for that, at most ``timeout`` seconds."""
+        Where what stands against it is about to end, waits for that, at most ``timeout`` seconds; else ``wanted.patience`` seconds."""
         patience = Patience(timeout, _LONGEST_PAUSE)
+
+        def may_pass(found: InTheWay) -> bool:
+            return patience.waited < (patience.timeout if found.is_ending() else wanted.patience)
+
         while True:
             try:
-                return self._register(wanted, timeout, patience)
+                return self._register(wanted, timeout, may_pass)
             except InTheWay as found:
-                what = (f"claim {wanted.key} of job {wanted.job}", f"a claim that is ending: {found.in_words()}")
+                what = (f"claim {wanted.key} of job {wanted.job}", found.in_words())
             patience.turn(lambda what=what: what)  # type: ignore[misc]
 
-    def _register(self, wanted: Wanted, timeout: float | None, patience: Patience) -> Held:
-        with self._locked(timeout) as ledger:
-            taken, living = ledger.live(wanted)
+    def _register(self, wanted: Wanted, timeout: float | None, may_pass: Callable[[InTheWay], bool]) -> Held:
+        """Once. Raises `InTheWay` for what may be waited for."""
+        with self.locked(timeout) as ledger:
             try:
-                ledger.check(wanted, living)
+                taken = ledger.make_way(wanted)
+                return ledger.make(wanted, taken, self._left)
             except InTheWay as found:
-                if found.seen.is_ending() and not patience.is_over:
+                if may_pass(found):
                     raise
                 ledger.refuse(wanted, found.error)
                 raise found.error from None
-            return ledger.make(wanted, taken, self._left)
 
     def join(self, wanted: Wanted, timeout: float | None = _PATIENCE) -> Held:
         """Find the claim that the leader makes, or has made. Raises `ClaimMismatch` where it is about something else, `WaitTimeout`, and
@@ -76,9 +81,9 @@ class Registry:
 
     def join_or_register(self, wanted: Wanted, timeout: float | None = _PATIENCE) -> Held:
         """The claim of that job and key, made by whoever comes first: nobody leads it. Its directories meet no others."""
-        with self._locked(timeout) as ledger:
+        with self.locked(timeout) as ledger:
             held = self._find(wanted, led=False)
-            return held if held is not None else ledger.make(wanted, ledger.live(wanted)[0], self._left)
+            return held if held is not None else ledger.make(wanted, ledger.look(wanted)[0], self._left)
 
     def attach(self, directory: Path, *, rank: int | None = None, worker: int | None = None) -> Held:
         """Join those who have the claim in ``directory``. Raises `Closed` where it was freed."""
@@ -136,9 +141,13 @@ class Registry:
         found = [seen.look_at(self.path, name) for name in os.listdir(self.path)]
         return sorted((one for one in found if one is not None), key=lambda one: (one.prefix, one.tag))
 
+    def prefixes(self) -> set[int]:
+        """The numbers that claims have, dead ones too."""
+        return {told[0] for name in os.listdir(self.path) if (told := seen.parse(name)) is not None}
+
     def prune(self, timeout: float | None = _PATIENCE) -> list[Seen]:
         """Free what is dead and this user's now; the next claim of the user would do the same. Gives what was freed."""
-        with self._locked(timeout) as ledger:
+        with self.locked(timeout) as ledger:
             return [one for one in self.look() if not one.live and one.uid == os.geteuid() and ledger.free(one)]
 
     def _left(self, directory: Path) -> None:
@@ -147,12 +156,14 @@ class Registry:
         if found is None or found.live:
             return
         with contextlib.suppress(errors.WaitTimeout):
-            with self._locked(0) as ledger:
+            with self.locked(0) as ledger:
                 ledger.free(found)
 
     @contextlib.contextmanager
-    def _locked(self, timeout: float | None) -> Iterator[Ledger]:
-        """The lock held. What loses its name is removed afterwards: large files take long. Raises `WaitTimeout`."""
+    def locked(self, timeout: float | None = _PATIENCE) -> Iterator[Ledger]:
+        """The lock of all claims of the node held: none is made or freed meanwhile. Raises `WaitTimeout`.
+
+        What loses its name is removed afterwards: large files take long."""
         scrap: list[Path] = []
         try:
             with place.locked(self.path, timeout):

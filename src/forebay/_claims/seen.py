@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from forebay._claims import building, processes, records
-from forebay._claims.members import CLAIM, LEADER, SLOTS, Member, Table
 from forebay._claims.records import Record
+from forebay._claims.table import CLAIM, LEADER, SLOTS, Member, Table
 from forebay._kernel import locks
 
 _NAME = re.compile(r"(\d{6,15})\.([0-9a-f]{16})")

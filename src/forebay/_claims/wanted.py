@@ -18,7 +18,7 @@ class Outside(Protocol):
     """What a claim is to have outside of its directory. Called under the registry's lock."""
 
     def free(self, prefix: int) -> bool:
-        """Whether a claim may have this number."""
+        """Whether a claim may have this number. Raises `ClaimConflict` where a directory is taken by what is no claim."""
         ...
 
     def names(self, prefix: int) -> Sequence[str]:
@@ -32,7 +32,7 @@ class Outside(Protocol):
 
 class Wanted(NamedTuple):
     """``key``: the name or number of the claim in its ``job``, which is known by ``how``. ``equal_only``: that a directory lies inside of
-    another is no conflict."""
+    another is no conflict. ``patience``: seconds for which a conflict is hoped to pass."""
 
     job: str
     how: str
@@ -43,6 +43,7 @@ class Wanted(NamedTuple):
     worker: int | None = None
     equal_only: bool = False
     outside: Outside | None = None
+    patience: float = 0.0
 
     @property
     def tag(self) -> str:

@@ -1,0 +1,145 @@
+"""What the members of a claim tell of themselves: a record each, in a file that all have mapped.
+
+A record says ``in`` only after its byte was locked. So a record that says ``in`` while its byte is free is of a process that died, and
+one that says ``left`` is of a process that went by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from forebay._claims import processes
+from forebay._kernel import host, locks, mappings
+
+SLOTS = 1024
+LEADER = 0
+"""The slot of who registered the claim. Nobody else ever has it."""
+CLAIM, TABLE = "claim", "members"
+
+_WORDS = 8  # of 8 bytes, a record
+TABLE_BYTES = SLOTS * _WORDS * 8
+FREE, IN, LEFT = range(3)
+_STATE, _PID, _SPACE, _START, _RANK, _WORKER, _JOINED = range(7)
+_EARLY = 256
+
+Identity: TypeAlias = tuple[int, int, int]
+"""Which process of a claim: its slot, pid, and start. It stays the same where a lost lock is taken anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process that has, or had, the claim. ``rank`` and ``worker`` as far as it knew them when it joined."""
+
+    slot: int
+    pid: int
+    space: int  # its PID namespace
+    start: int  # clock ticks since the boot
+    rank: int | None
+    worker: int | None
+    joined: float  # seconds since 1970
+    state: Literal["in", "left", "vanished"]
+
+    @property
+    def identity(self) -> Identity:
+        return self.slot, self.pid, self.start
+
+    def describe(self) -> str:
+        """In words for people: ``rank 1 (process 123)``."""
+        worker = f"worker {self.worker} of " if self.worker is not None else ""
+        who = f"process {self.pid}{'' if self._is_visible() else ' of another PID namespace'}"
+        return f"{worker}rank {self.rank} ({who})" if self.rank is not None else who
+
+    def is_stopped(self) -> bool:
+        """Whether it stands still, by SIGSTOP or in a debugger, as far as can be seen from here."""
+        found = processes.status(self.pid) if self._is_visible() else None
+        return found is not None and found.start == self.start and found.stopped
+
+    def is_dying(self) -> bool:
+        """Whether it is gone, or was killed and has not let go of everything yet, as far as can be seen from here."""
+        return self._is_visible() and processes.is_dying(self.pid, self.start)
+
+    def is_alive(self) -> bool:
+        """Whether it goes on, as far as can be seen from here."""
+        return self._is_visible() and not processes.is_dying(self.pid, self.start)
+
+    def _is_visible(self) -> bool:
+        return self.space == processes.pid_space()
+
+
+class Gone(FileNotFoundError):
+    """The claim was freed meanwhile."""
+
+
+class Table:
+    """The records of a claim's members, mapped."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises OSError; `Gone` where the file is not a whole one."""
+        fd = os.open(directory / TABLE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(fd).st_size < TABLE_BYTES:
+                raise Gone(f"{directory / TABLE} is cut short")
+            self._words = mappings.words(mappings.map_file(fd, TABLE_BYTES, writable=True))
+            self._vanished: dict[int, int] = {}  # slot -> when it had joined: so that /proc is asked once
+        finally:
+            os.close(fd)
+
+    def states(self) -> list[int]:
+        return self._words[::_WORDS].tolist()
+
+    def state(self, slot: int) -> int:
+        return int(self._words[slot * _WORDS])
+
+    def set_state(self, slot: int, state: int) -> None:
+        host.set_word(self._words, slot * _WORDS, state)
+
+    def write(self, slot: int, rank: int | None, worker: int | None) -> Identity:
+        """Tell of this process; gives which it is. Caller: has locked the byte of ``slot``."""
+        told = (os.getpid(), processes.pid_space(), processes.own_start(), _number(rank), _number(worker), time.time_ns())
+        for index, value in enumerate(told, 1):
+            host.set_word(self._words, slot * _WORDS + index, value)
+        self.set_state(slot, IN)  # last: until then it is of nobody
+        return slot, told[0], told[2]
+
+    def identity(self, slot: int) -> Identity:
+        words = self._words
+        return slot, words[slot * _WORDS + _PID], words[slot * _WORDS + _START]
+
+    def read(self, slot: int, *, is_locked: bool) -> Member:
+        told = self._words[slot * _WORDS : (slot + 1) * _WORDS].tolist()
+        pid, space, start, rank, worker, joined = told[_PID : _JOINED + 1]
+        seen = (pid, space, start, _known(rank), _known(worker), joined / 1e9)
+        if told[_STATE] == LEFT:
+            return Member(slot, *seen, "left")
+        if is_locked:
+            return Member(slot, *seen, "in")
+        gone = Member(slot, *seen, "vanished")
+        if self._vanished.get(slot) != joined:
+            if gone.is_alive():
+                return Member(slot, *seen, "left")  # it became another program (exec), which let go of its lock
+            self._vanished[slot] = joined
+        return gone
+
+    def members(self, fd: int, own: int = -1) -> list[Member]:
+        """All, in order of their slots. ``fd``: of the claim's file, with ``own`` locked through it."""
+        told = [slot for slot, state in enumerate(self.states()) if state != FREE]
+        return [self.read(slot, is_locked=slot == own or locks.locked_at(fd, slot) is not None) for slot in told]
+
+    def places(self) -> Iterator[int]:
+        """Where a process may go, the best first: over those that vanished, of whom others may still want to know, late."""
+        states = self.states()
+        for wanted, those in ((LEFT, range(1, SLOTS)), (FREE, range(1, _EARLY)), (IN, range(1, SLOTS)), (FREE, range(_EARLY, SLOTS))):
+            yield from (slot for slot in those if states[slot] == wanted)
+
+
+def _number(value: int | None) -> int:
+    return 0 if value is None else value + 1
+
+
+def _known(number: int) -> int | None:
+    return number - 1 if number else None

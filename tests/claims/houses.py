@@ -1,0 +1,31 @@
+"""A claim's directory without a registry, for what works below a claim."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from forebay._claims.members import House, Members
+from forebay._claims.named_locks import LOCKS, WORDS
+from forebay._claims.table import CLAIM, LEADER, TABLE, TABLE_BYTES
+from forebay._kernel import locks
+
+
+def found(place: Path) -> Path:
+    """What a claim's directory has before anybody is in it."""
+    place.mkdir()
+    for name, size in ((CLAIM, 0), (TABLE, TABLE_BYTES), (LOCKS, 0), (WORDS, 4096)):
+        (place / name).write_bytes(bytes(size))
+    return place
+
+
+def leader(place: Path, rank: int | None = 0) -> House:
+    """Who registered it."""
+    fd = os.open(place / CLAIM, os.O_RDWR | os.O_CLOEXEC)
+    assert locks.take(fd, LEADER)
+    return House(Members(place, fd, LEADER, rank, None), "claim 000000")
+
+
+def join(place: Path, rank: int | None = None, worker: int | None = None) -> House:
+    """Who comes later."""
+    return House(Members.attach(place, rank=rank, worker=worker), "claim 000000")
