@@ -67,6 +67,11 @@ def unpack(data: bytes) -> list[str]:
     return data[_LENGTH.size : max(length, _LENGTH.size)].decode(errors="surrogateescape").split("\0")[:-1]
 
 
+def give_up(view: memoryview) -> None:
+    """Say in the piece that the directories are given up."""
+    _LENGTH.pack_into(view, 0, 0)
+
+
 def directories_of_others(ours: Iterable[int]) -> Iterator[tuple[str, list[str]]]:
     """The path of ``locals`` and the directories of each job whose number is none of ``ours``; not of those that may not be read."""
     for path in glob.iglob(f"{SHM}/{'[0-9]' * 6}*_{LOCALS}"):
