@@ -1,0 +1,540 @@
+"""Barriers: nobody passes before all have come, nobody waits for the dead, and whoever is told is told once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay import errors
+from forebay._claims import boards, members, memory, named_locks
+from forebay._claims.barriers import Barrier
+from forebay._claims.members import House
+from forebay._kernel import host, waits
+from tests.claims import houses
+from tests.harness import Child, Crew, Gate, death_of, fork, fork_to_die
+
+NAME = "start"
+LONG = 30.0
+SOON = 1.0
+"""Within which a death is to be told."""
+
+
+@pytest.fixture
+def place(quick_path: Path) -> Path:
+    return houses.found(quick_path / "claim")
+
+
+@pytest.fixture
+def house(place: Path) -> Iterator[House]:
+    found = houses.leader(place)
+    yield found
+    named_locks.close(found)
+    found.members.leave()
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    found = Crew()
+    yield found
+    found.dismiss()
+
+
+def rank(place: Path, number: int, work: Callable[[Barrier], Any], name: str = NAME) -> Any:
+    """What a rank does that finds the claim by itself, and leaves it at its end. A child of ours is no member as such."""
+    members.leave_all()
+    house = houses.join(place, number)
+    return leaving(house, lambda: work(Barrier(house, name)))
+
+
+def leaving(house: House, work: Callable[[], Any]) -> Any:
+    """What a child does that ends in order."""
+    try:
+        return work()
+    finally:
+        house.members.leave()
+
+
+def broken(barrier: Barrier, parties: int | None = None) -> tuple[list[str], float]:
+    """Whom a broken barrier misses, and how long that took to be told."""
+    began = time.monotonic()
+    with pytest.raises(errors.BarrierBroken) as caught:
+        barrier.wait(parties, timeout=LONG)
+    return caught.value.missing, time.monotonic() - began
+
+
+def comes_to_wait(house: House, count: int, name: str = NAME) -> None:
+    """Until so many wait."""
+    board = boards.board_of(house, name)
+    deadline = time.monotonic() + LONG
+    while sum(map(bool, board.seats())) < count:
+        assert time.monotonic() < deadline, f"{board.seats()} after {LONG} s"
+        time.sleep(0.002)
+
+
+# -- crossing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parties", [1, 2, 3, 7])
+def test_each_has_a_number_of_its_own(place: Path, house: House, crew: Crew, parties: int) -> None:
+    others = [crew(lambda n=n: rank(place, n, lambda barrier: barrier.wait(parties, LONG))) for n in range(1, parties)]
+    assert sorted([Barrier(house, NAME).wait(parties, LONG), *(other.result() for other in others)]) == list(range(parties))
+
+
+def test_nobody_is_a_round_ahead(place: Path, house: House, crew: Crew) -> None:
+    parties, rounds = 4, 1000
+    shared = memory.buffer(house, "turns", parties * 8).cast("Q")
+
+    def run(which: int, barrier: Barrier) -> int:
+        ahead = 0
+        for turn in range(rounds):
+            shared[which] = turn
+            barrier.wait(parties, LONG)
+            ahead += sum(count != turn for count in shared)  # nobody can have gone on before all looked
+            barrier.wait(parties, LONG)
+        return ahead
+
+    others = [crew(lambda n=n: rank(place, n, lambda barrier: run(n, barrier))) for n in range(1, parties)]
+    assert run(0, Barrier(house, NAME)) + sum(other.result() for other in others) == 0
+
+
+def test_threads_are_parties(house: House) -> None:
+    numbers: list[int] = []
+    threads = [threading.Thread(target=lambda: numbers.append(Barrier(house, NAME).wait(5, LONG))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == list(range(5))
+
+
+def test_more_come_than_parties(place: Path, house: House, crew: Crew) -> None:
+    others = [crew(lambda n=n: rank(place, n, lambda barrier: barrier.wait(2, LONG))) for n in range(1, 6)]
+    numbers = [Barrier(house, NAME).wait(2, LONG), *(other.result() for other in others)]
+    assert sorted(numbers) == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_forked_child_is_a_party(house: House, crew: Crew) -> None:
+    barrier = Barrier(house, NAME)
+    barrier.wait(1)
+    child = crew(lambda: leaving(house, lambda: [barrier.wait(2, LONG) for _ in range(50)]))
+    ours = [barrier.wait(2, LONG) for _ in range(50)]
+    assert [sum(pair) for pair in zip(ours, child.result(), strict=True)] == [1] * 50
+
+
+def test_two_names_are_two_barriers(place: Path, house: House, crew: Crew) -> None:
+    other = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG), "a"))
+    comes_to_wait(house, 1, "a")
+    with pytest.raises(errors.WaitTimeout):
+        Barrier(house, "b").wait(2, 0.05)
+    assert Barrier(house, "a").wait() == 1
+    assert other.result() == 0
+
+
+# -- the number of parties ---------------------------------------------------------------------------------------------
+
+
+def test_the_first_says_how_many(house: House) -> None:
+    with pytest.raises(errors.ConfigError, match="say how many"):
+        Barrier(house, NAME).wait()
+
+
+@pytest.mark.parametrize("parties", [0, -1, 1.5, True, "2", boards.SEATS + 1])
+def test_parties_that_make_no_sense(house: House, parties: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="parties"):
+        Barrier(house, NAME).wait(parties)
+
+
+def test_another_number_while_somebody_waits(place: Path, house: House, crew: Crew) -> None:
+    other = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+    comes_to_wait(house, 1)
+    with pytest.raises(errors.ConfigError, match=r"1 of 2 parties wait, so it cannot be for 3"):
+        Barrier(house, NAME).wait(3, LONG)
+    assert Barrier(house, NAME).wait(2, LONG) == 1
+    assert other.result() == 0
+
+
+def test_another_number_while_nobody_waits(place: Path, house: House, crew: Crew) -> None:
+    barrier = Barrier(house, NAME)
+    for parties in (3, 1, 2):
+        work = functools.partial(Barrier.wait, parties=parties, timeout=LONG)
+        others = [crew(lambda n=n, work=work: rank(place, n, work)) for n in range(1, parties)]
+        assert sorted([work(barrier), *(other.result() for other in others)]) == list(range(parties))
+
+
+# -- deaths ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_that_waits_is_killed(place: Path, house: House, crew: Crew) -> None:
+    killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(3, LONG)))
+    other = crew(lambda: rank(place, 2, lambda barrier: broken(barrier, 3)))
+    comes_to_wait(house, 2)
+    killed.kill()
+    assert broken(Barrier(house, NAME), 3) == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
+    assert other.result() == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
+
+
+def test_one_that_crossed_is_killed_on_its_way(place: Path, house: House, crew: Crew) -> None:
+    gate = Gate()
+    killed = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), gate.wait())))
+    idle = crew(lambda: rank(place, 2, lambda barrier: gate.wait()))  # who lives, and never comes, does not hide it
+    barrier = Barrier(house, NAME)
+    barrier.wait(2, LONG)
+    timer = threading.Timer(0.2, killed.kill)
+    timer.start()
+    missing, waited = broken(barrier, 2)
+    timer.join()
+    assert (missing, waited) == ([f"rank 1 (process {killed.pid})"], pytest.approx(0.2, abs=SOON))
+    idle.kill()
+
+
+def test_one_is_killed_before_it_ever_came(place: Path, house: House, crew: Crew) -> None:
+    gate = Gate()
+    killed = crew(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
+    gate.wait()
+    killed.kill()
+    assert broken(Barrier(house, NAME), 2) == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
+
+
+def test_who_is_not_needed_may_die(place: Path, house: House, crew: Crew) -> None:
+    gate, go = Gate(), Gate()
+    killed = crew(lambda: rank(place, 9, lambda barrier: (gate.open(), Gate().wait())))
+    other = crew(lambda: rank(place, 1, lambda barrier: (go.wait(), barrier.wait(2, LONG))[1]))
+    gate.wait()
+    killed.kill()
+    timer = threading.Timer(0.5, go.open)  # the death is looked at five times before
+    timer.start()
+    assert Barrier(house, NAME).wait(2, LONG) == 0
+    assert other.result() == 1
+    timer.join()
+
+
+def test_the_late_are_told_and_then_it_is_usable(place: Path, house: House, crew: Crew) -> None:
+    go = Gate()
+
+    def late(barrier: Barrier) -> Any:
+        barrier.wait(4, LONG)
+        go.wait()
+        return broken(barrier), barrier.wait(2, LONG)
+
+    def prompt(barrier: Barrier) -> Any:
+        barrier.wait(4, LONG)
+        barrier.wait(4, LONG)
+
+    third = crew(lambda: rank(place, 2, late))
+    barrier, killed = Barrier(house, NAME), crew(lambda: rank(place, 1, prompt))
+    fourth = crew(lambda: rank(place, 3, lambda barrier: (barrier.wait(4, LONG), broken(barrier))[1]))
+    barrier.wait(4, LONG)
+    comes_to_wait(house, 2)
+    killed.kill()
+    names = [f"rank 1 (process {killed.pid})"]
+    assert broken(barrier)[0] == fourth.result()[0] == names
+    assert broken(barrier)[0] == names, "who comes again, before all know, is told again"
+    go.open()
+    deadline = time.monotonic() + LONG
+    while True:
+        try:
+            assert barrier.wait(2, LONG) in (0, 1)
+            break
+        except errors.BarrierBroken:
+            assert time.monotonic() < deadline
+    told, _ = third.result()
+    assert told == (names, pytest.approx(0, abs=SOON))
+
+
+@pytest.mark.parametrize("end", ["killed", "left"])
+def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, house: House, crew: Crew, end: str) -> None:
+    go = Gate()
+    late = crew(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), barrier._house.members.leave())))
+    killed = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
+    barrier = Barrier(house, NAME)
+    barrier.wait(3, LONG)
+    comes_to_wait(house, 1)
+    killed.kill()
+    broken(barrier)
+    if end == "killed":
+        late.kill()
+    else:
+        go.open()
+        late.result()
+    assert barrier.wait(1) == 0
+
+
+def test_a_death_is_told_once(place: Path, house: House, crew: Crew) -> None:
+    killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+    comes_to_wait(house, 1)
+    killed.kill()
+    barrier = Barrier(house, NAME)
+    broken(barrier, 2)
+    with pytest.raises(errors.WaitTimeout, match="1 who have not joined the claim"):
+        barrier.wait(2, 0.4)
+    again = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+    assert barrier.wait(2, LONG) + again.result() == 1
+
+
+def test_those_who_come_later_know_nothing_of_the_dead(place: Path, house: House, crew: Crew) -> None:
+    """Workers of one epoch are killed in the barrier; those of the next one use it as if nobody had been there."""
+    old = [crew(lambda: rank(place, 0, lambda barrier: barrier.wait(3, LONG))) for _ in range(2)]
+    comes_to_wait(house, 2)
+    for child in old:
+        child.kill()
+    new = [crew(lambda: rank(place, 0, lambda barrier: [barrier.wait(3, LONG) for _ in range(3)])) for _ in range(3)]
+    assert sorted(child.result()[0] for child in new) == [0, 1, 2]
+
+
+def test_who_waits_and_is_stopped_is_told_later(place: Path, house: House, crew: Crew) -> None:
+    stopped = crew(lambda: rank(place, 1, lambda barrier: broken(barrier, 3)))
+    killed = crew(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
+    comes_to_wait(house, 2)
+    stopped.signal(signal.SIGSTOP)
+    killed.kill()
+    barrier = Barrier(house, NAME)
+    broken(barrier, 3)
+    broken(barrier)  # he does not know yet
+    stopped.signal(signal.SIGCONT)
+    assert stopped.result()[0] == [f"rank 2 (process {killed.pid})"]
+    assert barrier.wait(1) == 0
+
+
+def test_an_exit_breaks_nothing(place: Path, house: House, crew: Crew) -> None:
+    left = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), barrier._house.members.leave())))
+    barrier = Barrier(house, NAME)
+    barrier.wait(2, LONG)
+    left.result()
+    with pytest.raises(errors.WaitTimeout):
+        barrier.wait(2, 0.3)
+    assert barrier.wait(1) == 0
+
+
+def test_who_leaves_the_claim_while_a_thread_waits(place: Path, house: House, crew: Crew) -> None:
+    def leave(barrier: Barrier) -> Any:
+        caught: list[BaseException] = []
+
+        def wait() -> None:
+            with pytest.raises(errors.Closed) as error:
+                barrier.wait(3, LONG)
+            caught.append(error.value)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        comes_to_wait(barrier._house, 1)
+        barrier._house.members.leave()
+        thread.join()
+        return str(caught[0])
+
+    assert "closed" in crew(lambda: rank(place, 1, leave)).result()
+    assert Barrier(house, NAME).wait(1) == 0
+
+
+def test_the_error_crosses_processes(place: Path, house: House, crew: Crew) -> None:
+    killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+    comes_to_wait(house, 1)
+    killed.kill()
+    with pytest.raises(threading.BrokenBarrierError) as caught:
+        Barrier(house, NAME).wait(2, LONG)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.barrier, again.missing, str(again)) == (NAME, [f"rank 1 (process {killed.pid})"], str(caught.value))
+    assert again.waited < SOON
+
+
+# -- every step --------------------------------------------------------------------------------------------------------
+
+
+def test_killed_at_every_step_of_a_crossing(quick_path: Path, crew: Crew) -> None:
+    """Whoever dies, at whatever step: the other crosses or is told, within a second; then the barrier works."""
+    died = 0
+    for step in range(100):
+        house = houses.leader(houses.found(quick_path / str(step)))
+        barrier = Barrier(house, NAME)
+        barrier.wait(1)
+        begin = Gate()
+
+        def dies(house: House = house, barrier: Barrier = barrier, begin: Gate = begin) -> None:
+            begin.wait()
+            leaving(house, lambda: [barrier.wait(2, LONG) for _ in range(3)])
+
+        child = fork_to_die(step, dies)
+        begin.open()
+        crossed, told = 0, None
+        began = time.monotonic()
+        try:
+            while crossed < 3:
+                barrier.wait(2, LONG)
+                crossed += 1
+        except errors.BarrierBroken as error:
+            told = error.missing
+        where = death_of(child)
+        assert time.monotonic() - began < SOON, (step, where)
+        assert barrier.wait(1, LONG) == 0
+        assert told == (None if crossed == 3 else [house_member(house, child)]), (step, where)
+        house.members.leave()
+        begin.close()
+        if where is None:
+            break
+        died += 1
+    assert died > 5
+
+
+def house_member(house: House, child: Child) -> str:
+    return next(member.describe() for member in house.members.records() if member.pid == child.pid)
+
+
+def test_killed_at_every_step_of_telling(quick_path: Path) -> None:
+    """A waiter dies, and the one who breaks the round for the others dies of that, at each step: the last one is told of both."""
+    died = 0
+    for step in range(100):
+        house = houses.leader(houses.found(quick_path / str(step)))
+        barrier = Barrier(house, NAME)
+        first = fork(lambda barrier=barrier: barrier.wait(3, LONG))
+        go = Gate()
+
+        def dies(house: House = house, barrier: Barrier = barrier, go: Gate = go) -> None:
+            go.wait()
+            with pytest.raises(errors.BarrierBroken):
+                barrier.wait(3, LONG)
+            house.members.leave()
+
+        child = fork_to_die(step, dies)
+        comes_to_wait(house, 1)
+        first.kill()
+        go.open()
+        where = death_of(child)
+        missing, waited = broken(barrier, 3)
+        assert waited < SOON
+        assert missing != []
+        assert set(missing) <= {house_member(house, first), house_member(house, child)}
+        assert barrier.wait(1) == 0
+        house.members.leave()
+        go.close()
+        if where is None:
+            break
+        died += 1
+    assert died > 3
+
+
+def stops_at(step: int, stands: Gate, work: Callable[[], Any]) -> Any:
+    """Do ``work``, and stand still before its ``step``-th change of a file."""
+    left = [step]
+
+    def hook(name: str, subject: str) -> None:
+        if left[0] == 0:
+            stands.open()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        left[0] -= 1
+
+    host.on_step(hook)
+    try:
+        return work()
+    finally:
+        host.on_step(None)
+
+
+def test_the_last_one_stops_at_every_step(house: House) -> None:
+    """Who comes meanwhile can say who stands still; when he goes on, all is as if he had been slow."""
+    barrier, stopped = Barrier(house, NAME), 0
+    barrier.wait(1)
+    while True:
+        stands, numbers = Gate(), []
+        early = threading.Thread(target=lambda numbers=numbers: numbers.append(barrier.wait(2, LONG)))
+        early.start()
+        comes_to_wait(house, 1)
+        slow = fork(lambda step=stopped, stands=stands: leaving(house, lambda: stops_at(step, stands, lambda: barrier.wait(2, LONG))))
+        found = os.waitid(os.P_PID, slow.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        if found.si_code == os.CLD_STOPPED:
+            stands.wait()
+            with pytest.raises(errors.WaitTimeout, match=rf"process {slow.pid}\), stopped"):
+                barrier.wait(2, 0.15)
+            slow.signal(signal.SIGCONT)
+        early.join()
+        assert slow.result() + numbers[0] == 1
+        stands.close()
+        if found.si_code != os.CLD_STOPPED:
+            break
+        stopped += 1
+    assert stopped > 3
+
+
+def test_one_gives_up_while_the_last_one_stands_still(house: House, crew: Crew) -> None:
+    """He may have counted us; but we do not wait for him longer than we were told to."""
+    barrier, stands = Barrier(house, NAME), Gate()
+    barrier.wait(1)
+    slow = crew(lambda: (comes_to_wait(house, 1), leaving(house, lambda: stops_at(1, stands, lambda: barrier.wait(2, LONG))))[1])
+    timer = threading.Timer(2.5, slow.signal, (signal.SIGCONT,))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(errors.WaitTimeout):
+        barrier.wait(2, 0.5)
+    assert time.monotonic() - began < 2.5
+    stands.wait()
+    timer.join()
+    assert slow.result() == 1
+    assert barrier.wait(1) == 0
+
+
+# -- giving up ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, house: House, crew: Crew) -> None:
+    gate, go = Gate(), Gate()
+    other = crew(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
+    late = crew(lambda: rank(place, 1, lambda barrier: (gate.open(), go.wait(), barrier.wait(3, LONG))[2]))
+    gate.wait()
+    comes_to_wait(house, 1)
+    barrier = Barrier(house, NAME)
+    with pytest.raises(errors.WaitTimeout, match=rf"2 of 3 have come, held by rank 1 \(process {late.pid}\)$"):
+        barrier.wait(3, 0.1)
+    go.open()
+    assert sorted([barrier.wait(3, LONG), other.result(), late.result()]) == [0, 1, 2]
+
+
+def test_ctrl_c_takes_the_arrival_back(place: Path, house: House, crew: Crew) -> None:
+    def pressed(barrier: Barrier) -> int:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            barrier.wait(2, LONG)
+        return sum(map(bool, boards.board_of(barrier._house, NAME).seats()))
+
+    assert crew(lambda: rank(place, 1, pressed)).result() == 0
+    assert Barrier(house, NAME).wait(1) == 0
+
+
+def test_it_says_whom_it_waits_for(place: Path, house: House, crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate()
+    stopped = crew(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
+    gate.wait()
+    stopped.signal(signal.SIGSTOP)
+    with caplog.at_level(logging.WARNING), pytest.raises(errors.WaitTimeout):
+        Barrier(house, NAME).wait(2, 5.3)
+    [said] = [record.getMessage() for record in caplog.records if record.name == "forebay.wait"]
+    assert "1 of 2 have come" in said
+    assert f"rank 1 (process {stopped.pid}), stopped" in said
+
+
+def test_waiting_costs_next_to_nothing(place: Path, house: House, crew: Crew) -> None:
+    others = [crew(lambda n=n: rank(place, n, lambda barrier: barrier.wait(8, LONG))) for n in range(1, 7)]
+    comes_to_wait(house, 6)
+    began, cpu = time.monotonic(), time.process_time()
+    with pytest.raises(errors.WaitTimeout):
+        Barrier(house, NAME).wait(8, 2.0)
+    assert (time.process_time() - cpu) / (time.monotonic() - began) < 0.02
+    for other in others:
+        other.kill()
+
+
+def test_nobody_sleeps_through_the_last_arrival(house: House, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "TURN", 3600.0)
+    barrier = Barrier(house, NAME)
+    barrier.wait(1)
+    child = crew(lambda: leaving(house, lambda: [barrier.wait(2) for _ in range(200)]))
+    for _ in range(200):
+        barrier.wait(2)
+    assert len(child.result()) == 200
