@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+from forebay._claims import members
 from forebay._claims.members import House, Members
 from forebay._claims.named_locks import LOCKS, WORDS
 from forebay._claims.table import CLAIM, LEADER, TABLE, TABLE_BYTES
 from forebay._kernel import locks
+
+T = TypeVar("T")
 
 
 def found(place: Path) -> Path:
@@ -29,3 +34,17 @@ def leader(place: Path, rank: int | None = 0) -> House:
 def join(place: Path, rank: int | None = None, worker: int | None = None) -> House:
     """Who comes later."""
     return House(Members.attach(place, rank=rank, worker=worker), "claim 000000")
+
+
+def rank(place: Path, number: int, work: Callable[[House], T]) -> T:
+    """What a rank does that finds the claim by itself, and leaves it at its end. A child of ours is no member as such."""
+    members.leave_all()
+    return leaving(join(place, number), work)
+
+
+def leaving(house: House, work: Callable[[House], T]) -> T:
+    """What a process does that ends in order."""
+    try:
+        return work(house)
+    finally:
+        house.members.leave()

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay._claims import boards, members, memory, named_locks
+from forebay._claims import boards, memory, named_locks
 from forebay._claims.barriers import Barrier
 from forebay._claims.members import House
 from forebay._kernel import host, waits
 from tests.claims import houses
+from tests.claims.houses import leaving
 from tests.harness import Child, Crew, Gate, death_of, fork, fork_to_die
 
 NAME = "start"
@@ -50,18 +51,8 @@ def crew() -> Iterator[Crew]:
 
 
 def rank(place: Path, number: int, work: Callable[[Barrier], Any], name: str = NAME) -> Any:
-    """What a rank does that finds the claim by itself, and leaves it at its end. A child of ours is no member as such."""
-    members.leave_all()
-    house = houses.join(place, number)
-    return leaving(house, lambda: work(Barrier(house, name)))
-
-
-def leaving(house: House, work: Callable[[], Any]) -> Any:
-    """What a child does that ends in order."""
-    try:
-        return work()
-    finally:
-        house.members.leave()
+    """What a rank does at a barrier of the claim, which it finds by itself."""
+    return houses.rank(place, number, lambda house: work(Barrier(house, name)))
 
 
 def broken(barrier: Barrier, parties: int | None = None) -> tuple[list[str], float]:
@@ -126,7 +117,7 @@ def test_more_come_than_parties(place: Path, house: House, crew: Crew) -> None:
 def test_a_forked_child_is_a_party(house: House, crew: Crew) -> None:
     barrier = Barrier(house, NAME)
     barrier.wait(1)
-    child = crew(lambda: leaving(house, lambda: [barrier.wait(2, LONG) for _ in range(50)]))
+    child = crew(lambda: leaving(house, lambda _: [barrier.wait(2, LONG) for _ in range(50)]))
     ours = [barrier.wait(2, LONG) for _ in range(50)]
     assert [sum(pair) for pair in zip(ours, child.result(), strict=True)] == [1] * 50
 
@@ -360,7 +351,7 @@ def test_killed_at_every_step_of_a_crossing(quick_path: Path, crew: Crew) -> Non
 
         def dies(house: House = house, barrier: Barrier = barrier, begin: Gate = begin) -> None:
             begin.wait()
-            leaving(house, lambda: [barrier.wait(2, LONG) for _ in range(3)])
+            leaving(house, lambda _: [barrier.wait(2, LONG) for _ in range(3)])
 
         child = fork_to_die(step, dies)
         begin.open()
@@ -447,7 +438,7 @@ def test_the_last_one_stops_at_every_step(house: House) -> None:
         early = threading.Thread(target=lambda numbers=numbers: numbers.append(barrier.wait(2, LONG)))
         early.start()
         comes_to_wait(house, 1)
-        slow = fork(lambda step=stopped, stands=stands: leaving(house, lambda: stops_at(step, stands, lambda: barrier.wait(2, LONG))))
+        slow = fork(lambda step=stopped, stands=stands: leaving(house, lambda _: stops_at(step, stands, lambda: barrier.wait(2, LONG))))
         found = os.waitid(os.P_PID, slow.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         if found.si_code == os.CLD_STOPPED:
             stands.wait()
@@ -467,7 +458,7 @@ def test_one_gives_up_while_the_last_one_stands_still(house: House, crew: Crew) 
     """He may have counted us; but we do not wait for him longer than we were told to."""
     barrier, stands = Barrier(house, NAME), Gate()
     barrier.wait(1)
-    slow = crew(lambda: (comes_to_wait(house, 1), leaving(house, lambda: stops_at(1, stands, lambda: barrier.wait(2, LONG))))[1])
+    slow = crew(lambda: (comes_to_wait(house, 1), leaving(house, lambda _: stops_at(1, stands, lambda: barrier.wait(2, LONG))))[1])
     timer = threading.Timer(2.5, slow.signal, (signal.SIGCONT,))
     timer.start()
     began = time.monotonic()
@@ -534,7 +525,7 @@ def test_nobody_sleeps_through_the_last_arrival(house: House, crew: Crew, monkey
     monkeypatch.setattr(waits, "TURN", 3600.0)
     barrier = Barrier(house, NAME)
     barrier.wait(1)
-    child = crew(lambda: leaving(house, lambda: [barrier.wait(2) for _ in range(200)]))
+    child = crew(lambda: leaving(house, lambda _: [barrier.wait(2) for _ in range(200)]))
     for _ in range(200):
         barrier.wait(2)
     assert len(child.result()) == 200

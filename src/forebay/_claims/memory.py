@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import math
 import operator
 import os
@@ -24,6 +25,8 @@ from forebay._kernel import host, mappings
 
 if TYPE_CHECKING:
     import numpy
+
+log = logging.getLogger("forebay.claims")
 
 PAGE = 4096
 _START = struct.Struct("<8sQ")  # magic, where the data begin
@@ -155,14 +158,13 @@ def _open(path: str, told: dict[str, Any], house: House) -> memoryview | None:
 def _header(fd: int, path: str) -> tuple[int, dict[str, Any]]:
     """Where the data begin, and what the file says of them."""
     try:
-        magic, start = _START.unpack(os.pread(fd, _START.size, 0))
-        known = json.loads(os.pread(fd, start - _START.size, _START.size).rstrip(b"\0"))
-        is_whole = magic == _MAGIC and os.fstat(fd).st_size == start + known["size"]
-    except (struct.error, ValueError, TypeError, KeyError, OverflowError):
-        is_whole = False
-    if not is_whole:
-        raise errors.Damaged(f"{path} is damaged: end the job's processes, and it goes with their claim", key=path)
-    return start, known
+        length, (magic, start) = os.fstat(fd).st_size, _START.unpack(os.pread(fd, _START.size, 0))
+        known = json.loads(os.pread(fd, min(start, length) - _START.size, _START.size).rstrip(b"\0"))
+        if magic == _MAGIC and length == start + known["size"]:
+            return start, known
+    except (struct.error, ValueError, TypeError, KeyError) as error:
+        log.debug("%s: %r", path, error)
+    raise errors.Damaged(f"{path} is damaged: end the job's processes, and it goes with their claim", key=path)
 
 
 def _described(told: dict[str, Any]) -> str:

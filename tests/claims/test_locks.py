@@ -1,0 +1,288 @@
+"""Named locks of a claim: one at a time, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay import errors
+from forebay._claims import memory, named_locks
+from forebay._claims.members import House
+from forebay._claims.named_locks import NamedLock
+from forebay._kernel import waits
+from tests.claims import houses
+from tests.claims.houses import rank
+from tests.harness import Crew, Gate, in_child
+
+LONG = 30.0
+
+
+@pytest.fixture
+def place(quick_path: Path) -> Path:
+    return houses.found(quick_path / "claim")
+
+
+@pytest.fixture
+def house(place: Path) -> Iterator[House]:
+    found = houses.leader(place)
+    yield found
+    named_locks.close(found)
+    found.members.leave()
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    found = Crew()
+    yield found
+    found.dismiss()
+
+
+def is_free(house: House, name: str = "x") -> bool:
+    """Whether another process could enter."""
+    try:
+        with NamedLock(house, name, timeout=0.0):
+            return True
+    except errors.WaitTimeout:
+        return False
+
+
+def test_processes_and_threads_count_right(place: Path, house: House, crew: Crew) -> None:
+    def count(house: House) -> None:
+        cell = memory.buffer(house, "count", 8).cast("Q")
+        for _ in range(150):
+            with NamedLock(house, "count"):
+                cell[0] = cell[0] + 1
+
+    def threads(house: House) -> None:
+        crowd = [threading.Thread(target=count, args=(house,)) for _ in range(2)]
+        for thread in crowd:
+            thread.start()
+        for thread in crowd:
+            thread.join()
+
+    others = [crew(lambda n=n: rank(place, n, threads)) for n in range(1, 4)]
+    threads(house)
+    for other in others:
+        other.result()
+    assert memory.buffer(house, "count", 8).cast("Q")[0] == 4 * 2 * 150
+
+
+def test_two_names_are_two_locks(place: Path, house: House) -> None:
+    with NamedLock(house, "x"):
+        assert in_child(lambda: rank(place, 1, lambda other: (is_free(other, "x"), is_free(other, "y")))) == (False, True)
+    assert in_child(lambda: rank(place, 1, is_free))
+
+
+def test_a_thread_cannot_enter_twice(house: House) -> None:
+    with NamedLock(house, "x"), pytest.raises(errors.ConfigError, match="held by this very thread"), NamedLock(house, "x", timeout=LONG):
+        raise AssertionError("it entered")
+    assert is_free(house)
+
+
+def test_another_thread_waits(house: House) -> None:
+    lock, entered = NamedLock(house, "x", timeout=LONG), threading.Event()
+
+    def enter() -> None:
+        with lock:
+            entered.set()
+
+    with lock:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        assert not entered.wait(0.15)
+    assert entered.wait(LONG)
+    thread.join()
+    assert is_free(house)
+
+
+def test_an_error_inside_lets_go(place: Path, house: House) -> None:
+    with pytest.raises(KeyError), NamedLock(house, "x"):
+        raise KeyError
+    assert in_child(lambda: rank(place, 1, is_free))
+
+
+def test_a_death_lets_go(place: Path, house: House, crew: Crew) -> None:
+    inside = Gate()
+
+    def hold(house: House) -> None:
+        with NamedLock(house, "x"):
+            inside.open()
+            Gate().wait()
+
+    holder = crew(lambda: rank(place, 1, hold))
+    inside.wait()
+    killed: list[float] = []
+    timer = threading.Timer(0.1, lambda: (killed.append(time.monotonic()), holder.kill()))
+    timer.start()
+    with NamedLock(house, "x", timeout=LONG):
+        assert time.monotonic() - killed[0] < 0.6
+    timer.join()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_timeout_names_the_holder(place: Path, house: House, crew: Crew, stopped: bool) -> None:
+    inside = Gate()
+
+    def hold(house: House) -> None:
+        with NamedLock(house, "x"):
+            inside.open()
+            Gate().wait()
+
+    holder = crew(lambda: rank(place, 7, hold))
+    inside.wait()
+    if stopped:
+        holder.signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
+    end = ", stopped" if stopped else ""
+    with pytest.raises(errors.WaitTimeout, match=rf"the lock 'x' of claim 000000, held by rank 7 \(process {holder.pid}\){end}$"):
+        NamedLock(house, "x", timeout=0.1).__enter__()
+
+
+def test_a_forked_child_does_not_hold_it(house: House, crew: Crew) -> None:
+    lock = NamedLock(house, "x")
+    inside, go = Gate(), Gate()
+
+    def child() -> bool:
+        """Leaves the block that its parent entered, which lets go of nothing."""
+        lock.__exit__(None, None, None)
+        inside.open()
+        go.wait()
+        return is_free(house)
+
+    with lock:
+        other = crew(child)
+        inside.wait()
+        go.open()
+        assert other.result() is False
+    assert in_child(lambda: is_free(house))
+
+
+def test_a_holder_that_forks_and_dies(place: Path, house: House, crew: Crew) -> None:
+    """Its child, which lives on, keeps nothing of it."""
+    inside = Gate()
+
+    born = memory.buffer(house, "born", 8).cast("Q")
+
+    def hold(house: House) -> None:
+        with NamedLock(house, "x"):
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            born[0] = child
+            inside.open()
+            Gate().wait()
+
+    holder = crew(lambda: rank(place, 1, hold))
+    inside.wait()
+    os.kill(holder.pid, signal.SIGKILL)
+    try:
+        with NamedLock(house, "x", timeout=2.0):
+            pass
+    finally:
+        os.kill(born[0], signal.SIGKILL)
+
+
+def test_nobody_sleeps_through_a_release(place: Path, house: House, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "TURN", 3600.0)
+
+    def enter(house: House) -> int:
+        for turn in range(300):  # noqa: B007
+            with NamedLock(house, "x"):
+                pass
+        return turn
+
+    others = [crew(lambda n=n: rank(place, n, enter)) for n in range(1, 4)]
+    assert enter(house) == 299
+    assert [other.result() for other in others] == [299] * 3
+
+
+def test_ctrl_c_while_it_waits(place: Path, house: House, crew: Crew) -> None:
+    inside, go = Gate(), Gate()
+
+    def hold(house: House) -> None:
+        with NamedLock(house, "x"):
+            inside.open()
+            go.wait()
+
+    holder = crew(lambda: rank(place, 1, hold))
+    inside.wait()
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        NamedLock(house, "x", timeout=LONG).__enter__()
+    go.open()
+    holder.result()
+    assert is_free(house)
+
+
+def test_after_the_claim_was_left(place: Path, house: House) -> None:
+    def leave(house: House) -> bool:
+        lock = NamedLock(house, "x")
+        with lock:
+            named_locks.close(house)
+            house.members.leave()
+        with pytest.raises(errors.Closed):
+            lock.__enter__()
+        with pytest.raises(errors.Closed):
+            NamedLock(house, "y")
+        return True
+
+    assert in_child(lambda: rank(place, 1, leave))
+    assert is_free(house)
+
+
+def test_closing_closes_the_file(place: Path, house: House) -> None:
+    def files() -> list[str]:
+        return [link for fd in os.listdir("/proc/self/fd") if (link := linked(fd)).startswith(str(place))]
+
+    def leave(house: House) -> Any:
+        before = len(files())
+        with NamedLock(house, "x"):
+            pass
+        between = len(files())
+        named_locks.close(house)
+        return between - before, len(files()) - before
+
+    assert in_child(lambda: rank(place, 1, leave)) == (1, 0)
+
+
+def linked(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return ""
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "ä" * 500, "\ud800", "..", "\0"])
+def test_names_of_all_kinds(house: House, name: str) -> None:
+    with NamedLock(house, name):
+        assert not is_free_in_child(house, name)
+    assert is_free_in_child(house, name)
+
+
+def is_free_in_child(house: House, name: str) -> bool:
+    return bool(in_child(lambda: is_free(house, name)))
+
+
+@pytest.mark.parametrize("name", [None, b"x", 3])
+def test_names_that_are_none(house: House, name: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="is a str"):
+        NamedLock(house, name)
+
+
+def test_the_job_closed_all_descriptors(place: Path, house: House) -> None:
+    def closing(house: House) -> bool:
+        lock = NamedLock(house, "x")
+        with lock:
+            pass
+        os.closerange(300, 1100)
+        with lock:
+            return bool(in_child(lambda: is_free(house)))
+
+    assert in_child(lambda: rank(place, 1, closing)) is False

@@ -1,0 +1,368 @@
+"""Shared memory of a claim: whole or not there at all, the same for all, and as long as a view lives."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forebay import errors
+from forebay._claims import memory, named_locks
+from forebay._claims.members import House
+from forebay._kernel import host
+from tests.claims import houses
+from tests.claims.houses import rank
+from tests.harness import Crew, death_of, fork, fork_to_die, in_child
+
+
+@pytest.fixture
+def place(quick_path: Path) -> Path:
+    return houses.found(quick_path / "claim")
+
+
+@pytest.fixture
+def house(place: Path) -> Iterator[House]:
+    found = houses.leader(place)
+    yield found
+    named_locks.close(found)
+    found.members.leave()
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    found = Crew()
+    yield found
+    found.dismiss()
+
+
+# -- what is shared ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((), ()), (5, (5,)), ((2, 3), (2, 3)), ([4, 1], (4, 1)), ((3, 0), (3, 0)), (np.int64(3), (3,)), (np.array([2, 2]), (2, 2))],
+)
+@pytest.mark.parametrize("dtype", ["u1", np.float64, ">i4", "M8[ns]", "U7", "S3", bool, [("a", "i2"), ("b", "f8", (2,))]])
+def test_an_array_is_zeros_and_shared(place: Path, house: House, shape: Any, expected: tuple[int, ...], dtype: Any) -> None:
+    ours, zeros = memory.array(house, "a", shape, dtype), np.zeros(expected, dtype)
+    assert (ours.shape, ours.dtype) == (zeros.shape, zeros.dtype)
+    assert ours.tobytes() == zeros.tobytes()
+    assert ours.flags.writeable
+    if ours.ndim and ours.size:
+        ours.view("u1")[...] = 1
+        assert in_child(lambda: rank(place, 1, lambda other: memory.array(other, "a", shape, dtype).tobytes())) == ours.tobytes()
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.dtype({"names": ["a", "b"], "formats": ["u1", "f8"], "offsets": [8, 0], "itemsize": 24}), np.dtype("u1,f8", align=True)]
+)
+def test_types_with_gaps(place: Path, house: House, dtype: Any) -> None:
+    memory.array(house, "a", 3, dtype)
+    assert in_child(lambda: rank(place, 1, lambda other: memory.array(other, "a", 3, dtype).dtype)) == dtype
+
+
+def test_a_type_of_many_fields(place: Path, house: House) -> None:
+    dtype = [(f"field_{n:04}", "f8") for n in range(500)]
+    memory.array(house, "a", 2, dtype)["field_0499"] = 7
+    assert in_child(lambda: rank(place, 1, lambda other: memory.array(other, "a", 2, dtype)["field_0499"].tolist())) == [7, 7]
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("i8", -5), ("f4", 0.5), (bool, True), ("U3", "abc"), ([("x", "i4"), ("y", "i4")], (1, 2))])
+def test_a_scalar(place: Path, house: House, dtype: Any, value: Any) -> None:
+    ours = memory.scalar(house, "s", dtype)
+    assert ours.get() == np.zeros((), dtype).item()
+    ours.set(value)
+    assert in_child(lambda: rank(place, 1, lambda other: memory.scalar(other, "s", dtype).value)) == value
+    ours.value = np.zeros((), dtype).item()
+    assert ours.value == np.zeros((), dtype).item()
+    assert "'s'" in repr(ours)
+
+
+def test_a_buffer(place: Path, house: House) -> None:
+    ours = memory.buffer(house, "b", 10)
+    assert (bytes(ours), ours.readonly, ours.format) == (bytes(10), False, "B")
+    ours[3:6] = b"abc"
+    assert in_child(lambda: rank(place, 1, lambda other: bytes(memory.buffer(other, "b", 10)))) == b"\0\0\0abc\0\0\0\0"
+
+
+def test_an_empty_buffer(place: Path, house: House) -> None:
+    assert len(memory.buffer(house, "b", 0)) == 0
+    assert in_child(lambda: rank(place, 1, lambda other: len(memory.buffer(other, "b", 0)))) == 0
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "%2F", "ä" * 300, "x" * 300, "\ud800", "\0", "a\nb"])
+def test_names_of_all_kinds(place: Path, house: House, name: str) -> None:
+    names = [name, f"{name}2", f"{name}/"]
+    for value, each in enumerate(names, 1):
+        memory.buffer(house, each, 1)[0] = value
+    assert in_child(lambda: rank(place, 1, lambda other: [memory.buffer(other, each, 1)[0] for each in names])) == [1, 2, 3]
+    assert [path for path in place.rglob("*") if path.parent != place] == []
+
+
+# -- what is not -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        (("array", 3, "f8"), ("array", 4, "f8"), ("shape [3]", "shape [4]")),
+        (("array", 3, "f8"), ("array", 3, "i8"), ("dtype('float64')", "dtype('int64')")),
+        (("array", (2, 3), "f8"), ("array", (3, 2), "f8"), ("shape [2, 3]", "shape [3, 2]")),
+        (("array", 1, "f8"), ("scalar", "f8"), ("array of", "scalar of")),
+        (("scalar", "f8"), ("buffer", 8), ("scalar of", "buffer of 8 bytes")),
+        (("buffer", 8), ("buffer", 9000), ("buffer of 8 bytes", "buffer of 9,000 bytes")),
+        (("array", 2, [("a", "i4"), ("b", "i4")]), ("array", 2, [("a", "i4"), ("c", "i4")]), ("'b'", "'c'")),
+    ],
+)
+def test_another_says_something_else(place: Path, house: House, first: Any, then: Any, words: tuple[str, str]) -> None:
+    getattr(memory, first[0])(house, "a", *first[1:])
+
+    def other(house: House) -> str:
+        with pytest.raises(errors.ClaimMismatch) as caught:
+            getattr(memory, then[0])(house, "a", *then[1:])
+        assert isinstance(caught.value, RuntimeError)
+        return str(caught.value)
+
+    said = in_child(lambda: rank(place, 1, other))
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("dtype", [object, [("a", "i4"), ("b", object)], "U", "V0", "no type", np.dtypes.StringDType()])
+def test_types_that_cannot_be_shared(house: House, dtype: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="'a'"):
+        memory.array(house, "a", 3, dtype)
+    with pytest.raises(errors.ConfigError, match="'a'"):
+        memory.scalar(house, "a", dtype)
+
+
+@pytest.mark.parametrize("shape", [-1, (3, -2), 1.5, "3", True, None, (2, None), [[2, 3]]])
+def test_shapes_that_make_no_sense(house: House, shape: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="'a'"):
+        memory.array(house, "a", shape, "f8")
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, "3", True, None])
+def test_sizes_that_make_no_sense(house: House, size: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="'a'"):
+        memory.buffer(house, "a", size)
+
+
+@pytest.mark.parametrize("name", [None, b"x", 3])
+def test_names_that_are_none(house: House, name: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="is a str"):
+        memory.buffer(house, name, 1)
+
+
+def test_after_the_claim_was_left(place: Path, house: House) -> None:
+    def leave(other: House) -> bytes:
+        view = memory.buffer(other, "b", 4)
+        other.members.leave()
+        with pytest.raises(errors.Closed):
+            memory.buffer(other, "b", 4)
+        view[0] = 9
+        return bytes(view)
+
+    assert in_child(lambda: rank(place, 1, leave)) == b"\x09\0\0\0"
+    assert memory.buffer(house, "b", 4)[0] == 9
+
+
+# -- how long ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_view_outlives_the_files(place: Path, house: House) -> None:
+    array = memory.array(house, "a", 1000, "u4")
+    part, cell = array[10:20], memory.scalar(house, "s", "i8")
+    for path in place.glob("memory.*"):
+        path.unlink()
+    del array
+    gc.collect()
+    part[:] = 5
+    cell.set(6)
+    assert (part.tolist(), cell.get()) == ([5] * 10, 6)
+
+
+def test_nothing_is_mapped_when_nobody_looks(place: Path, house: House) -> None:
+    def mapped() -> bool:
+        return "memory.a" in Path("/proc/self/maps").read_text()
+
+    array = memory.array(house, "a", 1000, "u4")
+    assert mapped()
+    del array
+    gc.collect()
+    assert not mapped()
+
+
+def test_a_forked_child_has_it(house: House, crew: Crew) -> None:
+    array, cell = memory.array(house, "a", 3, "i8"), memory.scalar(house, "s", "i8")
+
+    def child() -> None:
+        array[1] = 4
+        cell.set(5)
+
+    crew(child).result()
+    assert (array.tolist(), cell.get()) == ([0, 4, 0], 5)
+
+
+def test_no_tracker_and_no_warning(place: Path, house: House) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.claims import houses; from forebay._claims import memory\n"
+        f"house = houses.join(Path({str(place)!r}), 1)\n"
+        "a = memory.array(house, 'a', 10, 'i8'); a[:] = 3\n"
+        "print('multiprocessing.resource_tracker' in sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=root)
+    assert (done.stdout.strip(), done.stderr) == ("False", "")
+    assert memory.array(house, "a", 10, "i8").tolist() == [3] * 10
+
+
+def test_workers_that_are_spawned(place: Path, house: House) -> None:
+    array = memory.array(house, "a", 4, "i8")
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=put, args=(place, number)) for number in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert array.tolist() == [0, 0, 10, 11]
+
+
+def put(place: Path, number: int) -> None:
+    memory.array(houses.join(place, 0, number), "a", 4, "i8")[2 + number] = 10 + number
+
+
+# -- making it ---------------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_at_once_gets_the_same(place: Path, house: House, crew: Crew) -> None:
+    def add(other: House) -> None:
+        for number in range(20):
+            cell = memory.array(other, f"a{number}", 3, "i8")
+            with named_locks.NamedLock(other, "sum"):
+                cell[2] += 1
+
+    others = [crew(lambda n=n: rank(place, n, add)) for n in range(1, 6)]
+    for other in others:
+        other.result()
+    assert [memory.array(house, f"a{number}", 3, "i8")[2] for number in range(20)] == [5] * 20
+
+
+def test_killed_at_every_step_of_making(quick_path: Path) -> None:
+    for step in range(50):
+        place = houses.found(quick_path / str(step))
+        house = houses.leader(place)
+        where = death_of(fork_to_die(step, lambda house=house: memory.array(house, "a", 1000, "f8")))
+        array = memory.array(house, "a", 1000, "f8")
+        assert not array.any(), where
+        array[:] = 1
+        assert in_child(lambda house=house: memory.array(house, "a", 1000, "f8").sum()) == 1000
+        kept = [path for path in place.glob("memory.*") if path.name != "memory.a"]
+        assert [path for path in kept if path.stat().st_ino != (place / "memory.a").stat().st_ino] == [], where
+        named_locks.close(house)
+        house.members.leave()
+        if where is None:
+            assert kept == []
+            break
+    assert step > 4
+
+
+def test_memory_is_there_before_it_is_used(place: Path, house: House) -> None:
+    memory.buffer(house, "b", 3 << 20)
+    found = (place / "memory.b").stat()
+    assert found.st_blocks * 512 >= 3 << 20
+    assert found.st_mode & 0o777 == 0o600
+
+
+def test_more_than_there_is(house: House) -> None:
+    with pytest.raises(errors.NoSpace, match=r"bytes wanted, .* are free .*FOREBAY_CLAIMS") as caught:
+        memory.buffer(house, "b", 1 << 60)
+    assert (caught.value.errno, caught.value.hopeless) == (errno.ENOSPC, True)
+    assert caught.value.need > 1 << 60 > caught.value.budget >= caught.value.free
+
+
+def test_it_is_full_in_the_middle(place: Path, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(call: str, subject: str) -> None:
+        if call == "allocate":
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    host.on_step(full)
+    try:
+        with pytest.raises(errors.NoSpace, match="bytes wanted"):
+            memory.buffer(house, "b", 1000)
+    finally:
+        host.on_step(None)
+    assert list(place.glob("memory.*")) == []
+    assert len(memory.buffer(house, "b", 1000)) == 1000
+
+
+@pytest.mark.root
+def test_a_full_file_system(tmp_path: Path) -> None:
+    """A real one, of 4 MB, in a mount namespace of its own."""
+    code = f"""
+import os, subprocess, sys
+from pathlib import Path
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", {str(tmp_path)!r}], check=True)
+from tests.claims import houses
+from forebay import errors
+from forebay._claims import memory
+house = houses.leader(houses.found(Path({str(tmp_path)!r}) / "claim"))
+first = memory.buffer(house, "a", 2 << 20)
+try:
+    memory.buffer(house, "b", 3 << 20)
+except errors.NoSpace as error:
+    print("clear", error.free < 3 << 20)
+with open({str(tmp_path / "others")!r}, "wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError:
+        pass
+first[:] = b"x" * (2 << 20)
+print("stored", first[-1])
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(["unshare", "-m", sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"no mount here: {done.stderr.strip()}")
+    assert (done.stdout.split(), done.returncode) == (["clear", "True", "stored", "120"], 0), done.stderr
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 100, b"forebay1" + b"\xff" * 8 + b"{}"])
+def test_a_damaged_file(place: Path, house: House, damage: bytes) -> None:
+    (place / "memory.a").write_bytes(damage)
+    with pytest.raises(errors.Damaged, match=r"memory\.a is damaged"):
+        memory.buffer(house, "a", 8)
+
+
+def test_a_file_cut_short_kills_nobody(place: Path, house: House) -> None:
+    memory.buffer(house, "a", 8000)
+    os.truncate(place / "memory.a", 5000)
+    with pytest.raises(errors.Damaged):
+        memory.buffer(house, "a", 8000)
+
+
+def test_a_symbolic_link_is_not_followed(place: Path, house: House, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_bytes(bytes(10_000))
+    (place / "memory.a").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"):
+        memory.buffer(house, "a", 8)
+
+
+def test_without_numpy(place: Path, house: House) -> None:
+    def bare() -> str:
+        sys.modules["numpy"] = None  # type: ignore[assignment]
+        with pytest.raises(errors.MissingExtra) as caught:
+            memory.array(house, "a", 3, "i8")
+        assert len(memory.buffer(house, "b", 3)) == 3
+        return str(caught.value)
+
+    assert "numpy" in fork(bare).result()
