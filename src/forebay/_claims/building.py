@@ -25,6 +25,7 @@ log = logging.getLogger("forebay.claims")
 
 NEW, OLD = ".new.", ".old."
 LANDMARK = "landmark"
+_LAST = f"{LANDMARK} {table.CLAIM}"  # these tell what is beside
 _NEED = table.TABLE_BYTES + COUNT * 4 + 4096
 _told: set[str] = set()
 
@@ -48,8 +49,8 @@ def build(directory: Path, record: Record, content: bytes | None = None) -> int:
         return fd
     except BaseException as error:
         passing.close(fd)
-        with contextlib.suppress(OSError):
-            remove(directory)
+        remove_beside(directory)
+        remove(directory)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise _no_space(directory.parent) from error
         raise
@@ -62,7 +63,16 @@ def _make_landmark(inside: Path, landmark: Path, content: bytes) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        _make_file(landmark, len(content), content)
+        _make_copy(landmark, content)
+
+
+def _make_copy(landmark: Path, content: bytes) -> None:
+    fd = host.create_unnamed(landmark.parent, 0o600)
+    try:
+        _fill(fd, len(content), content)
+        host.give_name(fd, landmark)  # only now: what is not whole would be known by nobody
+    finally:
+        os.close(fd)
 
 
 def _no_space(registry: Path) -> errors.NoSpace:
@@ -81,24 +91,24 @@ def build_refusal(directory: Path, data: bytes) -> int:
 def _make(directory: Path, data: bytes) -> int:
     host.mkdir(directory, 0o755)
     host.chmod(directory, 0o755)
-    fd = passing.take_in(lambda: host.out_of_the_way(host.create(directory / table.CLAIM, 0o644)))
-    try:
-        locks.take(fd, table.LEADER)
-        host.pwrite(fd, data, 0)
-    except BaseException:
-        passing.close(fd)
-        raise
+    _make_file(directory / table.CLAIM, 0, data, mode=0o644)
+    fd = passing.take_in(lambda: host.out_of_the_way(host.open_write(directory / table.CLAIM)))
+    locks.take(fd, table.LEADER)
     return fd
 
 
-def _make_file(path: Path, size: int, content: bytes = b"") -> None:
-    fd = host.create(path, 0o600)
+def _make_file(path: Path, size: int, content: bytes = b"", *, mode: int = 0o600) -> None:
+    fd = host.create(path, mode)
     try:
-        host.allocate(fd, 0, size)
-        if content:
-            host.pwrite(fd, content, 0)
+        _fill(fd, size, content)
     finally:
         os.close(fd)
+
+
+def _fill(fd: int, size: int, content: bytes) -> None:
+    host.allocate(fd, 0, size)
+    if content:
+        host.pwrite(fd, content, 0)
 
 
 def read(fd: int) -> bytes:
@@ -123,33 +133,28 @@ def _inside(directory: Path) -> Iterator[str | None]:
 
 
 def remove(directory: Path) -> None:
-    """Remove a claim's directory, and what the claim had beside it. What is not ours stays, and is told once."""
+    """Remove a directory that lost its name. What is not ours stays, and is told once."""
     with _inside(directory) as inside:
-        if inside is not None:
-            _remove(directory, inside)
+        if inside is None:
+            return
+        try:
+            for name in sorted(os.listdir(inside), key=_LAST.find):
+                host.unlink(f"{inside}/{name}")
+            host.rmdir(directory)
+        except FileNotFoundError:
+            return  # another process removes it too
+        except OSError as error:
+            if directory.name not in _told:
+                _told.add(directory.name)
+                log.warning("%s cannot be removed: %s", directory, str(error))
 
 
 def remove_beside(directory: Path) -> None:
-    """Remove what the claim had beside its directory. Caller: holds the registry's lock, as the next claim may need these names."""
+    """Remove what a claim had beside its directory. Caller: holds the registry's lock, and makes no claim before: names and texts may be
+    the same again."""
     with _inside(directory) as inside:
         if inside is not None:
             _remove_beside(inside)
-
-
-def _remove(directory: Path, inside: str) -> None:
-    try:
-        _remove_beside(inside)
-        names = set(os.listdir(inside))
-        for name in [*sorted(names - {table.CLAIM, LANDMARK}), LANDMARK, table.CLAIM]:  # these last: they say what is beside
-            if name in names:
-                host.unlink(f"{inside}/{name}")
-        host.rmdir(directory)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        if directory.name not in _told:
-            _told.add(directory.name)
-            log.warning("%s cannot be removed: %s", directory, str(error))
 
 
 def _remove_beside(inside: str) -> None:

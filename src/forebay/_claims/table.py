@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,8 @@ class Table:
     def write(self, slot: int, rank: int | None, worker: int | None) -> Identity:
         """Tell of this process; gives which it is. Caller: has locked the byte of ``slot``."""
         told = (os.getpid(), processes.pid_space(), processes.own_start(), _number(rank), _number(worker), time.time_ns())
-        for index, value in enumerate(told, 1):
-            host.set_word(self._words, slot * _WORDS + index, value)
+        host.step("set_words", slot)
+        self._words[slot * _WORDS + _PID : slot * _WORDS + _JOINED + 1] = memoryview(array("Q", told))
         self.set_state(slot, IN)  # last: until then it is of nobody
         return slot, told[0], told[2]
 

@@ -65,6 +65,18 @@ def create(path: Path, mode: int, *, masked: bool = False) -> int:
     return fd
 
 
+def create_unnamed(directory: Path, mode: int) -> int:
+    """A descriptor of a new file that has no name yet, and goes with the descriptor unless `give_name` gives it one."""
+    step("create_unnamed", directory)
+    return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode)
+
+
+def give_name(fd: int, path: str | os.PathLike[str]) -> None:
+    """The first name of an unnamed file. Raises FileExistsError."""
+    step("link", path)
+    os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)  # with a directory, or Python would not follow
+
+
 def open_write(path: Path) -> int:
     """A descriptor to change a file that is there. Symbolic links are not followed."""
     return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
