@@ -1,5 +1,8 @@
 """Two trainings of Ray Train, each of two workers, which tell their worlds and jobs; and what the driver and another actor say.
-``ray_world_runs.py``, a process of its own with a small Ray. Prints JSON."""
+
+``ray_world_runs.py PLACE``, a process of its own with a small Ray. Prints JSON. One training has a claim, and is started again after
+a worker was killed: what it saw lies in PLACE.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 import ray
 import ray.train
 import torch.distributed as dist
-from ray.train import RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from torch.utils.data import DataLoader, Dataset
@@ -33,6 +36,10 @@ class Asking(Dataset[str]):
 
 
 def train(config: dict[str, Any]) -> None:
+    from tests.adapters import claims_runs  # not as the main program has it: its spawned workers must find the data set
+
+    if config["claims"]:
+        claims_runs.train(Path(config["claims"]))
     found = {**told(), "workers": [json.loads(item) for item in DataLoader(Asking(), num_workers=1, batch_size=None)]}
     found["torch"] = dist.is_initialized()
     (Path(config["place"]) / f"{ray.train.get_context().get_world_rank()}.json").write_text(json.dumps(found))
@@ -48,10 +55,10 @@ class Other:
         return {**told(), "loaded": ray.train.__name__ in sys.modules}
 
 
-def run(trainer: type[Any], name: str) -> list[dict[str, Any]]:
+def run(trainer: type[Any], name: str, claims: str = "") -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as place:
-        where = RunConfig(name=name, storage_path=place)
-        trainer(train, train_loop_config={"place": place}, scaling_config=SCALING, run_config=where).fit()
+        where = RunConfig(name=name, storage_path=place, failure_config=FailureConfig(max_failures=1 if claims else 0))
+        trainer(train, train_loop_config={"place": place, "claims": claims}, scaling_config=SCALING, run_config=where).fit()
         return [json.loads(path.read_text()) for path in sorted(Path(place).glob("*.json"))]
 
 
@@ -60,7 +67,7 @@ def main() -> None:
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False, _temp_dir=place)
         try:
             found = {
-                "plain": run(DataParallelTrainer, "plain"), "torch": run(TorchTrainer, "torch"), "driver": told(),
+                "plain": run(DataParallelTrainer, "plain", sys.argv[1]), "torch": run(TorchTrainer, "torch"), "driver": told(),
                 "other": ray.get(Other.remote().told.remote()),
             }  # fmt: skip
         finally:

@@ -1,4 +1,4 @@
-"""Worlds and jobs of workers that Ray Train really starts."""
+"""Worlds, jobs and claims of workers that Ray Train really starts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.claims.launched import clean
 
 pytest.importorskip("ray.train")
 pytest.importorskip("torch")
+pytest.importorskip("numpy")
 
 PROGRAM = str(Path(__file__).with_name("ray_world_runs.py"))
 ROOT = str(Path(__file__).parents[2])
@@ -23,15 +24,16 @@ ALONE = repr(World(1, 1, 1, 0))
 
 
 @pytest.fixture(scope="module")
-def said() -> Any:
-    """What everybody had to tell."""
+def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What everybody had to tell, and where one training left what it saw of its claim."""
+    place = tmp_path_factory.mktemp("ray")
     # The nodes may lie within a step of SLURM: that is not what started the workers.
     outer = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
     paths = os.pathsep.join([ROOT, os.environ["PYTHONPATH"]])
-    env = {**clean(), **outer, "PYTHONPATH": paths, "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0"}
-    done = subprocess.run([sys.executable, PROGRAM], env=env, capture_output=True, text=True, timeout=200)
+    env = {**clean(), **outer, "PYTHONPATH": paths, "FOREBAY_CLAIMS": str(place / "claims")}
+    done = subprocess.run([sys.executable, PROGRAM, str(place)], env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return {**json.loads(done.stdout.splitlines()[-1]), "place": place}
 
 
 @pytest.mark.parametrize("kind", ["plain", "torch"])
@@ -53,3 +55,9 @@ def test_who_is_not_of_a_training_is_alone(said: Any, who: str) -> None:
     assert said[who]["world"] == ALONE
     assert said[who]["how"] == "this process, the only rank here"
     assert said[who].get("loaded", True)
+
+
+def test_s01_a_training_that_is_started_again_has_its_directory(said: Any) -> None:
+    from tests.adapters import claims_runs
+
+    claims_runs.check(said["place"])
