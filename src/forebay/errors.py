@@ -157,15 +157,15 @@ class Damaged(CacheFault):
 
 
 class WaitTimeout(ForebayError, TimeoutError):
-    """``what`` was waited for, ``waited`` seconds long, while ``holder`` had it."""
+    """``what`` was waited for, ``waited`` seconds long, while ``holder`` had it, or did not come."""
 
     what: str
     waited: float
     holder: str
 
     @classmethod
-    def of(cls, what: str, waited: float, holder: str) -> WaitTimeout:
-        return cls(f"waited {waited:.1f} s for {what}, held by {holder}", what=what, waited=waited, holder=holder)
+    def of(cls, what: str, waited: float, holder: str, by: str = "held by") -> WaitTimeout:
+        return cls(f"waited {waited:.1f} s for {what}, {by} {holder}", what=what, waited=waited, holder=holder)
 
 
 class Offline(ForebayError, FileNotFoundError):

@@ -282,6 +282,23 @@ def test_those_who_come_later_know_nothing_of_the_dead(place: Path, house: House
     assert sorted(child.result()[0] for child in new) == [0, 1, 2]
 
 
+def test_survivors_that_go_on_at_once(place: Path, house: House, crew: Crew) -> None:
+    """The first to be told comes again before the others woke: nobody is told twice of one death."""
+
+    def survive(barrier: Barrier) -> Any:
+        return broken(barrier, 4)[0], [barrier.wait(3, LONG) for _ in range(20)][-1]
+
+    for turn in range(10):
+        name = f"{NAME}{turn}"
+        killed = crew(lambda name=name: rank(place, 1, lambda barrier: barrier.wait(4, LONG), name))
+        others = [crew(lambda n=n, name=name: rank(place, n, survive, name)) for n in (2, 3)]
+        comes_to_wait(house, 3, name)
+        killed.kill()
+        ends = [survive(Barrier(house, name)), *(other.result() for other in others)]
+        assert [missing for missing, _ in ends] == [[f"rank 1 (process {killed.pid})"]] * 3
+        assert sorted(number for _, number in ends) == [0, 1, 2]
+
+
 def test_who_waits_and_is_stopped_is_told_later(place: Path, house: House, crew: Crew) -> None:
     stopped = crew(lambda: rank(place, 1, lambda barrier: broken(barrier, 3)))
     killed = crew(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
@@ -442,7 +459,7 @@ def test_the_last_one_stops_at_every_step(house: House) -> None:
         found = os.waitid(os.P_PID, slow.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         if found.si_code == os.CLD_STOPPED:
             stands.wait()
-            with pytest.raises(errors.WaitTimeout, match=rf"process {slow.pid}\), stopped"):
+            with pytest.raises(errors.WaitTimeout, match=rf"held by rank 0 \(process {slow.pid}, stopped\)$"):
                 barrier.wait(2, 0.15)
             slow.signal(signal.SIGCONT)
         early.join()
@@ -481,7 +498,7 @@ def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, house
     gate.wait()
     comes_to_wait(house, 1)
     barrier = Barrier(house, NAME)
-    with pytest.raises(errors.WaitTimeout, match=rf"2 of 3 have come, held by rank 1 \(process {late.pid}\)$"):
+    with pytest.raises(errors.WaitTimeout, match=rf"2 of 3 are, missing: rank 1 \(process {late.pid}\)$"):
         barrier.wait(3, 0.1)
     go.open()
     assert sorted([barrier.wait(3, LONG), other.result(), late.result()]) == [0, 1, 2]
@@ -506,8 +523,8 @@ def test_it_says_whom_it_waits_for(place: Path, house: House, crew: Crew, caplog
     with caplog.at_level(logging.WARNING), pytest.raises(errors.WaitTimeout):
         Barrier(house, NAME).wait(2, 5.3)
     [said] = [record.getMessage() for record in caplog.records if record.name == "forebay.wait"]
-    assert "1 of 2 have come" in said
-    assert f"rank 1 (process {stopped.pid}), stopped" in said
+    assert "1 of 2 are" in said
+    assert f"rank 1 (process {stopped.pid}, stopped)" in said
 
 
 def test_waiting_costs_next_to_nothing(place: Path, house: House, crew: Crew) -> None:

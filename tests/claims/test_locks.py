@@ -141,7 +141,7 @@ def test_a_timeout_names_the_holder(place: Path, house: House, crew: Crew, stopp
         holder.signal(signal.SIGSTOP)
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
     end = ", stopped" if stopped else ""
-    with pytest.raises(errors.WaitTimeout, match=rf"the lock 'x' of claim 000000, held by rank 7 \(process {holder.pid}\){end}$"):
+    with pytest.raises(errors.WaitTimeout, match=rf"the lock 'x' of claim 000000, held by rank 7 \(process {holder.pid}{end}\)$"):
         NamedLock(house, "x", timeout=0.1).__enter__()
 
 

@@ -12,7 +12,7 @@ from forebay._claims.named_locks import NamedLock, with_state
 from forebay._claims.table import Member
 from forebay._kernel import waits
 
-_LOCK_AGAIN = 1.0
+_LOCK_AGAIN = _WOKEN_WITHIN = 1.0
 _NAMED = 8
 
 
@@ -42,7 +42,7 @@ class Barrier:
         board = self._board
         visit = _Visit(self._house, board, parties, timeout)
         try:
-            return waits.wait_for(visit.attempt, board.futex, board.index, what=visit.whom, timeout=timeout)
+            return waits.wait_for(visit.attempt, board.futex, board.index, what=visit.whom, timeout=timeout, by="missing:")
         except errors.WaitTimeout:
             crossed = visit.take_back(timed_out=True)
             if crossed is None:
@@ -87,6 +87,8 @@ class _Visit:
         board = self._board
         if board.is_broken:
             self._settle_locked()
+        if board.is_broken and self._others_are_about_to_know():
+            return None
         if board.is_broken:
             self._be_told_locked()
         self._agree_locked()
@@ -227,6 +229,10 @@ class _Visit:
         if not unaware and not self._late(crowd):
             board.next_round_locked()
 
+    def _others_are_about_to_know(self) -> bool:
+        """Whether it is only for those who were woken, and need a moment: one who was told and comes again is not told twice for that."""
+        return time.monotonic() - self._began < _WOKEN_WITHIN and not self._late(Crowd(self._house.members.records()))
+
     def _late(self, crowd: Crowd) -> list[Member]:
         """Who may still come to a broken round, and has to be told."""
         board, seats = self._board, self._board.seats()
@@ -274,7 +280,7 @@ class _Visit:
         names = _listed([with_state(member) for member in expected])
         lacking = seats.count(0) - len(expected)
         more = f"{lacking} who have not joined the claim" if lacking > 0 else ""
-        return f"{board.what}, to which {len(seats) - seats.count(0)} of {len(seats)} have come", " and ".join(filter(None, [names, more]))
+        return f"{board.what}, where {len(seats) - seats.count(0)} of {len(seats)} are", " and ".join(filter(None, [names, more]))
 
 
 def _listed(names: list[str]) -> str:

@@ -144,4 +144,7 @@ def describe(members: Members, pid: int) -> str:
 
 def with_state(member: Member) -> str:
     """A member in words, and whether it stands still."""
-    return f"{member.describe()}, stopped" if member.is_stopped() else member.describe()
+    words = member.describe()
+    if not member.is_stopped():
+        return words
+    return f"{words[:-1]}, stopped)" if words.endswith(")") else f"{words} (stopped)"

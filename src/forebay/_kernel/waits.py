@@ -77,8 +77,8 @@ class Words:
 class _Wait:
     """One wait: how long it has taken, and when it speaks."""
 
-    def __init__(self, what: Callable[[], tuple[str, str]], timeout: float | None, say_after: float) -> None:
-        self._what, self._timeout = what, timeout
+    def __init__(self, what: Callable[[], tuple[str, str]], timeout: float | None, say_after: float, by: str = "held by") -> None:
+        self._what, self._timeout, self._by = what, timeout, by
         self._began = time.monotonic()
         self._say_at = say_after
 
@@ -87,11 +87,11 @@ class _Wait:
         waited = time.monotonic() - self._began
         if self._timeout is not None and waited >= self._timeout:
             what, holder = self._what()
-            raise errors.WaitTimeout.of(what, waited, holder)
+            raise errors.WaitTimeout.of(what, waited, holder, self._by)
         if waited >= self._say_at:
             self._say_at = waited + SAY_EVERY
             what, holder = self._what()
-            log.warning("waiting %.0f s for %s, held by %s", waited, what, holder)
+            log.warning("waiting %.0f s for %s, %s %s", waited, what, self._by, holder)
         return TURN if self._timeout is None else min(TURN, max(self._timeout - waited, 0.001))
 
     @property
@@ -101,12 +101,13 @@ class _Wait:
 
 def wait_for(
     attempt: Callable[[], T | None], words: Words, index: int, *, what: Callable[[], tuple[str, str]], timeout: float | None = None,
-    say_after: float = 5.0, on_turn: Callable[[float], None] | None = None,
+    say_after: float = 5.0, on_turn: Callable[[float], None] | None = None, by: str = "held by",
 ) -> T:  # fmt: skip
-    """What ``attempt`` gives, once it gives something. ``what``: for the log and the error, (what is waited for, who holds it).
+    """What ``attempt`` gives, once it gives something. ``what``: for the log and the error, (what is waited for, who holds it), with
+    ``by`` between the two.
 
     ``timeout`` in seconds: then `WaitTimeout`. ``on_turn`` is called with the seconds waited, about ten times a second."""
-    wait = _Wait(what, timeout, say_after)
+    wait = _Wait(what, timeout, say_after, by)
     while True:
         value = words.value(index)  # before the attempt: a bump that comes in between ends the sleep at once
         found = attempt()
