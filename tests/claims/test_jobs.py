@@ -36,21 +36,23 @@ def identified(patch: pytest.MonkeyPatch, said: dict[str, str], world: World = F
 
 
 @pytest.mark.parametrize(
-    ("said", "how"),
+    ("said", "how", "name"),
     [
-        (TORCHRUN, "torchrun's run"),
-        (MPI, "MPI's job"),
-        (SLURM, "the step of SLURM"),
-        (TWO, "MASTER_ADDR and MASTER_PORT"),
-        ({}, "the process that started this one"),
-        ({**TORCHRUN, **SLURM}, "torchrun's run"),
-        ({**MPI, **SLURM, **TWO}, "MPI's job"),
-        ({**SLURM, **TWO}, "the step of SLURM"),
+        (TORCHRUN, "torchrun's run", "torchrun at 127.0.0.1:29500"),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "b4962510-d52e-42c5-aeb0-e0af0bb20eb9"}, "torchrun's run", "torchrun at 127.0.0.1:29500"),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "mine"}, "torchrun's run", "torchrun mine at 127.0.0.1:29500"),
+        (MPI, "MPI's job", "MPI 17"),
+        (SLURM, "the step of SLURM", "SLURM 7.0"),
+        (TWO, "MASTER_ADDR and MASTER_PORT", "with 127.0.0.1:29500"),
+        ({}, "the process that started this one", f"process {os.getppid()}"),
+        ({**TORCHRUN, **SLURM}, "torchrun's run", "torchrun at 127.0.0.1:29500"),
+        ({**MPI, **SLURM, **TWO}, "MPI's job", "MPI 17"),
+        ({**SLURM, **TWO}, "the step of SLURM", "SLURM 7.0"),
     ],
 )
-def test_the_launcher_names_the_job(monkeypatch: pytest.MonkeyPatch, said: dict[str, str], how: str) -> None:
+def test_the_launcher_names_the_job(monkeypatch: pytest.MonkeyPatch, said: dict[str, str], how: str, name: str) -> None:
     found = identified(monkeypatch, said)
-    assert found.how == how
+    assert (found.how, found.name) == (how, name)
     assert found == identified(monkeypatch, {**said, **({"RANK": "1"} if "RANK" in said else {})}, World(1, 2, 1, 1))
 
 
@@ -82,12 +84,12 @@ def test_a_rank_alone_is_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     found = identified(monkeypatch, {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, ALONE)
     assert found == identified(monkeypatch, {}, ALONE)
     assert str(os.getpid()) in found.id
-    assert found.how == "this process, the only rank here"
+    assert (found.how, found.name) == ("this process, the only rank here", f"process {os.getpid()}")
 
 
 def test_a_given_name_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert identified(monkeypatch, TORCHRUN, job="mine") == Job("mine", "job=")
-    assert identified(monkeypatch, {}, ALONE, job="mine") == Job("mine", "job=")
+    assert identified(monkeypatch, TORCHRUN, job="mine") == Job("mine", "mine", "job=")
+    assert identified(monkeypatch, {}, ALONE, job="mine") == Job("mine", "mine", "job=")
 
 
 def test_nodes_that_share_a_machine_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,11 @@ from forebay.world import World
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``id``: the same in all processes of the job on this node, and in no other job's. ``how``: what it was taken from, for people."""
+    """``id``: the same in all processes of the job on this node, and in no other job's; ``name``: the same for people, who do with less.
+    ``how``: what it was taken from."""
 
     id: str
+    name: str
     how: str
 
 
@@ -27,18 +29,20 @@ def identify(job: str | None, world: World) -> Job:
     SLURM may run two programs side by side. Several nodes may be on one machine, as in tests: then each has a job of its own."""
     if job is not None and (not isinstance(job, str) or not job):
         raise ConfigError(f"job={job!r}: must be a name, the same in all ranks of the job", name="job", value=repr(job))
-    found = Job(job, "job=") if job is not None else _launched(world) if world.ranks_per_node > 1 else None
+    found = Job(job, job, "job=") if job is not None else _launched(world) if world.ranks_per_node > 1 else None
     found = found or _by_process(world)
-    return Job(f"{found.id}, node {world.node}", found.how) if world.is_multinode else found
+    if not world.is_multinode:
+        return found
+    return Job(f"{found.id}, node {world.node}", f"{found.name}, node {world.node}", found.how)
 
 
 def _launched(world: World) -> Job | None:
     """By the launcher that made these ranks. One that speaks of another number of them started something further out."""
     for said in launchers.told():
         if said.job is not None and said.num_ranks == world.num_ranks:
-            return Job(said.job, said.how)
+            return Job(said.job, said.name, said.how)
     address = launchers.address()
-    return Job(f"master {address}", "MASTER_ADDR and MASTER_PORT") if address else None
+    return Job(f"master {address}", f"with {address}", "MASTER_ADDR and MASTER_PORT") if address else None
 
 
 def _by_process(world: World) -> Job:
@@ -48,8 +52,9 @@ def _by_process(world: World) -> Job:
         parent = sys.modules["multiprocessing.process"].parent_process()
         rank = os.getppid() if parent is None else parent.pid
     if world.ranks_per_node == 1:
-        return Job(_process(rank), "this process, the only rank here")
-    return Job(_process(_stat(rank)[0]), "the process that started this one")
+        return Job(_process(rank), f"process {rank}", "this process, the only rank here")
+    parent, _ = _stat(rank)
+    return Job(_process(parent), f"process {parent}", "the process that started this one")
 
 
 def _process(pid: int) -> str:

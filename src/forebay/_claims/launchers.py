@@ -16,13 +16,14 @@ from forebay.errors import ConfigError
 
 TORCH, ENVIRONMENT = "torch.distributed", "the environment"
 _SPECIAL_STEPS = 0xFFFFFFF0  # SLURM numbers the batch script and its like from here on: they are no step with ranks
+_RANDOM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # the name of a run that nobody named
 _GROUPS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
     """What one launcher says of this process; None where it does not say. ``job``: whom the ranks belong to, the same in each of
-    them; ``how``: what that is, for people. ``facts``: what it was read from."""
+    them; ``name``: the same for people; ``how``: what it was taken from. ``facts``: what all else was read from."""
 
     launcher: str
     rank: int
@@ -32,6 +33,7 @@ class Said:
     node: int | None = None
     num_nodes: int | None = None
     job: str | None = None
+    name: str = ""
     how: str = ""
     facts: dict[str, object] = field(default_factory=dict)
 
@@ -110,8 +112,11 @@ def from_ray() -> Said | None:
     except RuntimeError:
         return None  # another actor
     facts = {"world_rank": rank, "world_size": num_ranks, "local_rank": rank_of_node, "local_world_size": ranks_per_node, "node_rank": node}
-    job = f"ray {running.gcs_address} {running.get_job_id()} {context.get_experiment_name()}"
-    return Said("Ray Train", rank, num_ranks, rank_of_node, ranks_per_node, node, None, job, "the run of Ray Train", facts)
+    run = context.get_experiment_name()
+    job = f"ray {running.gcs_address} {running.get_job_id()} {run}"
+    return Said(
+        "Ray Train", rank, num_ranks, rank_of_node, ranks_per_node, node, None, job, f"Ray Train {run}", "the run of Ray Train", facts
+    )  # fmt: skip
 
 
 def from_torchrun() -> Said | None:
@@ -126,7 +131,9 @@ def from_torchrun() -> Said | None:
     if rank is None or num_ranks is None:
         raise wrong(said, f"there is no {'RANK' if rank is None else 'WORLD_SIZE'}")
     run, restart = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return said.said(rank, num_ranks, job=f"torchrun {run} {address()} restart {restart}" if run else None, how="torchrun's run")
+    job = f"torchrun {run} {address()} restart {restart}" if run else None
+    chosen = run if run != "none" and not _RANDOM.fullmatch(run or "") else ""
+    return said.said(rank, num_ranks, job=job, name=f"torchrun {chosen} at {address()}".replace("  ", " "), how="torchrun's run")
 
 
 def from_mpi() -> Said | None:
@@ -139,7 +146,7 @@ def from_mpi() -> Said | None:
     if rank is None or num_ranks is None:
         return None
     run = os.environ.get("PMIX_NAMESPACE")
-    return said.said(rank, num_ranks, job=f"mpi {run}" if run else None, how="MPI's job")
+    return said.said(rank, num_ranks, job=f"mpi {run}" if run else None, name=f"MPI {run}", how="MPI's job")
 
 
 def from_slurm() -> Said | None:
@@ -154,8 +161,8 @@ def from_slurm() -> Said | None:
         return None
     if num_ranks is None:
         raise wrong(said, "there is no SLURM_STEP_NUM_TASKS")
-    job = f"slurm {said.text('job')}.{step}"
-    return said.said(rank, num_ranks, ranks_per_node=_even(said, said.text("tasks")), job=job, how="the step of SLURM")
+    run, per_node = f"{said.text('job')}.{step}", _even(said, said.text("tasks"))
+    return said.said(rank, num_ranks, ranks_per_node=per_node, job=f"slurm {run}", name=f"SLURM {run}", how="the step of SLURM")
 
 
 def _even(said: Variables, groups: str | None) -> int | None:
