@@ -42,7 +42,7 @@ def _launched(world: World) -> Job | None:
         if said.job is not None and said.num_ranks == world.num_ranks:
             return Job(said.job, said.name, said.how)
     address = launchers.address()
-    return Job(f"master {address}", f"with {address}", "MASTER_ADDR and MASTER_PORT") if address else None
+    return Job(f"master {address}", address, "MASTER_ADDR and MASTER_PORT") if address else None
 
 
 def _by_process(world: World) -> Job:
