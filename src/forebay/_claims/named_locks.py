@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import threading
 import weakref
@@ -98,8 +97,8 @@ class NamedLock:
 
     def within(self, timeout: float | None) -> Self:
         """The same lock, waited for at most this long."""
-        other = copy.copy(self)
-        other.timeout = timeout
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, timeout=timeout)
         return other
 
     def __enter__(self) -> Self:
