@@ -4,15 +4,24 @@ loading it takes longer than most of what they do."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import random
+import secrets
 import select
+import shutil
 import signal
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import pytest
+
+from forebay.adapters import streaming_names as names
 
 SAMPLES = 60
 
@@ -24,6 +33,44 @@ def make_shards(remote: Path) -> None:
     with MDSWriter(out=str(remote), columns={"number": "int", "text": "str"}, size_limit=512) as out:
         for number in range(SAMPLES):
             out.write({"number": number, "text": f"sample {number}"})
+
+
+class Node:
+    """What jobs have on this node: a registry, and a directory for lock files, of the test's own."""
+
+    def __init__(self, registry: Path) -> None:
+        self.registry = registry
+
+    def claims(self) -> list[str]:
+        """Live and dead ones."""
+        return sorted(name for name in os.listdir(self.registry) if name[0].isdecimal()) if self.registry.exists() else []
+
+    def things(self, prefix: int) -> list[str]:
+        """All that Streaming has there for this number."""
+        return [os.path.basename(path) for path in names.paths_of(prefix) if os.path.lexists(path)]
+
+    @contextlib.contextmanager
+    def number(self) -> Iterator[int]:
+        """One that no job has; what it had is removed."""
+        prefix = random.randrange(500_000, 999_999)
+        try:
+            yield prefix
+        finally:
+            for path in names.paths_of(prefix):
+                Path(path).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def own_node(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    registry, locks = Path(f"/dev/shm/forebay-test-{secrets.token_hex(6)}"), place / "locks"
+    locks.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(locks))
+    monkeypatch.setenv("TMPDIR", str(locks))
+    monkeypatch.setenv("FOREBAY_CLAIMS", str(registry))
+    try:
+        yield Node(registry)
+    finally:
+        shutil.rmtree(registry, ignore_errors=True)
 
 
 Say = Callable[[Any], None]
@@ -40,7 +87,7 @@ class Job:
             _run(body, write)
         os.close(write)
         os.set_inheritable(read, False)
-        self._said = os.fdopen(read)
+        self._said = os.fdopen(read, "rb", 0)  # without a buffer, in which `select` would not see a line
         self.code: int | None = None
 
     def said(self, seconds: float = 60.0) -> Any:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +11,13 @@ from typing import Any
 import pytest
 
 from tests.adapters.conftest import load_streaming
-from tests.adapters.streaming_runs import SAMPLES, Job, Say, make_shards
+from tests.adapters.streaming_runs import SAMPLES, Job, Node, Say, make_shards, own_node
 
 load_streaming()
 
 from torch.utils.data import DataLoader  # noqa: E402
 
-from forebay import errors  # noqa: E402
 from forebay.adapters import streaming  # noqa: E402
-from forebay.adapters import streaming_names as names  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -33,29 +27,10 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-class Node:
-    """What jobs have on this node: a registry and a directory for lock files of the test's own."""
-
-    def __init__(self, registry: Path, locks: Path) -> None:
-        self.registry, self.locks = registry, locks
-
-    def claims(self) -> list[str]:
-        return sorted(set(os.listdir(self.registry)) - {"lock"}) if self.registry.exists() else []
-
-    def things(self, prefix: int) -> list[str]:
-        """All that Streaming has there for this number."""
-        return [os.path.basename(path) for path in names.paths_of(prefix) if os.path.lexists(path)]
-
-
 @pytest.fixture(autouse=True)
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    registry, locks = Path(f"/dev/shm/forebay-test-{secrets.token_hex(6)}"), tmp_path / "locks"
-    locks.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(locks))
-    monkeypatch.setenv("TMPDIR", str(locks))
-    monkeypatch.setenv("FOREBAY_CLAIMS", str(registry))
-    yield Node(registry, locks)
-    shutil.rmtree(registry, ignore_errors=True)
+    with own_node(tmp_path, monkeypatch) as found:
+        yield found
 
 
 def data_set(remote: Path | None, local: Path) -> Any:

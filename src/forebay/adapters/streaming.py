@@ -26,7 +26,7 @@ __all__ = [
     "uninstall",
 ]  # fmt: skip
 
-_OURS = {
+_OURS: dict[str, tuple[Any, ...]] = {
     "streaming.base.shared.memory": (SharedMemory,),
     "streaming.base.shared.array": (SharedArray,),
     "streaming.base.shared.scalar": (SharedScalar,),

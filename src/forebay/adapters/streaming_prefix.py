@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forebay import claims, errors
-from forebay._claims import dirs, place
+from forebay._claims import dirs
 from forebay._claims.jobs import identify
 from forebay._claims.records import Stream
 from forebay._claims.registry import Registry
@@ -64,7 +64,7 @@ def _let_go(claim: claims.Claim, view: memoryview | None, maker: int) -> None:
     """Never waits: this runs wherever the garbage is collected."""
     if view is not None and maker == os.getpid():
         names.give_up(view)
-    if not _holders.get(claim):
+    if next(iter(_holders.get(claim, ())), None) is None:  # its length still counts the one that goes
         claim.let_go()
 
 
@@ -103,17 +103,12 @@ class _Outside:
     def _check(self) -> None:
         if not self._wanted:
             return
-        for path, theirs in names.directories_of_others(_numbers(self._registry)):
+        for path, theirs in names.directories_of_others(self._registry.prefixes()):
             if self._wanted.intersection(theirs) and names.is_used(path):  # else what a killed job left
                 ours: dict[str, Any] = {"directories": list(self._directories), "pids": [os.getpid()]}
                 raise errors.ClaimConflict(
                     f"{path} is held by a job of Streaming that does not use Forebay", ours=ours, theirs={"directories": theirs}
                 )
-
-
-def _numbers(registry: Registry) -> set[int]:
-    """Those of all claims, as quickly as that can be had."""
-    return {int(name[:length]) for name in os.listdir(registry.path) if (length := name.find(".")) > 0 and name[:length].isdecimal()}
 
 
 def get_shm_prefix(
@@ -168,5 +163,5 @@ def clean_stale_shared_memory() -> None:
     Callable in every rank, at any time. Raises RootRefused, WaitTimeout."""
     registry = Registry()
     registry.prune()
-    with place.locked(registry.path, 60.0):  # or what is just made, and not in use yet, would be taken for left
-        names.remove_unused(_numbers(registry))
+    with registry.locked():  # or what is just made, and not in use yet, would be taken for left
+        names.remove_unused(registry.prefixes())
