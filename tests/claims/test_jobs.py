@@ -79,6 +79,13 @@ def test_a_launcher_of_something_else_does_not_name_the_job(monkeypatch: pytest.
     assert identified(monkeypatch, {**outer, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).how == "MASTER_ADDR and MASTER_PORT"
 
 
+def test_variables_that_make_no_sense_name_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else who gives the world by hand, as the error advises, would meet it again.
+    found = identified(monkeypatch, {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert found.how == "MASTER_ADDR and MASTER_PORT"
+    assert identified(monkeypatch, {"RANK": "many", **SLURM}).how == "the step of SLURM"
+
+
 def test_a_rank_alone_is_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     # srun -n1 sh -c 'python train.py & python eval.py & wait'
     found = identified(monkeypatch, {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, ALONE)

@@ -85,6 +85,11 @@ def wrong(said: Said | Variables | str, why: str) -> ConfigError:
     return ConfigError(f"{said}: {why}; set it right, or give the ranks as world=forebay.World(...)", name="world", value=str(said))
 
 
+def _has(*names: str) -> bool:
+    """Whether a launcher may have something to say: reading all of its variables takes ten times as long."""
+    return any(name in os.environ for name in names)
+
+
 # -- one by one --------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +126,8 @@ def from_ray() -> Said | None:
 
 def from_torchrun() -> Said | None:
     """The variables of torchrun, which other launchers set too."""
+    if not _has("RANK", "WORLD_SIZE"):
+        return None
     said = Variables(
         ENVIRONMENT, rank="RANK", num_ranks="WORLD_SIZE", rank_of_node="LOCAL_RANK", ranks_per_node="LOCAL_WORLD_SIZE LOCAL_SIZE",
         node="GROUP_RANK", num_nodes="GROUP_WORLD_SIZE",
@@ -138,6 +145,8 @@ def from_torchrun() -> Said | None:
 
 def from_mpi() -> Said | None:
     """The variables of Open MPI's mpirun, and of MPICH's and Intel's."""
+    if not _has("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        return None
     said = Variables(
         "MPI", rank="OMPI_COMM_WORLD_RANK PMI_RANK", num_ranks="OMPI_COMM_WORLD_SIZE PMI_SIZE",
         rank_of_node="OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID", ranks_per_node="OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS",
@@ -151,6 +160,8 @@ def from_mpi() -> Said | None:
 
 def from_slurm() -> Said | None:
     """The variables of SLURM, within a step: a batch script has them too, and runs once."""
+    if not _has("SLURM_STEP_ID", "SLURM_STEPID"):
+        return None
     said = Variables(
         "SLURM", job="SLURM_JOB_ID SLURM_JOBID", step="SLURM_STEP_ID SLURM_STEPID", rank="SLURM_PROCID", rank_of_node="SLURM_LOCALID",
         num_ranks="SLURM_STEP_NUM_TASKS SLURM_NTASKS", tasks="SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE",
