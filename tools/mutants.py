@@ -42,6 +42,7 @@ FAULTS = "tests/engine/test_faults.py::"
 FORKS = "tests/engine/test_forks.py::"
 BUDGET = "tests/engine/test_budget.py::"
 TASKS = "tests/test_tasks.py::"
+JOBS = "tests/claims/test_jobs.py::"
 
 MUTANTS = (
     # 1. Atomic publish
@@ -607,6 +608,22 @@ MUTANTS = (
         4, "who may wait for others' writes does not", "_engine/budget.py",
         "        if not attempt.contended or time", "        if attempt.contended or time",
         f"{TASKS}test_writers_take_turns_where_the_budget_holds_few",
+    ),
+    # 13. A directory has one job
+    Mutant(
+        13, "two programs of one step are one job", "_claims/jobs.py",
+        "_launched(world) if world.ranks_per_node > 1 else None", "_launched(world)",
+        f"{JOBS}test_a_rank_alone_is_its_process",
+    ),
+    Mutant(
+        13, "whoever started the ranks' launcher names their job", "_claims/jobs.py",
+        " and said.num_ranks == world.num_ranks:", ":",
+        f"{JOBS}test_a_launcher_of_something_else_does_not_name_the_job",
+    ),
+    Mutant(
+        13, "a restart is taken for those who are being killed", "_claims/launchers.py",
+        " restart {restart}\" if run else None", "\" if run else None",
+        f"{JOBS}test_another_run_is_another_job",
     ),
 )  # fmt: skip
 
