@@ -77,7 +77,7 @@ ORDER = """
     errors < _claims.launchers
     _claims.launchers _kernel.host < _claims.ranks < world < _claims.jobs < claims
     _kernel.waits < _claims.processes < _claims.table < _claims.members < _claims.named_locks
-    _claims.named_locks < _claims.memory < _claims.boards < _claims.barriers < claims
+    _config < _claims.named_locks < _claims.memory < _claims.boards < _claims.barriers < claims
     _kernel.waits < _claims.passing < _claims.members
     _kernel.waits < _claims.patience < _claims.place
     errors _model < _claims.dirs < _claims.records < _claims.building < _claims.place < _claims.registry

@@ -9,7 +9,7 @@ import collections
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,18 +44,20 @@ def claim(
 ) -> Claim:  # fmt: skip
     """Register what this job uses on this node; all its ranks call this, and have one claim together.
 
-    ``dirs``: the local working directories, which need not be there yet. ``remotes``: where each is filled from, or None: only a
-    directory that has one must be the job's alone. ``world``: which rank this is (default: `World.detect`). ``job``: what the ranks
-    of this job have in common, where no launcher says it. ``name``: which of the job's claims this is (default: the first call of
-    each rank makes or finds the first one, and so on). ``shared``: the directories are only read, and may be shared with whoever
-    says so too, of the same remote. ``timeout``: seconds for which a rank waits for the first rank of its node, or anybody for a
-    job that is ending.
+    ``dirs``: the local working directories, which need not be there yet; none for shared memory alone. ``remotes``: where each is
+    filled from, or None: only a directory that has one must be the job's alone. ``world``: which rank this is (default:
+    `World.detect`). ``job``: what the ranks of this job have in common, where no launcher says it. ``name``: which of the job's claims
+    this is (default: the first call of each rank makes or finds the first one, and so on). ``shared``: the directories are only read,
+    and may be shared with whoever says so too, of the same remote. ``timeout``: seconds for which a rank waits for the first rank of
+    its node, or anybody for a job that is ending.
 
     Raises `ClaimConflict` (a ValueError) where another claim that lives has such a directory, or one above or below it;
     `ClaimMismatch` (a RuntimeError) where a rank says something else than the first one; `ConfigError`, `WaitTimeout`, `NoSpace`,
     `RootRefused`. It is freed when the last process that has it closes it, or ends, however."""
     streams = _streams(dirs, remotes, shared)
     world = World.detect() if world is None else world
+    if not isinstance(world, World):
+        raise errors.ConfigError(f"world={world!r}: must be a World, or None", name="world", value=repr(world))
     patience = _config.parse_timeout(timeout)
     known = identify(job, world)
     registry = Registry()
@@ -77,30 +79,57 @@ def _named(name: str) -> str:
     return f"named {name}"
 
 
-def _streams(dirs: PathLike | Sequence[PathLike], remotes: str | Sequence[str | None] | None, shared: bool) -> tuple[Stream, ...]:
-    wanted = [dirs] if isinstance(dirs, str | os.PathLike) else list(dirs)
-    given = [remotes] * len(wanted) if remotes is None else [remotes] if isinstance(remotes, str | os.PathLike) else list(remotes)
+def _streams(dirs: PathLike | Sequence[PathLike], remotes: PathLike | Sequence[PathLike | None] | None, shared: bool) -> tuple[Stream, ...]:
+    listed = _listed(dirs, "dirs")
+    wanted = [_place(path) for path in listed]
+    given = [None] * len(wanted) if remotes is None else _listed(remotes, "remotes")
     if len(given) != len(wanted):
         raise errors.ConfigError(
             f"{len(wanted)} directories, but {len(given)} remotes: one each, or None", name="remotes", value=len(given)
         )
-    if not wanted or not all(wanted):
-        raise errors.ConfigError(f"dirs={dirs!r}: must name at least one directory, and none by ''", name="dirs", value=repr(dirs))
-    places = [directories.canonical(path) for path in wanted]
-    again = [str(wanted[n]) for n, place in enumerate(places) if any(directories.same(place, before) for before in places[:n])]
+    again = [str(listed[n]) for n, place in enumerate(wanted) if any(directories.same(place, before) for before in wanted[:n])]
     if again:
+        message = f"each directory may appear once in a claim, but these are repeated: {', '.join(again)}"
+        raise errors.ConfigError(message, name="dirs", value=again)
+    return tuple(Stream(place, _redacted(remote), shared) for place, remote in zip(wanted, given, strict=True))
+
+
+def _listed(given: Any, name: str) -> list[Any]:
+    """One, or several."""
+    if isinstance(given, str | os.PathLike):
+        return [given]
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise _nonsense(name, given)
+    return list(given)
+
+
+def _text(given: Any, name: str) -> str:
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise _nonsense(name, given)
+    return text
+
+
+def _place(given: Any) -> directories.Place:
+    try:
+        return directories.canonical(_text(given, "dirs"))
+    except OSError as error:
         raise errors.ConfigError(
-            f"each directory may appear once in a claim, but these are repeated: {', '.join(again)}", name="dirs", value=again
-        )
-    return tuple(Stream(place, _redacted(remote), shared) for place, remote in zip(places, given, strict=True))
+            f"dirs: {str(given)[:100]!r} cannot be looked at: {error.strerror}", name="dirs", value=str(given)
+        ) from error
 
 
-def _redacted(remote: str | None) -> str | None:
+def _nonsense(name: str, value: Any) -> errors.ConfigError:
+    what = "local directories: paths as text, or one alone" if name == "dirs" else "a URL or None for each directory"
+    return errors.ConfigError(f"{name}: {value!r} makes no sense: wanted are {what}", name=name, value=repr(value))
+
+
+def _redacted(remote: Any) -> str | None:
     if remote is None:
         return None
     from forebay.remote import urls  # with a hash that is not Python's own: only who has a remote needs it
 
-    return urls.canonical(remote)
+    return urls.canonical(_text(remote, "remotes"))
 
 
 def opened(registry: Registry, held: Held, world: World) -> Claim:
@@ -143,7 +172,7 @@ class Claim:
     def __init__(self, registry: Registry, held: Held, world: World) -> None:
         record = held.record
         self._registry, self._record, self._members = registry, record, held.members
-        self._house = House(held.members, f"claim {record.prefix:06} of job {record.job}")
+        self._house = House(held.members, f"claim {record.prefix:06} of {record.owner}")
         self._identity = (held.members.directory.name, _token(record))
         self.prefix, self.path, self.job, self.world = record.prefix, held.members.directory, record.job, world
         self.name = record.key.removeprefix("named ")

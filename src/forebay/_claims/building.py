@@ -139,7 +139,8 @@ def remove(directory: Path) -> None:
             return
         try:
             for name in sorted(os.listdir(inside), key=_LAST.find):
-                host.unlink(f"{inside}/{name}")
+                with contextlib.suppress(IsADirectoryError):  # then the directory is not empty at the end
+                    host.unlink(f"{inside}/{name}")
             host.rmdir(directory)
         except FileNotFoundError:
             return  # another process removes it too

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from typing import Any
 
@@ -11,6 +10,7 @@ from forebay._claims import dirs, processes
 from forebay._claims.dirs import Place
 from forebay._claims.records import Record, Stream
 
+_LONGEST = 200  # of a command
 _WHAT_TO_DO = "give this job a directory of its own, wait until the other one ends, or, if both only read the same remote, say shared=True"
 
 
@@ -74,25 +74,29 @@ def facts(record: Record, pids: list[int]) -> dict[str, Any]:
 def in_conflict(ours: Record, theirs: Record, pids: list[int], found: tuple[Stream, Stream]) -> errors.ClaimConflict:
     """The error of two claims that want the same."""
     mine, other = (stream.place.path for stream in found)
-    return errors.ClaimConflict(
-        f"{mine} {_is_or_overlaps(mine, other)} another claim of this node has.\n"
-        f"  wanted by: {describe(ours, [ours.pid])}\n  held by: {describe(theirs, pids)}\n{_WHAT_TO_DO}",
-        ours=facts(ours, [ours.pid]), theirs=facts(theirs, pids),
-    )  # fmt: skip
+    what = f"{mine} is taken" if mine == other else f"{mine} overlaps with {other}, which is taken"
+    return errors.ClaimConflict(_told(f"{what} by {_whom(ours, theirs)}", ours, theirs, pids, _WHAT_TO_DO), **_facts(ours, theirs, pids))
 
 
-def _is_or_overlaps(mine: str, other: str) -> str:
-    return "is a directory that" if mine == other else f"overlaps with {other}, which"
+def _whom(ours: Record, theirs: Record) -> str:
+    if (ours.pid, ours.ticks, ours.space) == (theirs.pid, theirs.ticks, theirs.space):
+        return f"this process itself, by claim {theirs.prefix:06}"
+    return f"claim {theirs.prefix:06} of {'the same job' if ours.job == theirs.job else 'another job'} on this node"
 
 
 def claimed_twice(ours: Record, theirs: Record, pids: list[int]) -> errors.ClaimConflict:
     """The error of two ranks that both say they lead."""
-    return errors.ClaimConflict(
-        f"rank 0 of this node for claim {ours.key} of job {ours.job} (known by {ours.how}) is process {theirs.pid} already.\n"
-        f"  wanted by: {describe(ours, [ours.pid])}\n  held by: {describe(theirs, pids)}\n"
-        "give each process its rank (world=), or each job another name (job=)",
-        ours=facts(ours, [ours.pid]), theirs=facts(theirs, pids),
-    )  # fmt: skip
+    what = f"the first rank of this node for claim {ours.key} of {ours.owner} (known by {ours.how}) is process {theirs.pid} already"
+    todo = "give each process its rank (world=), or each job a name of its own (job=)"
+    return errors.ClaimConflict(_told(what, ours, theirs, pids, todo), **_facts(ours, theirs, pids))
+
+
+def _told(what: str, ours: Record, theirs: Record, pids: list[int], todo: str) -> str:
+    return f"{what}\n  wanted by {describe(ours, [ours.pid])}\n  held by {describe(theirs, pids)}\n{todo}"
+
+
+def _facts(ours: Record, theirs: Record, pids: list[int]) -> dict[str, Any]:
+    return {"ours": facts(ours, [ours.pid]), "theirs": facts(theirs, pids)}
 
 
 def describe(record: Record, pids: list[int]) -> str:
@@ -100,7 +104,4 @@ def describe(record: Record, pids: list[int]) -> str:
     streams = ", ".join(f"{s.place.path} from {s.remote}" if s.remote is not None else s.place.path for s in record.streams)
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.start))
     who = f"{'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}" if pids else f"process {record.pid}, which ended"
-    return (
-        f"job {record.job}, claim {record.key}, {who} of {record.user} on {record.host}, since {started}: {streams}"
-        f" ({shlex.quote(record.command) if record.command else 'command not known'})"
-    )
+    return f"{record.owner}: {who} of {record.user} on {record.host} since {started}, for {streams}: {record.command[:_LONGEST] or '?'}"

@@ -6,6 +6,8 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import zlib
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 _GET_FLAGS = 0x80086601  # FS_IOC_GETFLAGS
@@ -23,7 +25,7 @@ class Place(NamedTuple):
 
 
 def canonical(path: str | os.PathLike[str]) -> Place:
-    """The place that a path means now. Raises OSError where a part of it may not be looked at."""
+    """The place that a path means now. Raises OSError for a name that cannot be."""
     whole = os.path.realpath(os.path.abspath(os.fspath(path)))
     names = tuple(name for name in whole.split("/") if name)
     levels = _levels(names)
@@ -38,8 +40,8 @@ def _levels(names: tuple[str, ...]) -> tuple[Level, ...]:
         path += "/" + name
         try:
             found.append(_level(path))
-        except (FileNotFoundError, NotADirectoryError):
-            break
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            break  # what we may not look at is told by its name
     return tuple(found)
 
 
@@ -80,6 +82,31 @@ def _ignores_case(directory: str) -> bool:
         return other != name and os.path.samefile(directory, os.path.join(above, other))
     except OSError:
         return False
+
+
+class Marks(NamedTuple):
+    """Numbers that show quickly where places cannot overlap: of the places, and of what is above them, as each directory above sees it.
+    Where two overlap, one of the first is among the other's second, or the other way round."""
+
+    places: frozenset[int]
+    above: frozenset[int]
+
+    def may_meet(self, places: Iterable[int], above: Iterable[int]) -> bool:
+        return not (self.above.isdisjoint(places) and self.places.isdisjoint(above))
+
+
+def marks(wanted: Iterable[Place]) -> Marks:
+    """The marks of places, and of what is above each, itself too."""
+    places, above = set(), set()
+    for place in wanted:
+        for depth, level in enumerate(place.levels):
+            mark = zlib.crc32(b"%d:%d" % level)
+            above.add(mark)
+            for name in place.names[depth:]:
+                mark = zlib.crc32(os.fsencode(name) + b"/", mark)
+                above.add(mark)
+            places.add(mark)
+    return Marks(frozenset(places), frozenset(above))
 
 
 def overlap(a: Place, b: Place) -> bool:

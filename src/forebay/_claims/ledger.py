@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
+import stat
 from collections import deque
 from pathlib import Path
 
 from forebay import errors
-from forebay._claims import building, conflicts, seen
+from forebay._claims import building, conflicts, dirs, records, seen
 from forebay._claims.building import NEW, OLD, scrap_name
-from forebay._claims.members import Members, OnLeft
+from forebay._claims.members import Members, OnLeft, at_the_end
 from forebay._claims.passing import passing
 from forebay._claims.seen import Seen
 from forebay._claims.table import CLAIM, LEADER, SLOTS
@@ -23,7 +23,7 @@ REFUSED = "refused."
 _REFUSALS = 32
 _NONE = -1
 _TAKEN = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR))
-_refusals: deque[tuple[Path, int]] = deque()
+_refusals: deque[tuple[int, Path, int]] = deque()
 
 
 class InTheWay(Exception):
@@ -45,9 +45,10 @@ class InTheWay(Exception):
 
 def _is_ours(path: Path) -> bool:
     try:
-        return os.lstat(path).st_uid == os.geteuid()
+        status = os.lstat(path)
     except FileNotFoundError:
         return False
+    return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
 
 
 def _is_free(wanted: Wanted, prefix: int) -> bool:
@@ -69,34 +70,38 @@ class Ledger:
                 self._free_path(path / name)  # where who refused is gone
 
     def make_way(self, wanted: Wanted) -> set[int]:
-        """The numbers that are taken. Raises `InTheWay` where a claim that lives has the same name, or a directory that is wanted."""
-        taken, living = self.look(wanted)
-        self._check(wanted, living)
+        """The numbers that are taken; our own dead claims are freed on the way. Raises `InTheWay` where one that lives has the same name,
+        or a directory that is wanted."""
+        marks = dirs.marks(stream.place for stream in wanted.streams if stream.remote is not None)
+        taken, tag, registry = set(), wanted.tag, str(self._path)
+        for name in self.names:
+            told = seen.parse(name)
+            if told is None:
+                continue
+            found = seen.glance(f"{registry}/{name}")
+            if found is None:
+                if self._is_gone(name):
+                    continue
+            elif told[1] == tag or (marks.places and records.may_meet(found, marks)):
+                self._check(wanted, name)
+            taken.add(told[0])
         return taken
 
-    def look(self, wanted: Wanted) -> tuple[set[int], list[Seen]]:
-        """The numbers that are taken, and the claims that live. Our own dead ones are freed on the way."""
-        asks = any(stream.remote is not None for stream in wanted.streams)
-        taken, living = set(), []
-        for name in self.names:
-            found = seen.look_at(self._path, name, with_record=asks or name.endswith(wanted.tag))
-            if found is None or (not found.live and (found.uid != os.geteuid() or self.free(found))):
-                continue
-            taken.add(found.prefix)
-            if found.live:
-                living.append(found)
-        return taken, living
+    def _is_gone(self, name: str) -> bool:
+        """Whether the number of a dead claim can be had: ours is freed now, another user's keeps it."""
+        dead = seen.look_at(self._path, name)
+        return dead is None or (not dead.live and self.free(dead))
 
-    def _check(self, wanted: Wanted, living: list[Seen]) -> None:
+    def _check(self, wanted: Wanted, name: str) -> None:
+        other = seen.look_at(self._path, name)
+        if other is None or other.record is None:
+            return
         ours = wanted.record(_NONE)
-        for other in living:
-            if other.record is None:
-                continue
-            if other.tag == wanted.tag and other.uid == os.geteuid():
-                raise InTheWay(conflicts.claimed_twice(ours, other.record, other.pids()), other)
-            found = conflicts.conflict(ours, other.record, equal_only=wanted.equal_only)
-            if found is not None and not (other.record.beside is not None and building.is_released(other.directory)):
-                raise InTheWay(conflicts.in_conflict(ours, other.record, other.pids(), found), other)
+        if other.tag == wanted.tag and other.uid == os.geteuid():
+            raise InTheWay(conflicts.claimed_twice(ours, other.record, other.pids()), other)
+        found = conflicts.conflict(ours, other.record, equal_only=wanted.equal_only)
+        if found is not None and not (other.record.beside is not None and building.is_released(other.directory)):
+            raise InTheWay(conflicts.in_conflict(ours, other.record, other.pids(), found), other)
 
     def make(self, wanted: Wanted, taken: set[int], on_left: OnLeft) -> Held:
         """Make the claim, under the lowest number that nobody has. Raises `InTheWay`, `NoSpace`, OSError."""
@@ -125,15 +130,18 @@ class Ledger:
             passing.close(fd, unlocking=SLOTS)
 
     def free(self, dead: Seen) -> bool:
-        """Take a claim of ours off its name, if nobody has it. False where somebody does."""
+        """Take a claim of ours off its name, if nobody has it. False where somebody does, and for what is not ours."""
         return self._free_path(dead.directory)
 
     def _free_path(self, directory: Path) -> bool:
-        fd = -1
+        if not _is_ours(directory):
+            return False
         try:
-            with contextlib.suppress(OSError):  # damaged: nobody can have it
-                fd = passing.take_in(lambda: host.open_write(directory / CLAIM))
-            if fd >= 0 and not locks.take(fd, 0, SLOTS):
+            fd = passing.take_in(lambda: host.open_write(directory / CLAIM))
+        except OSError:
+            return False  # without this file it is none that we made
+        try:
+            if not locks.take(fd, 0, SLOTS):
                 return False
             old = self._path / scrap_name(OLD)
             host.rename(directory, old)
@@ -154,13 +162,20 @@ class Ledger:
         fd = building.build_refusal(new, json.dumps(errors.to_wire(error)).encode())
         name = self._path / f"{REFUSED}{wanted.tag}{new.name.removeprefix(NEW[:-1])}"
         host.rename(new, name)
-        _refusals.append((name, fd))
-        while len(_refusals) > _REFUSALS:
-            self._withdraw(*_refusals.popleft())
+        _refusals.append((os.getpid(), name, fd))
+        if len(_refusals) > _REFUSALS:
+            _withdraw(*_refusals.popleft())
 
-    def _withdraw(self, name: Path, fd: int) -> None:
+
+def _withdraw(pid: int, name: Path, fd: int) -> None:
+    if pid == os.getpid():  # else it is a parent's
         passing.close(fd, unlocking=SLOTS)
-        with contextlib.suppress(FileNotFoundError):
-            old = name.with_name(scrap_name(OLD))
-            host.rename(name, old)
-            self.scrap.append(old)
+        building.remove(name)
+
+
+def _withdraw_all() -> None:
+    while _refusals:
+        _withdraw(*_refusals.popleft())
+
+
+at_the_end.append(_withdraw_all)

@@ -241,11 +241,15 @@ _present: set[Members] = set()
 """Held until they leave: what was made of a claim may be in use though nobody refers to the claim."""
 
 
+at_the_end: list[Callable[[], None]] = []
+"""What else is to be done then."""
+
+
 def leave_all() -> None:
     """Leave every claim: the process ends by itself."""
-    for members in list(_present):
+    for leave in [*(members.leave for members in _present), *at_the_end]:
         with contextlib.suppress(OSError):
-            members.leave()
+            leave()
 
 
 class _Exit:

@@ -25,7 +25,11 @@ _TAKEN = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR))
 
 
 def default() -> Path:
-    return Path(os.environ.get(VARIABLE) or DEFAULT)
+    """Where the environment says. Raises `ConfigError` for what is no absolute path: processes elsewhere would see another one."""
+    said = os.environ.get(VARIABLE) or DEFAULT
+    if not os.path.isabs(said) or "\0" in said:
+        raise errors.ConfigError(f"{VARIABLE}={said}: must be an absolute path", name=VARIABLE, value=said)
+    return Path(said)
 
 
 def prepare(place: Path) -> None:
@@ -55,7 +59,9 @@ def _make(place: Path) -> None:
     """Under another name first: nobody else may find it with the mode that the umask leaves."""
     new = place.with_name(scrap_name(NEW))
     try:
-        host.mkdir(new, 0o700)
+        for above in [*reversed(place.parents), new]:
+            if not os.path.isdir(above):
+                host.mkdir(above, 0o700 if above is new else 0o755)
     except OSError as error:
         _refuse(place, f"it cannot be made ({error.strerror})")
     try:

@@ -7,13 +7,21 @@ import json
 import os
 import pwd
 import re
+import struct
+from array import array
 from typing import Any, NamedTuple
 
+from forebay._claims import dirs, processes
 from forebay._claims.dirs import Place
 
 VERSION = 1
 LARGEST = 1 << 20  # bytes of a record that are looked at: anybody may write one
 _LONGEST_COMMAND = 500
+_HEAD = struct.Struct("=8sII")  # of what kind, how many marks of places, and of what is above them
+_MAGIC = b"claim 1\n"
+_PROCESS = re.compile(r"^(process \d+) \d+ \d+")
+_USER = re.compile(r"://[^/\s@]*@")
+_QUERY = re.compile(r"(://[^\s?]*)\?\S*")
 _SECRET = re.compile(r"token|secret|password|passwd|credential|key", re.IGNORECASE)
 
 
@@ -55,18 +63,39 @@ class Record(NamedTuple):
     version: int = VERSION
 
     @property
+    def owner(self) -> str:
+        """The job in words for people."""
+        return owner(self.job)
+
+    @property
     def user(self) -> str:
         """The user's name here; the number where it has none."""
         return user_name(self.uid)
 
     def dump(self) -> bytes:
-        return json.dumps(self._asdict(), separators=(",", ":"), allow_nan=False, default=str).encode()
+        """As it is kept: marks of its places, by which others see quickly that it does not concern them, then JSON."""
+        places, above = dirs.marks(stream.place for stream in self.streams)
+        text = json.dumps(self._asdict(), separators=(",", ":"), allow_nan=False).encode()
+        return _HEAD.pack(_MAGIC, len(places), len(above)) + array("I", [*places, *above]).tobytes() + text
+
+
+def may_meet(data: bytes, ours: dirs.Marks) -> bool:
+    """Whether a place of the record could overlap with one of ours. False is certain."""
+    try:
+        magic, places, above = _HEAD.unpack_from(data)
+        theirs = struct.unpack_from(f"={places + above}I", data, _HEAD.size)
+    except struct.error:
+        return True
+    return magic != _MAGIC or ours.may_meet(theirs[:places], theirs[places:])
 
 
 def load(data: bytes) -> Record | None:
     """The record; None where it is damaged, or of a version that is not known."""
     try:
-        found = json.loads(data)
+        magic, places, above = _HEAD.unpack_from(data)
+        if magic != _MAGIC:
+            return None
+        found = json.loads(data[_HEAD.size + 4 * (places + above) :])
         if found["version"] != VERSION:
             return None
         found["streams"] = tuple(_stream(*stream) for stream in found["streams"])
@@ -74,9 +103,14 @@ def load(data: bytes) -> Record | None:
             paths, landmark = found["beside"]
             found["beside"] = Beside(tuple(map(os.fspath, paths)), os.fspath(landmark))
         record = Record(**found)
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+    except (struct.error, ValueError, TypeError, KeyError, IndexError, RecursionError):
         return None
     return record if _is_sound(record) else None
+
+
+def owner(job: str) -> str:
+    """A job in words for people: of a process without what tells it from one that had its number before."""
+    return _PROCESS.sub(r"the job of \1", job) if _PROCESS.match(job) else f"job {job}"
 
 
 def _stream(place: Any, remote: Any, shared: Any) -> Stream:
@@ -107,16 +141,20 @@ def user_name(uid: int) -> str:
 
 def own_command() -> str:
     """The command line of this process, without what looks like a secret."""
+    return _command_of(os.getpid())
+
+
+@functools.lru_cache(1)
+def _command_of(pid: int) -> str:
     try:
-        with open("/proc/self/cmdline", "rb") as file:
-            words = file.read(1 << 16).rstrip(b"\0").decode(errors="replace").split("\0")
+        words = processes.read(f"/proc/{pid}/cmdline").rstrip(b"\0").decode(errors="replace").split("\0")
     except OSError:
         return ""
     return masked(words)[:_LONGEST_COMMAND]
 
 
 def masked(words: list[str]) -> str:
-    """A command line without the values of arguments that are named after secrets."""
+    """A command line without the values of arguments that are named after secrets, and what follows a URL."""
     shown, hide = [], False
     for word in words:
         name, sign, _ = word.partition("=")
@@ -125,4 +163,4 @@ def masked(words: list[str]) -> str:
         else:
             shown.append(f"{name}=***" if sign and _SECRET.search(name) else word)
         hide = not sign and word.startswith("-") and _SECRET.search(word) is not None
-    return " ".join(shown)
+    return _QUERY.sub(r"\1", _USER.sub("://", " ".join(" ".join(shown).split())))

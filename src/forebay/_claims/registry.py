@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from forebay import errors
-from forebay._claims import building, conflicts, place, seen
+from forebay._claims import building, conflicts, place, records, seen
 from forebay._claims.ledger import REFUSED, InTheWay, Ledger
 from forebay._claims.members import Members
 from forebay._claims.patience import Patience
@@ -51,7 +51,7 @@ class Registry:
             try:
                 return self._register(wanted, timeout, may_pass)
             except InTheWay as found:
-                what = (f"claim {wanted.key} of job {wanted.job}", found.in_words())
+                what = (f"claim {wanted.key} of {records.owner(wanted.job)}", found.in_words())
             patience.turn(lambda what=what: what)  # type: ignore[misc]
 
     def _register(self, wanted: Wanted, timeout: float | None, may_pass: Callable[[InTheWay], bool]) -> Held:
@@ -83,7 +83,7 @@ class Registry:
         """The claim of that job and key, made by whoever comes first: nobody leads it. Its directories meet no others."""
         with self.locked(timeout) as ledger:
             held = self._find(wanted, led=False)
-            return held if held is not None else ledger.make(wanted, ledger.look(wanted)[0], self._left)
+            return held if held is not None else ledger.make(wanted, ledger.make_way(wanted), self._left)
 
     def attach(self, directory: Path, *, rank: int | None = None, worker: int | None = None) -> Held:
         """Join those who have the claim in ``directory``. Raises `Closed` where it was freed."""
@@ -130,7 +130,7 @@ class Registry:
         known = [found for found in self.look() if found.live and found.record is not None and found.record.job == wanted.job]
         there = "; ".join(f"claim {found.record.key} of process {found.record.pid}" for found in known if found.record is not None)
         return (
-            f"the first rank of this node to make claim {wanted.key} of job {wanted.job} (known by {wanted.how})",
+            f"the first rank of this node to make claim {wanted.key} of {records.owner(wanted.job)} (known by {wanted.how})",
             f"nobody yet (claims of this job here: {there or 'none'})",
         )
 
@@ -152,7 +152,7 @@ class Registry:
 
     def _left(self, directory: Path) -> None:
         """Free a claim if nobody has it any more, and the lock is to be had without a wait; else the next claim does."""
-        found = seen.look_at(self.path, directory.name, with_record=False)
+        found = seen.look_at(self.path, directory.name)
         if found is None or found.live:
             return
         with contextlib.suppress(errors.WaitTimeout):
@@ -181,6 +181,7 @@ def _matching(held: Held, wanted: Wanted) -> Held:
     held.members.leave()
     theirs = held.record
     raise errors.ClaimMismatch(
-        f"claim {wanted.key} of job {wanted.job} (known by {wanted.how}) is not what its leader, process {theirs.pid}, says: {differs}",
+        f"claim {wanted.key} of {records.owner(wanted.job)} (known by {wanted.how}) is another one for its leader, process {theirs.pid}: "
+        f"{differs}",
         ours=[s.place.path for s in wanted.streams], theirs=[s.place.path for s in theirs.streams],
     )  # fmt: skip

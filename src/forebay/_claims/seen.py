@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from forebay._claims.table import CLAIM, LEADER, SLOTS, Member, Table
 from forebay._kernel import locks
 
 _NAME = re.compile(r"(\d{6,15})\.([0-9a-f]{16})")
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # anybody may have put a FIFO there
 _APART = frozenset((CLAIM, "members", "locks", "words", building.LANDMARK))
 
 
@@ -66,8 +68,7 @@ class Seen(NamedTuple):
 
 
 def _open(directory: Path) -> int:
-    # O_NONBLOCK: anybody may have put a FIFO there.
-    return os.open(f"{directory}/{CLAIM}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    return os.open(directory / CLAIM, _TO_READ)
 
 
 def parse(name: str) -> tuple[int, str] | None:
@@ -76,8 +77,22 @@ def parse(name: str) -> tuple[int, str] | None:
     return (int(found[1]), found[2]) if found else None
 
 
-def look_at(registry: Path, name: str, *, with_record: bool = True) -> Seen | None:
-    """The claim of this name; None where there is none, or it was freed meanwhile. Without its record it is seen quicker."""
+def glance(directory: str) -> bytes | None:
+    """What a claim says of itself, unread, if anybody has it; else None. Takes 8 us."""
+    try:
+        fd = os.open(f"{directory}/{CLAIM}", _TO_READ)
+    except OSError:
+        return None
+    try:
+        return building.read(fd) if locks.locked_at(fd, 0, SLOTS) is not None else None
+    except OSError:
+        return None  # it is a directory, or the like
+    finally:
+        os.close(fd)
+
+
+def look_at(registry: Path, name: str) -> Seen | None:
+    """The claim of this name; None where there is none, or it was freed meanwhile."""
     told = parse(name)
     if told is None:
         return None
@@ -89,18 +104,17 @@ def look_at(registry: Path, name: str, *, with_record: bool = True) -> Seen | No
     try:
         live = locks.locked_at(fd, 0, SLOTS) is not None
         led = live and locks.locked_at(fd, LEADER) is not None
-        record = records.load(building.read(fd)) if with_record else None
-        return Seen(directory, *told, os.fstat(fd).st_uid, live, led, record)
+        return Seen(directory, *told, os.fstat(fd).st_uid, live, led, records.load(building.read(fd)))
     except OSError:
-        return _damaged(directory, *told)  # it is a directory, or the like
+        return _damaged(directory, *told)
     finally:
         os.close(fd)
 
 
 def _damaged(directory: Path, prefix: int, tag: str) -> Seen | None:
-    """One whose file cannot be looked at: nobody can hold it. Its name is taken all the same."""
+    """One whose file cannot be looked at: nobody can have it. Its name is taken all the same. None for what is no directory."""
     try:
-        uid = os.lstat(directory).st_uid
+        status = os.lstat(directory)
     except FileNotFoundError:
         return None
-    return Seen(directory, prefix, tag, uid, False, False, None)
+    return Seen(directory, prefix, tag, status.st_uid, False, False, None) if stat.S_ISDIR(status.st_mode) else None

@@ -23,9 +23,10 @@ LEADER = 0
 CLAIM, TABLE = "claim", "members"
 
 _WORDS = 8  # of 8 bytes, a record
-TABLE_BYTES = SLOTS * _WORDS * 8
+TABLE_BYTES = SLOTS + SLOTS * _WORDS * 8
 FREE, IN, LEFT = range(3)
-_STATE, _PID, _SPACE, _START, _RANK, _WORKER, _JOINED = range(7)
+_PID, _START = 0, 2
+_TOLD = 6  # words: pid, PID namespace, start, rank, worker, when it joined
 _EARLY = 256
 
 Identity: TypeAlias = tuple[int, int, int]
@@ -77,7 +78,7 @@ class Gone(FileNotFoundError):
 
 
 class Table:
-    """The records of a claim's members, mapped."""
+    """The records of a claim's members, mapped: a byte each for their states, then what they tell."""
 
     def __init__(self, directory: Path) -> None:
         """Raises OSError; `Gone` where the file is not a whole one."""
@@ -85,25 +86,27 @@ class Table:
         try:
             if os.fstat(fd).st_size < TABLE_BYTES:
                 raise Gone(f"{directory / TABLE} is cut short")
-            self._words = mappings.words(mappings.map_file(fd, TABLE_BYTES, writable=True))
+            whole = mappings.map_file(fd, TABLE_BYTES, writable=True)
+            self._states, self._words = whole[:SLOTS], mappings.words(whole[SLOTS:])
             self._vanished: dict[int, int] = {}  # slot -> when it had joined: so that /proc is asked once
         finally:
             os.close(fd)
 
-    def states(self) -> list[int]:
-        return self._words[::_WORDS].tolist()
+    def states(self) -> bytes:
+        """Of all that were ever used, in order of the slots."""
+        return self._states.tobytes().rstrip(b"\0")
 
     def state(self, slot: int) -> int:
-        return int(self._words[slot * _WORDS])
+        return self._states[slot]
 
     def set_state(self, slot: int, state: int) -> None:
-        host.set_word(self._words, slot * _WORDS, state)
+        host.set_byte(self._states, slot, state)
 
     def write(self, slot: int, rank: int | None, worker: int | None) -> Identity:
         """Tell of this process; gives which it is. Caller: has locked the byte of ``slot``."""
         told = (os.getpid(), processes.pid_space(), processes.own_start(), _number(rank), _number(worker), time.time_ns())
         host.step("set_words", slot)
-        self._words[slot * _WORDS + _PID : slot * _WORDS + _JOINED + 1] = memoryview(array("Q", told))
+        self._words[slot * _WORDS : slot * _WORDS + _TOLD] = memoryview(array("Q", told))
         self.set_state(slot, IN)  # last: until then it is of nobody
         return slot, told[0], told[2]
 
@@ -112,10 +115,9 @@ class Table:
         return slot, words[slot * _WORDS + _PID], words[slot * _WORDS + _START]
 
     def read(self, slot: int, *, is_locked: bool) -> Member:
-        told = self._words[slot * _WORDS : (slot + 1) * _WORDS].tolist()
-        pid, space, start, rank, worker, joined = told[_PID : _JOINED + 1]
+        pid, space, start, rank, worker, joined = self._words[slot * _WORDS : slot * _WORDS + _TOLD].tolist()
         seen = (pid, space, start, _known(rank), _known(worker), joined / 1e9)
-        if told[_STATE] == LEFT:
+        if self._states[slot] == LEFT:
             return Member(slot, *seen, "left")
         if is_locked:
             return Member(slot, *seen, "in")
@@ -133,9 +135,10 @@ class Table:
 
     def places(self) -> Iterator[int]:
         """Where a process may go, the best first: over those that vanished, of whom others may still want to know, late."""
-        states = self.states()
+        states = self._states.tobytes()
         for wanted, those in ((LEFT, range(1, SLOTS)), (FREE, range(1, _EARLY)), (IN, range(1, SLOTS)), (FREE, range(_EARLY, SLOTS))):
-            yield from (slot for slot in those if states[slot] == wanted)
+            if wanted in states:
+                yield from (slot for slot in those if states[slot] == wanted)
 
 
 def _number(value: int | None) -> int:

@@ -57,8 +57,8 @@ def give_back(fd: int, start: int, length: int = 1) -> None:
 
 def locked_at(fd: int, start: int, length: int = 1) -> int | None:
     """A byte of the range that is locked through another description, if there is one. The file may be open to be read only."""
-    found = _LAYOUT.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LAYOUT.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)))
-    return None if found[0] == fcntl.F_UNLCK else max(found[2], start)
+    kind, _, at, *_ = _LAYOUT.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LAYOUT.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)))
+    return None if kind == fcntl.F_UNLCK else max(at, start)
 
 
 def file_of(fd: int) -> tuple[int, int] | None:
