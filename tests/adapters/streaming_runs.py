@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import pytest
 
+from forebay import claims
 from forebay.adapters import streaming_names as names
 
 SAMPLES = 60
@@ -70,6 +71,7 @@ def own_node(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     try:
         yield Node(registry)
     finally:
+        claims.prune_claims()  # with what they have outside of it
         shutil.rmtree(registry, ignore_errors=True)
 
 

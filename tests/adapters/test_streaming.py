@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import itertools
+import json
+import os
+import re
 import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +28,7 @@ load_streaming()
 from torch.utils.data import DataLoader  # noqa: E402
 
 from forebay.adapters import streaming  # noqa: E402
+from forebay.adapters import streaming_names as names  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +92,196 @@ def test_a_killed_job_blocks_nothing(remote: Path, tmp_path: Path, node: Node) -
         assert job.said() == prefix
         assert job.wait() == 0
     assert (node.claims(), node.things(prefix)) == ([], [])
+
+
+# -- jobs beside each other --------------------------------------------------------------------------------------------
+
+
+def plain(say: Say, remote: Path, local: Path) -> None:
+    """A job with Streaming as it is."""
+    try:
+        data = data_set(remote, local)
+    except ValueError as error:
+        say(str(error))
+        return
+    say(data._shm_prefix_int)
+    say(sorted(sample["number"] for sample in data))
+    signal.pause()
+
+
+def patched(say: Say, remote: Path, local: Path) -> None:
+    streaming.install()
+    plain(say, remote, local)
+
+
+def patched_at_rest(say: Say, remote: Path, local: Path) -> None:
+    streaming.install()
+    data = data_set(remote, local)
+    say(data._shm_prefix_int)
+    signal.pause()
+
+
+WORDS = re.compile(r"Reused local directory: \['.*/one/?'\] vs \['.*/one/?'\]. Provide a different one.")
+
+
+@pytest.mark.parametrize(("first", "second"), [(plain, patched), (patched, plain), (patched, patched)])
+def test_jobs_with_directories_of_their_own(remote: Path, tmp_path: Path, first: Any, second: Any) -> None:
+    with Job(lambda say: first(say, remote, tmp_path / "one")) as one, Job(lambda say: second(say, remote, tmp_path / "two")) as two:
+        assert one.said() != two.said()
+        assert [one.said(), two.said()] == [ALL, ALL]
+
+
+@pytest.mark.parametrize("first", [plain, patched])
+def test_a_directory_that_another_job_has(remote: Path, tmp_path: Path, node: Node, first: Any) -> None:
+    """Whichever has Forebay; and only as long as it lives."""
+    with Job(lambda say: first(say, remote, tmp_path / "one")) as one:
+        one.said()
+        assert one.said() == ALL
+        with Job(lambda say: patched(say, remote, tmp_path / "one")) as other:
+            assert WORDS.search(other.said())
+    with Job(lambda say: patched(say, remote, tmp_path / "one")) as again:
+        prefix = again.said()
+        assert again.said() == ALL
+    streaming.clean_stale_shared_memory()
+    assert (node.claims(), node.things(prefix)) == ([], [])
+
+
+def test_streaming_as_it_is_sees_whose_a_directory_is(remote: Path, tmp_path: Path, node: Node) -> None:
+    """As far as it looks: no further than the first number that is free, and not where there is a lock file."""
+    with Job(lambda say: patched_at_rest(say, remote, tmp_path / "one")) as one:
+        prefix = one.said()
+        if not all(names.name_of(number, names.LOCALS) in node.things(number) for number in range(prefix)):
+            pytest.skip("a number below is free")
+        with Job(lambda say: plain(say, remote, tmp_path / "one")) as other:
+            assert WORDS.search(other.said())
+
+
+def two_sets(say: Say, remote: Path, place: Path) -> None:
+    """To train and to evaluate; when one is deleted its directory is free at once."""
+    streaming.install()
+    train, evaluate = data_set(remote, place / "train"), data_set(remote, place / "eval")
+    say([train._shm_prefix_int != evaluate._shm_prefix_int, [sample["number"] for sample in evaluate] != []])
+    prefix = train._shm_prefix_int
+    del train
+    gc.collect()
+    train = data_set(remote, place / "train")
+    say(train._shm_prefix_int == prefix)
+    say(sorted(sample["number"] for sample in train))
+
+
+def test_two_data_sets_of_a_job(remote: Path, tmp_path: Path, node: Node) -> None:
+    with Job(lambda say: two_sets(say, remote, tmp_path)) as job:
+        assert [job.said(), job.said(), job.said(), job.said()] == [[True, True], True, ALL, None]
+    assert node.claims() == []
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+RANK = """
+import itertools, json, os, sys
+from forebay.adapters import streaming
+streaming.install()
+from streaming import StreamingDataset
+from torch.utils.data import DataLoader
+remote, local, out = sys.argv[1:]
+data = StreamingDataset(remote=remote, local=local, shuffle=True, batch_size=4)
+loader = DataLoader(data, batch_size=4, num_workers=2)
+seen = [list(itertools.chain.from_iterable(batch["number"].tolist() for batch in loader)) for epoch in range(2)]
+with open(out + "/rank" + os.environ["RANK"], "w") as file:
+    json.dump([data._shm_prefix_int, *seen], file)
+"""
+
+
+def test_torchrun_with_two_ranks(remote: Path, tmp_path: Path, node: Node) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, tmp_path / "rank.py", remote, tmp_path / "local", tmp_path], capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+    assert ranks[0][0] == ranks[1][0]
+    for epoch in (1, 2):
+        assert sorted(set(ranks[0][epoch] + ranks[1][epoch])) == ALL
+    assert (node.claims(), node.things(ranks[0][0])) == ([], [])
+
+
+def rank(say: Say, remote: Path, local: Path, number: int, port: int) -> None:
+    told = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    streaming.install()
+    data = data_set(remote, local)
+    say(len(list(data)))
+    if number == 1:
+        signal.pause()
+    began = time.monotonic()
+    try:
+        list(data)
+    except threading.BrokenBarrierError as error:
+        say([time.monotonic() - began, str(error)])
+
+
+def test_a_rank_that_is_killed(remote: Path, tmp_path: Path, node: Node) -> None:
+    """The other is told within a second, where it would have waited for ever."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with Job(lambda say: rank(say, remote, tmp_path / "local", 0, port)) as leader:
+        with Job(lambda say: rank(say, remote, tmp_path / "local", 1, port)) as other:
+            assert [leader.said(), other.said()] == [SAMPLES / 2, SAMPLES / 2]
+            other.kill()
+            waited, message = leader.said()
+            assert waited < 1
+            assert f"rank 1 (process {other.pid})" in message
+
+
+# -- installing --------------------------------------------------------------------------------------------------------
+
+
+PLACES = ("base.shared", "base.shared.array", "base.shared.scalar", "base.shared.prefix", "base.dataset", "base.util", "base.batching")
+
+
+def look(say: Say) -> None:
+    """Says which names of Streaming are ours: before, after installing twice, and after that was undone."""
+
+    def ours() -> list[str]:
+        modules = [importlib.import_module(f"streaming.{place}") for place in PLACES]
+        found = [(place, name, value) for place, module in zip(PLACES, modules, strict=True) for name, value in vars(module).items()]
+        return [f"{place}.{name}" for place, name, value in found if str(getattr(value, "__module__", "")).startswith("forebay.")]
+
+    say(ours())
+    streaming.install()
+    streaming.install()
+    say(ours())
+    streaming.uninstall()
+    say(ours())
+
+
+def test_installing_reaches_every_module() -> None:
+    with Job(look) as job:
+        assert job.said() == []
+        found = job.said()
+        names_of_ours = {name.rpartition(".")[2] for name in found}
+        assert names_of_ours >= {"SharedArray", "SharedBarrier", "SharedMemory", "SharedScalar", "World"}
+        assert names_of_ours >= {"get_shm_prefix", "clean_stale_shared_memory"}
+        assert {
+            "base.dataset.SharedMemory",
+            "base.dataset.get_shm_prefix",
+            "base.batching.World",
+            "base.shared.scalar.SharedScalar",
+        } <= set(found)
+        assert [job.said(), job.said()] == [[], None]
+
+
+def test_without_streaming_it_says_what_to_install(tmp_path: Path) -> None:
+    script = """
+import sys
+sys.modules["streaming"] = None
+from forebay import errors
+from forebay.adapters import streaming
+try: streaming.install()
+except errors.MissingExtra as error: print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "pip install 'forebay[streaming]'" in done.stdout
