@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _common import FLOOR, OURS, PEER
 
@@ -150,22 +150,34 @@ def import_all() -> None:
 
 
 def hold(way: Registry, local: str) -> Callable[[Process], None]:
-    """Work of a process: claim, tell the prefix, and how long it took; hold it until something is heard."""
+    """Work of a process: claim once, to have touched everything that a fork made it share; then wait, claim, and tell the prefix and how
+    long it took: wall, CPU, and wall of that first time. Hold it until something is heard."""
 
     def work(parent: Process) -> None:
         began = time.perf_counter()
-        cpu = time.process_time()
+        way.claim(f"{local} at first, of {os.getpid()}")[1]()
+        first = time.perf_counter() - began
+        parent.tell("ready")
+        parent.hear()
+        began, cpu = time.perf_counter(), time.process_time()
         try:
             prefix, let_go = way.claim(local)
         except ValueError:
-            parent.tell([None, time.perf_counter() - began, time.process_time() - cpu])
+            parent.tell([None, time.perf_counter() - began, time.process_time() - cpu, first])
             return
-        parent.tell([prefix, time.perf_counter() - began, time.process_time() - cpu])
+        parent.tell([prefix, time.perf_counter() - began, time.process_time() - cpu, first])
         parent.hear()
         let_go()
         parent.tell("gone")
 
     return work
+
+
+def begin(process: Process) -> Any:
+    """Have a process that is to `hold` go on; gives what it tells."""
+    assert process.hear() == "ready"
+    process.tell("go")
+    return process.hear()
 
 
 @contextlib.contextmanager
@@ -175,7 +187,7 @@ def jobs(way: Registry, folder: Path, count: int) -> Iterator[None]:
     try:
         for number in range(count):
             born.append(Process(hold(way, str(folder / f"job-{number}"))))
-            assert born[-1].hear()[0] is not None
+            assert begin(born[-1])[0] is not None
         yield
         for job in born:
             job.tell("go")
@@ -185,15 +197,27 @@ def jobs(way: Registry, folder: Path, count: int) -> Iterator[None]:
             job.kill()
 
 
-def timed(way: Registry, local: str) -> tuple[int | None, float, float]:
-    """What a fresh process's first claim takes: the prefix, wall and CPU. Then it lets go."""
+class Claimed(NamedTuple):
+    """``first``: what the first claim of that process took."""
+
+    prefix: int | None
+    wall: float
+    cpu: float
+    first: float
+
+
+def timed(way: Registry, local: str, before: Callable[[], object] = lambda: None) -> Claimed:
+    """What a claim takes in a process that made one before. Then it lets go. ``before``: runs right before it, uncounted."""
     process = Process(hold(way, local))
     try:
-        prefix, wall, cpu = process.hear()
-        if prefix is not None:
+        assert process.hear() == "ready"
+        before()
+        process.tell("go")
+        found = Claimed(*process.hear())
+        if found.prefix is not None:
             process.tell("go")
             assert process.hear() == "gone"
-        return prefix, wall, cpu
+        return found
     finally:
         process.kill()
 
@@ -202,7 +226,7 @@ def killed_job(label: str, local: str) -> int:
     """A job of three processes with shared memory is killed with -9, all at once. Gives its prefix."""
     if label != "Forebay":
         process = Process(hold(REGISTRIES[label], local))
-        prefix = process.hear()[0]
+        prefix = begin(process)[0]
         process.kill()
         return int(prefix)
     ranks = [Process(_rank(local, 0))]

@@ -21,7 +21,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="forebay-test-", dir=memory) as name:
         place = Path(name) / "claims"
-        Path(name).chmod(0o755)
+        Path(name).chmod(0o1777)
         monkeypatch.setenv("FOREBAY_CLAIMS", str(place))
         yield place
         if place.is_dir():
@@ -35,9 +35,9 @@ def claims_in(registry: Path) -> list[str]:
 
 
 def files(*places: Path) -> tuple[int, int]:
-    """How many files lie below, and their bytes."""
+    """How many files lie below, and the bytes of their blocks."""
     found = [path.lstat() for place in places for path in place.rglob("*") if not path.is_dir()]
-    return len(found), sum(status.st_size for status in found)
+    return len(found), sum(status.st_blocks for status in found) * 512
 
 
 def alone() -> forebay.World:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import forebay
 import forebay.claims  # here, so that forked children need not
 from forebay import errors
+from tests import harness
 from tests.claiming import REMOTE, alone, claims_in, files, rank, text_of
 
 # -- 1: killed and started again ---------------------------------------------------------------------------------------
@@ -25,6 +27,11 @@ from tests.claiming import REMOTE, alone, claims_in, files, rank, text_of
 RANKS = 3
 SOON = 5.0
 """Seconds that a restart may take."""
+
+
+def die_with_parent() -> None:
+    """A test that fails leaves nobody behind."""
+    harness._prctl(harness._DIE_WITH_PARENT, signal.SIGKILL)
 
 
 class Job:
@@ -36,8 +43,12 @@ class Job:
         self.began = time.monotonic()
         self.group = os.fork()
         if self.group == 0:
-            os.setpgid(0, 0)
-            os._exit(self._launch())
+            code = 1
+            try:
+                os.setpgid(0, 0)
+                code = self._launch()
+            finally:
+                os._exit(code)
         os.close(self._to)
         with contextlib.suppress(OSError):
             os.setpgid(self.group, self.group)
@@ -47,7 +58,8 @@ class Job:
         """As a launcher does: starts the ranks, and ends when all of them have ended."""
         for number in range(RANKS):
             if os.fork() == 0:
-                os._exit(self._rank(number))
+                die_with_parent()
+                return self._rank(number)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()
@@ -79,6 +91,7 @@ class Job:
         """Until all of it are at work; gives how long that took. Each must have the first prefix, and memory of zeros."""
         said = b""
         while said.count(b"\n") < 2 * RANKS:
+            assert select.select([self._from], [], [], 30)[0], said
             block = os.read(self._from, 4096)
             said += block
             assert block, said
@@ -186,11 +199,11 @@ def test_s07_of_eight_jobs_at_once_one_gets_the_directory(registry: Path, childr
 def test_s07_a_conflict_says_all_there_is_to_know(registry: Path, run: Any) -> None:
     script = """
 import forebay, os, sys
-claim = forebay.claim("/local/train", "https://user:hush@host/train?X-Amz-Signature=hush", job="theirs")
+claim = forebay.claim("/local/train", sys.argv[-1], job="theirs")
 print(os.getpid(), flush=True)
 sys.stdin.read()
 """
-    command = [sys.executable, "-c", script, "--api-token", "hush", "--steps=100"]
+    command = [sys.executable, "-c", script, "--api-token", "hush", "--steps=100", "https://user:hush@host/train?X-Amz-Signature=hush"]
     theirs = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert theirs.stdout is not None
     pid = int(theirs.stdout.readline())
@@ -251,7 +264,7 @@ def test_s07_one_job_may_not_download_twice_into_a_directory(registry: Path) -> 
         assert second.prefix == 1
         assert f"{os.getpid()}" in text_of(errors.ClaimConflict, lambda: forebay.claim("/local/train", REMOTE))
     said = text_of(ValueError, lambda: forebay.claim(["/local/a", "/local/b", "/local/x/../a"], [REMOTE, None, None]))
-    assert "/local/a" in said
+    assert "/local/x/../a" in said
     assert "/local/b" not in said
 
 
@@ -378,7 +391,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["claim", "members", "array.a"])
+@pytest.mark.parametrize("name", ["claim", "members", "memory.a"])
 def test_s14_damage_stops_nobody(registry: Path, children: Callable[..., Any], flag: Any, name: str, damage: str) -> None:
     """Of a dead job's files. What cannot be read is a conflict with nobody; what is there is freed, or stays, or is passed over."""
     ready = flag()
@@ -423,7 +436,8 @@ def test_s13_a_full_dev_shm_is_an_error_and_nothing_else(
             return said
 
     said = children(work).result()
-    assert "8,388,608" in said or "8.4 MB" in said or "8 MiB" in said
+    assert "'large'" in said
+    assert "8,39" in said  # 8 MiB and a page
     (place / "others").write_bytes(b"x" * (512 << 10))
     with contextlib.suppress(OSError):
         while True:
