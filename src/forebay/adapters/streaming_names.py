@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import os
 import re
 import signal
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 from forebay._kernel import host
@@ -72,13 +71,13 @@ def give_up(view: memoryview) -> None:
     _LENGTH.pack_into(view, 0, 0)
 
 
-def directories_of_others(ours: Iterable[int]) -> Iterator[tuple[str, list[str]]]:
+def directories_of_others(ours: Container[int]) -> Iterator[tuple[str, list[str]]]:
     """The path of ``locals`` and the directories of each job whose number is none of ``ours``; not of those that may not be read."""
-    for path in glob.iglob(f"{SHM}/{'[0-9]' * 6}*_{LOCALS}"):
-        match = _NAME.fullmatch(os.path.basename(path))
-        if match is not None and int(match[1]) not in ours:
+    for name in os.listdir(SHM):
+        prefix, _, kind = name.partition("_")
+        if kind == LOCALS and prefix.isdecimal() and int(prefix) not in ours:
             with contextlib.suppress(OSError):
-                yield path, unpack(Path(path).read_bytes())
+                yield f"{SHM}/{name}", unpack(Path(SHM, name).read_bytes())
 
 
 # -- in use ------------------------------------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ def _is_file(file: os.stat_result, mapped: re.Match[str]) -> bool:
     return int(mapped[3]) == file.st_ino and os.makedev(int(mapped[1], 16), int(mapped[2], 16)) == file.st_dev
 
 
-def remove_unused(ours: Iterable[int]) -> list[int]:
+def remove_unused(ours: Container[int]) -> list[int]:
     """Remove what jobs left that had these numbers, but for ``ours`` and for those of which a process other than this one, or another
     user, has anything. Gives the numbers that are free now. Caller: lets nobody register meanwhile."""
     return [prefix for prefix in prefixes() if prefix not in ours and _remove_unused(prefix)]

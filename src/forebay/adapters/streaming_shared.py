@@ -17,6 +17,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,12 +60,11 @@ class Block:
         path = path_of(name)
         if os.path.lexists(path):  # before any memory is taken
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
-        # Without a name until it is whole: whoever is killed in between leaves nothing.
-        fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd = host.create_unnamed(Path(SHM), 0o600)  # until it is whole: whoever is killed in between leaves nothing
         try:
             _allocate(fd, name, size)
             view, file = mappings.map_file(fd, size, writable=True), locks.file_of(fd)
-            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd)  # with a directory's descriptor, for only then is the link followed
+            host.give_name(fd, path)
         finally:
             os.close(fd)
         return cls(name, view, file)
