@@ -42,6 +42,8 @@ class Rank:
                 self.did["broken"] += 1
             finally:
                 claim.close()
+        with forebay.claim("/end", None, rank(self.number, RANKS), job, timeout=30) as claim:
+            claim.barrier("end").wait(RANKS, timeout=30)  # what a leader was refused is told to its rank as long as it is there
         return self.did
 
     def work(self, claim: forebay.Claim, directory: Path) -> None:
