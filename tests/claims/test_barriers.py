@@ -145,6 +145,14 @@ def test_parties_that_make_no_sense(house: House, parties: Any) -> None:
         Barrier(house, NAME).wait(parties)
 
 
+@pytest.mark.parametrize("timeout", [-1, "3", True, float("nan")])
+def test_timeouts_that_make_no_sense(house: House, timeout: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="timeout"):
+        Barrier(house, NAME).wait(1, timeout)
+    with pytest.raises(errors.ConfigError, match="timeout"):
+        named_locks.NamedLock(house, NAME, timeout)
+
+
 def test_another_number_while_somebody_waits(place: Path, house: House, crew: Crew) -> None:
     other = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(house, 1)
@@ -207,6 +215,25 @@ def test_who_is_not_needed_may_die(place: Path, house: House, crew: Crew) -> Non
     assert Barrier(house, NAME).wait(2, LONG) == 0
     assert other.result() == 1
     timer.join()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_worker_is_killed_before_it_ever_came(house: House, crew: Crew, late: bool) -> None:
+    """Its main process has the claim too, and could come: but workers wait for workers."""
+    go = Gate()
+    killed = crew(Gate().wait)
+    others = [crew(lambda: (go.wait(), leaving(house, lambda house: broken(Barrier(house, NAME), 3)))[1]) for _ in range(2)]
+    if not late:
+        go.open()
+        go.open()
+        comes_to_wait(house, 2)
+    killed.kill()
+    if late:
+        go.open()
+        go.open()
+    names = [f"rank 0 (process {killed.pid})"]
+    assert [other.result() for other in others] == [(names, pytest.approx(0, abs=SOON + (not late)))] * 2
+    assert Barrier(house, NAME).wait(1) == 0
 
 
 def test_the_late_are_told_and_then_it_is_usable(place: Path, house: House, crew: Crew) -> None:
@@ -530,9 +557,12 @@ def test_it_says_whom_it_waits_for(place: Path, house: House, crew: Crew, caplog
 def test_waiting_costs_next_to_nothing(place: Path, house: House, crew: Crew) -> None:
     others = [crew(lambda n=n: rank(place, n, lambda barrier: barrier.wait(8, LONG))) for n in range(1, 7)]
     comes_to_wait(house, 6)
+    barrier = Barrier(house, NAME)
+    with pytest.raises(errors.WaitTimeout):
+        barrier.wait(8, 0.3)  # after the forks each page that is stored to costs something once
     began, cpu = time.monotonic(), time.process_time()
     with pytest.raises(errors.WaitTimeout):
-        Barrier(house, NAME).wait(8, 2.0)
+        barrier.wait(8, 2.0)
     assert (time.process_time() - cpu) / (time.monotonic() - began) < 0.02
     for other in others:
         other.kill()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from typing import NoReturn
 
-from forebay import errors
+from forebay import _config, errors
 from forebay._claims.boards import SEATS, SEEN, VISIT, Board, Crowd, board_of, is_of, owner, slot_of
 from forebay._claims.members import House
 from forebay._claims.named_locks import NamedLock, with_state
 from forebay._claims.table import Member
 from forebay._kernel import waits
 
-_LOCK_AGAIN = _WOKEN_WITHIN = 1.0
+_LOCK_AGAIN = 1.0
+_WOKEN_WITHIN = 10.0
 _NAMED = 8
 
 
@@ -37,6 +38,7 @@ class Barrier:
         Raises `BarrierBroken` where a process died that waited here, or crossed this barrier the last time, or without which too few are
         left: each survivor gets that once, then the barrier can be used again. Raises `WaitTimeout` after ``timeout`` seconds: it names
         who has not come, and nobody else is disturbed. A process that leaves the claim by itself, or ends, breaks nothing."""
+        _config.parse_timeout(timeout)
         if parties is not None and (isinstance(parties, bool) or not isinstance(parties, int) or not 0 < parties <= SEATS):
             raise errors.ConfigError(f"{self!r} is for 1 to {SEATS:,} parties, not {parties!r}")
         board = self._board
@@ -184,13 +186,15 @@ class _Visit:
                 board.set_seat_locked(seat, 0)
 
     def _missed(self, crowd: Crowd, waiting: list[Member], dead: list[Member]) -> list[Member]:
-        """Who died that waited, or crossed the last time; where nobody can know yet who is to come, also anybody else that died, if now
-        there are too few."""
+        """Who died that waited, or crossed the last time. Where nobody can know yet who is to come, also who stands as high as those who
+        wait, as ranks do, and workers among themselves; and anybody, if now there are too few."""
         before, parties = self._board.seats_before(), self._parties or self._board.parties
         found = [*dead, *crowd.sitting(before)]
-        may_come = {member.slot for member in crowd.live} - {member.slot for member in waiting}
-        if len(before) - before.count(0) < parties and len(waiting) + len(may_come) < parties:
-            found += crowd.members
+        if len(before) - before.count(0) < parties:
+            may_come = {member.slot for member in crowd.live} - {member.slot for member in waiting}
+            depths = {self._house.members.depth, *(member.depth for member in waiting)}
+            too_few = len(waiting) + len(may_come) < parties
+            found += [member for member in crowd.members if too_few or member.depth in depths]
         return list(dict.fromkeys(filter(self._mourns, found)))
 
     def _break_locked(self, missed: list[Member], dead: dict[int, Member]) -> None:
@@ -231,7 +235,11 @@ class _Visit:
 
     def _others_are_about_to_know(self) -> bool:
         """Whether it is only for those who were woken, and need a moment: one who was told and comes again is not told twice for that."""
-        return time.monotonic() - self._began < _WOKEN_WITHIN and not self._late(Crowd(self._house.members.records()))
+        crowd = Crowd(self._house.members.records())
+        unaware = crowd.sitting(seat for seat in self._board.seats() if not seat & SEEN)
+        return (
+            time.monotonic() - self._began < _WOKEN_WITHIN and not self._late(crowd) and not any(member.is_stopped() for member in unaware)
+        )
 
     def _late(self, crowd: Crowd) -> list[Member]:
         """Who may still come to a broken round, and has to be told."""
@@ -240,7 +248,9 @@ class _Visit:
             return []
         here, before = crowd.sitting(seats), board.seats_before()
         late = [member for member in crowd.live if member not in here and member.joined < board.broken_at]
-        return late if before.count(0) or len(before) < board.parties else [member for member in late if member in crowd.sitting(before)]
+        if before.count(0) or len(before) < board.parties:
+            return [member for member in late if member.depth in {member.depth for member in here}]
+        return [member for member in late if member in crowd.sitting(before)]
 
     # -- going -----------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class Members:
     identity: Identity
     before: frozenset[Identity]
     """Who had died before this process joined."""
+    depth = 0
 
     def __init__(
         self, directory: Path, fd: int, slot: int, rank: int | None, worker: int | None, on_left: OnLeft | None = None
@@ -70,11 +71,19 @@ class Members:
     def _settle(self, fd: int, slot: int, before: frozenset[Identity] | None = None) -> None:
         if self._pid != os.getpid():
             self.before = self._dead(fd, slot) if before is None else before
+            self.depth = self._depth(fd, slot)
         self._fd, self._file, self._pid, self.slot = fd, locks.file_of(fd), os.getpid(), slot
-        self.identity = self._table.write(slot, self.rank, self.worker)
+        self.identity = self._table.write(slot, self.rank, self.worker, self.depth)
 
     def _dead(self, fd: int, slot: int) -> frozenset[Identity]:
         return frozenset(member.identity for member in self._table.members(fd, slot) if member.state == "vanished")
+
+    def _depth(self, fd: int, slot: int) -> int:
+        """How many members stand above this process: its parent, if it is one, and those above that."""
+        if self._pid >= 0:
+            return self.depth + 1  # forked: the parent may be gone by now
+        above = [member.depth for member in self._table.members(fd, slot) if member.pid == os.getppid() and member.state == "in"]
+        return above[0] + 1 if above else 0
 
     # -- who is there ----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
 
-from forebay import errors
+from forebay import _config, errors
 from forebay._claims.members import House, Members
 from forebay._claims.table import Member
 from forebay._kernel import host, locks, waits
@@ -87,7 +87,7 @@ class NamedLock:
         if not isinstance(name, str):
             raise errors.ConfigError(f"the name of a {kind} is a str, not {name!r}")
         house.check()
-        self.name, self.timeout = name, timeout
+        self.name, self.timeout = name, _config.parse_timeout(timeout)
         self._house, self._kind = house, kind
         self._known = _locks_of(house)
         self._offset = number(kind, name)

@@ -26,7 +26,7 @@ _WORDS = 8  # of 8 bytes, a record
 TABLE_BYTES = SLOTS + SLOTS * _WORDS * 8
 FREE, IN, LEFT = range(3)
 _PID, _START = 0, 2
-_TOLD = 6  # words: pid, PID namespace, start, rank, worker, when it joined
+_TOLD = 7  # words: pid, PID namespace, start, rank, worker, when it joined, depth
 _EARLY = 256
 
 Identity: TypeAlias = tuple[int, int, int]
@@ -44,6 +44,7 @@ class Member:
     rank: int | None
     worker: int | None
     joined: float  # seconds since 1970
+    depth: int  # 0; of a child of a member one more
     state: Literal["in", "left", "vanished"]
 
     @property
@@ -102,9 +103,9 @@ class Table:
     def set_state(self, slot: int, state: int) -> None:
         host.set_byte(self._states, slot, state)
 
-    def write(self, slot: int, rank: int | None, worker: int | None) -> Identity:
+    def write(self, slot: int, rank: int | None, worker: int | None, depth: int) -> Identity:
         """Tell of this process; gives which it is. Caller: has locked the byte of ``slot``."""
-        told = (os.getpid(), processes.pid_space(), processes.own_start(), _number(rank), _number(worker), time.time_ns())
+        told = (os.getpid(), processes.pid_space(), processes.own_start(), _number(rank), _number(worker), time.time_ns(), depth)
         host.step("set_words", slot)
         self._words[slot * _WORDS : slot * _WORDS + _TOLD] = memoryview(array("Q", told))
         self.set_state(slot, IN)  # last: until then it is of nobody
@@ -115,8 +116,8 @@ class Table:
         return slot, words[slot * _WORDS + _PID], words[slot * _WORDS + _START]
 
     def read(self, slot: int, *, is_locked: bool) -> Member:
-        pid, space, start, rank, worker, joined = self._words[slot * _WORDS : slot * _WORDS + _TOLD].tolist()
-        seen = (pid, space, start, _known(rank), _known(worker), joined / 1e9)
+        pid, space, start, rank, worker, joined, depth = self._words[slot * _WORDS : slot * _WORDS + _TOLD].tolist()
+        seen = (pid, space, start, _known(rank), _known(worker), joined / 1e9, depth)
         if self._states[slot] == LEFT:
             return Member(slot, *seen, "left")
         if is_locked:
