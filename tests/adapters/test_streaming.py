@@ -156,6 +156,39 @@ def test_streaming_as_it_is_sees_whose_a_directory_is(remote: Path, tmp_path: Pa
             assert WORDS.search(other.said())
 
 
+def test_a_main_process_that_is_killed_alone(remote: Path, tmp_path: Path, node: Node) -> None:
+    """Its workers notice after some seconds: until they are gone, who starts again waits."""
+    with Job(lambda say: epochs(say, remote, tmp_path / "local", count=1, hang=True)) as job:
+        assert [job.said(), job.said(), job.said()][1:] == [ALL, "in the middle"]
+        os.kill(job.pid, signal.SIGKILL)
+        with Job(lambda say: epochs(say, remote, tmp_path / "local", count=1)) as again:
+            prefix = again.said()
+            assert again.said() == ALL
+            assert again.wait() == 0
+    assert (node.claims(), node.things(prefix)) == ([], [])
+
+
+def lose_a_worker(say: Say, remote: Path, local: Path) -> None:
+    streaming.install()
+    data = data_set(remote, local)
+    batches = iter(DataLoader(data, batch_size=4, num_workers=2))
+    next(batches)
+    os.kill(batches._workers[1].pid, signal.SIGKILL)
+    try:
+        list(batches)
+    except RuntimeError as error:
+        say(str(error))
+    del batches
+    say(sorted(itertools.chain.from_iterable(batch["number"].tolist() for batch in DataLoader(data, batch_size=4, num_workers=2))))
+
+
+def test_a_worker_that_is_killed(remote: Path, tmp_path: Path) -> None:
+    """PyTorch tells the main process, which may begin another epoch with other workers."""
+    with Job(lambda say: lose_a_worker(say, remote, tmp_path / "local")) as job:
+        assert job.said().startswith("DataLoader worker")
+        assert job.said() == ALL
+
+
 def two_sets(say: Say, remote: Path, place: Path) -> None:
     """To train and to evaluate; when one is deleted its directory is free at once."""
     streaming.install()

@@ -231,6 +231,36 @@ def test_the_end_of_a_child_does_not_speak_for_its_parent() -> None:
     memory.cleanup()
 
 
+END = """
+import gc, os, sys
+from forebay.adapters.streaming import SharedArray, World, get_shm_prefix
+prefix, memory = get_shm_prefix(["/data/a"], [None], World(1, 1, 1, 0))
+keep, drop = sys.argv[1] == "keep", sys.argv[1] == "drop"
+if drop:
+    del memory
+array = SharedArray(3, int, f"{prefix:06}_next_epoch")
+if keep and (child := os.fork()) == 0:
+    sys.stdin.read()
+    os._exit(0)
+print(prefix, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("how", "left"), [("keep", True), ("drop", False), ("end", False)])
+def test_pieces_of_a_claim_go_with_it(how: str, left: bool) -> None:
+    """Not with the process that made them: another that has the claim may open them later."""
+    job = subprocess.Popen([sys.executable, "-c", END, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    path = names.paths_of(int(job.stdout.readline()))[2]
+    assert job.wait() == 0
+    assert os.path.exists(path) is left
+    job.communicate("")  # the child ends too, as if killed
+    until = time.monotonic() + 5
+    while os.path.exists(path) and time.monotonic() < until:
+        clean_stale_shared_memory()
+    assert not os.path.exists(path)
+
+
 # -- what others left --------------------------------------------------------------------------------------------------
 
 PLAIN = """

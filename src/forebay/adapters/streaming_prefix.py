@@ -37,12 +37,13 @@ class Locals(shared.SharedMemory):
         self.claim = claim
         self.shm = shared.Block.attach(names.name_of(claim.prefix, names.LOCALS), private=not made)
         self.created_shms, self.opened_shms = ([self.shm], []) if made else ([], [self.shm])
-        shared.claimed.add(names.name_of(claim.prefix, ""))
+        shared.claimed[claim] = names.name_of(claim.prefix, "")
         hold(self, claim, self.shm.buf if made else None)
 
     def cleanup(self) -> None:
         """Give the claim back here."""
         self.shm.close()
+        shared.claimed.pop(self.claim, None)
         self.claim.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,6 +66,7 @@ def _let_go(claim: claims.Claim, view: memoryview | None, maker: int) -> None:
     if view is not None and maker == os.getpid():
         names.give_up(view)
     if next(iter(_holders.get(claim, ())), None) is None:  # its length still counts the one that goes
+        shared.claimed.pop(claim, None)
         claim.let_go()
 
 

@@ -16,6 +16,7 @@ import os
 import secrets
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ SHM = "/dev/shm"
 PATIENCE = 1.0
 _MOMENT = 0.001
 
-claimed: set[str] = set()
-"""Beginnings of names that belong to a claim of this process: they are freed with it, and not when one of its processes ends."""
+claimed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""Open claims, and with what the names begin that belong to each: these are freed with it, and not when one of its processes ends."""
 
 on_arrival: Callable[[], None] | None = None
 """Called in a process that gets one of our objects by pickle, if it is set in the process that sends: set by `install`."""
@@ -242,8 +243,9 @@ def _ask_multiprocessing() -> None:
 @atexit.register
 def _unlink_all() -> None:
     if _pid == os.getpid():
+        beginnings = tuple(claimed.values())
         for made in _to_unlink.values():
-            if not made.name.startswith(tuple(claimed)):
+            if not made.name.startswith(beginnings):
                 _unlink(made)
         _to_unlink.clear()
 
