@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,8 @@ from forebay.adapters.streaming import SharedMemory, World, clean_stale_shared_m
 from tests.adapters.streaming_runs import Job, Node, Say, own_node  # noqa: E402
 
 ALONE = World(1, 1, 1, 0)
+DATA = f"/data-{secrets.token_hex(4)}"  # of this run: others may test on this machine
+A, B = f"{DATA}/a", f"{DATA}/b"
 
 
 @pytest.fixture(autouse=True)
@@ -38,20 +42,20 @@ def taken(prefix: int) -> bool:
 
 
 def test_what_it_gives(node: Node) -> None:
-    prefix, memory = get_shm_prefix(["/data/a", "/data/b"], ["s3://bucket/a", None], ALONE)
+    prefix, memory = get_shm_prefix([A, B], ["s3://bucket/a", None], ALONE)
     assert isinstance(memory, SharedMemory)
-    text = f"/data/a\0/data/b\0{prefix}".encode()
+    text = f"{A}\0{B}\0{prefix}".encode()
     assert bytes(memory.buf) == np.int32(4 + len(text)).tobytes() + text
     assert Path(f"/dev/shm/{prefix:06}_locals").read_bytes() == bytes(memory.buf)
     assert (len(memory.created_shms), len(memory.opened_shms), memory.shm.name) == (1, 0, f"{prefix:06}_locals")
     (claim,) = claims.list_claims()
-    assert (claim.prefix, claim.directories, claim.remotes) == (prefix, ("/data/a", "/data/b"), ("s3://bucket/a", None))
+    assert (claim.prefix, claim.directories, claim.remotes) == (prefix, (A, B), ("s3://bucket/a", None))
     memory.cleanup()
     assert (node.claims(), taken(prefix)) == ([], False)
 
 
 def test_it_is_given_back_with_the_memory(node: Node) -> None:
-    prefix, memory = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE)
+    prefix, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     for name in (*names.MEMORY[1:], "another"):
         Path(names.SHM, names.name_of(prefix, name)).touch()
     for name in names.LOCK_FILES:
@@ -61,13 +65,13 @@ def test_it_is_given_back_with_the_memory(node: Node) -> None:
     other = Path(names.SHM, names.name_of(prefix, "another"))
     assert other.exists()  # none of Streaming's names
     other.unlink()
-    again, memory = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE)
+    again, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     assert again == prefix
     memory.cleanup()
 
 
 def test_garbage_is_given_back(node: Node) -> None:
-    _, memory = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE)
+    _, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     ring: list[Any] = [memory]
     ring.append(ring)
     del memory, ring
@@ -76,10 +80,10 @@ def test_garbage_is_given_back(node: Node) -> None:
 
 
 def test_a_directory_is_of_one_job() -> None:
-    _, memory = get_shm_prefix(["/data/a", "/data/b"], ["s3://bucket/a", None], ALONE)
-    words = r"Reused local directory: \['/data/b', '/data/a'\] vs \['/data/a', '/data/b'\]. Provide a different one."
+    _, memory = get_shm_prefix([A, B], ["s3://bucket/a", None], ALONE)
+    words = re.escape(f"Reused local directory: {[B, A]} vs {[A, B]}. Provide a different one.")
     with pytest.raises(ValueError, match=words) as caught:
-        get_shm_prefix(["/data/b", "/data/a"], [None, "s3://bucket/other"], ALONE, retry=0)
+        get_shm_prefix([B, A], [None, "s3://bucket/other"], ALONE, retry=0)
     assert isinstance(caught.value, errors.ClaimConflict)
     assert caught.value.theirs["pids"] == [os.getpid()]
     assert str(os.getpid()) in str(caught.value)
@@ -88,10 +92,10 @@ def test_a_directory_is_of_one_job() -> None:
 
 @pytest.mark.parametrize(
     ("directory", "remote"),
-    [("/data/a", None), ("/data/a/inside", "s3://bucket/a"), ("/data", "s3://bucket/a"), ("/data/b", "s3://bucket/a")],
+    [(A, None), (f"{A}/inside", "s3://bucket/a"), (DATA, "s3://bucket/a"), (B, "s3://bucket/a")],
 )
 def test_what_stands_beside_another(directory: str, remote: str | None) -> None:
-    first, memory = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE)
+    first, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     second, other = get_shm_prefix([directory], [remote], ALONE, retry=0)
     assert first != second
     memory.cleanup()
@@ -107,22 +111,22 @@ def test_a_directory_twice_in_one_call(tmp_path: Path) -> None:
 
 def test_retries() -> None:
     with pytest.raises(ValueError, match="retry=-1"):
-        get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE, -1)
-    _, memory = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE)
+        get_shm_prefix([A], ["s3://bucket/a"], ALONE, -1)
+    _, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     began = time.monotonic()
     with pytest.raises(errors.ClaimConflict):
-        get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE, retry=20)
+        get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=20)
     assert 0.14 <= time.monotonic() - began < 2
     threading.Timer(0.3, memory.cleanup).start()
-    _, memory = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE, retry=1000)
+    _, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=1000)
     memory.cleanup()
 
 
 def test_a_length_of_0_gives_the_directories_up() -> None:
     """As Streaming's data set does when it is deleted, though somebody may still refer to the memory."""
-    first, memory = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE)
+    first, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     memory.buf[:4] = np.int32(0).tobytes()
-    second, other = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE, retry=0)
+    second, other = get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
     assert first != second
     memory.cleanup()
     other.cleanup()
@@ -130,11 +134,11 @@ def test_a_length_of_0_gives_the_directories_up() -> None:
 
 @pytest.mark.parametrize("kind", [*names.MEMORY, *names.LOCK_FILES])
 def test_a_number_of_which_anything_is_there_is_not_taken(kind: str) -> None:
-    free, memory = get_shm_prefix(["/data/a"], [None], ALONE)
+    free, memory = get_shm_prefix([A], [None], ALONE)
     memory.cleanup()
     path = Path(tempfile.gettempdir() if kind in names.LOCK_FILES else names.SHM, names.name_of(free, kind))
     path.touch()
-    prefix, memory = get_shm_prefix(["/data/a"], [None], ALONE)
+    prefix, memory = get_shm_prefix([A], [None], ALONE)
     assert prefix > free
     memory.cleanup()
     assert path.exists()  # whose it is, we do not know
@@ -144,7 +148,7 @@ def test_a_number_of_which_anything_is_there_is_not_taken(kind: str) -> None:
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
-def ask(say: Say, world: World, directory: str = "/data/a") -> None:
+def ask(say: Say, world: World, directory: str = A) -> None:
     """A rank of a job; ends when it is told to."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "29999"
     try:
@@ -168,36 +172,36 @@ def test_ranks_have_one_together(node: Node, first: int) -> None:
         assert (said[0][2:], said[1][2:]) == ([1, 0], [0, 1])
         assert {one.said(), other.said()} == {"done"}
         with pytest.raises(errors.ClaimConflict):
-            get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE, retry=0)
+            get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
         assert len(node.claims()) == 1
     clean_stale_shared_memory()
     assert (node.claims(), taken(said[0][0])) == ([], False)
 
 
 def test_a_rank_with_other_directories_is_told(node: Node) -> None:
-    with Job(lambda say: ask(say, World(1, 2, 1, 0))) as leader, Job(lambda say: ask(say, World(1, 2, 1, 1), "/data/b")) as other:
+    with Job(lambda say: ask(say, World(1, 2, 1, 0))) as leader, Job(lambda say: ask(say, World(1, 2, 1, 1), B)) as other:
         assert leader.said()[2:] == [1, 0]
         kind, message = other.said()
         assert kind == "ClaimMismatch"
-        assert "/data/a" in message
-        assert "/data/b" in message
+        assert A in message
+        assert B in message
 
 
 def test_streamings_own_world_is_taken() -> None:
     class Theirs:
         num_nodes, ranks_per_node, workers_per_rank, worker = 1, 1, 1, 0
 
-    _, memory = get_shm_prefix(["/data/a"], [None], Theirs())
+    _, memory = get_shm_prefix([A], [None], Theirs())
     memory.cleanup()
 
 
 def test_a_copy_that_came_by_pickle(node: Node) -> None:
-    prefix, memory = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE)
+    prefix, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     copy = pickle.loads(pickle.dumps(memory))
     copy.buf[:4] = bytes(4)  # a worker's own affair
     del copy
     with pytest.raises(errors.ClaimConflict):
-        get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE, retry=0)
+        get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
     assert taken(prefix)
     memory.cleanup()
     assert node.claims() == []
@@ -205,7 +209,7 @@ def test_a_copy_that_came_by_pickle(node: Node) -> None:
 
 def test_a_child_keeps_it(node: Node) -> None:
     """The number is free when the last process is gone that has it."""
-    prefix, memory = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE)
+    prefix, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     with Job(lambda say: (say("here"), threading.Event().wait())) as child:  # type: ignore[func-returns-value]
         child.said()
         memory.cleanup()
@@ -216,7 +220,7 @@ def test_a_child_keeps_it(node: Node) -> None:
 
 
 def test_the_end_of_a_child_does_not_speak_for_its_parent() -> None:
-    _, memory = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE)
+    _, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
 
     def drop(say: Say) -> None:
         nonlocal memory
@@ -227,7 +231,7 @@ def test_the_end_of_a_child_does_not_speak_for_its_parent() -> None:
         assert child.said() is None
         child.wait()
     with pytest.raises(errors.ClaimConflict):
-        get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE, retry=0)
+        get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
     memory.cleanup()
 
 
@@ -261,6 +265,28 @@ def test_pieces_of_a_claim_go_with_it(how: str, left: bool) -> None:
     assert not os.path.exists(path)
 
 
+def ask_alone(say: Say) -> None:
+    try:
+        get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
+    except errors.ClaimConflict:
+        say("taken")
+
+
+def test_cleaning_gives_up_what_this_process_had_to_itself_only(node: Node) -> None:
+    """A data set that was deleted in the middle of an epoch lives on in its threads."""
+    first, old = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
+    clean_stale_shared_memory()
+    assert taken(first)
+    with Job(ask_alone) as other:
+        other.said()
+    second, new = get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
+    assert first != second
+    with pytest.raises(errors.ClaimConflict):
+        get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
+    old.cleanup()
+    new.cleanup()
+
+
 # -- what others left --------------------------------------------------------------------------------------------------
 
 PLAIN = """
@@ -289,19 +315,19 @@ def plain_job(prefix: int, directory: str) -> subprocess.Popen[str]:
 def test_the_directory_of_a_plain_job(node: Node) -> None:
     """Its own while the job lives; what it leaves when it is killed blocks nobody, and is cleaned when that is asked for."""
     with node.number() as prefix:
-        job = plain_job(prefix, "/data/a")
+        job = plain_job(prefix, A)
         Path(names.paths_of(prefix)[-1]).touch()
-        with pytest.raises(errors.ClaimConflict, match=r"Reused local directory: \['/data/a'\] vs \['/data/a'\].*does not use Forebay"):
-            get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE, retry=3)
-        _, memory = get_shm_prefix(["/data/a"], [None], ALONE)
+        with pytest.raises(errors.ClaimConflict, match=r"Reused local directory: \['.*/a'\] vs \['.*/a'\].*does not use Forebay"):
+            get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=3)
+        _, memory = get_shm_prefix([A], [None], ALONE)
         clean_stale_shared_memory()
         assert taken(prefix)
-        assert bytes(memory.buf[4:11]) == b"/data/a"
+        assert names.unpack(bytes(memory.buf)) == [A]
         memory.cleanup()
         job.kill()
         job.communicate()
         Plain(names.name_of(prefix, "barrier"), True, 12).close()
-        _, memory = get_shm_prefix(["/data/a"], ["s3://bucket/a"], ALONE, retry=0)
+        _, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
         clean_stale_shared_memory()
         assert not taken(prefix)
         assert len(node.claims()) == 1

@@ -133,6 +133,7 @@ def get_shm_prefix(
     wanted = Wanted(
         job.id, job.how, f"of Streaming, {_counts[str(registry.path), job.id] - 1}", streams, here.to_json(), here.rank,
         equal_only=True, outside=_Outside(streams_local, streams_remote, registry), patience=retry * TICK,
+        spared=frozenset(claim.path.name for claim in _given_up if claim.path.parent == registry.path),
     )  # fmt: skip
     try:
         held = registry.register(wanted) if here.is_local_leader else registry.join(wanted)
@@ -159,10 +160,17 @@ def _in_their_words(error: errors.ClaimConflict, directories: Sequence[str]) -> 
     return errors.ClaimConflict(message, **error.facts)
 
 
+_given_up: weakref.WeakSet[claims.Claim] = weakref.WeakSet()
+
+
 def clean_stale_shared_memory() -> None:
     """Free what jobs of this user left that are gone. What a living process has stays; nothing of it is needed before `get_shm_prefix`.
 
+    This process itself may then use the directories again of the data sets that it made before: one that was deleted may live on in
+    its threads. For all other jobs they are still taken.
+
     Callable in every rank, at any time. Raises RootRefused, WaitTimeout."""
+    _given_up.update(_holders)
     registry = Registry()
     registry.prune()
     with registry.locked():  # or what is just made, and not in use yet, would be taken for left
