@@ -47,8 +47,8 @@ def claim(
     ``dirs``: the local working directories, which need not be there yet; none for shared memory alone. ``remotes``: where each is
     filled from, or None: only a directory that has one must be the job's alone. ``world``: which rank this is (default:
     `World.detect`). ``job``: what the ranks of this job have in common, where no launcher says it. ``name``: which of the job's claims
-    this is (default: the first call of each rank makes or finds the first one, and so on). ``shared``: the directories are only read,
-    and may be shared with whoever says so too, of the same remote. ``timeout``: seconds for which a rank waits for the first rank of
+    this is (default: the first call of each rank makes or finds the first one, and so on). ``shared``: the directories are only read
+    here, and may be those of others of the same remote. ``timeout``: seconds for which a rank waits for the first rank of
     its node, or anybody for a job that is ending.
 
     Raises `ClaimConflict` (a ValueError) where another claim that lives has such a directory, or one above or below it;
@@ -62,7 +62,7 @@ def claim(
     known = identify(job, world)
     registry = Registry()
     key = _ordinal(registry, known.id) if name is None else _named(name)
-    wanted = Wanted(known.id, known.how, key, streams, world.to_json(), world.rank)
+    wanted = Wanted(known.id, known.how, key, streams, world.to_json(), world.rank, name=known.name)
     held = registry.register(wanted, patience) if world.is_local_leader else registry.join(wanted, patience)
     return opened(registry, held, world)
 
@@ -87,7 +87,7 @@ def _streams(dirs: PathLike | Sequence[PathLike], remotes: PathLike | Sequence[P
         raise errors.ConfigError(
             f"{len(wanted)} directories, but {len(given)} remotes: one each, or None", name="remotes", value=len(given)
         )
-    again = [str(listed[n]) for n, place in enumerate(wanted) if any(directories.same(place, before) for before in wanted[:n])]
+    again = [f"{listed[m]} and {listed[n]}" for n, place in enumerate(wanted) for m in range(n) if directories.same(place, wanted[m])]
     if again:
         message = f"each directory may appear once in a claim, but these are repeated: {', '.join(again)}"
         raise errors.ConfigError(message, name="dirs", value=again)
@@ -172,7 +172,7 @@ class Claim:
     def __init__(self, registry: Registry, held: Held, world: World) -> None:
         record = held.record
         self._registry, self._record, self._members = registry, record, held.members
-        self._house = House(held.members, f"claim {record.prefix:06} of {record.owner}")
+        self._house = House(held.members, f"claim {record.prefix:06} of {record.owner}", self)
         self._identity = (held.members.directory.name, _token(record))
         self.prefix, self.path, self.job, self.world = record.prefix, held.members.directory, record.job, world
         self.name = record.key.removeprefix("named ")

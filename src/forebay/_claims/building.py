@@ -165,6 +165,8 @@ def _remove_beside(inside: str) -> None:
         return
     try:
         record = records.load(read(fd))
+    except OSError:
+        return  # it is a directory, or the like
     finally:
         os.close(fd)
     if record is None or record.beside is None or not _is_landmark(inside, record.beside.landmark):

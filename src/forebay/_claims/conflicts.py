@@ -13,6 +13,8 @@ from forebay._claims.records import Record, Stream
 _LONGEST = 200  # of a command
 _WHAT_TO_DO = "give this job a directory of its own, wait until the other one ends, or, if both only read the same remote, say shared=True"
 
+_OR_RANKS = "; if both are ranks of one job, tell each which it is (world=), or initialise torch.distributed first"
+
 
 def conflict(ours: Record, theirs: Record, *, equal_only: bool = False) -> tuple[Stream, Stream] | None:
     """A directory of ours that is to be filled from a remote, and the one of theirs that it overlaps with; None where there is none.
@@ -75,7 +77,8 @@ def in_conflict(ours: Record, theirs: Record, pids: list[int], found: tuple[Stre
     """The error of two claims that want the same."""
     mine, other = (stream.place.path for stream in found)
     what = f"{mine} is taken" if mine == other else f"{mine} overlaps with {other}, which is taken"
-    return errors.ClaimConflict(_told(f"{what} by {_whom(ours, theirs)}", ours, theirs, pids, _WHAT_TO_DO), **_facts(ours, theirs, pids))
+    todo = _WHAT_TO_DO + (_OR_RANKS if ours.job != theirs.job and ours.how == theirs.how and "only rank" in ours.how else "")
+    return errors.ClaimConflict(_told(f"{what} by {_whom(ours, theirs)}", ours, theirs, pids, todo), **_facts(ours, theirs, pids))
 
 
 def _whom(ours: Record, theirs: Record) -> str:

@@ -100,7 +100,9 @@ class Ledger:
         if other.tag == wanted.tag and other.uid == os.geteuid():
             raise InTheWay(conflicts.claimed_twice(ours, other.record, other.pids()), other)
         found = conflicts.conflict(ours, other.record, equal_only=wanted.equal_only)
-        if found is not None and not (other.record.beside is not None and building.is_released(other.directory)):
+        if found is None or name in wanted.spared:
+            return
+        if other.record.beside is None or not building.is_released(other.directory):
             raise InTheWay(conflicts.in_conflict(ours, other.record, other.pids(), found), other)
 
     def make(self, wanted: Wanted, taken: set[int], on_left: OnLeft) -> Held:
@@ -141,7 +143,7 @@ class Ledger:
         except OSError:
             return False  # without this file it is none that we made
         try:
-            if not locks.take(fd, 0, SLOTS):
+            if not stat.S_ISREG(os.fstat(fd).st_mode) or not locks.take(fd, 0, SLOTS):
                 return False
             old = self._path / scrap_name(OLD)
             host.rename(directory, old)

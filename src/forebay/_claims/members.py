@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from forebay import errors
 from forebay._claims.passing import passing
@@ -282,10 +282,16 @@ atexit.register(leave_all)
 
 
 class House:
-    """What works below a claim gets: where it lies, what it is called, and who is there."""
+    """What works below a claim gets: where it lies, what it is called, and who is there. ``parts``: what that keeps of it here.
 
-    def __init__(self, members: Members, name: str) -> None:
-        self.members, self.name = members, name
+    It goes to other processes with its claim, which has it as ``_house``."""
+
+    def __init__(self, members: Members, name: str, claim: object = None) -> None:
+        self.members, self.name, self.parts = members, name, dict[Any, Any]()
+        self._claim = claim
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _house_of, (self._claim,)
 
     @property
     def directory(self) -> Path:
@@ -294,3 +300,7 @@ class House:
     def check(self) -> None:
         """Raises `Closed` after the claim was left."""
         self.members.check()
+
+
+def _house_of(claim: Any) -> Any:
+    return claim._house

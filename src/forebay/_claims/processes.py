@@ -17,6 +17,7 @@ class Status:
     state: str
     exiting: bool
     start: int
+    parent: int
 
     @property
     def stopped(self) -> bool:
@@ -36,7 +37,7 @@ def status(pid: int) -> Status | None:
     """None where there is no such process, or it is not shown to us."""
     try:
         words = read(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()
-        return Status(words[0], bool(int(words[6]) & _EXITING) or words[0] in "ZX", int(words[19]))
+        return Status(words[0], bool(int(words[6]) & _EXITING) or words[0] in "ZX", int(words[19]), int(words[1]))
     except (OSError, ValueError, IndexError):
         return None
 

@@ -19,14 +19,14 @@ LARGEST = 1 << 20  # bytes of a record that are looked at: anybody may write one
 _LONGEST_COMMAND = 500
 _HEAD = struct.Struct("=8sII")  # of what kind, how many marks of places, and of what is above them
 _MAGIC = b"claim 1\n"
-_PROCESS = re.compile(r"^(process \d+) \d+ \d+")
+_PROCESS = re.compile(r"process \d+")
 _USER = re.compile(r"://[^/\s@]*@")
 _QUERY = re.compile(r"(://[^\s?]*)\?\S*")
 _SECRET = re.compile(r"token|secret|password|passwd|credential|key", re.IGNORECASE)
 
 
 class Stream(NamedTuple):
-    """One directory of a claim. ``remote``: where its files come from, free of secrets. ``shared``: only read, by whoever says so too."""
+    """One directory of a claim. ``remote``: where its files come from, free of secrets. ``shared``: it is only read."""
 
     place: Place
     remote: str | None
@@ -42,8 +42,8 @@ class Beside(NamedTuple):
 
 
 class Record(NamedTuple):
-    """``job`` and ``how`` it was known, ``key``: the name or number of the claim in the job. ``pid``, ``space`` (PID namespace), ``ticks``
-    (its start), ``mounts`` (mount namespace), ``host``, ``command``: of who registered it, at ``start``, in seconds since 1970."""
+    """``job`` as people know it, and ``how`` we do; ``key``: the name or number of the claim in it. ``pid``, ``space`` (PID namespace),
+    ``ticks`` (its start), ``mounts`` (mount namespace), ``host``, ``command``: of who registered it, at ``start`` (seconds since 1970)."""
 
     prefix: int
     job: str
@@ -109,8 +109,8 @@ def load(data: bytes) -> Record | None:
 
 
 def owner(job: str) -> str:
-    """A job in words for people: of a process without what tells it from one that had its number before."""
-    return _PROCESS.sub(r"the job of \1", job) if _PROCESS.match(job) else f"job {job}"
+    """A job in words for people."""
+    return f"the job of {job}" if _PROCESS.match(job) else f"job {job}"
 
 
 def _stream(place: Any, remote: Any, shared: Any) -> Stream:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from forebay import errors
-from forebay._claims import building, conflicts, place, records, seen
+from forebay._claims import building, conflicts, place, seen
 from forebay._claims.ledger import REFUSED, InTheWay, Ledger
 from forebay._claims.members import Members
 from forebay._claims.patience import Patience
@@ -51,7 +51,7 @@ class Registry:
             try:
                 return self._register(wanted, timeout, may_pass)
             except InTheWay as found:
-                what = (f"claim {wanted.key} of {records.owner(wanted.job)}", found.in_words())
+                what = (f"claim {wanted.key} of {wanted.owner}", found.in_words())
             patience.turn(lambda what=what: what)  # type: ignore[misc]
 
     def _register(self, wanted: Wanted, timeout: float | None, may_pass: Callable[[InTheWay], bool]) -> Held:
@@ -127,10 +127,12 @@ class Registry:
         return None
 
     def _missing(self, wanted: Wanted) -> tuple[str, str]:
-        known = [found for found in self.look() if found.live and found.record is not None and found.record.job == wanted.job]
+        known = [
+            found for found in self.look() if found.live and found.record is not None and found.record.job == (wanted.name or wanted.job)
+        ]
         there = "; ".join(f"claim {found.record.key} of process {found.record.pid}" for found in known if found.record is not None)
         return (
-            f"the first rank of this node to make claim {wanted.key} of {records.owner(wanted.job)} (known by {wanted.how})",
+            f"the first rank of this node to make claim {wanted.key} of {wanted.owner} (known by {wanted.how})",
             f"nobody yet (claims of this job here: {there or 'none'})",
         )
 
@@ -181,7 +183,7 @@ def _matching(held: Held, wanted: Wanted) -> Held:
     held.members.leave()
     theirs = held.record
     raise errors.ClaimMismatch(
-        f"claim {wanted.key} of {records.owner(wanted.job)} (known by {wanted.how}) is another one for its leader, process {theirs.pid}: "
+        f"claim {wanted.key} of {wanted.owner} (known by {wanted.how}) is another one for its leader, process {theirs.pid}: "
         f"{differs}",
         ours=[s.place.path for s in wanted.streams], theirs=[s.place.path for s in theirs.streams],
     )  # fmt: skip

@@ -49,14 +49,20 @@ class Seen(NamedTuple):
         return [self.record.pid] if self.led and self.record is not None else []
 
     def is_ending(self) -> bool:
-        """Whether who has it is about to let go: its leader is gone, or all who have it were killed."""
-        if not self.led:
+        """Whether who has it is about to let go: its leader is gone, or was killed, or all who have it were."""
+        if not self.led or self._is_leader_dying():
             return True
         there = [member for member in self.members() if member.state == "in"]
-        if there:
-            return all(member.is_dying() for member in there)
+        return bool(there) and all(member.is_dying() for member in there)
+
+    def _is_leader_dying(self) -> bool:
         told = self.record
-        return told is not None and told.space == processes.pid_space() and processes.is_dying(told.pid, told.ticks)
+        if told is None or told.space != processes.pid_space():
+            return False
+        if processes.status(told.pid) is not None:
+            return processes.is_dying(told.pid, told.ticks)
+        now = look_at(self.directory.parent, self.directory.name)  # /proc hides it from us, or it went this moment
+        return now is None or not now.led
 
     def memory(self) -> int | None:
         """Bytes of shared memory, of what was made under it; None where that is not shown to us."""

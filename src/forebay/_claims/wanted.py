@@ -31,8 +31,9 @@ class Outside(Protocol):
 
 
 class Wanted(NamedTuple):
-    """``key``: the name or number of the claim in its ``job``, which is known by ``how``. ``equal_only``: that a directory lies inside of
-    another is no conflict. ``patience``: seconds for which a conflict is hoped to pass."""
+    """``key``: the name or number of the claim in its ``job``, which is known by ``how``, and to people as ``name``. ``equal_only``: that a
+    directory lies inside of another is no conflict. ``patience``: seconds for which a conflict is hoped to pass. ``spared``: claims, by
+    the names of their directories, whose working directories this process gave up."""
 
     job: str
     how: str
@@ -44,6 +45,13 @@ class Wanted(NamedTuple):
     equal_only: bool = False
     outside: Outside | None = None
     patience: float = 0.0
+    name: str = ""
+    spared: frozenset[str] = frozenset()
+
+    @property
+    def owner(self) -> str:
+        """The job in words for people."""
+        return records.owner(self.name or self.job)
 
     @property
     def tag(self) -> str:
@@ -57,7 +65,7 @@ class Wanted(NamedTuple):
             landmark, *paths = self.outside.names(prefix)
             beside = Beside(tuple(paths), landmark)
         return Record(
-            prefix, self.job, self.how, self.key, os.geteuid(), socket.gethostname(), os.getpid(), processes.pid_space(),
+            prefix, self.name or self.job, self.how, self.key, os.geteuid(), socket.gethostname(), os.getpid(), processes.pid_space(),
             processes.own_start(), processes.mount_space(), time.time(), records.own_command(), self.streams, self.world, beside,
         )  # fmt: skip
 

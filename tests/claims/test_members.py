@@ -1,0 +1,340 @@
+"""Who has a claim: told by kernel locks, through forks of all kinds, closed descriptors, deaths and exits."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay import errors
+from forebay._claims import members, table
+from forebay._claims.members import House, Members
+from forebay._claims.table import CLAIM, Gone, Member
+from forebay._kernel import locks
+from tests.claims import houses
+from tests.harness import Crew, Gate
+from tests.kernel.children import Child, Line, fork_in_c
+
+
+@pytest.fixture
+def place(quick_path: Path) -> Path:
+    return houses.found(quick_path / "claim")
+
+
+@pytest.fixture
+def house(place: Path) -> Iterator[House]:
+    found = houses.leader(place)
+    yield found
+    found.members.leave()
+
+
+def states(house: House) -> list[str]:
+    return [member.state for member in house.members.records()]
+
+
+def joined(place: Path, line: Line) -> None:
+    """What a process does that finds the claim by itself: joins, says so, and stays until it is told to go."""
+    members.leave_all()  # it is no child of who has the claim
+    found = Members.attach(place, rank=1)
+    line.say(found.slot)
+    line.hear()
+    found.leave()
+
+
+def other(place: Path) -> Child:
+    return Child(lambda line: joined(place, line))
+
+
+def test_the_leader_is_the_first(house: House) -> None:
+    (only,) = house.members.records()
+    assert (only.slot, only.pid, only.rank, only.worker, only.state) == (0, os.getpid(), 0, None, "in")
+    assert only.describe() == f"rank 0 (process {os.getpid()})"
+    assert house.members.live() == [only]
+    assert house.members.is_in(0)
+
+
+def test_who_comes_is_seen_and_who_goes_too(place: Path, house: House) -> None:
+    with other(place) as child:
+        assert child.hear() == 1
+        assert [member.pid for member in house.members.live()] == [os.getpid(), child.pid]
+        child.say()
+        child.wait()
+        assert states(house)[-1] == "left"
+
+
+def test_a_forked_child_is_one_at_once(house: House) -> None:
+    def child(line: Line) -> None:
+        line.say([member.pid for member in house.members.live()])
+        line.hear()
+
+    with Child(child) as born:
+        seen = [member.pid for member in house.members.live()]
+        assert born.hear() == [os.getpid(), born.pid]
+        assert born.pid in seen or len(seen) == 1  # its record is written by itself; its lock is there before
+        assert locks.locked_at(os.open(house.directory / CLAIM, os.O_RDONLY), 1) == 1
+        born.kill()
+    assert states(house) == ["in", "vanished"]
+
+
+def test_a_child_holds_nothing_of_its_parents(place: Path, quick_path: Path) -> None:
+    """The parent dies; the child goes on, as itself alone."""
+
+    def parent(line: Line) -> None:
+        house = houses.leader(place)
+        if os.fork() == 0:
+            line.say(house.members.slot)
+            line.hear()
+            os._exit(0)
+        line.hear()
+
+    with Child(parent) as leader:
+        assert leader.hear() == 1
+        leader.kill()
+        look = table.Table(place)
+        fd = os.open(place / CLAIM, os.O_RDONLY)
+        assert [member.state for member in look.members(fd)] == ["vanished", "in"]
+        os.close(fd)
+        leader.say()
+
+
+def test_a_child_of_c_becomes_one_at_its_first_call(house: House) -> None:
+    with Child(lambda line: (line.say([m.pid for m in house.members.live()]), line.hear()), by=fork_in_c) as born:
+        assert born.hear() == [os.getpid(), born.pid]
+        assert [member.pid for member in house.members.live()] == [os.getpid(), born.pid]
+        born.say()
+        born.wait()
+    assert states(house) == ["in", "vanished"]
+
+
+def test_what_a_child_of_c_leaves_takes_nothing_from_its_parent(place: Path, house: House) -> None:
+    with Child(lambda line: line.say(house.members.leave()), by=fork_in_c) as born:
+        born.hear()
+        born.wait()
+    with other(place) as child:
+        child.hear()
+        child.say()
+        child.wait()
+    assert house.members.is_in(0)
+
+
+def test_a_killed_process_has_vanished(place: Path, house: House) -> None:
+    with other(place) as child:
+        slot = child.hear()
+        assert house.members.is_in(slot)
+        assert house.members.occupant(slot) is not None
+        child.kill()
+        assert not house.members.is_in(slot)
+        assert house.members.occupant(slot) is None
+        assert states(house)[-1] == "vanished"
+
+
+def test_a_place_that_was_left_is_used_again_and_one_of_the_dead_is_not(place: Path, house: House) -> None:
+    slots = []
+    for end in (Child.kill, lambda child: (child.say(), child.wait()), Child.kill, Child.kill):
+        with other(place) as child:
+            slots.append(child.hear())
+            end(child)
+    assert slots == [1, 2, 2, 3]
+
+
+def test_a_stopped_process_is_in_and_said_to_be_stopped(place: Path, house: House) -> None:
+    with other(place) as child:
+        slot = child.hear()
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        (member,) = [member for member in house.members.live() if member.slot == slot]
+        assert member.is_stopped()
+        assert not member.is_dying()
+        assert member.state == "in"
+        os.kill(child.pid, signal.SIGCONT)
+        child.say()
+        child.wait()
+        assert member.is_dying()
+        assert not member.is_stopped()
+
+
+def test_who_becomes_another_program_has_left(place: Path, house: House) -> None:
+    def becomes(line: Line) -> None:
+        Members.attach(place)
+        line.say()
+        line.hear()
+        os.execv("/bin/sleep", ["sleep", "1000"])
+
+    with Child(becomes) as child:
+        child.hear()
+        child.say()
+        while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
+            pass
+        assert [member.state for member in house.members.records() if member.pid == child.pid][-1] == "left"
+        child.kill()
+
+
+def test_descriptors_that_the_job_closes_are_opened_anew(
+    place: Path, house: House, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    def careless(line: Line) -> None:
+        found = Members.attach(place, rank=1)
+        identity = found.identity
+        os.close(found._fd)
+        other = os.open("/dev/null", os.O_RDONLY)
+        os.dup2(other, found._fd)  # the number is another file's now
+        line.say(("closed", found.slot))
+        line.hear()
+        found.check()
+        line.say((found.identity == identity, os.path.samestat(os.fstat(other), os.stat("/dev/null"))))
+        line.hear()
+
+    with Child(careless) as child:
+        _, slot = child.hear()
+        assert not house.members.is_in(slot)
+        child.say()
+        assert child.hear() == (True, True)
+        assert house.members.is_in(slot)
+        child.kill()
+
+
+def test_a_lost_descriptor_is_told_once(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    os.close(house.members._fd)
+    with caplog.at_level(logging.WARNING, "forebay.claims"):
+        for _ in range(3):
+            house.check()
+    assert len(caplog.records) == 1
+    assert house.members.slot == 0
+
+
+def test_after_leaving_every_call_says_so(house: House) -> None:
+    house.members.leave()
+    house.members.leave()
+    assert house.members.has_left
+    for call in (house.check, house.members.records, house.members.live, lambda: house.members.is_in(0)):
+        with pytest.raises(errors.Closed):
+            call()
+
+
+def test_a_claim_that_was_freed_cannot_be_joined(place: Path, house: House) -> None:
+    house.members.leave()
+    place.rename(place.with_name("freed"))
+    with pytest.raises(Gone):
+        Members.attach(place)
+    houses.found(place)  # another one has its name
+    assert Members.attach(place).slot == 1
+    members.leave_all()
+
+
+def test_who_lost_a_claim_that_was_freed_is_told(place: Path, house: House) -> None:
+    os.close(house.members._fd)
+    place.rename(place.with_name("freed"))
+    with pytest.raises(errors.Closed, match="lost"):
+        house.check()
+
+
+def test_a_claim_has_1024_places(place: Path, house: House) -> None:
+    fd = os.open(place / CLAIM, os.O_RDWR)
+    try:
+        assert locks.take(fd, 1, table.SLOTS - 2)
+        last = Members.attach(place)
+        assert last.slot == table.SLOTS - 1
+        with pytest.raises(errors.NoSpace, match="1,024"):
+            Members.attach(place)
+        last.leave()
+    finally:
+        os.close(fd)
+
+
+# -- exits -------------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from forebay._claims.members import Members
+members = Members.attach(Path(sys.argv[1]))
+exec(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        ("pass", "left"),
+        ("sys.exit(3)", "left"),
+        ("raise RuntimeError", "left"),
+        ("import threading; threading.Thread(target=lambda: None).start()", "left"),
+        ("os._exit(0)", "vanished"),
+        ("os.kill(os.getpid(), 9)", "vanished"),
+    ],
+)
+def test_an_exit_is_told_from_a_death(place: Path, house: House, end: str, state: str) -> None:
+    subprocess.run([sys.executable, "-c", SCRIPT, place, end], capture_output=True)
+    assert states(house)[-1] == state
+
+
+def leave_quietly(place: Path | None) -> None:
+    if place is not None:
+        Members.attach(place)
+
+
+def fail(place: Path | None) -> None:
+    leave_quietly(place)
+    raise RuntimeError("as asked")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("work", [leave_quietly, fail])
+def test_a_worker_of_multiprocessing_leaves(
+    place: Path, house: House, method: str, work: Callable[[Path | None], None], capfd: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """One that inherits the claim, and one that joins it by itself."""
+    own = None if method == "fork" else place
+    worker = multiprocessing.get_context(method).Process(target=work, args=(own,))
+    worker.start()
+    worker.join()
+    found = [member for member in house.members.records() if member.pid == worker.pid]
+    assert [member.state for member in found] == ["left"]
+
+
+def test_who_died_before_is_known(place: Path, house: House) -> None:
+    with other(place) as child:
+        child.hear()
+        child.kill()
+    dead = house.members.records()[-1]
+    assert dead.state == "vanished"
+    assert dead.identity not in house.members.before
+    with Child(lambda line: line.say(dead.identity in Members.attach(place).before)) as later:
+        assert later.hear()
+
+
+def test_forks_of_many_threads(house: House, crew: Crew) -> None:
+    import threading
+
+    done = Gate()
+    born: list[int] = []
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            house.members.check()
+            os.read(done._from, 1)
+            os._exit(0 if house.members.is_in(house.members.slot) else 1)
+        born.append(pid)
+
+    threads = [threading.Thread(target=fork) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(8):
+        done.open()
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in born] == [0] * 8
+    assert len({member.slot for member in house.members.records()}) == 9
+
+
+def test_words_of_another_namespace() -> None:
+    assert Member(1, 5, 1, 2, 3, 4, 0.0, 0, "in").describe() == "worker 4 of rank 3 (process 5 of another PID namespace)"
+    assert not Member(1, 5, 1, 2, 3, 4, 0.0, 0, "in").is_dying()

@@ -1,0 +1,102 @@
+"""What a claim tells of itself: whole, or nothing; and no secrets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from forebay._claims import dirs, records
+from forebay._claims.records import Beside, Record, Stream, load, masked
+
+RECORD = Record(
+    3, "train", "job=", "0", 1000, "node", 17, 4026531836, 99, 4026531840, 1.5, "python train.py",
+    (Stream(dirs.canonical("/local/train"), "s3://bucket/train", True), Stream(dirs.canonical("/local/eval"), None)),
+    {"rank": 0}, Beside(("/dev/shm/a",), "/dev/shm/b"),
+)  # fmt: skip
+
+
+def test_what_is_kept_comes_back() -> None:
+    assert load(RECORD.dump()) == RECORD
+
+
+def test_a_record_without_directories() -> None:
+    bare = RECORD._replace(streams=(), world=None, beside=None)
+    assert load(bare.dump()) == bare
+
+
+def text_of(record: Record) -> dict[str, Any]:
+    data = record.dump()
+    found: dict[str, Any] = json.loads(data[data.index(b"{") :])
+    return found
+
+
+def with_text(text: Any) -> bytes:
+    return records._HEAD.pack(records._MAGIC, 0, 0) + json.dumps(text).encode()
+
+
+@pytest.mark.parametrize("field", Record._fields)
+def test_a_field_that_is_missing_is_damage(field: str) -> None:
+    found = text_of(RECORD)
+    assert load(with_text(found)) == RECORD
+    del found[field]
+    assert load(with_text(found)) is None or field in Record._field_defaults
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "text", 1.5, [[1]], True])
+@pytest.mark.parametrize("field", Record._fields)
+def test_a_field_of_another_kind_is_damage(field: str, value: Any) -> None:
+    found = load(with_text(text_of(RECORD) | {field: value}))
+    if found is not None:  # then it is as sound as any
+        assert load(found.dump()) == found
+        assert found.user
+        assert found.owner
+        assert isinstance(found.command, str)
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"null")
+@example(b"[" * 100_000)
+def test_damage_is_nobodys_error(data: bytes) -> None:
+    assert load(data) is None
+    assert load(RECORD.dump()[:16] + data) is None
+    assert isinstance(records.may_meet(data, dirs.marks([])), bool)
+    assert isinstance(records.may_meet(RECORD.dump()[:16] + data, dirs.marks([])), bool)
+
+
+def test_a_record_that_is_cut_short_may_be_anything() -> None:
+    ours = dirs.marks([dirs.canonical("/elsewhere")])
+    assert not records.may_meet(RECORD.dump(), ours)
+    assert records.may_meet(RECORD.dump()[:24], ours)
+    assert records.may_meet(RECORD.dump(), dirs.marks([dirs.canonical("/local/train/deep")]))
+    assert records.may_meet(RECORD.dump(), dirs.marks([dirs.canonical("/local")]))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["python", "train.py", "--steps=3"], "python train.py --steps=3"),
+        (["a", "--api-token=hush"], "a --api-token=***"),
+        (["a", "--api-token", "hush", "b"], "a --api-token *** b"),
+        (["a", "--password", "--steps"], "a --password --steps"),
+        (["a", "--Secret-Key=hush", "WANDB_API_KEY=hush"], "a --Secret-Key=*** WANDB_API_KEY=***"),
+        (["a", "https://me:hush@host/x?signature=hush"], "a https://host/x"),
+        (["python", "-c", "import a\nprint( 1 )"], "python -c import a print( 1 )"),
+    ],
+)
+def test_secrets_of_a_command_are_not_shown(words: list[str], shown: str) -> None:
+    assert masked(words) == shown
+
+
+def test_the_own_command_is_known() -> None:
+    assert "pytest" in records.own_command()
+    assert len(records.own_command()) <= 500
+
+
+def test_a_user_without_a_name_is_a_number() -> None:
+    assert records.user_name(0) == "root"
+    assert records.user_name(4_000_000) == "4000000"
