@@ -82,6 +82,7 @@ ORDER = """
     _kernel.waits < _claims.patience < _claims.place
     errors _model < _claims.dirs < _claims.records < _claims.building < _claims.place < _claims.registry
     _claims.passing _claims.table < _claims.building < _claims.seen < _claims.ledger < _claims.registry < claims
+    _claims.processes < _claims.jobs
     _claims.processes < _claims.dirs < _claims.conflicts < _claims.ledger
     _claims.records < _claims.wanted < _claims.conflicts
     _claims.members < _claims.wanted < _claims.ledger

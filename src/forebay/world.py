@@ -75,8 +75,10 @@ class World:
         Where the ranks that are left do not fill the nodes, all count as those of one node.
         Raises `ConfigError` unless ``replication`` is positive and divides the number of ranks."""
         times = _number("replication", replication)
-        if times < 1 or self.num_ranks % times:
-            message = f"replication={times}: must be positive and divide the number of ranks, {self.num_ranks}"
+        if times < 1:
+            raise ConfigError(f"replication={times}: Replication factor must be positive", name="replication", value=times)
+        if self.num_ranks % times:
+            message = f"replication={times}: World size must be divisible by it, and is {self.num_ranks} ranks"
             raise ConfigError(message, name="replication", value=times)
         num_ranks = self.num_ranks // times
         num_nodes = 1 if num_ranks % self.ranks_per_node else num_ranks // self.ranks_per_node

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from forebay._claims import launchers
+from forebay._claims import launchers, processes
 from forebay.errors import ConfigError
 from forebay.world import World
 
@@ -57,20 +57,12 @@ def _by_process(world: World) -> Job:
         rank = os.getppid() if parent is None else parent.pid
     if world.ranks_per_node == 1:
         return Job(_process(rank), f"process {rank}", "this process, the only rank here")
-    parent, _ = _stat(rank)
+    found = processes.status(rank)
+    parent = found.parent if found is not None else 0
     return Job(_process(parent), f"process {parent}", "the process that started this one")
 
 
 def _process(pid: int) -> str:
     """A process, and no other one that had or will have its number."""
-    return f"process {pid} {_stat(pid)[1]} {os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _stat(pid: int) -> tuple[int, int]:
-    """A process's parent, and when it started in ticks since boot; zeros if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return 0, 0
-    return int(fields[1]), int(fields[19])
+    found = processes.status(pid)
+    return f"process {pid} {found.start if found is not None else 0} {processes.pid_space()}"
