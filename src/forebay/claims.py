@@ -23,6 +23,7 @@ from forebay._claims.records import Record, Stream
 from forebay._claims.registry import Registry
 from forebay._claims.seen import Seen
 from forebay._claims.wanted import Held, Wanted
+from forebay.remote import urls
 from forebay.world import World as World
 
 if TYPE_CHECKING:
@@ -111,12 +112,16 @@ def _text(given: Any, name: str) -> str:
 
 
 def _place(given: Any) -> directories.Place:
-    try:
-        return directories.canonical(_text(given, "dirs"))
-    except OSError as error:
+    path = _text(given, "dirs")
+    if urls.is_url(path):
         raise errors.ConfigError(
-            f"dirs: {str(given)[:100]!r} cannot be looked at: {error.strerror}", name="dirs", value=str(given)
-        ) from error
+            f"dirs: {path!r} is a URL: local directories come first, then what they are filled from", name="dirs", value=path
+        )
+    try:
+        return directories.canonical(os.path.expanduser(path))
+    except OSError as error:
+        message = f"dirs: {path[:100]!r} cannot be looked at: {error.strerror}"
+        raise errors.ConfigError(message, name="dirs", value=path) from error
 
 
 def _nonsense(name: str, value: Any) -> errors.ConfigError:
@@ -127,8 +132,6 @@ def _nonsense(name: str, value: Any) -> errors.ConfigError:
 def _redacted(remote: Any) -> str | None:
     if remote is None:
         return None
-    from forebay.remote import urls  # with a hash that is not Python's own: only who has a remote needs it
-
     return urls.canonical(_text(remote, "remotes"))
 
 

@@ -25,7 +25,7 @@ from forebay._kernel import host, locks
 log = logging.getLogger("forebay.claims")
 OnLeft: TypeAlias = Callable[[Path], None]
 
-_MOMENT = 0.001
+_MOMENT, _TURNS = 0.001, 100
 
 
 class Members:
@@ -35,10 +35,11 @@ class Members:
     becomes one at its next call. If the job closes our descriptor, the byte is taken anew at the next call."""
 
     _mutex: threading.RLock  # guards what follows; held over a fork
-    _fd: int  # through which the byte `slot` is locked; -1: it left
+    _fd: int  # through which the byte `slot` is locked; -1: it left, or is a child that found no place yet
     _second: tuple[int, int] | None  # from before_fork on: a child's own description, and the slot that is locked there
     _dead_before_fork: frozenset[Identity]
     _leaves = False  # since `leave_soon`, which could not
+    has_left = False
     _pid = -1
     identity: Identity
     before: frozenset[Identity]
@@ -109,8 +110,8 @@ class Members:
 
     def check(self) -> None:
         """Have the lock that makes this process a member: called first by whatever works with a claim. Raises `Closed` after `leave`, or
-        where the claim was lost."""
-        if self._fd < 0:
+        where the claim was lost, `NoSpace` in a child that found no place."""
+        if self.has_left:
             raise errors.Closed.of("claim")
         if self._pid != os.getpid() or locks.file_of(self._fd) != self._file:
             with self._mutex:
@@ -124,7 +125,7 @@ class Members:
             return
         if not forked:
             log.warning("the descriptor of %s was closed by this process's own code: it joins anew", self.directory)
-        kept, self._fd = self._fd, -1
+        kept, file, fd = self._fd, self._file, -1
         try:
             fd = _open(self.directory)
             slot = self.slot if not forked and locks.take(fd, self.slot) else _lock_a_place(fd, self.directory, self._table)
@@ -132,12 +133,12 @@ class Members:
         except Gone:
             raise errors.Closed(f"the claim {self.directory} was freed: its lock was lost", what="claim") from None
         finally:
-            if locks.file_of(kept) == self._file and kept != self._fd:
+            if self._fd != fd:  # it did not come so far: the next call tries again
+                self._fd = -1
+                if fd >= 0:
+                    os.close(fd)
+            if kept not in (self._fd, fd) and kept >= 0 and locks.file_of(kept) == file:
                 os.close(kept)  # the parent's, never unlocked; only now: until then its lock was ours too
-
-    @property
-    def has_left(self) -> bool:
-        return self._fd < 0
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class Members:
         """Be none of them any more, by will. Does nothing a second time."""
         _present.discard(self)
         with self._mutex:
-            self._leaves = False
+            self._leaves, self.has_left = False, True
             fd, self._fd = self._fd, -1
             if fd < 0:
                 return
@@ -201,15 +202,19 @@ class Members:
     def after_fork_child(self) -> None:
         second, self._second = self._second, None
         self._mutex = threading.RLock()
-        if self._fd < 0 or self._pid == os.getpid():
+        if self.has_left or self._pid == os.getpid():
             return
         if second is None:
-            self._come_back_locked()
+            self._come_back_quietly()
             return
         kept = self._fd
         self._settle(*second, self._dead_before_fork)
         os.close(kept)  # never unlocked: that lock is the parent's
         self._leave_if_asked()
+
+    def _come_back_quietly(self) -> None:
+        with contextlib.suppress(OSError, errors.ForebayError):  # the first call says what is wrong
+            self._come_back_locked()
 
 
 def _open(directory: Path) -> int:
@@ -221,7 +226,7 @@ def _open(directory: Path) -> int:
 
 def _lock_a_place(fd: int, directory: Path, table: Table) -> int:
     """Lock a byte that nobody has; gives its number."""
-    for _ in range(100):
+    for turn in range(_TURNS):
         for slot in table.places():
             if locks.take(fd, slot):
                 if not is_same(fd, directory):  # who frees it locked all, renamed it, and let go before we came
@@ -231,8 +236,10 @@ def _lock_a_place(fd: int, directory: Path, table: Table) -> int:
                 return slot
         if not is_same(fd, directory):
             raise Gone(f"{directory} was freed")
+        if turn > 0 and table.is_full():
+            break
         time.sleep(_MOMENT)  # somebody has locked all, to see whether it can be freed
-    raise errors.NoSpace(f"{directory}: a claim has places for {SLOTS:,} processes, and all are taken", key=str(directory))
+    raise errors.NoSpace(f"{directory}: a claim has {SLOTS:,} places, one for each process, and all are taken", key=str(directory))
 
 
 def is_same(fd: int, directory: Path) -> bool:

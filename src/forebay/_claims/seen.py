@@ -15,6 +15,7 @@ from forebay._kernel import locks
 
 _NAME = re.compile(r"(\d{6,15})\.([0-9a-f]{16})")
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # anybody may have put a FIFO there
+_GLANCE = 1024  # bytes: the marks of a few directories
 _APART = frozenset((CLAIM, "members", "locks", "words", building.LANDMARK))
 
 
@@ -84,13 +85,13 @@ def parse(name: str) -> tuple[int, str] | None:
 
 
 def glance(directory: str) -> bytes | None:
-    """What a claim says of itself, unread, if anybody has it; else None. Takes 8 us."""
+    """The beginning of what a claim says of itself, if anybody has it; else None. Takes 8 us."""
     try:
         fd = os.open(f"{directory}/{CLAIM}", _TO_READ)
     except OSError:
         return None
     try:
-        return building.read(fd) if locks.locked_at(fd, 0, SLOTS) is not None else None
+        return os.pread(fd, _GLANCE, 0) if locks.locked_at(fd, 0, SLOTS) is not None else None
     except OSError:
         return None  # it is a directory, or the like
     finally:

@@ -27,7 +27,6 @@ TABLE_BYTES = SLOTS + SLOTS * _WORDS * 8
 FREE, IN, LEFT = range(3)
 _PID, _START = 0, 2
 _TOLD = 7  # words: pid, PID namespace, start, rank, worker, when it joined, depth
-_EARLY = 256
 
 Identity: TypeAlias = tuple[int, int, int]
 """Which process of a claim: its slot, pid, and start. It stays the same where a lost lock is taken anew."""
@@ -135,11 +134,18 @@ class Table:
         return [self.read(slot, is_locked=slot == own or locks.locked_at(fd, slot) is not None) for slot in told]
 
     def places(self) -> Iterator[int]:
-        """Where a process may go, the best first: over those that vanished, of whom others may still want to know, late."""
+        """Where a process may go, the best first: over those that vanished, of whom others may still want to know, last."""
         states = self._states.tobytes()
-        for wanted, those in ((LEFT, range(1, SLOTS)), (FREE, range(1, _EARLY)), (IN, range(1, SLOTS)), (FREE, range(_EARLY, SLOTS))):
-            if wanted in states:
-                yield from (slot for slot in those if states[slot] == wanted)
+        for wanted in (LEFT, FREE, IN):
+            at = states.find(wanted, LEADER + 1)
+            while at >= 0:
+                yield at
+                at = states.find(wanted, at + 1)
+
+    def is_full(self) -> bool:
+        """Whether nobody left, and every place was used."""
+        states = self._states.tobytes()[LEADER + 1 :]
+        return FREE not in states and LEFT not in states
 
 
 def _number(value: int | None) -> int:

@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
     @property
     def tag(self) -> str:
         """Ends the name of the claim's directory: the same in all ranks, and in no other user's."""
-        return hashlib.blake2b(f"{os.geteuid()}\0{self.job}\0{self.key}".encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(f"{os.geteuid()}\0{self.job}\0{self.key}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
     def record(self, prefix: int) -> Record:
         """What the claim tells of itself, with this number."""
