@@ -85,20 +85,20 @@ def train(claim: forebay.Claim, samples: Samples, epochs: int, workers: int) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local", type=Path, default=DEFAULT, help="where the samples are kept (default: %(default)s)")
+    parser.add_argument("--directory", type=Path, default=DEFAULT, help="where the samples are kept (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=2, help="DataLoader workers of each rank (default: %(default)s)")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     try:
-        claim = forebay.claim(asked.local, REMOTE)  # the same line in all ranks: torchrun's variables say which is which
+        claim = forebay.claim(asked.directory, REMOTE)  # the same line in all ranks: torchrun's variables say which is which
     except forebay.errors.ClaimConflict as error:
         print(error, file=sys.stderr)
         return 1
     print(f"rank {claim.world.rank} of {claim.world.num_ranks}: claim {claim.prefix} of job {claim.job}", flush=True)
     distributed.init_process_group("gloo")
     try:
-        train(claim, Samples(claim, download(claim, asked.local), asked.epochs), asked.epochs, asked.workers)
+        train(claim, Samples(claim, download(claim, asked.directory), asked.epochs), asked.epochs, asked.workers)
     finally:
         distributed.destroy_process_group()
     return 0

@@ -95,7 +95,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_two_ranks_share_what_they_claim(tmp_path: Path, registry: Path) -> None:
-    command = [*TORCHRUN, "--local", str(tmp_path / "local"), "--epochs", "2", "--workers", "1"]
+    command = [*TORCHRUN, "--directory", str(tmp_path / "local"), "--epochs", "2", "--workers", "1"]
     for first in (True, False):
         done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
@@ -107,7 +107,7 @@ def test_two_ranks_share_what_they_claim(tmp_path: Path, registry: Path) -> None
 
 def test_a_directory_that_is_claimed_is_refused(tmp_path: Path, registry: Path) -> None:
     with forebay.claim(tmp_path / "local", "https://example.com/other", job="the other one"):
-        done = subprocess.run([*TORCHRUN, "--local", str(tmp_path / "local")], capture_output=True, text=True, timeout=200)
+        done = subprocess.run([*TORCHRUN, "--directory", str(tmp_path / "local")], capture_output=True, text=True, timeout=200)
     assert done.returncode != 0
     assert done.stderr.count("the other one") >= 2  # each rank says it
     assert "epoch 0" not in done.stdout

@@ -35,7 +35,7 @@ def die_with_parent() -> None:
 
 
 class Job:
-    """Ranks, each with a forked worker, that meet at a barrier for ever; all in one process group."""
+    """Ranks, each with a forked worker, that meet, and then wait at a barrier to which one of them never comes; all in one process group."""
 
     def __init__(self, local: Path) -> None:
         self.local = local
@@ -74,12 +74,12 @@ class Job:
             mine = number if worker else RANKS + number
             name = name if worker else f"worker {number}"
             counts[mine] += 1
-            barrier = claim.barrier("turn")
-            barrier.wait(2 * RANKS)
+            never = claim.barrier("somebody is missing")
+            claim.barrier("all are here").wait(2 * RANKS)
             started_anew = bool((counts == 1).all())  # whatever the dead counted is gone
             os.write(self._to, f"{name}={os.getpid()}={claim.prefix}={started_anew}\n".encode())
-            while True:
-                barrier.wait(2 * RANKS)
+            never.wait(2 * RANKS + 1)
+            return 1
         except errors.BarrierBroken:
             claim.close()
             return 0
@@ -280,6 +280,7 @@ def test_s10_two_users_share_a_node(registry: Path, children: Callable[..., Any]
         claim.array("secret", 8, "int64")[0] = 7
         theirs.set()
         assert done.wait(60)
+        claim.close()
         return claim.prefix
 
     child = children(other, user=65534)
