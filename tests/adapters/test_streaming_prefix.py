@@ -105,7 +105,7 @@ def test_what_stands_beside_another(directory: str, remote: str | None) -> None:
 def test_a_directory_twice_in_one_call(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     for again in ("a", "link"):
-        with pytest.raises(ValueError, match=r"Reused local directory: \['.*/(a|link)'\]. Provide a different one."):
+        with pytest.raises(ValueError, match=r"(?s)Reused local directory: \['.*/(a|link)'\]. Provide a different one."):
             get_shm_prefix([f"{tmp_path}/a", f"{tmp_path}/{again}"], [None, None], ALONE)
 
 
@@ -203,6 +203,17 @@ def test_a_copy_that_came_by_pickle(node: Node) -> None:
     with pytest.raises(errors.ClaimConflict):
         get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
     assert taken(prefix)
+    memory.cleanup()
+    assert node.claims() == []
+
+
+def test_a_clean_up_of_streaming_as_it_is(node: Node) -> None:
+    """Removes the piece of a job that lives. Those who get it later have it all the same."""
+    prefix, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
+    Path(names.paths_of(prefix)[0]).unlink()
+    assert bytes(pickle.loads(pickle.dumps(memory)).buf) == bytes(memory.buf)
+    with pytest.raises(errors.ClaimConflict):
+        get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
     memory.cleanup()
     assert node.claims() == []
 
@@ -317,7 +328,7 @@ def test_the_directory_of_a_plain_job(node: Node) -> None:
     with node.number() as prefix:
         job = plain_job(prefix, A)
         Path(names.paths_of(prefix)[-1]).touch()
-        with pytest.raises(errors.ClaimConflict, match=r"Reused local directory: \['.*/a'\] vs \['.*/a'\].*does not use Forebay"):
+        with pytest.raises(errors.ClaimConflict, match=r"(?s)Reused local directory: \['.*/a'\] vs \['.*/a'\].*does not use Forebay"):
             get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=3)
         _, memory = get_shm_prefix([A], [None], ALONE)
         clean_stale_shared_memory()

@@ -78,6 +78,6 @@ def _of_its_own(name: str) -> claims.Claim:
     found = _own.get(name)
     if found is None or found.closed:
         registry = Registry()
-        held = registry.join_or_register(Wanted("barriers of Streaming", "their names", name, ()))
+        held = registry.join_or_register(Wanted("barriers of Streaming", "their names", name, (), name="all who have this barrier"))
         _own[name] = found = claims.opened(registry, held, World(1, 1, 1, 0))
     return found

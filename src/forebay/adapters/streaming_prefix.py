@@ -14,6 +14,7 @@ from typing import Any
 
 from forebay import claims, errors
 from forebay._claims import dirs
+from forebay._claims.building import LANDMARK
 from forebay._claims.jobs import identify
 from forebay._claims.records import Stream
 from forebay._claims.registry import Registry
@@ -35,7 +36,8 @@ class Locals(shared.SharedMemory):
 
     def __init__(self, claim: claims.Claim, *, made: bool) -> None:
         self.claim = claim
-        self.shm = shared.Block.attach(names.name_of(claim.prefix, names.LOCALS), private=not made)
+        # By the name that the claim has for it: another job's clean-up may have removed the one in /dev/shm.
+        self.shm = shared.Block.attach(names.name_of(claim.prefix, names.LOCALS), at=claim.path / LANDMARK, private=not made)
         self.created_shms, self.opened_shms = ([self.shm], []) if made else ([], [self.shm])
         shared.claimed[claim] = names.name_of(claim.prefix, "")
         hold(self, claim, self.shm.buf if made else None)
@@ -133,7 +135,7 @@ def get_shm_prefix(
     wanted = Wanted(
         job.id, job.how, f"of Streaming, {_counts[str(registry.path), job.id] - 1}", streams, here.to_json(), here.rank,
         equal_only=True, outside=_Outside(streams_local, streams_remote, registry), patience=retry * TICK,
-        spared=frozenset(claim.path.name for claim in _given_up if claim.path.parent == registry.path),
+        name=job.name, spared=frozenset(claim.path.name for claim in _given_up if claim.path.parent == registry.path),
     )  # fmt: skip
     try:
         held = registry.register(wanted) if here.is_local_leader else registry.join(wanted)
@@ -156,7 +158,8 @@ def _streams(directories: Sequence[str], remotes: Sequence[str | None]) -> tuple
 def _in_their_words(error: errors.ClaimConflict, directories: Sequence[str]) -> errors.ClaimConflict:
     """Jobs look for these words of Streaming."""
     theirs = error.theirs["directories"] if "theirs" in error.facts else "those of another claim"
-    message = f"Reused local directory: {list(directories)} vs {theirs}. Provide a different one. {error}"
+    told = [line for line in str(error).splitlines() if "shared=True" not in line]  # nobody can say that to Streaming
+    message = f"Reused local directory: {list(directories)} vs {theirs}. Provide a different one.\n" + "\n".join(told)
     return errors.ClaimConflict(message, **error.facts)
 
 

@@ -71,10 +71,10 @@ class Block:
         return cls(name, view, file)
 
     @classmethod
-    def attach(cls, name: str, *, private: bool = False) -> Block:
-        """The piece of this name, whoever made it. ``private``: stores stay in this process. Raises FileNotFoundError, PermissionError;
-        ValueError where it stays empty."""
-        fd = os.open(path_of(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    def attach(cls, name: str, *, at: Path | None = None, private: bool = False) -> Block:
+        """The piece of this name, whoever made it. ``at``: where it is to be found instead. ``private``: stores stay in this process.
+        Raises FileNotFoundError, PermissionError; ValueError where it stays empty."""
+        fd = os.open(at or path_of(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             return cls(name, mappings.map_file(fd, _size_of(fd, name), writable=True, private=private), locks.file_of(fd))
         finally:
