@@ -35,7 +35,7 @@ def die_with_parent() -> None:
 
 
 class Job:
-    """Ranks, each with a forked worker, that meet, and then wait at a barrier to which one of them never comes; all in one process group."""
+    """Ranks, each with a forked worker, that meet, then wait at a barrier to which nobody more comes; all in one process group."""
 
     def __init__(self, local: Path) -> None:
         self.local = local
