@@ -92,7 +92,7 @@ class Job:
         self._said = os.fdopen(read, "rb", 0)  # without a buffer, in which `select` would not see a line
         self.code: int | None = None
 
-    def said(self, seconds: float = 60.0) -> Any:
+    def said(self, seconds: float = 120.0) -> Any:
         """The next that it says; None at its end."""
         assert select.select([self._said], [], [], seconds)[0], "it says nothing"
         line = self._said.readline()
