@@ -43,6 +43,9 @@ FORKS = "tests/engine/test_forks.py::"
 BUDGET = "tests/engine/test_budget.py::"
 TASKS = "tests/test_tasks.py::"
 JOBS = "tests/claims/test_jobs.py::"
+REGISTRY = "tests/claims/test_registry.py::"
+MEMBERS = "tests/claims/test_members.py::"
+STREAMING = "tests/adapters/test_streaming_prefix.py::"
 
 MUTANTS = (
     # 1. Atomic publish
@@ -625,6 +628,71 @@ MUTANTS = (
         " restart {restart}\" if run else None", "\" if run else None",
         f"{JOBS}test_another_run_is_another_job",
     ),
+    Mutant(
+        13, "a directory that another job has is not looked at", "_claims/ledger.py",
+        "(marks.places and records.may_meet(found, marks))", "False",
+        f"{REGISTRY}test_the_error_has_both_claims_as_values",
+    ),
+    Mutant(
+        13, "who only reads shares what comes from elsewhere", "_claims/conflicts.py",
+        "ours.shared and ours.remote == theirs.remote", "ours.shared",
+        "tests/scenarios/test_claims.py::test_s07_who_only_reads_may_share",
+    ),
+    Mutant(
+        13, "marks forget what lies above", "_claims/dirs.py",
+        "(self.above.isdisjoint(places) and self.places.isdisjoint(above))", "self.above.isdisjoint(places)",
+        "tests/claims/test_dirs.py::test_marks_miss_nothing",
+    ),
+    Mutant(
+        13, "a number that was used again is still the old directory", "_claims/conflicts.py",
+        " and meets(stream.place, _now(theirs, other.place))", "",
+        f"{REGISTRY}test_a_directory_that_was_removed_and_its_number_given_away_is_no_conflict",
+    ),
+    Mutant(
+        13, "who is being killed is in the way", "_claims/seen.py",
+        "if not self.led or self._is_leader_dying():", "if False:",
+        f"{REGISTRY}test_a_killed_leader_is_waited_for_until_the_last_of_it_is_gone",
+    ),
+    Mutant(
+        13, "ranks wait for a leader that was refused", "_claims/registry.py",
+        "ledger.refuse(wanted, found.error)", "pass",
+        f"{REGISTRY}test_the_other_ranks_are_told_of_a_conflict_at_once",
+    ),
+    Mutant(
+        13, "a child goes on as its parent", "_claims/members.py",
+        "os.close(kept)  # never unlocked: that lock is the parent's", "pass",
+        f"{MEMBERS}test_a_child_holds_nothing_of_its_parents",
+    ),
+    Mutant(
+        13, "a child forked in between keeps a lock", "_claims/passing.py",
+        "            self.close(fd)  # never unlocked: the locks are the parent's", "            pass",
+        "tests/crash/test_claims.py::test_a_child_forked_at_each_step_holds_nothing",
+    ),
+    Mutant(
+        13, "an exit is taken for a death", "_claims/members.py",
+        "self._table.set_state(self.slot, LEFT)", "pass",
+        f"{MEMBERS}test_an_exit_is_told_from_a_death",
+    ),
+    Mutant(
+        13, "what is beside a claim stays", "_claims/ledger.py",
+        "building.remove_beside(directory)", "pass",
+        "tests/crash/test_claims.py::test_what_is_beside_a_claim_goes_with_it",
+    ),
+    Mutant(
+        13, "a worker that ends gives up the directories of its job", "adapters/streaming_prefix.py",
+        "private=not made", "private=False",
+        f"{STREAMING}test_a_copy_that_came_by_pickle",
+    ),
+    Mutant(
+        13, "a clean-up removes what a job of Streaming has", "adapters/streaming_names.py",
+        "return False  # it is in use; or", "return True  # it is in use; or",
+        f"{STREAMING}test_the_directory_of_a_plain_job",
+    ),
+    Mutant(
+        13, "a number is taken that a job of Streaming has", "adapters/streaming_names.py",
+        "return not any(map(os.path.lexists, paths_of(prefix)))", "return not os.path.lexists(paths_of(prefix)[0])",
+        f"{STREAMING}test_a_number_of_which_anything_is_there_is_not_taken",
+    ),
 )  # fmt: skip
 
 
@@ -637,7 +705,7 @@ def misfits(root: Path = ROOT) -> list[str]:
             found.append(f"{mutant.name}: its old text occurs {count} times in {mutant.file}")
         if not (root / mutant.test.partition("::")[0]).exists():
             found.append(f"{mutant.name}: there is no {mutant.test}")
-    missing = set(range(1, 13)) - {mutant.invariant for mutant in MUTANTS}
+    missing = set(range(1, 14)) - {mutant.invariant for mutant in MUTANTS}
     return found + [f"invariant {number} has no mutant" for number in sorted(missing)]
 
 
