@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import pickle
-import random
 import signal
 import socket
 import stat
@@ -215,7 +214,7 @@ def test_who_says_to_lead_twice_is_told_about_ranks(node: Registry, crew: Crew) 
 def test_the_other_ranks_are_told_of_a_conflict_at_once(node: Registry, crew: Crew) -> None:
     held(crew, "/local")
     began = time.monotonic()
-    follower = crew(lambda: text_of(errors.ClaimConflict, lambda: claim("/local", world=rank(1, 2), job="job")))
+    follower = crew(lambda: text_of(errors.ClaimConflict, lambda: claim("/local", world=rank(1, 2), job="job", timeout=10)))
     said = text_of(errors.ClaimConflict, lambda: claim("/local", world=rank(0, 2), job="job"))
     assert follower.result() == said
     assert time.monotonic() - began < SOON
@@ -377,22 +376,28 @@ def test_whoever_comes_first_makes_what_nobody_leads(node: Registry, crew: Crew)
 
 
 def test_64_processes_of_8_jobs_at_once(node: Registry, crew: Crew, registry: Path) -> None:
-    go = Gate()
+    go, come, done = Gate(), Gate(), Gate()
 
     def one(job: int, number: int) -> tuple[int, int, int]:
-        members.leave_all()
         go.wait()
         with claim(f"/local/{job}", world=rank(number, 8), job=f"job {job}") as found:
             found.barrier("all").wait(8, 60)
-            return job, found.prefix, len(found._members.live())
+            count = len(found._members.live())
+            come.open()
+            done.wait()
+            return job, found.prefix, count
 
     born = [crew(lambda job=job, number=number: one(job, number)) for job in range(8) for number in range(8)]
-    random.shuffle(born)
     for _ in born:
         go.open()
+    for _ in born:
+        come.wait()
+    for _ in born:
+        done.open()
     found = [child.result() for child in born]
     prefixes = {job: {prefix for of, prefix, _ in found if of == job} for job in range(8)}
     assert sorted(prefix for (prefix,) in prefixes.values()) == list(range(8))
+    assert {count for _, _, count in found} == {8}
     claim("/last").close()
     assert claims_in(registry) == []
 
