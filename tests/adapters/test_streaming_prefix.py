@@ -70,6 +70,23 @@ def test_it_is_given_back_with_the_memory(node: Node) -> None:
     memory.cleanup()
 
 
+def test_a_registry_that_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the piece in /dev/shm is a file of its own. It goes with the claim, also where the job is killed."""
+    monkeypatch.setenv("FOREBAY_CLAIMS", str(tmp_path / "claims"))
+    with Job(lambda say: ask(say, ALONE)) as job:
+        prefix = job.said()[0]
+        assert names.unpack(Path(names.paths_of(prefix)[0]).read_bytes()) == [A]
+        with Job(ask_alone) as other:
+            assert other.said() == "taken"
+    again, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
+    assert again == prefix
+    memory.buf[:4] = bytes(4)
+    another, second = get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
+    memory.cleanup()
+    second.cleanup()
+    assert (taken(prefix), taken(another)) == (False, False)
+
+
 def test_garbage_is_given_back(node: Node) -> None:
     _, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     ring: list[Any] = [memory]
@@ -153,9 +170,9 @@ def ask(say: Say, world: World, directory: str = A) -> None:
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "29999"
     try:
         prefix, memory = get_shm_prefix([directory], ["s3://bucket/a"], world)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         say([type(error).__name__, str(error)])
-        return
+        threading.Event().wait()  # a leader that is gone refuses nothing any more
     say([prefix, bytes(memory.buf).decode(), len(memory.created_shms), len(memory.opened_shms)])
     memory.buf[:4] = bytes(4) if world.rank else bytes(memory.buf[:4])
     say("done")
@@ -185,6 +202,16 @@ def test_a_rank_with_other_directories_is_told(node: Node) -> None:
         assert kind == "ClaimMismatch"
         assert A in message
         assert B in message
+
+
+def test_all_ranks_are_told_of_a_conflict() -> None:
+    _, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
+    with Job(lambda say: ask(say, World(1, 2, 1, 1))) as other, Job(lambda say: ask(say, World(1, 2, 1, 0))) as leader:
+        for kind, message in (leader.said(), other.said()):
+            assert kind == "ClaimConflict"
+            assert message.startswith(f"Reused local directory: {[A]} vs ")
+            assert "Provide a different one." in message
+    memory.cleanup()
 
 
 def test_streamings_own_world_is_taken() -> None:
@@ -289,7 +316,7 @@ def test_cleaning_gives_up_what_this_process_had_to_itself_only(node: Node) -> N
     clean_stale_shared_memory()
     assert taken(first)
     with Job(ask_alone) as other:
-        other.said()
+        assert other.said() == "taken"
     second, new = get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
     assert first != second
     with pytest.raises(errors.ClaimConflict):
