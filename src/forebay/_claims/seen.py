@@ -15,6 +15,7 @@ from forebay._kernel import locks
 
 _NAME = re.compile(r"(\d{6,15})\.([0-9a-f]{16})")
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # anybody may have put a FIFO there
+_MEMORY = "/dev/shm/"
 _GLANCE = 1024  # bytes: the marks of a few directories
 _APART = frozenset((CLAIM, "members", "locks", "words", building.LANDMARK))
 
@@ -66,12 +67,23 @@ class Seen(NamedTuple):
         return now is None or not now.led
 
     def memory(self) -> int | None:
-        """Bytes of shared memory, of what was made under it; None where that is not shown to us."""
+        """Bytes of shared memory that are the claim's, what it has beside its directory too; None where that is not shown to us."""
+        beside = self.record.beside.paths if self.record is not None and self.record.beside is not None else ()
         try:
             names = set(os.listdir(self.directory)) - _APART
-            return sum(os.lstat(self.directory / name).st_blocks * 512 for name in names)
-        except OSError:
+            own = [f"{self.directory}/{name}" for name in names]
+            return sum(map(_blocks, [*own, *(path for path in beside if path.startswith(_MEMORY))]))
+        except PermissionError:
             return None
+        except OSError:
+            return 0  # it was freed meanwhile
+
+
+def _blocks(path: str) -> int:
+    try:
+        return os.lstat(path).st_blocks * 512
+    except FileNotFoundError:
+        return 0
 
 
 def _open(directory: Path) -> int:
