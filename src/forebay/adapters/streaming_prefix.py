@@ -135,7 +135,7 @@ def get_shm_prefix(
     wanted = Wanted(
         job.id, job.how, f"of Streaming, {_counts[str(registry.path), job.id] - 1}", streams, here.to_json(), here.rank,
         equal_only=True, outside=_Outside(streams_local, streams_remote, registry), patience=retry * TICK,
-        name=job.name, spared=frozenset(claim.path.name for claim in _given_up if claim.path.parent == registry.path),
+        name=job.name, spared=_spared(registry),
     )  # fmt: skip
     try:
         held = registry.register(wanted) if here.is_local_leader else registry.join(wanted)
@@ -143,6 +143,10 @@ def get_shm_prefix(
         raise _in_their_words(error, streams_local) from error
     claim = claims.opened(registry, held, here)
     return claim.prefix, Locals(claim, made=here.is_local_leader)
+
+
+def _spared(registry: Registry) -> frozenset[str]:
+    return frozenset(claim.path.name for claim, pid in _given_up.items() if pid == os.getpid() and claim.path.parent == registry.path)
 
 
 def _streams(directories: Sequence[str], remotes: Sequence[str | None]) -> tuple[Stream, ...]:
@@ -163,7 +167,7 @@ def _in_their_words(error: errors.ClaimConflict, directories: Sequence[str]) -> 
     return errors.ClaimConflict(message, **error.facts)
 
 
-_given_up: weakref.WeakSet[claims.Claim] = weakref.WeakSet()
+_given_up: weakref.WeakKeyDictionary[claims.Claim, int] = weakref.WeakKeyDictionary()  # and by which process
 
 
 def clean_stale_shared_memory() -> None:
@@ -173,7 +177,7 @@ def clean_stale_shared_memory() -> None:
     its threads. For all other jobs they are still taken.
 
     Callable in every rank, at any time. Raises RootRefused, WaitTimeout."""
-    _given_up.update(_holders)
+    _given_up.update(dict.fromkeys(list(_holders), os.getpid()))
     registry = Registry()
     registry.prune()
     with registry.locked():  # or what is just made, and not in use yet, would be taken for left
