@@ -19,6 +19,7 @@ from forebay import _config, errors
 from forebay._claims import dirs as directories
 from forebay._claims.jobs import identify
 from forebay._claims.members import House
+from forebay._claims.place import default as default_registry
 from forebay._claims.records import Record, Stream
 from forebay._claims.registry import Registry
 from forebay._claims.seen import Seen
@@ -282,16 +283,24 @@ class ClaimInfo:
 
 def list_claims() -> list[ClaimInfo]:
     """The claims of this node, of all users and jobs, live and dead, by their number. Raises `RootRefused`."""
-    return [_info(seen) for seen in Registry().look()]
+    registry = _known()
+    return [] if registry is None else [_info(seen) for seen in registry.look()]
 
 
 def prune_claims() -> list[ClaimInfo]:
     """Free now what dead jobs of this user left; the user's next claim would do the same. Gives what was freed; a claim that any living
     process has is never touched. Raises `RootRefused`, `WaitTimeout`."""
-    registry = Registry()
+    registry = _known()
+    if registry is None:
+        return []
     dead = [_info(seen) for seen in registry.look() if not seen.live]
     freed = {(seen.prefix, seen.uid) for seen in registry.prune()}
     return [info for info in dead if (info.prefix, info.uid) in freed]
+
+
+def _known() -> Registry | None:
+    """The registry of the node; None where nobody has claimed yet: looking makes nothing."""
+    return Registry() if os.path.lexists(default_registry()) else None
 
 
 def _info(seen: Seen) -> ClaimInfo:

@@ -50,10 +50,12 @@ def findings(run: Run) -> list[dict[str, str]]:
 # -- claims ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_any_there_is_nothing_to_show(run: Run) -> None:
+def test_without_any_there_is_nothing_to_show(run: Run, tmp_path: Path) -> None:
     ran = run("claims")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
     assert run("claims", "--json").json == []
+    assert run("prune", "--json").json == {"claims": []}
+    assert not (tmp_path / "claims").exists()
 
 
 def test_s19_live_and_dead_ones_are_shown(run: Run, job: subprocess.Popen[str], tmp_path: Path) -> None:
