@@ -5,9 +5,8 @@ A claim lives as long as any process that has it, and is freed by itself. It nee
 
 from __future__ import annotations
 
-import collections
+import itertools
 import os
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
     from forebay._claims.named_locks import NamedLock
 
 PathLike: TypeAlias = str | os.PathLike[str]
-_guard = threading.Lock()  # of the two tables
-_counts: collections.Counter[tuple[Path, str]] = collections.Counter()  # how many claims without a name this process asked for
+# Of both tables each use is one call, which needs no lock: a child of a fork would inherit it held.
+_counts: dict[tuple[Path, str], itertools.count[int]] = {}  # how many claims without a name this process asked for
 _open: dict[tuple[str, str], Claim] = {}  # those that this process has: kept, since what was made of one may be in use
 
 
@@ -70,9 +69,7 @@ def claim(
 
 
 def _ordinal(registry: Registry, job: str) -> str:
-    with _guard:
-        _counts[registry.path, job] += 1
-        return str(_counts[registry.path, job] - 1)
+    return str(next(_counts.setdefault((registry.path, job), itertools.count())))
 
 
 def _named(name: str) -> str:
@@ -139,15 +136,15 @@ def _redacted(remote: Any) -> str | None:
 def opened(registry: Registry, held: Held, world: World) -> Claim:
     """What the registry gave, as a `Claim` of this process."""
     found = Claim(registry, held, world)
-    with _guard:
-        _open[found._identity] = found
-    return found
+    kept = _open.setdefault(found._identity, found)
+    if kept is not found:
+        held.members.leave()  # another thread unpickled it in the same moment
+    return kept
 
 
 def _arrive(registry: str, identity: tuple[str, str], rank: int, world: World) -> Claim:
     """A claim that came by pickle: that of this process, if it has it, else it joins now."""
-    with _guard:
-        found = _open.get(identity)
+    found = _open.get(identity)
     if found is not None:
         return found
     at = Registry(registry)
@@ -227,8 +224,7 @@ class Claim:
 
     def close(self) -> None:
         """Give the claim back, of this process alone: the last one frees it. What was made of it stays good."""
-        with _guard:
-            _open.pop(self._identity, None)
+        _open.pop(self._identity, None)
         if not self.closed:
             from forebay._claims import named_locks
 

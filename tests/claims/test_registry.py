@@ -153,6 +153,15 @@ def test_a_claim_says_what_it_is(node: Registry, tmp_path: Path) -> None:
     assert forebay.list_claims() == []
 
 
+def test_a_cache_claims_for_the_node(node: Registry, tmp_path: Path) -> None:
+    with forebay.Cache(tmp_path / "root", budget=1 << 20, min_free=0) as cache, cache.claim("/local", REMOTE, alone(), name="a") as found:
+        with pytest.raises(errors.ClaimConflict):
+            claim("/local/x")
+        assert found.name == "a"
+    with pytest.raises(errors.Closed):
+        cache.claim("/local")
+
+
 def test_a_claim_without_directories(node: Registry) -> None:
     with forebay.claim([]) as found, forebay.claim([]) as other:
         assert (found.directories, other.prefix) == ((), 1)
@@ -214,9 +223,14 @@ def test_who_says_to_lead_twice_is_told_about_ranks(node: Registry, crew: Crew) 
 def test_the_other_ranks_are_told_of_a_conflict_at_once(node: Registry, crew: Crew) -> None:
     held(crew, "/local")
     began = time.monotonic()
-    follower = crew(lambda: text_of(errors.ClaimConflict, lambda: claim("/local", world=rank(1, 2), job="job", timeout=10)))
-    said = text_of(errors.ClaimConflict, lambda: claim("/local", world=rank(0, 2), job="job"))
-    assert follower.result() == said
+
+    def refused(number: int) -> tuple[str, dict[str, Any]]:
+        with pytest.raises(errors.ClaimConflict) as raised:
+            claim("/local", world=rank(number, 2), job="job", timeout=10)
+        return str(raised.value), raised.value.facts
+
+    follower = crew(lambda: refused(1))
+    assert refused(0) == follower.result()
     assert time.monotonic() - began < SOON
 
 
@@ -471,6 +485,26 @@ def test_a_finalizer_may_let_go(node: Registry, registry: Path) -> None:
     found.let_go()
     assert found.closed
     assert claims_in(registry) == []
+
+
+def test_threads_that_unpickle_one_get_one(node: Registry, crew: Crew) -> None:
+    ours, its = socket.socketpair()
+
+    def other() -> int:
+        data = its.recv(1 << 16)
+        arrived: list[forebay.Claim] = []
+        threads = [threading.Thread(target=lambda: arrived.append(pickle.loads(data))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(arrived[0]._members.live()) == 2
+        return len(set(map(id, arrived)))
+
+    child = crew(other)
+    with claim("/local") as found:
+        ours.send(pickle.dumps(found))
+        assert child.result() == 1
 
 
 def test_threads_get_claims_of_their_own(node: Registry) -> None:
@@ -732,8 +766,8 @@ def test_a_claim_does_not_get_slower_with_the_jobs_of_others(node: Registry, cre
     alone_here = cost()
     for n in range(9):
         held(crew, f"/theirs/{n}")
-    assert cost() < 0.003
-    assert cost() < alone_here + 0.001
+    assert cost() < 0.003  # a promise
+    assert cost() < alone_here + 0.002
 
 
 def test_a_conflict_is_felt_by_marks_alone(node: Registry, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ class Ledger:
     def refuse(self, wanted: Wanted, error: errors.ClaimConflict) -> None:
         """Let the other ranks of the job know why there is no claim: they need not wait for it. As long as this process lives."""
         new = self._path / scrap_name(NEW)
-        fd = building.build_refusal(new, json.dumps(errors.to_wire(error)).encode())
+        fd = building.build_refusal(new, json.dumps(errors.to_wire(error) | {"facts": error.facts}).encode())
         name = self._path / f"{REFUSED}{wanted.tag}{new.name.removeprefix(NEW[:-1])}"
         host.rename(new, name)
         _refusals.append((os.getpid(), name, fd))
