@@ -100,3 +100,23 @@ def test_an_epoch_is_given_up_while_workers_wait(claim: forebay.Claim, monkeypat
     del loader
     again = data.DataLoader(Steps(claim, 3), batch_size=None, num_workers=WORKERS, multiprocessing_context="fork")
     assert len(list(again)) == 3 * WORKERS
+
+
+class Carried(Steps):
+    """Has what it needs of the claim with it: pickled where workers are spawned."""
+
+    def __init__(self, claim: forebay.Claim) -> None:
+        self.barrier, self.lock, self.count = claim.barrier("carried"), claim.lock("carried", LONG), claim.scalar("carried", "i8")
+
+    def __iter__(self) -> Iterator[int]:
+        with self.lock:
+            self.count.set(self.count.get() + 1)
+        self.barrier.wait(WORKERS, timeout=LONG)
+        yield self.count.get()
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_dataset_carries_them(claim: forebay.Claim, start: str) -> None:
+    loader = data.DataLoader(Carried(claim), batch_size=None, num_workers=WORKERS, multiprocessing_context=start)
+    assert list(loader) == [WORKERS] * WORKERS
+    assert claim.scalar("carried", "i8").get() == WORKERS

@@ -272,7 +272,7 @@ def is_free_in_child(house: House, name: str) -> bool:
 
 @pytest.mark.parametrize("name", [None, b"x", 3])
 def test_names_that_are_none(house: House, name: Any) -> None:
-    with pytest.raises(errors.ConfigError, match="is a str"):
+    with pytest.raises(errors.ConfigError, match="must be a str"):
         NamedLock(house, name)
 
 

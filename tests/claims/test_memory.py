@@ -158,7 +158,7 @@ def test_sizes_that_make_no_sense(house: House, size: Any) -> None:
 
 @pytest.mark.parametrize("name", [None, b"x", 3])
 def test_names_that_are_none(house: House, name: Any) -> None:
-    with pytest.raises(errors.ConfigError, match="is a str"):
+    with pytest.raises(errors.ConfigError, match="must be a str"):
         memory.buffer(house, name, 1)
 
 

@@ -424,6 +424,25 @@ def test_who_registers_during_a_fork_is_told_of_the_next_one_only() -> None:
     assert early.name == "early"
 
 
+def test_a_collection_while_a_fork_looks_who_is_told() -> None:
+    """It finalizes listeners that only rings of garbage refer to, and takes them from the list that is being copied."""
+    said: list[str] = []
+    keep = [Listener("x", said) for _ in range(3)]
+    before = gc.get_threshold()
+    for allocations in range(100):  # after so many of what a fork allocates
+        gc.disable()
+        for _ in range(50):
+            ring: list[object] = [Listener("gone", said)]
+            ring.append(ring)
+        del ring
+        gc.set_threshold(gc.get_count()[0] + allocations % 20, 1, 1)
+        gc.enable()
+        host._before()
+        gc.set_threshold(*before)
+        host._after_parent()
+    assert said.count("before x") == said.count("parent x") == 100 * len(keep)
+
+
 def test_many_threads_may_register_at_once() -> None:
     said: list[str] = []
     start, made = threading.Barrier(8), []

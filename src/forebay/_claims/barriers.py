@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from forebay import _config, errors
-from forebay._claims.boards import SEATS, SEEN, VISIT, Board, Crowd, board_of, is_of, owner, slot_of
+from forebay._claims.boards import GONE, SEATS, SEEN, VISIT, Board, Crowd, board_of, is_of, owner, slot_of
 from forebay._claims.members import House
 from forebay._claims.named_locks import NamedLock, with_state
 from forebay._claims.table import Member
 from forebay._kernel import waits
 
-_LOCK_AGAIN = 1.0
+_LOCK_AGAIN = 0.5
 _WOKEN_WITHIN = 10.0
 _NAMED = 8
 
@@ -20,7 +20,7 @@ _NAMED = 8
 class Barrier:
     """A barrier of a claim, for processes and their threads: each call of `wait` is one who came.
 
-    Callable from any thread, and in forked children."""
+    Callable from any thread, and in forked children; who unpickles it has the same barrier."""
 
     def __init__(self, house: House, name: str) -> None:
         """Raises ConfigError, NoSpace, Closed."""
@@ -31,13 +31,17 @@ class Barrier:
     def __repr__(self) -> str:
         return f"<the barrier {self.name!r} of {self._house.name}>"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Barrier, (self._house, self.name)
+
     def wait(self, parties: int | None = None, timeout: float | None = None) -> int:
         """Wait until ``parties`` have come; gives which of them this was, from 0 on, each number once.
 
         ``parties`` is learned at the first call; a call with another number changes it while nobody waits, else it is a `ConfigError`.
-        Raises `BarrierBroken` where a process died that waited here, or crossed this barrier the last time, or without which too few are
-        left: each survivor gets that once, then the barrier can be used again. Raises `WaitTimeout` after ``timeout`` seconds: it names
-        who has not come, and nobody else is disturbed. A process that leaves the claim by itself, or ends, breaks nothing."""
+        Raises `BarrierBroken`, 0.1 s later, where a process died that waited here, or crossed this barrier the last time, or, before the
+        first crossing, may have been one of the parties: each survivor gets that once, then the barrier can be used again. Raises
+        `WaitTimeout` after ``timeout`` seconds: it names who has not come, and disturbs nobody else; so does Ctrl-C. A process that
+        ends by itself, or leaves the claim, breaks nothing."""
         _config.parse_timeout(timeout)
         if parties is not None and (isinstance(parties, bool) or not isinstance(parties, int) or not 0 < parties <= SEATS):
             raise errors.ConfigError(f"{self!r} is for 1 to {SEATS:,} parties, not {parties!r}")
@@ -189,7 +193,7 @@ class _Visit:
         """Who died that waited, or crossed the last time. Where nobody can know yet who is to come, also who stands as high as those who
         wait, as ranks do, and workers among themselves; and anybody, if now there are too few."""
         before, parties = self._board.seats_before(), self._parties or self._board.parties
-        found = [*dead, *crowd.sitting(before)]
+        found = [*dead, *crowd.sitting(seat for seat in before if not seat & GONE)]  # those are told already
         if len(before) - before.count(0) < parties:
             may_come = {member.slot for member in crowd.live} - {member.slot for member in waiting}
             depths = {self._house.members.depth, *(member.depth for member in waiting)}
@@ -203,9 +207,9 @@ class _Visit:
         free = [seat for seat, value in enumerate(seats) if not value]
         for member in missed:
             if member not in dead.values() and free:
-                board.set_seat_locked(free.pop(), owner(member.identity) | SEEN)
+                board.set_seat_locked(free.pop(), owner(member.identity) | SEEN | GONE)
         for seat in dead:
-            board.set_seat_locked(seat, seats[seat] | SEEN)
+            board.set_seat_locked(seat, seats[seat] | SEEN | GONE)
         board.break_locked()
 
     def _be_told_locked(self) -> NoReturn:

@@ -10,8 +10,8 @@ So a process that is killed in between leaves seats that are its own, or a row t
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterable
+from typing import cast
 
 from forebay._claims.members import House
 from forebay._claims.memory import share
@@ -23,14 +23,16 @@ SEATS = 1024
 """As many parties as a barrier can have."""
 SEEN = 1 << 63
 """In a seat of a round that is broken: who sits here knows, or is who died."""
+GONE = 1 << 15
+"""The latter."""
 _TAKEN = 1 << 62
 _STATE, _BROKEN_AT, _PARTIES = 0, 1, 2  # words; of _PARTIES one for each row
 _HEAD = 8
 _BROKEN = 1  # in the state: the round times two, and this
 
-# A seat: seen, taken, slot (10 bits), pid (22), the low bits of the start (14), and which visit of that process (16).
-VISIT = 0xFFFF
-_OWNER = (SEEN - 1) & ~VISIT
+# A seat: seen, taken, slot (10 bits), pid (22), the low bits of the start (14), gone, and which visit of that process (15).
+VISIT = GONE - 1
+_OWNER = (SEEN - 1) & ~(GONE | VISIT)
 
 
 def owner(who: Identity) -> int:
@@ -118,15 +120,13 @@ class Board:
         self.futex.bump(self.index)
 
 
-_boards: weakref.WeakKeyDictionary[House, dict[str, Board]] = weakref.WeakKeyDictionary()
-
-
 def board_of(house: House, name: str) -> Board:
     """One a process: what it was told, it was told in all its threads."""
     house.check()
-    known = _boards.setdefault(house, {})
-    found = known.get(name)
-    return found if found is not None else known.setdefault(name, Board(house, name))
+    found = house.parts.get((Board, name))
+    if found is None:
+        found = house.parts.setdefault((Board, name), Board(house, name))
+    return cast(Board, found)
 
 
 class Crowd:

@@ -46,7 +46,7 @@ def scalar(house: House, name: str, dtype: Any) -> Scalar:
     """One shared value; zero at first. Raises ClaimMismatch, ConfigError, NoSpace."""
     kind = _dtype(name, dtype)
     view = share(house, "scalar", name, kind.itemsize, dtype=repr(kind))
-    return Scalar(name, _numpy().ndarray((1,), kind, buffer=view))
+    return Scalar(house, name, _numpy().ndarray((1,), kind, buffer=view))
 
 
 def buffer(house: House, name: str, size: int) -> memoryview:
@@ -57,14 +57,18 @@ def buffer(house: House, name: str, size: int) -> memoryview:
 class Scalar:
     """A value that all processes of a claim share.
 
-    What has at most 8 bytes is never seen half written. Two processes that read, add and write lose one of the two: use a lock."""
+    What has at most 8 bytes is never seen half written. Two processes that read, add and write lose one of the two: use a lock.
+    Who unpickles it has the same value; an array would be a copy there."""
 
-    def __init__(self, name: str, cell: numpy.ndarray[Any, Any]) -> None:
-        self.name, self._cell = name, cell
+    def __init__(self, house: House, name: str, cell: numpy.ndarray[Any, Any]) -> None:
+        self.name, self._house, self._cell = name, house, cell
         self.dtype: numpy.dtype[Any] = cell.dtype
 
     def __repr__(self) -> str:
         return f"Scalar({self.name!r}, {self.dtype}, value={self.get()!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return scalar, (self._house, self.name, self.dtype)
 
     def get(self) -> Any:
         """The value now, as plain Python."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import threading
-import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, cast
 
 from forebay import _config, errors
-from forebay._claims.members import House, Members
+from forebay._claims.members import House
 from forebay._claims.table import Member
 from forebay._kernel import host, locks, waits
 
@@ -50,12 +48,11 @@ class _Locks:
         self.threads = {}
 
 
-_all: weakref.WeakKeyDictionary[House, _Locks] = weakref.WeakKeyDictionary()
-
-
 def _locks_of(house: House) -> _Locks:
-    found = _all.get(house)
-    return found if found is not None else _all.setdefault(house, _Locks(house.directory))
+    found = house.parts.get(_Locks)
+    if found is None:
+        found = house.parts.setdefault(_Locks, _Locks(house.directory))
+    return cast(_Locks, found)
 
 
 def words_of(house: House) -> waits.Words:
@@ -71,7 +68,7 @@ def number(kind: str, name: str) -> int:
 
 def close(house: House) -> None:
     """Close the file of the locks: now, or when the last that is held is let go."""
-    found = _all.pop(house, None)
+    found = house.parts.pop(_Locks, None)
     if found is not None:
         found.file.retire()
 
@@ -81,11 +78,11 @@ class NamedLock:
 
     Entering waits, at most ``timeout`` seconds, then raises `WaitTimeout`, which names the holder. A holder that dies lets go: the
     next one enters within 0.1 s. A forked child does not hold what its parent holds. Not reentrant: a thread that enters a second time
-    gets a `ConfigError` at once. Callable from any thread."""
+    gets a `ConfigError` at once. Callable from any thread; who unpickles it has the same lock."""
 
     def __init__(self, house: House, name: str, timeout: float | None = None, *, kind: Kind = "lock") -> None:
         if not isinstance(name, str):
-            raise errors.ConfigError(f"the name of a {kind} is a str, not {name!r}")
+            raise errors.ConfigError(f"name={name!r}: must be a str", name="name", value=repr(name))
         house.check()
         self.name, self.timeout = name, _config.parse_timeout(timeout)
         self._house, self._kind = house, kind
@@ -94,6 +91,9 @@ class NamedLock:
 
     def __repr__(self) -> str:
         return f"<{self._what()}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NamedLock, (self._house, self.name, self.timeout)
 
     def within(self, timeout: float | None) -> Self:
         """The same lock, waited for at most this long."""
@@ -128,17 +128,9 @@ class NamedLock:
         return f"the {self._kind} {self.name!r} of {self._house.name}"
 
     def _whose(self) -> tuple[str, str]:
-        found = locks.holders(self._house.directory / LOCKS, self._offset)
-        return self._what(), ", ".join(describe(self._house.members, pid) for pid in found) or "an unknown process"
-
-
-def describe(members: Members, pid: int) -> str:
-    """A process in words: as a member, if it is one."""
-    with contextlib.suppress(errors.Closed):
-        for member in members.live():
-            if member.pid == pid:
-                return with_state(member)
-    return locks.describe_process(pid)
+        live = {member.pid: member for member in self._house.members.live()}
+        found = locks.holders(self._house.directory / LOCKS, self._offset, among=live)
+        return self._what(), ", ".join(with_state(live[pid]) for pid in found) or "an unknown process"
 
 
 def with_state(member: Member) -> str:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import functools
+import gc
 import logging
 import os
 import threading
@@ -297,11 +298,9 @@ def free_bytes(path: Path) -> int:
 
 _KINDS = {
     0xEF53: "ext4", 0x58465342: "xfs", 0x01021994: "tmpfs", 0x9123683E: "btrfs", 0x794C7630: "overlay", 0xF2F52010: "f2fs",
-    0x2FC12FC1: "zfs",
-    0xCA451A4E: "bcachefs", 0x858458F6: "ramfs", 0x6969: "nfs", 0xFF534D42: "cifs", 0xFE534D42: "smb2", 0x517B: "smb", 0x0BD00BD0: "lustre",
-    0x47504653: "gpfs", 0x00C36400: "ceph", 0x65735546: "fuse", 0x01021997: "9p", 0x5346414F: "afs",
-    0x01161970: "gfs2", 0x7461636F: "ocfs2",
-    0x19830326: "beegfs", 0xAAD7AAEA: "panfs", 0x20030528: "orangefs", 0x73757245: "coda",
+    0x2FC12FC1: "zfs", 0xCA451A4E: "bcachefs", 0x858458F6: "ramfs", 0x6969: "nfs", 0xFF534D42: "cifs", 0xFE534D42: "smb2", 0x517B: "smb",
+    0x0BD00BD0: "lustre", 0x47504653: "gpfs", 0x00C36400: "ceph", 0x65735546: "fuse", 0x01021997: "9p", 0x5346414F: "afs",
+    0x01161970: "gfs2", 0x7461636F: "ocfs2", 0x19830326: "beegfs", 0xAAD7AAEA: "panfs", 0x20030528: "orangefs", 0x73757245: "coda",
     0x786F4256: "vboxsf", 0xBACBACBC: "vmhgfs", 0x6A656A63: "fakeowner", 0x7C7C6673: "prl_fs",
 }  # fmt: skip
 NETWORK_KINDS = frozenset(
@@ -373,8 +372,15 @@ def _tell(call: str, listeners: Iterable[Forking]) -> None:
 
 
 def _before() -> None:
+    collects = gc.isenabled()
+    try:
+        gc.disable()  # a collection in the middle of the copy may shorten the list, and CPython 3.11 then copies what is freed
+        listeners = tuple(_listeners)
+    finally:
+        if collects:
+            gc.enable()
     # A process that C forked has its parent's connections and locks: it must not close them in `before_fork`.
-    _fork.told = None if forked_unseen() else [alive for known in tuple(_listeners) if (alive := known()) is not None]
+    _fork.told = None if forked_unseen() else [alive for known in listeners if (alive := known()) is not None]
     _tell("before_fork", reversed(_fork.told or ()))
 
 

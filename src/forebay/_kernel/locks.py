@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -335,14 +336,17 @@ def _take(fd: int, wanted: Holds) -> Holds:
 # -- who holds what, for people ----------------------------------------------------------------------------------------
 
 
-def holders(path: str | os.PathLike[str], offset: int) -> tuple[int, ...]:
-    """The processes that hold a lock on this byte, as far as /proc shows them: those of other users it shows to root only."""
+def holders(path: str | os.PathLike[str], offset: int, among: Iterable[int] | None = None) -> tuple[int, ...]:
+    """The processes that hold a lock on this byte, as far as /proc shows them: those of other users it shows to root only. ``among``
+    these alone: all of a machine take a while."""
     try:
         found = os.stat(path)
     except OSError:
         return ()
     inode = f":{found.st_ino} "
-    return tuple(pid for pid in _numbers("/proc") if any(_covers(line, inode, offset) for line in _locks_of(pid)))
+    return tuple(
+        pid for pid in (_numbers("/proc") if among is None else among) if any(_covers(line, inode, offset) for line in _locks_of(pid))
+    )
 
 
 def _numbers(directory: str) -> list[int]:
