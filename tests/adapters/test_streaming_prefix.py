@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import re
@@ -25,6 +26,7 @@ from forebay import claims, errors  # noqa: E402
 from forebay.adapters import streaming_names as names  # noqa: E402
 from forebay.adapters.streaming import SharedMemory, World, clean_stale_shared_memory, get_shm_prefix  # noqa: E402
 from tests.adapters.streaming_runs import Job, Node, Say, own_node  # noqa: E402
+from tests.harness import death_of, fork_to_die  # noqa: E402
 
 ALONE = World(1, 1, 1, 0)
 DATA = f"/data-{secrets.token_hex(4)}"  # of this run: others may test on this machine
@@ -323,6 +325,20 @@ def test_cleaning_gives_up_what_this_process_had_to_itself_only(node: Node) -> N
         get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
     old.cleanup()
     new.cleanup()
+
+
+def ask_and_give_back() -> None:
+    get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)[1].cleanup()
+
+
+def test_killed_at_every_step_it_leaves_nothing(node: Node) -> None:
+    ask_and_give_back()
+    steps = itertools.takewhile(lambda death: death is not None, (death_of(fork_to_die(n, ask_and_give_back)) for n in itertools.count()))
+    for number, death in enumerate(steps):
+        prefix, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
+        memory.cleanup()
+        assert (os.listdir(node.registry), taken(prefix)) == (["lock"], False), death
+    assert number > 20
 
 
 # -- what others left --------------------------------------------------------------------------------------------------
