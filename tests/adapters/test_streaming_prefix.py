@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import pickle
 import re
@@ -333,12 +332,13 @@ def ask_and_give_back() -> None:
 
 def test_killed_at_every_step_it_leaves_nothing(node: Node) -> None:
     ask_and_give_back()
-    steps = itertools.takewhile(lambda death: death is not None, (death_of(fork_to_die(n, ask_and_give_back)) for n in itertools.count()))
-    for number, death in enumerate(steps):
+    step = 0
+    while (death := death_of(fork_to_die(step, ask_and_give_back))) is not None:
         prefix, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=0)
         memory.cleanup()
         assert (os.listdir(node.registry), taken(prefix)) == (["lock"], False), death
-    assert number > 20
+        step += 1
+    assert step > 20
 
 
 # -- what others left --------------------------------------------------------------------------------------------------
