@@ -21,7 +21,7 @@ from forebay._kernel import host, locks
 
 REFUSED = "refused."
 _REFUSALS = 32
-_NONE = -1
+_NONE, _NUMBERS = -1, 1_000_000
 _TAKEN = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR))
 _refusals: deque[tuple[int, Path, int]] = deque()
 
@@ -29,18 +29,19 @@ _refusals: deque[tuple[int, Path, int]] = deque()
 class InTheWay(Exception):
     """Another claim stands against the one that is wanted. ``error``: that in words for the caller; ``seen``: the claim, if it is one."""
 
-    def __init__(self, error: errors.ClaimConflict, seen: Seen | None = None) -> None:
+    def __init__(self, wanted: Wanted, error: errors.ClaimConflict, seen: Seen | None = None) -> None:
         super().__init__(str(error))
-        self.seen, self.error = seen, error
+        self._wanted, self.error, self.seen = wanted, error, seen
 
     def is_ending(self) -> bool:
         """Whether it is about to go."""
         return self.seen is not None and self.seen.is_ending()
 
-    def in_words(self) -> str:
-        """Who stands against it."""
+    def told(self) -> tuple[str, str]:
+        """What is waited for, and who has it."""
         record = self.seen.record if self.seen is not None else None
-        return conflicts.describe(record, self.seen.pids()) if self.seen is not None and record is not None else "another job"
+        who = conflicts.describe(record, self.seen.pids()) if self.seen is not None and record is not None else "another job"
+        return f"claim {self._wanted.key} of {self._wanted.owner}", who
 
 
 def _is_ours(path: Path) -> bool:
@@ -55,7 +56,7 @@ def _is_free(wanted: Wanted, prefix: int) -> bool:
     try:
         return wanted.outside is None or wanted.outside.free(prefix)
     except errors.ClaimConflict as error:
-        raise InTheWay(error) from None
+        raise InTheWay(wanted, error) from None
 
 
 class Ledger:
@@ -67,7 +68,7 @@ class Ledger:
             if name.startswith((NEW, OLD)) and _is_ours(path / name):
                 self._scrap(path / name)
             elif name.startswith(REFUSED) and _is_ours(path / name):
-                self._free_path(path / name)  # where who refused is gone
+                self.free(path / name)  # where who refused is gone
 
     def make_way(self, wanted: Wanted) -> set[int]:
         """The numbers that are taken; our own dead claims are freed on the way. Raises `InTheWay` where one that lives has the same name,
@@ -90,7 +91,7 @@ class Ledger:
     def _is_gone(self, name: str) -> bool:
         """Whether the number of a dead claim can be had: ours is freed now, another user's keeps it."""
         dead = seen.look_at(self._path, name)
-        return dead is None or (not dead.live and self.free(dead))
+        return dead is None or (not dead.live and self.free(dead.directory))
 
     def _check(self, wanted: Wanted, name: str) -> None:
         other = seen.look_at(self._path, name)
@@ -98,18 +99,16 @@ class Ledger:
             return
         ours = wanted.record(_NONE)
         if other.tag == wanted.tag and other.uid == os.geteuid():
-            raise InTheWay(conflicts.claimed_twice(ours, other.record, other.pids()), other)
+            raise InTheWay(wanted, conflicts.claimed_twice(ours, other.record, other.pids()), other)
         found = conflicts.conflict(ours, other.record, equal_only=wanted.equal_only)
         if found is None or name in wanted.spared:
             return
         if other.record.beside is None or not building.is_released(other.directory):
-            raise InTheWay(conflicts.in_conflict(ours, other.record, other.pids(), found), other)
+            raise InTheWay(wanted, conflicts.in_conflict(ours, other.record, other.pids(), found), other)
 
     def make(self, wanted: Wanted, taken: set[int], on_left: OnLeft) -> Held:
         """Make the claim, under the lowest number that nobody has. Raises `InTheWay`, `NoSpace`, OSError."""
-        prefix = _NONE
-        while True:
-            prefix += 1
+        for prefix in range(_NUMBERS):
             if prefix in taken or not _is_free(wanted, prefix):
                 continue
             try:
@@ -117,6 +116,7 @@ class Ledger:
             except OSError as error:
                 if error.errno not in _TAKEN:
                     raise
+        raise errors.NoSpace(f"{self._path}: all {_NUMBERS:,} numbers are taken", key=str(self._path))
 
     def _make(self, wanted: Wanted, prefix: int, on_left: OnLeft) -> Held:
         new, directory = self._path / scrap_name(NEW), self._path / f"{prefix:06}.{wanted.tag}"
@@ -131,11 +131,8 @@ class Ledger:
         finally:
             passing.close(fd, unlocking=SLOTS)
 
-    def free(self, dead: Seen) -> bool:
+    def free(self, directory: Path) -> bool:
         """Take a claim of ours off its name, if nobody has it. False where somebody does, and for what is not ours."""
-        return self._free_path(dead.directory)
-
-    def _free_path(self, directory: Path) -> bool:
         if not _is_ours(directory):
             return False
         try:

@@ -31,7 +31,8 @@ class Patience:
         """Sleep a little. ``what``: what is waited for, and who has it. Raises `WaitTimeout` when the time is up."""
         waited = self.waited
         if waited >= self.timeout:
-            raise errors.WaitTimeout.of(what()[0], waited, what()[1])
+            wanted, holder = what()
+            raise errors.WaitTimeout.of(wanted, waited, holder)
         if waited >= self._say_at:
             self._say_at = waited + _SAY_EVERY
             log.warning("waiting %.0f s for %s, held by %s", waited, *what())

@@ -48,21 +48,19 @@ class Registry:
             return patience.waited < (patience.timeout if found.is_ending() else wanted.patience)
 
         while True:
-            try:
-                return self._register(wanted, timeout, may_pass)
-            except InTheWay as found:
-                what = (f"claim {wanted.key} of {wanted.owner}", found.in_words())
-            patience.turn(lambda what=what: what)  # type: ignore[misc]
+            found = self._register(wanted, timeout, may_pass)
+            if isinstance(found, Held):
+                return found
+            patience.turn(found.told)
 
-    def _register(self, wanted: Wanted, timeout: float | None, may_pass: Callable[[InTheWay], bool]) -> Held:
-        """Once. Raises `InTheWay` for what may be waited for."""
+    def _register(self, wanted: Wanted, timeout: float | None, may_pass: Callable[[InTheWay], bool]) -> Held | InTheWay:
+        """Once. Gives what may be waited for."""
         with self.locked(timeout) as ledger:
             try:
-                taken = ledger.make_way(wanted)
-                return ledger.make(wanted, taken, self._left)
+                return ledger.make(wanted, ledger.make_way(wanted), self._left)
             except InTheWay as found:
                 if may_pass(found):
-                    raise
+                    return found
                 ledger.refuse(wanted, found.error)
                 raise found.error from None
 
@@ -121,16 +119,17 @@ class Registry:
                 continue  # withdrawn
             try:
                 if os.fstat(fd).st_uid == os.geteuid() and locks.locked_at(fd, LEADER) is not None:
-                    return errors.from_wire(json.loads(building.read(fd)))
+                    return errors.from_wire(dict(json.loads(building.read(fd))))
+            except (OSError, ValueError, TypeError):
+                continue  # damaged
             finally:
                 os.close(fd)
         return None
 
     def _missing(self, wanted: Wanted) -> tuple[str, str]:
-        known = [
-            found for found in self.look() if found.live and found.record is not None and found.record.job == (wanted.name or wanted.job)
-        ]
-        there = "; ".join(f"claim {found.record.key} of process {found.record.pid}" for found in known if found.record is not None)
+        job = wanted.name or wanted.job
+        known = [found.record for found in self.look() if found.live and found.record is not None and found.record.job == job]
+        there = "; ".join(f"claim {record.key} of process {record.pid}" for record in known)
         return (
             f"the first rank of this node to make claim {wanted.key} of {wanted.owner} (known by {wanted.how})",
             f"nobody yet (claims of this job here: {there or 'none'})",
@@ -150,16 +149,15 @@ class Registry:
     def prune(self, timeout: float | None = _PATIENCE) -> list[Seen]:
         """Free what is dead and this user's now; the next claim of the user would do the same. Gives what was freed."""
         with self.locked(timeout) as ledger:
-            return [one for one in self.look() if not one.live and one.uid == os.geteuid() and ledger.free(one)]
+            return [one for one in self.look() if not one.live and one.uid == os.geteuid() and ledger.free(one.directory)]
 
     def _left(self, directory: Path) -> None:
         """Free a claim if nobody has it any more, and the lock is to be had without a wait; else the next claim does."""
-        found = seen.look_at(self.path, directory.name)
-        if found is None or found.live:
+        if seen.glance(str(directory)) is not None:
             return
-        with contextlib.suppress(errors.WaitTimeout):
+        with contextlib.suppress(OSError):  # a `WaitTimeout` is one too
             with self.locked(0) as ledger:
-                ledger.free(found)
+                ledger.free(directory)
 
     @contextlib.contextmanager
     def locked(self, timeout: float | None = _PATIENCE) -> Iterator[Ledger]:
