@@ -68,19 +68,20 @@ def epochs(say: Say, remote: Path, local: Path, *, count: int = 2, workers: int 
 ALL = list(range(SAMPLES))
 
 
-@pytest.mark.parametrize(("method", "count"), [("fork", 2), ("spawn", 1)])
-def test_epochs_with_two_workers(remote: Path, tmp_path: Path, node: Node, method: str, count: int) -> None:
-    with Job(lambda say: epochs(say, remote, tmp_path / "local", count=count, method=method)) as job:
+@pytest.mark.parametrize(("method", "count", "workers"), [("fork", 2, 2), ("spawn", 1, 1)])  # who is spawned loads torch: 5 s each
+def test_epochs_with_workers(remote: Path, tmp_path: Path, node: Node, method: str, count: int, workers: int) -> None:
+    with Job(lambda say: epochs(say, remote, tmp_path / "local", count=count, workers=workers, method=method)) as job:
         prefix = job.said()
         assert [job.said() for _ in range(count + 1)] == [*[ALL] * count, None]
         assert job.wait() == 0
     assert (node.claims(), node.things(prefix)) == ([], [])
 
 
-def test_a_killed_job_blocks_nothing(remote: Path, tmp_path: Path, node: Node) -> None:
+@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.stress)])
+def test_a_killed_job_blocks_nothing(remote: Path, tmp_path: Path, node: Node, times: int) -> None:
     """Killed whole and started again at once with the same directory, again and again: it goes on, and nothing grows."""
     left = set()
-    for _ in range(20):
+    for _ in range(times):
         with Job(lambda say: epochs(say, remote, tmp_path / "local", count=1, hang=True)) as job:
             prefix = job.said()
             assert job.said() == ALL
