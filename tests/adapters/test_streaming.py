@@ -226,6 +226,7 @@ with open(out + "/rank" + os.environ["RANK"], "w") as file:
 """
 
 
+@pytest.mark.stress
 def test_torchrun_with_two_ranks(remote: Path, tmp_path: Path, node: Node) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -241,9 +242,38 @@ def test_torchrun_with_two_ranks(remote: Path, tmp_path: Path, node: Node) -> No
     assert (node.claims(), node.things(ranks[0][0])) == ([], [])
 
 
-def rank(say: Say, remote: Path, local: Path, number: int, port: int) -> None:
+def become_rank(number: int, port: int) -> None:
+    """What torchrun tells the second of two ranks, or the first."""
     told = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in told.items()})
+    os.environ.update({name: str(value) for name, value in told.items()}, TORCHELASTIC_RUN_ID="none", GROUP_RANK="0")
+
+
+def two_epochs(say: Say, remote: Path, local: Path, number: int, port: int) -> None:
+    become_rank(number, port)
+    epochs(say, remote, local)
+
+
+def a_free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def test_two_ranks_with_two_workers_each(remote: Path, tmp_path: Path, node: Node) -> None:
+    port = a_free_port()
+    ranks = [Job(lambda say, n=n: two_epochs(say, remote, tmp_path / "local", n, port)) for n in range(2)]
+    with ranks[0], ranks[1]:
+        prefixes, *both = [[rank.said() for rank in ranks] for _ in range(3)]
+        assert prefixes[0] == prefixes[1]
+        for epoch in both:
+            assert sorted(set(epoch[0] + epoch[1])) == ALL
+        assert [rank.wait() for rank in ranks] == [0, 0]
+    assert (node.claims(), node.things(prefixes[0])) == ([], [])
+
+
+def rank_and_wait(say: Say, remote: Path, local: Path, number: int, port: int) -> None:
+    become_rank(number, port)
     streaming.install()
     data = data_set(remote, local)
     say(len(list(data)))
@@ -258,11 +288,9 @@ def rank(say: Say, remote: Path, local: Path, number: int, port: int) -> None:
 
 def test_a_rank_that_is_killed(remote: Path, tmp_path: Path, node: Node) -> None:
     """The other is told within a second, where it would have waited for ever."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with Job(lambda say: rank(say, remote, tmp_path / "local", 0, port)) as leader:
-        with Job(lambda say: rank(say, remote, tmp_path / "local", 1, port)) as other:
+    port = a_free_port()
+    with Job(lambda say: rank_and_wait(say, remote, tmp_path / "local", 0, port)) as leader:
+        with Job(lambda say: rank_and_wait(say, remote, tmp_path / "local", 1, port)) as other:
             assert [leader.said(), other.said()] == [SAMPLES / 2, SAMPLES / 2]
             other.kill()
             waited, message = leader.said()

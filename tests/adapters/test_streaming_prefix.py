@@ -249,7 +249,7 @@ def test_a_clean_up_of_streaming_as_it_is(node: Node) -> None:
 def test_a_child_keeps_it(node: Node) -> None:
     """The number is free when the last process is gone that has it."""
     prefix, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
-    with Job(lambda say: (say("here"), threading.Event().wait())) as child:  # type: ignore[func-returns-value]
+    with Job(lambda say: (say("here"), threading.Event().wait())) as child:
         child.said()
         memory.cleanup()
         assert taken(prefix)
