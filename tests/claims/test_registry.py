@@ -98,6 +98,23 @@ def test_a_network_file_system_is_refused(registry: Path, monkeypatch: pytest.Mo
     assert "FOREBAY_CLAIMS" in said
 
 
+@pytest.mark.root
+@pytest.mark.parametrize(("options", "said"), [("size=64k", "bytes"), ("nr_inodes=5", "inodes")])
+def test_a_full_one_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, said: str) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", full], capture_output=True).returncode:
+        pytest.skip("no mounts here")
+    try:
+        monkeypatch.setenv("FOREBAY_CLAIMS", str(full / "claims"))
+        with pytest.raises(errors.NoSpace) as raised:
+            claim("/local")
+        assert said in str(raised.value)
+        assert os.listdir(full / "claims") == ["lock"]  # what was begun is gone
+    finally:
+        subprocess.run(["umount", full], check=True)
+
+
 @pytest.mark.parametrize("said", ["relative/place", "./here"])
 def test_a_relative_one_is_an_error(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     monkeypatch.setenv("FOREBAY_CLAIMS", said)

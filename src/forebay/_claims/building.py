@@ -77,8 +77,9 @@ def _make_copy(landmark: Path, content: bytes) -> None:
 
 def _no_space(registry: Path) -> errors.NoSpace:
     disk = host.disk(registry)
+    what = "has no inodes left" if disk.free >= _NEED else f"is full: a claim needs {_NEED:,} bytes, {disk.free:,} are free"
     return errors.NoSpace(
-        f"{registry} is full: a claim needs {_NEED:,} bytes, {disk.free:,} are free: remove what is not needed there, or make it larger",
+        f"{registry} {what}: remove what is not needed there, or make it larger",
         key=str(registry), need=_NEED, free=disk.free, budget=disk.total, limit="disk",
     )  # fmt: skip
 
