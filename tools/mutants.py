@@ -44,6 +44,7 @@ BUDGET = "tests/engine/test_budget.py::"
 TASKS = "tests/test_tasks.py::"
 JOBS = "tests/claims/test_jobs.py::"
 REGISTRY = "tests/claims/test_registry.py::"
+BARRIERS = "tests/claims/test_barriers.py::"
 MEMBERS = "tests/claims/test_members.py::"
 STREAMING = "tests/adapters/test_streaming_prefix.py::"
 
@@ -692,6 +693,46 @@ MUTANTS = (
         13, "a number is taken that a job of Streaming has", "adapters/streaming_names.py",
         "return not any(map(os.path.lexists, paths_of(prefix)))", "return not os.path.lexists(paths_of(prefix)[0])",
         f"{STREAMING}test_a_number_of_which_anything_is_there_is_not_taken",
+    ),
+    Mutant(
+        13, "a barrier lets through who waits with the dead", "_claims/barriers.py",
+        "if 0 not in seats and self._all_are_in(seats):", "if 0 not in seats:",
+        f"{BARRIERS}test_those_who_come_later_know_nothing_of_the_dead",
+    ),
+    Mutant(
+        13, "seats of the round before the last are taken", "_claims/boards.py",
+        "        self._clear_locked(after)\n", "",
+        f"{BARRIERS}test_nobody_is_a_round_ahead",
+    ),
+    Mutant(
+        13, "who died on his way to a barrier is waited for", "_claims/barriers.py",
+        "found = [*dead, *crowd.sitting(seat for seat in before if not seat & GONE)]", "found = [*dead]",
+        f"{BARRIERS}test_one_that_crossed_is_killed_on_its_way",
+    ),
+    Mutant(
+        13, "a barrier is usable before all know that it was broken", "_claims/barriers.py",
+        "if not unaware and not self._late(crowd):", "if not unaware:",
+        f"{BARRIERS}test_the_late_are_told_and_then_it_is_usable",
+    ),
+    Mutant(
+        13, "who gives up is counted", "_claims/barriers.py",
+        "if found is None and self._seat >= 0:", "if False:",
+        f"{BARRIERS}test_ctrl_c_takes_the_arrival_back",
+    ),
+    Mutant(
+        13, "a thread waits for itself", "_claims/named_locks.py",
+        "if known.threads.get(offset) == me:", "if False:",
+        "tests/claims/test_locks.py::test_a_thread_cannot_enter_twice",
+    ),
+    Mutant(
+        13, "shared memory has holes", "_claims/memory.py",
+        "host.allocate(fd, 0, whole)", "host.truncate(fd, whole)",
+        "tests/claims/test_memory.py::test_memory_is_there_before_it_is_used",
+    ),
+    Mutant(
+        13, "who comes to shared memory believes what it asked for", "_claims/memory.py",
+        "if known != told:", "if False:",
+        "tests/claims/test_memory.py::test_another_says_something_else",
     ),
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import pickle
+import random
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forebay import errors
@@ -75,6 +77,10 @@ def comes_to_wait(house: House, count: int, name: str = NAME) -> None:
 
 
 # -- crossing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_of_numpy(house: House) -> None:
+    assert Barrier(house, NAME).wait(np.int64(1)) == 0
 
 
 @pytest.mark.parametrize("parties", [1, 2, 3, 7])
@@ -608,3 +614,30 @@ def test_a_claim_that_is_dropped_is_not_kept(place: Path, house: House) -> None:
         return [ref() is None for ref in known]
 
     assert fork(lambda: houses.rank(place, 1, drop)).result() == [True, True]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_are_killed_one_after_the_other(place: Path, house: House, crew: Crew, seed: int) -> None:
+    """At any moment: those who are left know each death at once, and go on with fewer."""
+    count, chance = 5, random.Random(seed)
+
+    def run(barrier: Barrier) -> set[str]:
+        dead: set[str] = set()
+        while len(dead) < count - 2:
+            began = time.monotonic()
+            try:
+                barrier.wait(count - len(dead), LONG)
+            except errors.BarrierBroken as error:
+                dead.update(error.missing)
+            assert time.monotonic() - began < SOON
+        for _ in range(50):
+            barrier.wait(2, LONG)
+        return dead
+
+    ranks = [crew(lambda n=n: rank(place, n, run)) for n in range(1, count + 1)]
+    comes_to_wait(house, 1)
+    for child in ranks[: count - 2]:
+        time.sleep(chance.uniform(0.0, 0.3))
+        child.kill()
+    names = {f"rank {n} (process {child.pid})" for n, child in enumerate(ranks[: count - 2], 1)}
+    assert [child.result() for child in ranks[count - 2 :]] == [names, names]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 from forebay import _config, errors
 from forebay._claims.boards import GONE, SEATS, SEEN, VISIT, Board, Crowd, board_of, is_of, owner, slot_of
@@ -34,7 +35,7 @@ class Barrier:
     def __reduce__(self) -> tuple[Any, ...]:
         return Barrier, (self._house, self.name)
 
-    def wait(self, parties: int | None = None, timeout: float | None = None) -> int:
+    def wait(self, parties: SupportsIndex | None = None, timeout: float | None = None) -> int:
         """Wait until ``parties`` have come; gives which of them this was, from 0 on, each number once.
 
         ``parties`` is learned at the first call; a call with another number changes it while nobody waits, else it is a `ConfigError`.
@@ -42,11 +43,8 @@ class Barrier:
         first crossing, may have been one of the parties: each survivor gets that once, then the barrier can be used again. Raises
         `WaitTimeout` after ``timeout`` seconds: it names who has not come, and disturbs nobody else; so does Ctrl-C. A process that
         ends by itself, or leaves the claim, breaks nothing."""
-        _config.parse_timeout(timeout)
-        if parties is not None and (isinstance(parties, bool) or not isinstance(parties, int) or not 0 < parties <= SEATS):
-            raise errors.ConfigError(f"{self!r} is for 1 to {SEATS:,} parties, not {parties!r}")
         board = self._board
-        visit = _Visit(self._house, board, parties, timeout)
+        visit = _Visit(self._house, board, self._count(parties), _config.parse_timeout(timeout))
         try:
             return waits.wait_for(visit.attempt, board.futex, board.index, what=visit.whom, timeout=timeout, by="missing:")
         except errors.WaitTimeout:
@@ -57,6 +55,13 @@ class Barrier:
         except BaseException:
             visit.take_back()
             raise
+
+    def _count(self, parties: SupportsIndex | None) -> int | None:
+        if parties is None:
+            return None
+        if isinstance(parties, SupportsIndex) and not isinstance(parties, bool) and 0 < operator.index(parties) <= SEATS:
+            return operator.index(parties)
+        raise errors.ConfigError(f"{self!r} is for 1 to {SEATS:,} parties, not {parties!r}", name="parties", value=repr(parties))
 
 
 class _Visit:
