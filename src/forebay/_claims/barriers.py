@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn, SupportsIndex
 
 from forebay import _config, errors
 from forebay._claims.boards import GONE, SEATS, SEEN, VISIT, Board, Crowd, board_of, is_of, owner, slot_of
 from forebay._claims.members import House
-from forebay._claims.named_locks import NamedLock, with_state
+from forebay._claims.named_locks import with_state
 from forebay._claims.table import Member
 from forebay._kernel import waits
 
@@ -78,19 +79,25 @@ class _Visit:
         """The number of this arrival, once the round is over."""
         board = self._board
         if self._seat < 0:
-            with self._mutex():
-                return self._arrive_locked()
+            return self._locked(self._arrive_locked, self._left())
         if board.round != self._round:
             return self._seat
         if board.is_broken or self._is_suspect():
-            with self._mutex():
-                return self._look_locked()
+            return self._locked(self._look_locked, self._left())
         return None
 
-    def _mutex(self) -> NamedLock:
-        if self._timeout is None:
-            return self._board.mutex
-        return self._board.mutex.within(max(0.0, self._began + self._timeout - time.monotonic()))
+    def _left(self) -> float | None:
+        return None if self._timeout is None else max(0.0, self._began + self._timeout - time.monotonic())
+
+    def _locked(self, work: Callable[[], int | None], timeout: float | None) -> int | None:
+        board = self._board
+        before = board.state
+        try:
+            with board.mutex.within(timeout):
+                return work()
+        finally:
+            if board.state != before:
+                board.wake()  # not earlier: who wakes comes again, and would have to wait for our lock
 
     # -- coming ----------------------------------------------------------------------------------------------------
 
@@ -271,15 +278,17 @@ class _Visit:
             return None
         board = self._board
         try:
-            with board.mutex.within(_LOCK_AGAIN):
-                found = self._look_locked() if timed_out else None
-                if found is None and self._seat >= 0:
-                    self._leave_locked()
-                return found
+            return self._locked(self._give_up_locked if timed_out else self._leave_locked, _LOCK_AGAIN)
         except errors.WaitTimeout:  # who has the lock stands still
             if board.round == self._round:
                 self._leave_locked()  # nobody else stores to our seat, but he may have counted it
         return None
+
+    def _give_up_locked(self) -> int | None:
+        found = self._look_locked()
+        if found is None and self._seat >= 0:
+            self._leave_locked()
+        return found
 
     def _leave_locked(self) -> None:
         board = self._board

@@ -100,13 +100,12 @@ class Board:
         host.set_word(self._words, _PARTIES + self.round % 2, parties)
 
     def next_round_locked(self) -> None:
-        """Begin it: who waits has crossed."""
+        """Begin it: who waits has crossed. Caller: calls `wake` after."""
         after = self.round + 1
         parties = self.parties
         self._clear_locked(after)
         host.set_word(self._words, _PARTIES + after % 2, parties)
         host.set_word(self._words, _STATE, after << 1)
-        self.futex.bump(self.index)
 
     def _clear_locked(self, which: int) -> None:
         for seat, value in enumerate(self._row(which), _HEAD + which % 2 * SEATS):
@@ -114,9 +113,12 @@ class Board:
                 host.set_word(self._words, seat, 0)
 
     def break_locked(self) -> None:
-        """Have everybody who waits told."""
+        """Have everybody who waits told. Caller: calls `wake` after."""
         host.set_word(self._words, _BROKEN_AT, time.time_ns())
         host.set_word(self._words, _STATE, self.state | _BROKEN)
+
+    def wake(self) -> None:
+        """Wake who waits: they have crossed, or are told."""
         self.futex.bump(self.index)
 
 
