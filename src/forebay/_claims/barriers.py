@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, SupportsIndex
@@ -17,6 +18,7 @@ from forebay._kernel import waits
 _LOCK_AGAIN = 0.5
 _WOKEN_WITHIN = 10.0
 _NAMED = 8
+_YIELDS = 20
 
 
 class Barrier:
@@ -79,12 +81,22 @@ class _Visit:
         """The number of this arrival, once the round is over."""
         board = self._board
         if self._seat < 0:
-            return self._locked(self._arrive_locked, self._left())
+            found = self._locked(self._arrive_locked, self._left())
+            return found if found is not None or self._seat < 0 else self._linger()
         if board.round != self._round:
             return self._seat
         if board.is_broken or self._is_suspect():
             return self._locked(self._look_locked, self._left())
         return None
+
+    def _linger(self) -> int | None:
+        """Let others run for a moment: often the last one comes before we would be asleep."""
+        board, state = self._board, self._round << 1
+        for _ in range(_YIELDS):
+            if board.state != state:
+                break
+            os.sched_yield()
+        return self._seat if board.round != self._round else None
 
     def _left(self) -> float | None:
         return None if self._timeout is None else max(0.0, self._began + self._timeout - time.monotonic())
