@@ -289,9 +289,10 @@ def test_more_than_there_is(house: House) -> None:
     assert caught.value.need > 1 << 60 > caught.value.budget >= caught.value.free
 
 
-def test_it_is_full_in_the_middle(place: Path, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["create", "allocate"])
+def test_it_is_full_in_the_middle(place: Path, house: House, step: str) -> None:
     def full(call: str, subject: str) -> None:
-        if call == "allocate":
+        if call == step:
             raise OSError(errno.ENOSPC, "no space left on device")
 
     host.on_step(full)

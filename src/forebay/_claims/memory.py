@@ -184,16 +184,21 @@ def _make(path: str, told: dict[str, Any], house: House) -> memoryview:
     host.unlink(temporary)  # of one who was killed here
     if whole > host.free_bytes(house.directory):
         raise _no_room(told, house, whole)  # before others feel it, whom a file that grows until nothing is left would disturb
-    fd = host.create(temporary, 0o600)
     try:
-        host.allocate(fd, 0, whole)
-        host.pwrite(fd, _START.pack(_MAGIC, start) + text, 0)
-        host.link(temporary, path)
-        return mappings.map_file(fd, whole, writable=True)[start:]
+        return _build(path, temporary, _START.pack(_MAGIC, start) + text, whole)[start:]
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise _no_room(told, house, whole) from error
         raise
+
+
+def _build(path: str, temporary: str, head: bytes, whole: int) -> memoryview:
+    fd = host.create(temporary, 0o600)
+    try:
+        host.allocate(fd, 0, whole)
+        host.pwrite(fd, head, 0)
+        host.link(temporary, path)
+        return mappings.map_file(fd, whole, writable=True)
     finally:
         os.close(fd)
         host.unlink(temporary)
@@ -201,8 +206,9 @@ def _make(path: str, told: dict[str, Any], house: House) -> memoryview:
 
 def _no_room(told: dict[str, Any], house: House, need: int) -> errors.NoSpace:
     disk, place = host.disk(house.directory), house.directory.parent
+    files = ", but no more files can be made there" if disk.free >= need and disk.inodes_free == 0 else ""
     return errors.NoSpace(
-        f"no room for {told['name']!r} of {house.name}: {need:,} bytes wanted, {disk.free:,} of {disk.total:,} are free in {place}: see "
+        f"no room for {told['name']!r} of {house.name}: {need:,} bytes wanted, {disk.free:,} of {disk.total:,} are free in {place}{files}: see "
         "`forebay claims` for what is held there, enlarge it (docker run --shm-size), or set FOREBAY_CLAIMS to a larger local directory",
         key=told["name"], need=need, free=disk.free, budget=disk.total, hopeless=need > disk.total, limit="disk",
     )  # fmt: skip
