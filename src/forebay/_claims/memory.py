@@ -209,6 +209,6 @@ def _no_room(told: dict[str, Any], house: House, need: int) -> errors.NoSpace:
     files = ", but no more files can be made there" if disk.free >= need and disk.inodes_free == 0 else ""
     return errors.NoSpace(
         f"no room for {told['name']!r} of {house.name}: {need:,} bytes wanted, {disk.free:,} of {disk.total:,} are free in {place}{files}: "
-        "see `forebay claims` for what is held there, enlarge it (docker run --shm-size), or set FOREBAY_CLAIMS to a larger local directory",
+        "see `forebay claims` for what is held there, enlarge it (docker run --shm-size), or set FOREBAY_CLAIMS to a larger directory",
         key=told["name"], need=need, free=disk.free, budget=disk.total, hopeless=need > disk.total, limit="disk",
     )  # fmt: skip
