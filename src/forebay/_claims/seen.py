@@ -55,7 +55,7 @@ class Seen(NamedTuple):
         if not self.led or self._is_leader_dying():
             return True
         there = [member for member in self.members() if member.state == "in"]
-        return bool(there) and all(member.is_dying() for member in there)
+        return all(member.is_dying() for member in there) if there else self._is_led_no_more()
 
     def _is_leader_dying(self) -> bool:
         told = self.record
@@ -63,7 +63,11 @@ class Seen(NamedTuple):
             return False
         if processes.status(told.pid) is not None:
             return processes.is_dying(told.pid, told.ticks)
-        now = look_at(self.directory.parent, self.directory.name)  # /proc hides it from us, or it went this moment
+        return self._is_led_no_more()  # /proc hides it from us, or it went this moment
+
+    def _is_led_no_more(self) -> bool:
+        """By a second look: a child that its leader forked, and that was killed with it, may have had its lock for another moment."""
+        now = look_at(self.directory.parent, self.directory.name)
         return now is None or not now.led
 
     def memory(self) -> int | None:
