@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from _common import FLOOR, OURS, PEER
 
@@ -149,35 +149,55 @@ def import_all() -> None:
     importlib.import_module("streaming.base.shared.prefix")
 
 
-def hold(way: Registry, local: str) -> Callable[[Process], None]:
-    """Work of a process: claim once, to have touched everything that a fork made it share; then wait, claim, and tell the prefix and how
-    long it took: wall, CPU, and wall of that first time. Hold it until something is heard."""
+class Claimed(NamedTuple):
+    """What a claim took; no prefix where it was refused."""
 
-    def work(parent: Process) -> None:
-        began = time.perf_counter()
-        way.claim(f"{local} at first, of {os.getpid()}")[1]()
-        first = time.perf_counter() - began
-        parent.tell("ready")
-        parent.hear()
+    prefix: int | None
+    wall: float
+    cpu: float
+
+
+class Claimer:
+    """A process that claims a directory when it is told to, and lets go of it at once."""
+
+    def __init__(self, way: Registry) -> None:
+        self._process = Process(lambda parent: _claim_for_ever(parent, way))
+
+    def __call__(self, local: str) -> Claimed:
+        self._process.tell(local)
+        return Claimed(*self._process.hear())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+
+
+def _claim_for_ever(parent: Process, way: Registry) -> None:
+    while local := parent.hear():
         began, cpu = time.perf_counter(), time.process_time()
         try:
             prefix, let_go = way.claim(local)
         except ValueError:
-            parent.tell([None, time.perf_counter() - began, time.process_time() - cpu, first])
-            return
-        parent.tell([prefix, time.perf_counter() - began, time.process_time() - cpu, first])
-        parent.hear()
+            prefix, let_go = None, None
+        wall, cpu = time.perf_counter() - began, time.process_time() - cpu
+        if let_go is not None:
+            let_go()
+        parent.tell([prefix, wall, cpu])
+
+
+def hold(way: Registry, local: str) -> Callable[[Process], None]:
+    """Work of a process: claim, tell the prefix, and hold it until something is heard."""
+
+    def work(parent: Process) -> None:
+        prefix, let_go = way.claim(local)
+        parent.tell(prefix)
+        parent.hear(3600)
         let_go()
         parent.tell("gone")
 
     return work
-
-
-def begin(process: Process) -> Any:
-    """Have a process that is to `hold` go on; gives what it tells."""
-    assert process.hear() == "ready"
-    process.tell("go")
-    return process.hear()
 
 
 @contextlib.contextmanager
@@ -187,7 +207,7 @@ def jobs(way: Registry, folder: Path, count: int) -> Iterator[None]:
     try:
         for number in range(count):
             born.append(Process(hold(way, str(folder / f"job-{number}"))))
-            assert begin(born[-1])[0] is not None
+            assert born[-1].hear() is not None
         yield
         for job in born:
             job.tell("go")
@@ -197,36 +217,11 @@ def jobs(way: Registry, folder: Path, count: int) -> Iterator[None]:
             job.kill()
 
 
-class Claimed(NamedTuple):
-    """``first``: what the first claim of that process took."""
-
-    prefix: int | None
-    wall: float
-    cpu: float
-    first: float
-
-
-def timed(way: Registry, local: str, before: Callable[[], object] = lambda: None) -> Claimed:
-    """What a claim takes in a process that made one before. Then it lets go. ``before``: runs right before it, uncounted."""
-    process = Process(hold(way, local))
-    try:
-        assert process.hear() == "ready"
-        before()
-        process.tell("go")
-        found = Claimed(*process.hear())
-        if found.prefix is not None:
-            process.tell("go")
-            assert process.hear() == "gone"
-        return found
-    finally:
-        process.kill()
-
-
 def killed_job(label: str, local: str) -> int:
     """A job of three processes with shared memory is killed with -9, all at once. Gives its prefix."""
     if label != "Forebay":
         process = Process(hold(REGISTRIES[label], local))
-        prefix = begin(process)[0]
+        prefix = process.hear()
         process.kill()
         return int(prefix)
     ranks = [Process(_rank(local, 0))]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from _claims import (
     REGISTRIES,
     STREAMING,
     Barrier,
+    Claimer,
     Process,
     barriers,
     import_all,
@@ -21,7 +22,6 @@ from _claims import (
     of_python,
     registry,
     remove_streamings,
-    timed,
 )
 from _common import OURS, PEER, Line, Timing, main, seconds
 
@@ -30,10 +30,10 @@ CROSSING = {2: 0.3e-3, 4: 0.8e-3}
 
 
 def claiming(folder: Path, quick: bool) -> list[Line]:
-    """A claim of a directory with a remote, in a process that claimed before, while other jobs live."""
+    """A process claims a directory with a remote again and again, while other jobs live. Its first time is not counted."""
     import_all()
     with registry():
-        lines = [_claiming(folder, count, 2 if quick else 25) for count in ((0, 4) if quick else (0, 9, 49))]
+        lines = [_claiming(folder, count, 3 if quick else 50) for count in ((0, 4) if quick else (0, 9, 49))]
     for line in lines[1:]:
         line.note += f"; {line.ours.median / lines[0].ours.median:.2f}x of that with none"
     return lines
@@ -42,53 +42,51 @@ def claiming(folder: Path, quick: bool) -> list[Line]:
 def _claiming(folder: Path, count: int, rounds: int) -> Line:
     line = Line(f"claim with {count} live jobs", f"<= {seconds(CLAIM)}, flat")
     line.timings = {label: Timing(way.kind) for label, way in REGISTRIES.items()}
-    firsts: dict[str, list[float]] = {label: [] for label in REGISTRIES}
-    with jobs(REGISTRIES["Forebay"], folder, count), jobs(REGISTRIES[STREAMING], folder, count):
+    first = {}
+    with contextlib.ExitStack() as stack:
+        for label in ("Forebay", STREAMING):
+            stack.enter_context(jobs(REGISTRIES[label], folder, count))
+        claimers = {label: stack.enter_context(Claimer(way)) for label, way in REGISTRIES.items()}
         for number in range(rounds + 1):
-            for label, way in REGISTRIES.items():
-                found = timed(way, str(folder / "own"))
+            for label, claim in claimers.items():
+                found = claim(str(folder / "own"))
                 assert found.prefix is not None
                 if number:
                     line.timings[label].wall.append(found.wall)
                     line.timings[label].cpu.append(found.cpu)
-                    firsts[label].append(found.first)
+                else:
+                    first[label] = seconds(found.wall)
     line.met = line.ours.median <= CLAIM
-    line.note = (
-        f"a process's first {seconds(statistics.median(firsts['Forebay']))}, Streaming's {seconds(statistics.median(firsts[STREAMING]))}"
-    )
+    line.note = f"a process's first {first['Forebay']}, Streaming's {first[STREAMING]}"
     return line
 
 
 def killed(folder: Path, quick: bool) -> list[Line]:
-    """All processes of a job are killed at once; the next one claims the same directory."""
+    """All processes of a job are killed at once; another one claims the same directory."""
     import_all()
     line = Line("claim of the directory of a job that was killed with -9", "as the first: <= 1.2x")
     line.timings = {"Forebay": Timing(OURS), STREAMING: Timing(PEER)}
-    usual, failed, rounds = [], 0, 2 if quick else 15
-    with registry():
+    usual, failed, rounds = [], 0, 3 if quick else 15
+    with registry(), Claimer(REGISTRIES["Forebay"]) as ours, Claimer(REGISTRIES[STREAMING]) as streamings:
         for number in range(rounds + 1):
             local = str(folder / str(number))
-            usual.append(timed(REGISTRIES["Forebay"], local).wall)
-            for label, timing in line.timings.items():
-                dead: list[int] = []
+            usual.append(ours(local).wall)
+            for label, claim in (("Forebay", ours), (STREAMING, streamings)):
+                prefix = killed_job(label, local)
                 try:
-                    found = timed(REGISTRIES[label], local, partial(_kill_one, label, local, dead))
+                    found = claim(local)
                 finally:
-                    for prefix in dead if label == STREAMING else []:
+                    if label == STREAMING:
                         remove_streamings(prefix)
                 failed += found.prefix is None
                 assert found.prefix is not None or label == STREAMING
                 if number:
-                    timing.wall.append(found.wall)
-                    timing.cpu.append(found.cpu)
+                    line.timings[label].wall.append(found.wall)
+                    line.timings[label].cpu.append(found.cpu)
     first = statistics.median(usual[1:])
     line.met = line.ours.median <= 1.2 * first
     line.note = f"the first {seconds(first)}: {line.ours.median / first:.2f}x; Streaming refused it {failed} of {rounds + 1} times"
     return [line]
-
-
-def _kill_one(label: str, local: str, dead: list[int]) -> None:
-    dead.append(killed_job(label, local))
 
 
 def crossing(folder: Path, quick: bool) -> list[Line]:
