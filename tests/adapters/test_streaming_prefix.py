@@ -111,6 +111,7 @@ def test_a_directory_is_of_one_job() -> None:
 @pytest.mark.parametrize(
     ("directory", "remote"),
     [(A, None), (f"{A}/inside", "s3://bucket/a"), (DATA, "s3://bucket/a"), (B, "s3://bucket/a")],
+    ids=["no remote", "inside", "above", "beside"],  # the same in every process that collects them
 )
 def test_what_stands_beside_another(directory: str, remote: str | None) -> None:
     first, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
