@@ -22,7 +22,9 @@ from typing import Any, Self
 import pytest
 
 from forebay import claims
+from forebay._claims import members
 from forebay.adapters import streaming_names as names
+from forebay.adapters import streaming_shared
 
 SAMPLES = 60
 
@@ -118,8 +120,11 @@ class Job:
 
 
 def _run(body: Callable[[Say], None], write: int) -> None:
-    """As a program: what is registered for its end runs, and nothing of the tests does."""
+    """As a program: what is registered for its end runs, and nothing of the tests' process does: Ray's would crash in a child."""
     os.setsid()
+    atexit._clear()
+    atexit.register(members.leave_all)
+    atexit.register(streaming_shared._unlink_all)
     out = os.fdopen(write, "w")
 
     def say(value: Any) -> None:
