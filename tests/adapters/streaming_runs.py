@@ -64,9 +64,9 @@ class Node:
 
 
 @contextlib.contextmanager
-def own_node(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    registry, locks = Path(f"/dev/shm/forebay-test-{secrets.token_hex(6)}"), place / "locks"
-    locks.mkdir()
+def own_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    # Not below `tmp_path`: multiprocessing makes a socket there, whose path must not be long, and loses what is sent if it is.
+    registry, locks = Path(f"/dev/shm/forebay-test-{secrets.token_hex(6)}"), Path(tempfile.mkdtemp(prefix="fb-"))
     monkeypatch.setattr(tempfile, "tempdir", str(locks))
     monkeypatch.setenv("TMPDIR", str(locks))
     monkeypatch.setenv("FOREBAY_CLAIMS", str(registry))
@@ -75,6 +75,7 @@ def own_node(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     finally:
         claims.prune_claims()  # with what they have outside of it
         shutil.rmtree(registry, ignore_errors=True)
+        shutil.rmtree(locks, ignore_errors=True)
 
 
 Say = Callable[[Any], None]

@@ -39,8 +39,8 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    with own_node(tmp_path, monkeypatch) as found:
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    with own_node(monkeypatch) as found:
         yield found
 
 

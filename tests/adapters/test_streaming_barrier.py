@@ -23,8 +23,8 @@ from tests.adapters.streaming_runs import Job, Node, Say, own_node
 
 
 @pytest.fixture(autouse=True)
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    with own_node(tmp_path, monkeypatch) as found:
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    with own_node(monkeypatch) as found:
         yield found
 
 

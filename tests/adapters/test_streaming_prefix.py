@@ -33,8 +33,8 @@ A, B = f"{DATA}/a", f"{DATA}/b"
 
 
 @pytest.fixture(autouse=True)
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    with own_node(tmp_path, monkeypatch) as found:
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    with own_node(monkeypatch) as found:
         yield found
 
 
