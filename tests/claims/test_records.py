@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay._claims import dirs, records
-from forebay._claims.records import Beside, Record, Stream, load, masked
+from forebay._claims.records import Beside, Record, Stream, load, masked, shortened
 
 RECORD = Record(
     3, "train", "job=", "0", 1000, "node", 17, 4026531836, 99, 4026531840, 1.5, "python train.py",
@@ -100,3 +100,12 @@ def test_the_own_command_is_known() -> None:
 def test_a_user_without_a_name_is_a_number() -> None:
     assert records.user_name(0) == "root"
     assert records.user_name(4_000_000) == "4000000"
+
+
+def test_a_long_command_shows_its_program_and_its_last_arguments() -> None:
+    words = ["/a/long/way/to/python", "-c", "x" * 1000, "--steps=100"]
+    cut = shortened(" ".join(words), 200)
+    assert len(cut) == 200
+    assert cut.startswith("/a/long/way/to/python -c xxx")
+    assert cut.endswith("xxx --steps=100")
+    assert shortened("x" * 200, 200) == "x" * 200

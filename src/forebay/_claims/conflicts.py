@@ -8,9 +8,9 @@ from typing import Any
 from forebay import errors
 from forebay._claims import dirs, processes
 from forebay._claims.dirs import Place
-from forebay._claims.records import Record, Stream
+from forebay._claims.records import Record, Stream, shortened
 
-_LONGEST = 200  # of a command
+_LONGEST = 300  # of a command
 _WHAT_TO_DO = "give this job a directory of its own, wait until the other one ends, or, if both only read the same remote, say shared=True"
 
 _OR_RANKS = "; if both are ranks of one job, tell each which it is (world=), or initialise torch.distributed first"
@@ -107,4 +107,5 @@ def describe(record: Record, pids: list[int]) -> str:
     streams = ", ".join(f"{s.place.path} from {s.remote}" if s.remote is not None else s.place.path for s in record.streams)
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.start))
     who = f"{'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}" if pids else f"process {record.pid}, which ended"
-    return f"{record.owner}: {who} of {record.user} on {record.host} since {started}, for {streams}: {record.command[:_LONGEST] or '?'}"
+    command = shortened(record.command, _LONGEST) or "?"
+    return f"{record.owner}: {who} of {record.user} on {record.host} since {started}, for {streams}: {command}"

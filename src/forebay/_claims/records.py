@@ -150,7 +150,13 @@ def _command_of(pid: int) -> str:
         words = processes.read(f"/proc/{pid}/cmdline").rstrip(b"\0").decode(errors="replace").split("\0")
     except OSError:
         return ""
-    return masked(words)[:_LONGEST_COMMAND]
+    return shortened(masked(words), _LONGEST_COMMAND)
+
+
+def shortened(text: str, longest: int) -> str:
+    """A text without its middle where it is too long: of a command, its program and its last arguments tell the most."""
+    head, tail = longest // 2, longest - longest // 2 - 3
+    return text if len(text) <= longest else f"{text[:head]}...{text[-tail:]}"
 
 
 def masked(words: list[str]) -> str:
