@@ -631,7 +631,7 @@ MUTANTS = (
     ),
     Mutant(
         13, "a directory that another job has is not looked at", "_claims/ledger.py",
-        "(marks.places and records.may_meet(found, marks))", "False",
+        "records.may_meet(found, asked)", "False",
         f"{REGISTRY}test_the_error_has_both_claims_as_values",
     ),
     Mutant(
@@ -641,7 +641,7 @@ MUTANTS = (
     ),
     Mutant(
         13, "marks forget what lies above", "_claims/dirs.py",
-        "(self.above.isdisjoint(places) and self.places.isdisjoint(above))", "self.above.isdisjoint(places)",
+        "frozenset(places | above)", "frozenset(places)",
         "tests/claims/test_dirs.py::test_marks_miss_nothing",
     ),
     Mutant(

@@ -35,7 +35,7 @@ def text_of(record: Record) -> dict[str, Any]:
 
 
 def with_text(text: Any) -> bytes:
-    return records._HEAD.pack(records._MAGIC, 0, 0) + json.dumps(text).encode()
+    return records._HEAD.pack(records._MAGIC, 0) + json.dumps(text).encode()
 
 
 @pytest.mark.parametrize("field", Record._fields)
@@ -63,17 +63,20 @@ def test_a_field_of_another_kind_is_damage(field: str, value: Any) -> None:
 @example(b"[" * 100_000)
 def test_damage_is_nobodys_error(data: bytes) -> None:
     assert load(data) is None
-    assert load(RECORD.dump()[:16] + data) is None
-    assert isinstance(records.may_meet(data, dirs.marks([])), bool)
-    assert isinstance(records.may_meet(RECORD.dump()[:16] + data, dirs.marks([])), bool)
+    assert load(RECORD.dump()[:12] + data) is None
+    assert isinstance(records.may_meet(data, asked("/local/train")), bool)
+    assert isinstance(records.may_meet(RECORD.dump()[:12] + data, asked("/local/train")), bool)
+
+
+def asked(path: str) -> frozenset[int]:
+    return dirs.marks([dirs.canonical(path)]).asked
 
 
 def test_a_record_that_is_cut_short_may_be_anything() -> None:
-    ours = dirs.marks([dirs.canonical("/elsewhere")])
-    assert not records.may_meet(RECORD.dump(), ours)
-    assert records.may_meet(RECORD.dump()[:24], ours)
-    assert records.may_meet(RECORD.dump(), dirs.marks([dirs.canonical("/local/train/deep")]))
-    assert records.may_meet(RECORD.dump(), dirs.marks([dirs.canonical("/local")]))
+    assert not records.may_meet(RECORD.dump(), asked("/elsewhere"))
+    assert records.may_meet(RECORD.dump()[:24], asked("/elsewhere"))
+    assert records.may_meet(RECORD.dump(), asked("/local/train/deep"))
+    assert records.may_meet(RECORD.dump(), asked("/local"))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_a_child_that_dies_while_it_is_looked_at(registry: Path, monkeypatch: py
         os.close(fd)
     os.kill(leader, signal.SIGKILL)
     os.waitpid(leader, 0)
-    (name,) = [name for name in os.listdir(registry) if seen.parse(name)]
+    (name,) = [name for name in os.listdir(registry) if seen.parse([name])]
     found = seen.look_at(registry, name)
     assert found is not None
     assert found.led
@@ -55,3 +55,9 @@ def test_a_child_that_dies_while_it_is_looked_at(registry: Path, monkeypatch: py
 
     monkeypatch.setattr(Seen, "members", later)
     assert found.is_ending()
+
+
+def test_names_of_claims_are_told_from_others() -> None:
+    sound, tag = f"000001.{'a' * 16}", "b" * 16
+    others = ["", "lock", f"1.{tag}", f".new.{tag}", f"000002.{tag}\n", f"x000003.{tag}", f"000004.{tag}x", f"\n000005.{tag}"]
+    assert seen.parse([*others, sound, *others, f"1000000.{tag}"]) == [(sound, 1, "a" * 16), (f"1000000.{tag}", 1_000_000, tag)]

@@ -119,8 +119,8 @@ def read(fd: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _inside(directory: Path) -> Iterator[str | None]:
-    """A path to a directory of ours, by which it stays the same one: the owner of the registry could put another under its name. None
+def _inside(directory: Path) -> Iterator[int | None]:
+    """A descriptor of a directory of ours, by which it stays the same one: the owner of the registry could put another under its name. None
     where it is not ours, or not there."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -128,7 +128,7 @@ def _inside(directory: Path) -> Iterator[str | None]:
         yield None
         return
     try:
-        yield f"/proc/self/fd/{fd}" if os.fstat(fd).st_uid == os.geteuid() else None
+        yield fd if os.fstat(fd).st_uid == os.geteuid() else None
     finally:
         os.close(fd)
 
@@ -141,7 +141,7 @@ def remove(directory: Path) -> None:
         try:
             for name in sorted(os.listdir(inside), key=_LAST.find):
                 with contextlib.suppress(IsADirectoryError):  # then the directory is not empty at the end
-                    host.unlink(f"{inside}/{name}")
+                    host.unlink(name, inside)
             host.rmdir(directory)
         except FileNotFoundError:
             return  # another process removes it too
@@ -154,9 +154,11 @@ def remove(directory: Path) -> None:
 def remove_beside(directory: Path) -> None:
     """Remove what a claim had beside its directory. Caller: holds the registry's lock, and makes no claim before: names and texts may be
     the same again."""
+    if not os.path.lexists(f"{directory}/{LANDMARK}"):
+        return  # there is nothing, or a killed process removed it
     with _inside(directory) as inside:
         if inside is not None:
-            _remove_beside(inside)
+            _remove_beside(f"/proc/self/fd/{inside}")
 
 
 def _remove_beside(inside: str) -> None:

@@ -85,28 +85,26 @@ def _ignores_case(directory: str) -> bool:
 
 
 class Marks(NamedTuple):
-    """Numbers that show quickly where places cannot overlap: of the places, and of what is above them, as each directory above sees it.
-    Where two overlap, one of the first is among the other's second, or the other way round."""
+    """Numbers that show quickly where places cannot overlap. ``told``: of the places (even), and of what is above them as each directory
+    above sees it (odd). ``asked``: the same with the last bit turned: where two overlap, what one tells is among what the other asks."""
 
-    places: frozenset[int]
-    above: frozenset[int]
-
-    def may_meet(self, places: Iterable[int], above: Iterable[int]) -> bool:
-        return not (self.above.isdisjoint(places) and self.places.isdisjoint(above))
+    told: frozenset[int]
+    asked: frozenset[int]
 
 
 def marks(wanted: Iterable[Place]) -> Marks:
-    """The marks of places, and of what is above each, itself too."""
+    """The marks of places. Above each is itself too."""
     places, above = set(), set()
     for place in wanted:
         for depth, level in enumerate(place.levels):
             mark = zlib.crc32(b"%d:%d" % level)
-            above.add(mark)
+            above.add(mark | 1)
             for name in place.names[depth:]:
                 mark = zlib.crc32(os.fsencode(name) + b"/", mark)
-                above.add(mark)
-            places.add(mark)
-    return Marks(frozenset(places), frozenset(above))
+                above.add(mark | 1)
+            places.add(mark & ~1)
+    told = frozenset(places | above)
+    return Marks(told, frozenset(mark ^ 1 for mark in told))
 
 
 def overlap(a: Place, b: Place) -> bool:

@@ -73,25 +73,21 @@ class Ledger:
     def make_way(self, wanted: Wanted) -> set[int]:
         """The numbers that are taken; our own dead claims are freed on the way. Raises `InTheWay` where one that lives has the same name,
         or a directory that is wanted."""
-        marks = dirs.marks(stream.place for stream in wanted.streams if stream.remote is not None)
-        taken, tag, registry = set(), wanted.tag, str(self._path)
-        for name in self.names:
-            told = seen.parse(name)
-            if told is None:
-                continue
-            found = seen.glance(f"{registry}/{name}")
-            if found is None:
-                if self._is_gone(name):
-                    continue
-            elif told[1] == tag or (marks.places and records.may_meet(found, marks)):
-                self._check(wanted, name)
-            taken.add(told[0])
+        asked = dirs.marks(stream.place for stream in wanted.streams if stream.remote is not None).asked
+        taken, own = set(), wanted.tag
+        registry = os.open(self._path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for name, prefix, tag in seen.parse(self.names):
+                found = seen.glance(name, registry)
+                if found is None:
+                    if self.free(self._path / name) or not os.path.isdir(self._path / name):
+                        continue  # its number can be had; that of another user's dead claim cannot
+                elif tag == own or records.may_meet(found, asked):
+                    self._check(wanted, name)
+                taken.add(prefix)
+        finally:
+            os.close(registry)
         return taken
-
-    def _is_gone(self, name: str) -> bool:
-        """Whether the number of a dead claim can be had: ours is freed now, another user's keeps it."""
-        dead = seen.look_at(self._path, name)
-        return dead is None or (not dead.live and self.free(dead.directory))
 
     def _check(self, wanted: Wanted, name: str) -> None:
         other = seen.look_at(self._path, name)

@@ -8,6 +8,7 @@ import os
 import pwd
 import re
 import struct
+import sys
 from array import array
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from forebay._claims.dirs import Place
 VERSION = 1
 LARGEST = 1 << 20  # bytes of a record that are looked at: anybody may write one
 _LONGEST_COMMAND = 500
-_HEAD = struct.Struct("=8sII")  # of what kind, how many marks of places, and of what is above them
+_HEAD = struct.Struct("=8sI")  # of what kind, and how many marks of its places follow
 _MAGIC = b"claim 1\n"
 _PROCESS = re.compile(r"process \d+")
 _USER = re.compile(r"://[^/\s@]*@")
@@ -74,28 +75,27 @@ class Record(NamedTuple):
 
     def dump(self) -> bytes:
         """As it is kept: marks of its places, by which others see quickly that it does not concern them, then JSON."""
-        places, above = dirs.marks(stream.place for stream in self.streams)
+        told = dirs.marks(stream.place for stream in self.streams).told
         text = json.dumps(self._asdict(), separators=(",", ":"), allow_nan=False).encode()
-        return _HEAD.pack(_MAGIC, len(places), len(above)) + array("I", [*places, *above]).tobytes() + text
+        return _HEAD.pack(_MAGIC, len(told)) + array("I", told).tobytes() + text
 
 
-def may_meet(data: bytes, ours: dirs.Marks) -> bool:
-    """Whether a place of the record could overlap with one of ours. False is certain."""
-    try:
-        magic, places, above = _HEAD.unpack_from(data)
-        theirs = struct.unpack_from(f"={places + above}I", data, _HEAD.size)
-    except struct.error:
+def may_meet(data: bytes, asked: frozenset[int]) -> bool:
+    """Whether a place of the record could overlap with one whose marks ask. False is certain. ``data``: its beginning."""
+    count = int.from_bytes(data[_HEAD.size - 4 : _HEAD.size], sys.byteorder)
+    told = data[_HEAD.size : _HEAD.size + 4 * count]
+    if not data.startswith(_MAGIC) or len(told) != 4 * count:
         return True
-    return magic != _MAGIC or ours.may_meet(theirs[:places], theirs[places:])
+    return not asked.isdisjoint(memoryview(told).cast("I"))
 
 
 def load(data: bytes) -> Record | None:
     """The record; None where it is damaged, or of a version that is not known."""
     try:
-        magic, places, above = _HEAD.unpack_from(data)
+        magic, marks = _HEAD.unpack_from(data)
         if magic != _MAGIC:
             return None
-        found = json.loads(data[_HEAD.size + 4 * (places + above) :])
+        found = json.loads(data[_HEAD.size + 4 * marks :])
         if found["version"] != VERSION:
             return None
         found["streams"] = tuple(_stream(*stream) for stream in found["streams"])

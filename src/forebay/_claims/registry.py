@@ -144,7 +144,7 @@ class Registry:
 
     def prefixes(self) -> set[int]:
         """The numbers that claims have, dead ones too."""
-        return {told[0] for name in os.listdir(self.path) if (told := seen.parse(name)) is not None}
+        return {prefix for _, prefix, _ in seen.parse(os.listdir(self.path))}
 
     def prune(self, timeout: float | None = _PATIENCE) -> list[Seen]:
         """Free what is dead and this user's now; the next claim of the user would do the same. Gives what was freed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from forebay._claims.records import Record
 from forebay._claims.table import CLAIM, LEADER, SLOTS, Member, Table
 from forebay._kernel import locks
 
-_NAME = re.compile(r"(\d{6,15})\.([0-9a-f]{16})")
+_NAME = re.compile(r"(?<![^/])(([0-9]{6,15})\.([0-9a-f]{16}))(?![^/])")
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # anybody may have put a FIFO there
 _MEMORY = "/dev/shm/"
 _GLANCE = 1024  # bytes: the marks of a few directories
@@ -94,16 +95,16 @@ def _open(directory: Path) -> int:
     return os.open(directory / CLAIM, _TO_READ)
 
 
-def parse(name: str) -> tuple[int, str] | None:
-    """Number and tag of the claim whose directory has this name; None if it is no such name."""
-    found = _NAME.fullmatch(name)
-    return (int(found[1]), found[2]) if found else None
+def parse(names: Iterable[str]) -> list[tuple[str, int, str]]:
+    """Of names in the registry those that claims' directories have, with the number and tag of each."""
+    return [(name, int(prefix), tag) for name, prefix, tag in _NAME.findall("/".join(names))]  # at once: 0.3 us a name, alone 1
 
 
-def glance(directory: str) -> bytes | None:
-    """The beginning of what a claim says of itself, if anybody has it; else None. Takes 8 us."""
+def glance(directory: str, registry: int | None = None) -> bytes | None:
+    """The beginning of what a claim says of itself, if anybody has it; else None. ``registry``: a descriptor of what the path begins at.
+    Takes 6 us."""
     try:
-        fd = os.open(f"{directory}/{CLAIM}", _TO_READ)
+        fd = os.open(f"{directory}/{CLAIM}", _TO_READ, dir_fd=registry)
     except OSError:
         return None
     try:
@@ -116,10 +117,9 @@ def glance(directory: str) -> bytes | None:
 
 def look_at(registry: Path, name: str) -> Seen | None:
     """The claim of this name; None where there is none, or it was freed meanwhile."""
-    told = parse(name)
-    if told is None:
+    if not (found := parse([name])):
         return None
-    directory = registry / name
+    told, directory = found[0][1:], registry / name
     try:
         fd = _open(directory)
     except OSError:

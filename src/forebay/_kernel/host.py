@@ -164,11 +164,11 @@ def link(old: str | Path, new: str | Path) -> None:
     os.link(old, new, follow_symlinks=False)
 
 
-def unlink(path: Path) -> bool:
-    """Remove a name; False if it was missing."""
+def unlink(path: str | Path, directory: int | None = None) -> bool:
+    """Remove a name; False if it was missing. ``directory``: a descriptor of where a relative one begins."""
     step("unlink", path)
     try:
-        os.unlink(path)
+        os.unlink(path, dir_fd=directory)
     except FileNotFoundError:
         return False
     return True
