@@ -272,11 +272,13 @@ def test_a_killed_leader_is_waited_for_until_the_last_of_it_is_gone(node: Regist
     leader = held(crew, "/local", world=rank(0, 2), job="job")
     follower = held(crew, "/local", world=rank(1, 2), job="job")
     leader.kill()
-    threading.Timer(pause, follower.kill).start()
+    killing = threading.Timer(pause, follower.kill)
+    killing.start()
     began = time.monotonic()
     with claim("/local", world=rank(0, 2), job="job") as found:
         assert pause <= time.monotonic() - began + 0.1 < pause + SOON
         assert found.prefix == 0
+    killing.join()
 
 
 def test_what_does_not_end_in_time_is_a_conflict(node: Registry, crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
