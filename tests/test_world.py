@@ -20,6 +20,7 @@ SLURM = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
     "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": "8",
 }  # fmt: skip
+HANDED_ON = {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")}
 SIXTH_OF_EIGHT = World(2, 4, 1, 5)
 ALONE = World(1, 1, 1, 0)
 
@@ -128,12 +129,13 @@ def test_each_launcher_is_understood(variables: pytest.MonkeyPatch, said: dict[s
         {"RANK": "", "WORLD_SIZE": ""},
         {"WORLD_SIZE": "1"},
         {"RANK": "0", "WORLD_SIZE": "1"},
-        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},
+        {**HANDED_ON, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1"},
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"},
         {**SLURM, "SLURM_STEP_ID": "4294967291"},
         {"PMI_RANK": "3"},
         {"LOCAL_RANK": "3"},
     ],
-    ids=["nothing", "empty", "size 1", "rank 0 of 1", "a batch script", "a batch step", "no size", "a device"],
+    ids=["nothing", "empty", "size 1", "rank 0 of 1", "a batch script", "an empty batch", "a batch step", "no size", "a device"],
 )
 def test_else_it_is_alone(variables: pytest.MonkeyPatch, said: dict[str, str]) -> None:
     assert detected(variables, said) == ALONE
@@ -146,6 +148,25 @@ def test_the_inner_launcher_counts(variables: pytest.MonkeyPatch) -> None:
     for name in TORCHRUN:
         variables.delenv(name)
     assert detected(variables, {**outer, **MPI}) == SIXTH_OF_EIGHT
+
+
+@pytest.mark.parametrize(
+    "how_many",
+    [{"SLURM_NTASKS_PER_NODE": "4"}, {"SLURM_NNODES": "2"}, {"SLURM_JOB_NUM_NODES": "2"}, {"LOCAL_WORLD_SIZE": "4"}],
+    ids=lambda said: next(iter(said)),
+)
+def test_what_a_container_is_told_of_slurm_is_enough(variables: pytest.MonkeyPatch, how_many: dict[str, str]) -> None:
+    assert detected(variables, {**HANDED_ON, **how_many}) == SIXTH_OF_EIGHT
+    first = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert detected(variables, first) == World(2, 4, 1, 0)
+
+
+@pytest.mark.parametrize("said", [MPI, HYDRA], ids=["Open MPI", "MPICH"])
+def test_what_mpi_does_not_say_can_be_set_by_hand(variables: pytest.MonkeyPatch, said: dict[str, str]) -> None:
+    without = {name: value for name, value in said.items() if name not in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")}
+    with pytest.raises(errors.ConfigError, match="set LOCAL_WORLD_SIZE"):
+        detected(variables, without)
+    assert detected(variables, {"LOCAL_WORLD_SIZE": "4"}) == SIXTH_OF_EIGHT
 
 
 def test_an_outer_launcher_is_not_even_read(variables: pytest.MonkeyPatch) -> None:
@@ -162,6 +183,10 @@ def test_launchers_that_speak_of_the_same_ranks_complete_each_other(variables: p
     [
         ({"RANK": "3"}, "there is no WORLD_SIZE"),
         ({"WORLD_SIZE": "4", "LOCAL_RANK": "1"}, "there is no RANK"),
+        ({"OMPI_COMM_WORLD_RANK": "3"}, "there is no OMPI_COMM_WORLD_SIZE"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "there is no OMPI_COMM_WORLD_RANK"),
+        ({"SLURM_PROCID": "3", "SLURM_JOB_ID": "7"}, "there is no SLURM_STEP_NUM_TASKS"),
+        ({**HANDED_ON, "SLURM_NNODES": "3"}, "8 ranks here are uneven"),
         ({"RANK": "three", "WORLD_SIZE": "4"}, "'three' is no number"),
         ({"RANK": "-1", "WORLD_SIZE": "4"}, "'-1' is no number"),
         ({"RANK": "4", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "there is no rank 4 among 4"),

@@ -17,7 +17,7 @@ LAUNCHERS = [
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     *("PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    *(name for name in os.environ if name.startswith(("SLURM_", "OMPI_"))),
+    *(name for name in os.environ if name.startswith(("SLURM", "OMPI_"))),
 ]
 """The variables that launchers set."""
 

@@ -43,6 +43,7 @@ def identified(patch: pytest.MonkeyPatch, said: dict[str, str], world: World = F
         ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "mine"}, "torchrun's run", "torchrun mine at 127.0.0.1:29500"),
         (MPI, "MPI's job", "MPI 17"),
         (SLURM, "the step of SLURM", "SLURM 7.0"),
+        ({**SLURM, "SLURM_STEP_ID": ""}, "the step of SLURM", "SLURM 7"),
         (TWO, "MASTER_ADDR and MASTER_PORT", "127.0.0.1:29500"),
         ({}, "the process that started this one", f"process {os.getppid()}"),
         ({**TORCHRUN, **SLURM}, "torchrun's run", "torchrun at 127.0.0.1:29500"),

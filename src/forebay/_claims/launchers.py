@@ -15,6 +15,7 @@ from typing import Any
 from forebay.errors import ConfigError
 
 TORCH, ENVIRONMENT = "torch.distributed", "the environment"
+_BY_HAND = "LOCAL_WORLD_SIZE"  # how many ranks a node has, where the launcher does not say it
 _SPECIAL_STEPS = 0xFFFFFFF0  # SLURM numbers the batch script and its like from here on: they are no step with ranks
 _RANDOM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # the name of a run that nobody named
 _GROUPS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -145,41 +146,54 @@ def from_torchrun() -> Said | None:
 
 def from_mpi() -> Said | None:
     """The variables of Open MPI's mpirun, and of MPICH's and Intel's."""
-    if not _has("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+    if not _has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK"):
         return None
     said = Variables(
         "MPI", rank="OMPI_COMM_WORLD_RANK PMI_RANK", num_ranks="OMPI_COMM_WORLD_SIZE PMI_SIZE",
-        rank_of_node="OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID", ranks_per_node="OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS",
+        rank_of_node="OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID",
+        ranks_per_node=f"OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS {_BY_HAND}",
     )  # fmt: skip
     rank, num_ranks = said.number("rank"), said.number("num_ranks")
     if rank is None or num_ranks is None:
+        if _has("OMPI_COMM_WORLD_RANK") or (num_ranks or 1) > 1:
+            raise wrong(said, f"there is no OMPI_COMM_WORLD_{'RANK' if rank is None else 'SIZE'}")
         return None
     run = os.environ.get("PMIX_NAMESPACE")
     return said.said(rank, num_ranks, job=f"mpi {run}" if run else None, name=f"MPI {run}", how="MPI's job")
 
 
 def from_slurm() -> Said | None:
-    """The variables of SLURM, within a step: a batch script has them too, and runs once."""
-    if not _has("SLURM_STEP_ID", "SLURM_STEPID"):
+    """The variables of SLURM, within a step; or handed on to a container, which may leave out the step."""
+    if not _has("SLURM_PROCID"):
         return None
     said = Variables(
         "SLURM", job="SLURM_JOB_ID SLURM_JOBID", step="SLURM_STEP_ID SLURM_STEPID", rank="SLURM_PROCID", rank_of_node="SLURM_LOCALID",
-        num_ranks="SLURM_STEP_NUM_TASKS SLURM_NTASKS", tasks="SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE",
-        node="SLURM_NODEID", num_nodes="SLURM_STEP_NUM_NODES SLURM_NNODES",
+        num_ranks="SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NPROCS", tasks="SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE",
+        ranks_per_node=f"SLURM_NTASKS_PER_NODE {_BY_HAND}", node="SLURM_NODEID",
+        num_nodes="SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
     )  # fmt: skip
     step, rank, num_ranks = said.number("step"), said.number("rank"), said.number("num_ranks")
-    if step is None or step >= _SPECIAL_STEPS or rank is None:
+    if rank is None or _is_batch_script(step, rank, num_ranks):
         return None
     if num_ranks is None:
         raise wrong(said, "there is no SLURM_STEP_NUM_TASKS")
-    run, per_node = f"{said.text('job')}.{step}", _even(said, said.text("tasks"))
-    return said.said(rank, num_ranks, ranks_per_node=per_node, job=f"slurm {run}", name=f"SLURM {run}", how="the step of SLURM")
+    job, tasks = said.text("job"), said.text("tasks")
+    run = f"{job}.{step}" if step is not None else job
+    per_node = said.number("ranks_per_node") if tasks is None else _even(said, tasks)
+    return said.said(
+        rank, num_ranks, ranks_per_node=per_node, job=f"slurm {run}" if run else None, name=f"SLURM {run}", how="the step of SLURM"
+    )
 
 
-def _even(said: Variables, groups: str | None) -> int | None:
+def _is_batch_script(step: int | None, rank: int, num_ranks: int | None) -> bool:
+    """It has the variables of rank 0, and runs once. Of what SLURM itself starts it alone has no number of a step."""
+    if step is not None:
+        return step >= _SPECIAL_STEPS
+    return rank == 0 and (num_ranks is None or _has("SLURMD_NODENAME"))
+
+
+def _even(said: Variables, groups: str) -> int:
     """How many ranks each node has, of SLURM's ``4(x2)``: four on each of two. 0 if not all have the same number."""
-    if groups is None:
-        return None
     found = [_GROUPS.fullmatch(group) for group in groups.split(",")]
     if None in found:
         raise wrong(said, f"{groups!r} is no list of tasks per node")

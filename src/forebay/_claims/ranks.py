@@ -27,7 +27,9 @@ def ranks() -> tuple[int, int, int]:
     if not said:
         return 1, 1, 0
     first = said[0]
-    per_node = _merged(said, "ranks_per_node")
+    per_node, num_nodes = _merged(said, "ranks_per_node"), _merged(said, "num_nodes")
+    if per_node is None and num_nodes:
+        per_node = 0 if first.num_ranks % num_nodes else first.num_ranks // num_nodes
     if per_node is None:
         per_node = 1 if first.num_ranks == 1 else _together(first)
     _check(said, per_node)
