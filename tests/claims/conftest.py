@@ -1,4 +1,4 @@
-"""What the tests of claims share: a node of their own, and processes that end with the test."""
+"""What the tests of claims share: a node of their own, a claim without one, and processes that end with the test."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from forebay._claims import named_locks
+from forebay._claims.members import House
 from forebay._claims.registry import Registry
 from tests.claiming import registry  # noqa: F401 (a fixture)
+from tests.claims import houses
 from tests.harness import Crew
 
 
@@ -23,3 +26,18 @@ def crew() -> Iterator[Crew]:
 def node(registry: Path) -> Registry:  # noqa: F811
     """The registry, made."""
     return Registry()
+
+
+@pytest.fixture
+def place(quick_path: Path) -> Path:
+    """A claim's directory."""
+    return houses.found(quick_path / "claim")
+
+
+@pytest.fixture
+def house(place: Path) -> Iterator[House]:
+    """Who leads it: this process."""
+    found = houses.leader(place)
+    yield found
+    named_locks.close(found)
+    found.members.leave()

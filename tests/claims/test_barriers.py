@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +32,6 @@ NAME = "start"
 LONG = 30.0
 SOON = 1.0
 """Within which a death is to be told."""
-
-
-@pytest.fixture
-def place(quick_path: Path) -> Path:
-    return houses.found(quick_path / "claim")
-
-
-@pytest.fixture
-def house(place: Path) -> Iterator[House]:
-    found = houses.leader(place)
-    yield found
-    named_locks.close(found)
-    found.members.leave()
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    found = Crew()
-    yield found
-    found.dismiss()
 
 
 def rank(place: Path, number: int, work: Callable[[Barrier], Any], name: str = NAME) -> Any:

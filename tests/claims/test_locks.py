@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +16,25 @@ from forebay._claims import memory, named_locks
 from forebay._claims.members import House
 from forebay._claims.named_locks import NamedLock
 from forebay._kernel import waits
-from tests.claims import houses
 from tests.claims.houses import rank
-from tests.harness import Crew, Gate, in_child
+from tests.harness import Child, Crew, Gate, in_child
 
 LONG = 30.0
 
 
-@pytest.fixture
-def place(quick_path: Path) -> Path:
-    return houses.found(quick_path / "claim")
+def held(crew: Crew, place: Path, number: int) -> Child:
+    """A rank that is inside until it is killed."""
+    inside = Gate()
 
+    def hold(house: House) -> None:
+        with NamedLock(house, "x"):
+            inside.open()
+            signal.pause()
 
-@pytest.fixture
-def house(place: Path) -> Iterator[House]:
-    found = houses.leader(place)
-    yield found
-    named_locks.close(found)
-    found.members.leave()
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    found = Crew()
-    yield found
-    found.dismiss()
+    child = crew(lambda: rank(place, number, hold))
+    inside.wait()
+    inside.close()
+    return child
 
 
 def is_free(house: House, name: str = "x") -> bool:
@@ -109,15 +102,7 @@ def test_an_error_inside_lets_go(place: Path, house: House) -> None:
 
 
 def test_a_death_lets_go(place: Path, house: House, crew: Crew) -> None:
-    inside = Gate()
-
-    def hold(house: House) -> None:
-        with NamedLock(house, "x"):
-            inside.open()
-            Gate().wait()
-
-    holder = crew(lambda: rank(place, 1, hold))
-    inside.wait()
+    holder = held(crew, place, 1)
     killed: list[float] = []
     timer = threading.Timer(0.1, lambda: (killed.append(time.monotonic()), holder.kill()))
     timer.start()
@@ -128,15 +113,7 @@ def test_a_death_lets_go(place: Path, house: House, crew: Crew) -> None:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_timeout_names_the_holder(place: Path, house: House, crew: Crew, stopped: bool) -> None:
-    inside = Gate()
-
-    def hold(house: House) -> None:
-        with NamedLock(house, "x"):
-            inside.open()
-            Gate().wait()
-
-    holder = crew(lambda: rank(place, 7, hold))
-    inside.wait()
+    holder = held(crew, place, 7)
     if stopped:
         holder.signal(signal.SIGSTOP)
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)

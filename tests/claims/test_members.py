@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,18 +21,6 @@ from forebay._kernel import locks
 from tests.claims import houses
 from tests.harness import Crew, Gate
 from tests.kernel.children import Child, Line, fork_in_c
-
-
-@pytest.fixture
-def place(quick_path: Path) -> Path:
-    return houses.found(quick_path / "claim")
-
-
-@pytest.fixture
-def house(place: Path) -> Iterator[House]:
-    found = houses.leader(place)
-    yield found
-    found.members.leave()
 
 
 def states(house: House) -> list[str]:

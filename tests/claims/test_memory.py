@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,6 @@ from forebay._kernel import host
 from tests.claims import houses
 from tests.claims.houses import rank
 from tests.harness import Crew, death_of, fork, fork_to_die, in_child
-
-
-@pytest.fixture
-def place(quick_path: Path) -> Path:
-    return houses.found(quick_path / "claim")
-
-
-@pytest.fixture
-def house(place: Path) -> Iterator[House]:
-    found = houses.leader(place)
-    yield found
-    named_locks.close(found)
-    found.members.leave()
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    found = Crew()
-    yield found
-    found.dismiss()
-
 
 # -- what is shared ----------------------------------------------------------------------------------------------------
 

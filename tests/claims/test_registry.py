@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -13,9 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -32,6 +33,7 @@ from tests.claiming import REMOTE, alone, claims_in, rank, text_of
 from tests.harness import Child, Crew, Gate, fork, in_child
 
 SOON = 2.0
+T = TypeVar("T")
 
 
 def claim(local: object, remote: str | None = REMOTE, **how: Any) -> forebay.Claim:
@@ -52,6 +54,27 @@ def held(crew: Crew, local: object, remote: str | None = REMOTE, **how: Any) -> 
     ready.wait()
     ready.close()
     return child
+
+
+def at_once(crew: Crew, works: Sequence[Callable[[Callable[[], None]], T]]) -> list[T]:
+    """Let processes begin together; at what each is given, it waits until all have come there."""
+    begin, come, done = Gate(), Gate(), Gate()
+
+    def one(work: Callable[[Callable[[], None]], T]) -> T:
+        begin.wait()
+        return work(lambda: (come.open(), done.wait())[1])
+
+    born = [crew(lambda work=work: one(work)) for work in works]
+    for _ in born:
+        begin.open()
+    for _ in born:
+        come.wait()
+    for _ in born:
+        done.open()
+    found = [child.result() for child in born]
+    for gate in (begin, come, done):
+        gate.close()
+    return found
 
 
 # -- the directory of the registry -------------------------------------------------------------------------------------
@@ -389,45 +412,23 @@ def test_the_claim_of_a_leader_that_is_gone_is_not_joined(node: Registry, crew: 
 
 
 def test_whoever_comes_first_makes_what_nobody_leads(node: Registry, crew: Crew) -> None:
-    go, come, done = Gate(), Gate(), Gate()
-
-    def one() -> tuple[int, int]:
-        go.wait()
+    def one(meet: Callable[[], None]) -> tuple[int, int]:
         found = Registry().join_or_register(Wanted("any", "by name", "name", ()))
-        come.open()
-        done.wait()
+        meet()
         return found.record.prefix, found.record.pid
 
-    born = [crew(one) for _ in range(6)]
-    for _ in born:
-        go.open()
-    for _ in born:
-        come.wait()
-    for _ in born:
-        done.open()
-    assert len({child.result() for child in born}) == 1
+    assert len(set(at_once(crew, [one] * 6))) == 1
 
 
 def test_64_processes_of_8_jobs_at_once(node: Registry, crew: Crew, registry: Path) -> None:
-    go, come, done = Gate(), Gate(), Gate()
-
-    def one(job: int, number: int) -> tuple[int, int, int]:
-        go.wait()
+    def one(job: int, number: int, meet: Callable[[], None]) -> tuple[int, int, int]:
         with claim(f"/local/{job}", world=rank(number, 8), job=f"job {job}") as found:
             found.barrier("all").wait(8, 60)
             count = len(found._members.live())
-            come.open()
-            done.wait()
+            meet()
             return job, found.prefix, count
 
-    born = [crew(lambda job=job, number=number: one(job, number)) for job in range(8) for number in range(8)]
-    for _ in born:
-        go.open()
-    for _ in born:
-        come.wait()
-    for _ in born:
-        done.open()
-    found = [child.result() for child in born]
+    found = at_once(crew, [functools.partial(one, job, number) for job in range(8) for number in range(8)])
     prefixes = {job: {prefix for of, prefix, _ in found if of == job} for job in range(8)}
     assert sorted(prefix for (prefix,) in prefixes.values()) == list(range(8))
     assert {count for _, _, count in found} == {8}

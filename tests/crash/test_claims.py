@@ -48,6 +48,21 @@ def every_step(during: Callable[[], object], after: Callable[[], object], least:
     return deaths
 
 
+def every_step_beside(
+    living: Callable[[Callable[[], None]], list[str]], during: Callable[[], object], after: Callable[[], object], least: int
+) -> list[str]:
+    """`every_step` while another process is in the middle of ``living``, at what it is given. Gives what that one found."""
+    ready, done = Gate(), Gate()
+    beside = fork(lambda: living(lambda: (ready.open(), done.wait())[1]))
+    ready.wait()
+    every_step(during, after, least)
+    done.open()
+    found: list[str] = beside.result()
+    ready.close()
+    done.close()
+    return found
+
+
 def left(place: Path) -> list[str]:
     """What is in the registry, its lock apart."""
     return sorted(set(os.listdir(place)) - {"lock"})
@@ -114,12 +129,10 @@ def test_what_a_dead_one_left_is_freed(registry: Path, tmp_path: Path, how: str)
 
 def test_a_rank_that_joins(registry: Path, tmp_path: Path) -> None:  # noqa: F811
     """The leader goes on with what it has, whoever dies beside it."""
-    ready, done = Gate(), Gate()
 
-    def lead() -> list[str]:
+    def lead(stay: Callable[[], None]) -> list[str]:
         with forebay.claim(tmp_path, REMOTE, rank(0, 2), "job") as claim:
-            ready.open()
-            done.wait()
+            stay()
             assert claim._members.live() == [member for member in claim._members.records() if member.slot == 0]
             return left(registry)
 
@@ -131,21 +144,14 @@ def test_a_rank_that_joins(registry: Path, tmp_path: Path) -> None:  # noqa: F81
             assert claim.prefix == 0
             assert claim._members.is_in(0)
 
-    leader = fork(lead)
-    ready.wait()
-    every_step(join, joins, least=2)
-    done.open()
-    assert len(leader.result()) == 1
+    assert len(every_step_beside(lead, join, joins, least=2)) == 1
     assert left(registry) == []
 
 
 def test_a_claim_that_is_refused(registry: Path, tmp_path: Path) -> None:  # noqa: F811
-    ready, done = Gate(), Gate()
-
-    def hold() -> list[str]:
+    def hold(stay: Callable[[], None]) -> list[str]:
         with forebay.claim(tmp_path, REMOTE, alone()):
-            ready.open()
-            done.wait()
+            stay()
             with forebay.claim(tmp_path / "..", None, alone(), name="frees what is left"):
                 return left(registry)
 
@@ -153,11 +159,7 @@ def test_a_claim_that_is_refused(registry: Path, tmp_path: Path) -> None:  # noq
         with pytest.raises(errors.ClaimConflict):
             forebay.claim(tmp_path / "below", REMOTE, alone())
 
-    holder = fork(hold)
-    ready.wait()
-    every_step(refused, refused, least=5)
-    done.open()
-    assert len(holder.result()) == 2
+    assert len(every_step_beside(hold, refused, refused, least=5)) == 2
     assert left(registry) == []
 
 

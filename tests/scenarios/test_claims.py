@@ -22,6 +22,24 @@ from forebay import errors
 from tests import harness
 from tests.claiming import REMOTE, alone, claims_in, files, rank, text_of
 
+
+def left_by_one_killed(registry: Path, children: Callable[..., Any], **how: Any) -> str:
+    """The directory of a claim whose process, with an array, was killed."""
+    ready = harness.Gate()
+
+    def work() -> None:
+        forebay.claim("/local", REMOTE).array("a", 8, "int64")
+        ready.open()
+        signal.pause()
+
+    child = children(work, **how)
+    ready.wait()
+    ready.close()
+    child.kill()
+    (dead,) = claims_in(registry)
+    return dead
+
+
 # -- 1: killed and started again ---------------------------------------------------------------------------------------
 
 RANKS = 3
@@ -309,22 +327,11 @@ def test_s10_two_users_share_a_node(registry: Path, children: Callable[..., Any]
 
 
 @pytest.mark.root
-def test_s10_another_users_dead_are_no_conflict(registry: Path, children: Callable[..., Any], flag: Any) -> None:
-    ready = flag()
-
-    def other() -> None:
-        forebay.claim("/local", REMOTE).array("a", 8, "int64")
-        ready.set()
-        signal.pause()
-
-    child = children(other, user=65534)
-    assert ready.wait(60)
-    child.kill()
-    left = claims_in(registry)
-    assert len(left) == 1
+def test_s10_another_users_dead_are_no_conflict(registry: Path, children: Callable[..., Any]) -> None:
+    dead = left_by_one_killed(registry, children, user=65534)
     with forebay.claim("/local", REMOTE) as claim:
         assert claim.prefix == 1  # its number is taken as long as its files are there
-    assert claims_in(registry) == left  # nobody removes what is another's, except root
+    assert claims_in(registry) == [dead]  # nobody removes what is another's, except root
     children(lambda: forebay.claim("/local", REMOTE).close(), user=65534).result()
     assert claims_in(registry) == []
 
@@ -332,21 +339,11 @@ def test_s10_another_users_dead_are_no_conflict(registry: Path, children: Callab
 # -- 14: nobody else's bytes -------------------------------------------------------------------------------------------
 
 
-def test_s14_what_is_not_ours_stays(registry: Path, tmp_path: Path, children: Callable[..., Any], flag: Any) -> None:
+def test_s14_what_is_not_ours_stays(registry: Path, tmp_path: Path, children: Callable[..., Any]) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").write_text("precious")
-    ready = flag()
-
-    def other() -> None:
-        forebay.claim("/local", REMOTE).array("a", 8, "int64")
-        ready.set()
-        signal.pause()
-
-    child = children(other)
-    assert ready.wait(60)
-    child.kill()
-    (dead,) = claims_in(registry)
+    dead = left_by_one_killed(registry, children)
     (registry / dead / "link").symlink_to(kept)
     (registry / dead / "link to a file").symlink_to(kept / "file")
     foreign = {"notes.txt": "mine", "000000.txt": "mine", "999999.0123456789abcdef": "mine"}
@@ -393,19 +390,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["claim", "members", "memory.a"])
-def test_s14_damage_stops_nobody(registry: Path, children: Callable[..., Any], flag: Any, name: str, damage: str) -> None:
+def test_s14_damage_stops_nobody(registry: Path, children: Callable[..., Any], name: str, damage: str) -> None:
     """Of a dead job's files. What cannot be read is a conflict with nobody; what is there is freed, or stays, or is passed over."""
-    ready = flag()
-
-    def other() -> None:
-        forebay.claim("/local", REMOTE).array("a", 8, "int64")
-        ready.set()
-        signal.pause()
-
-    child = children(other)
-    assert ready.wait(60)
-    child.kill()
-    (dead,) = claims_in(registry)
+    dead = left_by_one_killed(registry, children)
     (path,) = [path for path in (registry / dead).iterdir() if path.name.startswith(name)]
     DAMAGES[damage](path)
     for _ in range(2):
