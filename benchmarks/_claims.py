@@ -7,6 +7,7 @@ clean-up call would take the names of jobs that live.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import multiprocessing
@@ -82,7 +83,8 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.group, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+            while True:
+                os.waitpid(-self.group, 0)
         self._line.close()
 
 
@@ -138,7 +140,8 @@ REGISTRIES = {"Forebay": Registry(OURS, _forebay), "a locked file": Registry(FLO
 
 
 def import_all() -> None:
-    """Before the clock runs, and before anything is forked."""
+    """Before the clock runs, and before anything is forked. What a killed process started becomes ours, to be waited for."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     importlib.import_module("forebay.claims")
     try:
         importlib.import_module("torchvision")
@@ -218,7 +221,7 @@ def jobs(way: Registry, folder: Path, count: int) -> Iterator[None]:
 
 
 def killed_job(label: str, local: str) -> int:
-    """A job of three processes with shared memory is killed with -9, all at once. Gives its prefix."""
+    """A job of three processes with shared memory is killed with -9, all at once, until the last is gone. Gives its prefix."""
     if label != "Forebay":
         process = Process(hold(REGISTRIES[label], local))
         prefix = process.hear()

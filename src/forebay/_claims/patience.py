@@ -11,7 +11,7 @@ from forebay import errors
 
 log = logging.getLogger("forebay.wait")
 
-_SHORTEST = 0.001
+_SHORTEST = 0.0002
 _SAY_AFTER, _SAY_EVERY = 5.0, 60.0
 
 
