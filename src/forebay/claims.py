@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from forebay import _config, errors
+from forebay._claims import conflicts
 from forebay._claims import dirs as directories
 from forebay._claims.jobs import identify
 from forebay._claims.members import House
@@ -86,7 +87,7 @@ def _streams(dirs: PathLike | Sequence[PathLike], remotes: PathLike | Sequence[P
         raise errors.ConfigError(
             f"{len(wanted)} directories, but {len(given)} remotes: one each, or None", name="remotes", value=len(given)
         )
-    again = [f"{listed[m]} and {listed[n]}" for n, place in enumerate(wanted) for m in range(n) if directories.same(place, wanted[m])]
+    again = [f"{listed[first]} and {listed[other]}" for first, other in conflicts.repeated(wanted)]
     if again:
         message = f"each directory may appear once in a claim, but these are repeated: {', '.join(again)}"
         raise errors.ConfigError(message, name="dirs", value=again)
@@ -117,8 +118,9 @@ def _place(given: Any) -> directories.Place:
         )
     try:
         return directories.canonical(os.path.expanduser(path))
-    except OSError as error:
-        message = f"dirs: {path[:100]!r} cannot be looked at: {error.strerror}"
+    except (OSError, UnicodeEncodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error.reason
+        message = f"dirs: {path[:100]!r} cannot be looked at: {why}"
         raise errors.ConfigError(message, name="dirs", value=path) from error
 
 

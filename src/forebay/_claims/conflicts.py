@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from forebay import errors
@@ -21,13 +23,43 @@ def conflict(ours: Record, theirs: Record, *, equal_only: bool = False) -> tuple
 
     ``equal_only``: directories one inside the other do not count."""
     meets = dirs.same if equal_only else dirs.overlap
-    for stream in ours.streams:
-        if stream.remote is None:
-            continue
-        for other in theirs.streams:
-            if meets(stream.place, other.place) and not _both_only_read(stream, other) and meets(stream.place, _now(theirs, other.place)):
-                return stream, other
+    for stream, other in _near([stream for stream in ours.streams if stream.remote is not None], theirs.streams):
+        if meets(stream.place, other.place) and not _both_only_read(stream, other) and meets(stream.place, _now(theirs, other.place)):
+            return stream, other
     return None
+
+
+def _near(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iterator[tuple[Stream, Stream]]:
+    """The pairs that may overlap. To compare each with each takes 3 us, which of many directories is a second."""
+    seen, above = defaultdict(list), defaultdict(list)
+    for number, other in enumerate(theirs):
+        for level, names in _seen(other.place):
+            seen[level, names].append(number)
+            for depth in range(len(names) + 1):
+                above[level, names[:depth]].append(number)
+    for stream in ours:
+        found: set[int] = set()
+        for level, names in _seen(stream.place):
+            found.update(above.get((level, names), ()))
+            found.update(*(seen.get((level, names[:depth]), ()) for depth in range(len(names))))
+        yield from ((stream, theirs[number]) for number in sorted(found))
+
+
+def _seen(place: Place) -> Iterator[tuple[dirs.Level, tuple[str, ...]]]:
+    """A place as each directory that is there sees it, of itself and those above."""
+    return ((level, place.names[depth:]) for depth, level in enumerate(place.levels))
+
+
+def repeated(places: Sequence[Place]) -> list[tuple[int, int]]:
+    """The numbers of those places that are the same as one before, after that one's."""
+    first: dict[tuple[dirs.Level, tuple[str, ...]], int] = {}
+    found = []
+    for number, place in enumerate(places):
+        before = min((first[seen] for seen in _seen(place) if seen in first), default=None)
+        if before is not None:
+            found.append((before, number))
+        first |= {seen: number for seen in _seen(place) if seen not in first}
+    return found
 
 
 def _both_only_read(ours: Stream, theirs: Stream) -> bool:

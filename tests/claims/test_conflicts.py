@@ -1,0 +1,91 @@
+"""Of many directories those that are the same, or overlap: found without comparing each with each."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay._claims import conflicts, dirs
+from forebay._claims.dirs import Place
+from forebay._claims.records import Record, Stream
+from forebay._claims.wanted import Wanted
+from tests.claiming import REMOTE, alone
+
+MANY = 200
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Callable[[int], list[Place]]:
+    """So many random places, by names with links and dots, some there and some not."""
+    for there in ("a/b/c", "a/d", "e"):
+        (tmp_path / there).mkdir(parents=True)
+    for link, target in (("l", "a"), ("m", "a/b"), ("n", "nowhere")):
+        (tmp_path / link).symlink_to(target)
+    chance = random.Random(8)
+
+    names = [*"abcdelmnx", "nowhere", ".."]
+
+    def path() -> str:
+        return "/".join([str(tmp_path), *chance.choices(names, k=chance.randint(0, 4))])
+
+    return lambda count: [dirs.canonical(path()) for _ in range(count)]
+
+
+def record(where: list[Place]) -> Record:
+    return Wanted("job", "how", "0", tuple(Stream(place, REMOTE, False) for place in where)).record(0)
+
+
+@pytest.mark.parametrize(("equal_only", "meets"), [(False, dirs.overlap), (True, dirs.same)])
+def test_a_conflict_is_the_first_pair_that_meets(
+    places: Callable[[int], list[Place]], equal_only: bool, meets: Callable[[Place, Place], bool]
+) -> None:
+    found = 0
+    for _ in range(200):
+        ours, theirs = places(3), places(4)
+        first = next((pair for pair in itertools.product(ours, theirs) if meets(*pair)), None)
+        said = conflicts.conflict(record(ours), record(theirs), equal_only=equal_only)
+        assert (said and tuple(stream.place for stream in said)) == first
+        found += first is not None
+    assert 0 < found < 200
+
+
+def test_what_is_repeated_is_told_with_the_first_that_is_the_same(places: Callable[[int], list[Place]]) -> None:
+    for _ in range(200):
+        some = places(6)
+        again = [next((first for first in range(number) if dirs.same(some[first], some[number])), None) for number in range(6)]
+        assert conflicts.repeated(some) == [(first, number) for number, first in enumerate(again) if first is not None]
+
+
+def test_many_directories_are_not_compared_each_with_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Place] = []
+    common = dirs._common
+
+    def counted(a: Place, b: Place) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        compared.append(a)
+        return common(a, b)
+
+    monkeypatch.setattr(dirs, "_common", counted)
+    first, other = ([tmp_path / f"{job}{number}" for number in range(MANY)] for job in "ab")
+    with forebay.claim(first, [REMOTE] * MANY, alone(), job="a"):
+        forebay.claim(other, [REMOTE] * MANY, alone(), job="b").close()
+        assert compared == []
+        with pytest.raises(errors.ClaimConflict, match=r"a7/x overlaps with .*/a7, which"):
+            forebay.claim([*other, tmp_path / "a7" / "x"], [REMOTE] * (MANY + 1), alone(), job="b")
+    assert len(compared) <= 4
+
+
+def test_each_repeat_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(errors.ConfigError) as caught:
+        forebay.claim([tmp_path / "a", f"{tmp_path}/./a", f"{tmp_path}/a/", tmp_path / "b"], world=alone())
+    assert str(caught.value).endswith(f"repeated: {tmp_path}/a and {tmp_path}/./a, {tmp_path}/a and {tmp_path}/a/")
+
+
+def test_a_text_that_is_no_path_says_so() -> None:
+    with pytest.raises(errors.ConfigError, match="cannot be looked at: surrogates not allowed"):
+        forebay.claim("/local/\ud800", world=alone())
