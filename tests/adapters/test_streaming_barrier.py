@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,36 @@ def test_what_streaming_knows_of_it(name: str) -> None:
     assert not hasattr(barrier, "lock")
     barrier.lock = threading.Lock()
     barrier(1)
+
+
+def test_its_lock_has_the_calls_of_a_filelock(name: str) -> None:
+    barrier, other = SharedBarrier("/nowhere/lock", name), SharedBarrier("/nowhere/lock", name)
+    lock = barrier.lock
+    assert lock.lock_file == "/nowhere/lock"
+    lock.release()  # which nobody has
+    with lock.acquire(timeout=-1) as got:
+        assert got is lock
+        assert lock.is_locked
+        lock.acquire()
+        lock.release()
+        for how in ({"timeout": 0.01}, {"blocking": False}):
+            with ThreadPoolExecutor(1) as others, pytest.raises(TimeoutError, match="waited"):
+                others.submit(other.lock.acquire, **how).result()
+        child = multiprocessing.get_context("fork").Process(target=_lock_not_held, args=(barrier,))
+        child.start()
+        child.join()
+        assert (child.exitcode, lock.is_locked) == (0, True)
+        lock.acquire()
+        lock.release(force=True)
+        assert not lock.is_locked
+        with other.lock:
+            pass
+
+
+def _lock_not_held(barrier: SharedBarrier) -> None:
+    assert not barrier.lock.is_locked
+    with pytest.raises(TimeoutError):
+        barrier.lock.acquire(timeout=0.01)
 
 
 def test_its_claim_goes_with_it(name: str, node: Node) -> None:

@@ -125,11 +125,16 @@ def test_a_directory_twice_in_one_call(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     for again in ("a", "link"):
         with pytest.raises(ValueError, match=r"(?s)Reused local directory: \['.*/(a|link)'\]. Provide a different one."):
-            get_shm_prefix([f"{tmp_path}/a", f"{tmp_path}/{again}"], [None, None], ALONE)
+            get_shm_prefix([f"{tmp_path}/a", *[f"{tmp_path}/{again}"] * 2], [None] * 3, ALONE)
+
+
+def test_each_directory_has_its_remote() -> None:
+    with pytest.raises(ValueError, match="2 local directories, but 1 remotes"):
+        get_shm_prefix([A, B], ["s3://bucket/a"], ALONE)
 
 
 def test_retries() -> None:
-    with pytest.raises(ValueError, match="retry=-1"):
+    with pytest.raises(ValueError, match=r"Specify at least zero retries \(provided -1\)"):
         get_shm_prefix([A], ["s3://bucket/a"], ALONE, -1)
     _, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     began = time.monotonic()

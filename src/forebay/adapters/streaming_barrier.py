@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+import os
+import threading
+from collections import Counter
+from typing import Any, Self
 
 import numpy as np
 
 from forebay import claims
+from forebay._claims.named_locks import NamedLock
 from forebay._claims.registry import Registry
 from forebay._claims.wanted import Wanted
 from forebay.adapters.streaming_prefix import claim_of, hold
@@ -21,9 +25,10 @@ class SharedBarrier:
 
     It belongs to the claim with whose number the name begins, if this process has that, else to one of its own. ``num_enter``,
     ``num_exit`` and ``flag`` are Streaming's, of a barrier where nobody waits; ``_arr`` is the memory where they are. ``lock`` is a lock
-    of the same processes; it is not needed, so it can be deleted, and is not pickled. ``filelock_path`` is only kept."""
+    of the same processes, with the calls of a FileLock; it is not needed, so it can be deleted, and is not pickled. ``filelock_path`` is
+    only kept."""
 
-    lock: Any
+    lock: Any  # Streaming puts a FileLock here
 
     def __init__(self, filelock_path: str, shm_name: str) -> None:
         """Raises what `SharedMemory` raises."""
@@ -32,7 +37,7 @@ class SharedBarrier:
         self.num_enter, self.num_exit, self.flag = 0, -1, True
         self._claim = claim_of(shm_name) or _of_its_own(shm_name)
         hold(self, self._claim)
-        self.lock = self._claim.lock(shm_name)
+        self.lock = Lock(self._claim.lock(shm_name), filelock_path)
 
     @property
     def num_enter(self) -> int:
@@ -68,6 +73,45 @@ class SharedBarrier:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         hold(self, self._claim)
+
+
+class Lock:
+    """A lock of a claim, with the calls of ``filelock.FileLock``: a thread that has it may take it again, and lets it go as often.
+
+    ``lock_file`` is only kept. A forked child does not hold what its parent holds."""
+
+    def __init__(self, lock: NamedLock, lock_file: str) -> None:
+        self.lock_file, self._lock = lock_file, lock
+        self._depth: Counter[tuple[int, int]] = Counter()  # by process and thread
+
+    def acquire(self, timeout: float | None = None, *_: Any, blocking: bool = True, **__: Any) -> Self:
+        """Take it, for a `with` or until `release`. ``timeout``: in seconds, for ever if negative. Raises `WaitTimeout`."""
+        me = os.getpid(), threading.get_ident()
+        if not self._depth[me]:
+            patience = None if timeout is None or timeout < 0 else timeout
+            self._lock.within(patience if blocking else 0.0).__enter__()
+        self._depth[me] += 1
+        return self
+
+    def release(self, force: bool = False) -> None:
+        """Let it go; nothing happens where this thread does not have it. ``force``: however often it was taken."""
+        me = os.getpid(), threading.get_ident()
+        depth = self._depth.pop(me, 0)
+        if depth > 1 and not force:
+            self._depth[me] = depth - 1
+        elif depth:
+            self._lock.__exit__(None, None, None)
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether this thread has it."""
+        return self._depth[os.getpid(), threading.get_ident()] > 0
+
+    def __enter__(self) -> Self:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 _own: dict[str, claims.Claim] = {}  # of this process

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forebay import claims, errors
-from forebay._claims import dirs
+from forebay._claims import conflicts, dirs
 from forebay._claims.building import LANDMARK
 from forebay._claims.jobs import identify
 from forebay._claims.records import Stream
@@ -126,9 +126,9 @@ def get_shm_prefix(
 
     Raises `ClaimConflict` (a ValueError) where a directory is another's that lives, `ClaimMismatch` (a RuntimeError) where a rank
     names other directories than the first one of its node; ConfigError, WaitTimeout, NoSpace."""
-    if retry < 0:
-        raise errors.ConfigError(f"retry={retry}: must be 0 or more", name="retry", value=retry)
     streams = _streams(streams_local, streams_remote)
+    if retry < 0:
+        raise errors.ConfigError(f"Specify at least zero retries (provided {retry}).", name="retry", value=retry)
     here = World(world.num_nodes, world.ranks_per_node, world.workers_per_rank, world.worker)
     registry, job = Registry(), identify(None, here)
     _counts[str(registry.path), job.id] += 1
@@ -150,8 +150,11 @@ def _spared(registry: Registry) -> frozenset[str]:
 
 
 def _streams(directories: Sequence[str], remotes: Sequence[str | None]) -> tuple[Stream, ...]:
+    if len(directories) != len(remotes):
+        message = f"{len(directories)} local directories, but {len(remotes)} remotes: one each, or None"
+        raise errors.ConfigError(message, name="streams_remote", value=len(remotes))
     places = [dirs.canonical(path) for path in directories]
-    again = [path for number, path in enumerate(directories) if any(dirs.same(places[number], place) for place in places[:number])]
+    again = list(dict.fromkeys(directories[number] for _, number in conflicts.repeated(places)))
     if again:
         raise errors.ConfigError(f"Reused local directory: {again}. Provide a different one.", name="streams_local", value=again)
     return tuple(

@@ -38,7 +38,9 @@ on_arrival: Callable[[], None] | None = None
 
 
 def path_of(name: str) -> str:
-    """The file of a piece. Raises FileNotFoundError, as the system call does, for what is no name."""
+    """The file of a piece. Raises FileNotFoundError, as the system call does, for what is no name; TypeError for what is no text."""
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no name of shared memory: a str is wanted")
     bare = name.lstrip("/")
     if not bare or "/" in bare or "\0" in bare or len(os.fsencode(bare)) > 255:
         raise FileNotFoundError(errno.EINVAL, f"{name!r} is no name of shared memory: one word is wanted, of at most 255 bytes")
@@ -132,7 +134,7 @@ class SharedMemory:
     ``size`` in bytes is for a new one. ``auto_cleanup``: what was made here loses its name when this process ends. ``shm`` is the
     piece, ``buf`` its memory, ``created_shms`` or ``opened_shms`` a list of it.
 
-    Raises FileExistsError, FileNotFoundError, PermissionError, ValueError for a new one without a size; `NoSpace`."""
+    Raises FileExistsError, FileNotFoundError, PermissionError, ValueError for a new one without a size; `NoSpace`, TypeError."""
 
     def __init__(self, name: str | None = None, create: bool | None = None, size: int = 0, auto_cleanup: bool = True) -> None:
         self.created_shms: list[Block] = []
@@ -143,18 +145,17 @@ class SharedMemory:
             self.shm = Block.attach(name)
             self.opened_shms.append(self.shm)
             return
+        size = operator.index(size)
         if size <= 0:
-            raise ValueError(f"size={size}: new shared memory needs a positive number of bytes")
-        self.shm, is_new = _created(name or f"psm_{secrets.token_hex(4)}", size, or_opened=create is None)
+            raise ValueError(f"'size' must be a positive number different from zero: size={size} for new shared memory")
+        self.shm, is_new = _created(f"psm_{secrets.token_hex(4)}" if name is None else name, size, or_opened=create is not True)
         (self.created_shms if is_new else self.opened_shms).append(self.shm)
         if is_new and auto_cleanup:
             _unlink_at_exit(self.shm)
 
     @property
-    def buf(self) -> memoryview:
-        """The memory. Raises ValueError after `cleanup`."""
-        if self.shm.buf is None:
-            raise ValueError(f"the shared memory {self.shm.name!r} was cleaned up here")
+    def buf(self) -> Any:
+        """The memory, a writable memoryview; None after `cleanup`."""
         return self.shm.buf
 
     def cleanup(self) -> None:
@@ -182,13 +183,20 @@ class SharedArray:
     """An array in shared memory, of zeros if it is new. Index it, or take it whole with `numpy`. Picklable; threads may share it."""
 
     def __init__(self, shape: int | Iterable[int], dtype: Any, name: str) -> None:
-        """Raises what `SharedMemory` raises."""
+        """Raises what `SharedMemory` raises; TypeError for objects, which only their own process can reach."""
         given = shape if isinstance(shape, Iterable) else (shape,)
         self.shape, self.dtype, self.name = tuple(operator.index(length) for length in given), dtype, name
+        if min(self.shape, default=0) < 0:
+            raise ValueError(f"shape={shape}: negative dimensions are not allowed")
+        if np.dtype(dtype).hasobject:
+            raise TypeError(f"dtype={dtype!r}: objects cannot be shared")
         self.shm = SharedMemory(name=name, size=math.prod(self.shape) * np.dtype(dtype).itemsize)
 
     def numpy(self) -> Any:
-        """The array itself: what is stored into it all processes see. Raises TypeError where the memory is too small for it."""
+        """The array itself: what is stored into it all processes see. Raises TypeError where the memory is too small for it, ValueError
+        after its `cleanup`."""
+        if self.shm.buf is None:  # else NumPy would make an array of this process alone
+            raise ValueError(f"the shared memory {self.name!r} was cleaned up here")
         return np.ndarray(self.shape, buffer=self.shm.buf, dtype=self.dtype)
 
     def __len__(self) -> int:
