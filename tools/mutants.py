@@ -372,8 +372,8 @@ MUTANTS = (
     ),
     Mutant(
         11, "a time-out is not kept", "_kernel/waits.py",
-        "        if self._timeout is not None and waited >= self._timeout:\n",
-        "        if self._timeout is not None and waited >= self._timeout * 1e6:\n",
+        "        if waited >= self.timeout:\n",
+        "        if waited >= self.timeout * 1e6:\n",
         f"{FAULTS}test_s08_a_stopped_fetcher_is_named",
     ),
     # Packs: of invariants 1, 4, 5 and 7

@@ -95,7 +95,7 @@ def locked(place: Path, timeout: float | None) -> Iterator[None]:
     fd = passing.take_in(lambda: _open_lock(place / LOCK))
     try:
         while not locks.take(fd, 0):
-            patience.turn(lambda: ("the list of this node's claims", locks.describe_holders(place / LOCK, 0) if timeout else "another"))
+            patience.sleep(lambda: ("the list of this node's claims", locks.describe_holders(place / LOCK, 0) if timeout else "another"))
         yield
     finally:
         passing.close(fd, unlocking=1)

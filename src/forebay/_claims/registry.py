@@ -51,7 +51,7 @@ class Registry:
             found = self._register(wanted, timeout, may_pass)
             if isinstance(found, Held):
                 return found
-            patience.turn(found.told)
+            patience.sleep(found.told)
 
     def _register(self, wanted: Wanted, timeout: float | None, may_pass: Callable[[InTheWay], bool]) -> Held | InTheWay:
         """Once. Gives what may be waited for."""
@@ -75,7 +75,7 @@ class Registry:
             refusal = self._refusal(wanted)
             if refusal is not None:
                 raise refusal
-            patience.turn(lambda: self._missing(wanted))
+            patience.sleep(lambda: self._missing(wanted))
 
     def join_or_register(self, wanted: Wanted, timeout: float | None = _PATIENCE) -> Held:
         """The claim of that job and key, made by whoever comes first: nobody leads it. Its directories meet no others."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -74,25 +75,27 @@ class Words:
             time.sleep(min(seconds, _LOOK))  # this machine has no such call, or a sandbox forbids it
 
 
-class _Wait:
-    """One wait: how long it has taken, and when it speaks."""
+class Wait:
+    """One wait: how long it has taken, and when it speaks. ``timeout``, ``say_after``: in seconds. ``by``: between what is waited for and
+    who has it."""
 
-    def __init__(self, what: Callable[[], tuple[str, str]], timeout: float | None, say_after: float, by: str = "held by") -> None:
-        self._what, self._timeout, self._by = what, timeout, by
+    def __init__(self, timeout: float | None, say_after: float = 5.0, by: str = "held by") -> None:
+        self.timeout, self._by = math.inf if timeout is None else timeout, by
         self._began = time.monotonic()
         self._say_at = say_after
 
-    def turn(self) -> float:
-        """How long to sleep now. Says from time to time what for; raises `WaitTimeout` when the time is up."""
-        waited = time.monotonic() - self._began
-        if self._timeout is not None and waited >= self._timeout:
-            what, holder = self._what()
-            raise errors.WaitTimeout.of(what, waited, holder, self._by)
+    def turn(self, what: Callable[[], tuple[str, str]]) -> float:
+        """How long to sleep now, in seconds. Says from time to time what for; raises `WaitTimeout` when the time is up. ``what``: what
+        is waited for, and who has it."""
+        waited = self.waited
+        if waited >= self.timeout:
+            wanted, holder = what()
+            raise errors.WaitTimeout.of(wanted, waited, holder, self._by)
         if waited >= self._say_at:
             self._say_at = waited + SAY_EVERY
-            what, holder = self._what()
-            log.warning("waiting %.0f s for %s, %s %s", waited, what, self._by, holder)
-        return TURN if self._timeout is None else min(TURN, max(self._timeout - waited, 0.001))
+            wanted, holder = what()
+            log.warning("waiting %.0f s for %s, %s %s", waited, wanted, self._by, holder)
+        return min(TURN, max(self.timeout - waited, 0.001))
 
     @property
     def waited(self) -> float:
@@ -107,13 +110,13 @@ def wait_for(
     ``by`` between the two.
 
     ``timeout`` in seconds: then `WaitTimeout`. ``on_turn`` is called with the seconds waited, about ten times a second."""
-    wait = _Wait(what, timeout, say_after, by)
+    wait = Wait(timeout, say_after, by)
     while True:
         value = words.value(index)  # before the attempt: a bump that comes in between ends the sleep at once
         found = attempt()
         if found is not None:
             return found
-        pause = wait.turn()
+        pause = wait.turn(what)
         if on_turn is not None:
             on_turn(wait.waited)
         words.sleep(index, pause, value)
@@ -126,13 +129,13 @@ async def wait_for_async(
     """The same for a coroutine. The loop goes on meanwhile, and no thread is used: a sleeping one would be missing elsewhere."""
     import asyncio  # slow to import, and seldom wanted
 
-    wait = _Wait(what, timeout, say_after)
+    wait = Wait(timeout, say_after)
     while True:
         value = words.value(index)
         found = attempt()
         if found is not None:
             return found
-        pause = wait.turn()
+        pause = wait.turn(what)
         if on_turn is not None:
             on_turn(wait.waited)
         until = time.monotonic() + pause
