@@ -54,6 +54,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Directories of tests lie where this process began: not where the first test that wants one says that temporary files are, and which
+    goes with it."""
+    tmp_path_factory.getbasetemp()
+
+
 LONG_FIRST = ("crash", "adapters", "test_examples.py", "engine", "scenarios", "stress")
 """Of the files that two processes share, those with the longest tests come first: else one is left alone with them at the end."""
 

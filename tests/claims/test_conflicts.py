@@ -89,3 +89,11 @@ def test_each_repeat_is_named_once(tmp_path: Path) -> None:
 def test_a_text_that_is_no_path_says_so() -> None:
     with pytest.raises(errors.ConfigError, match="cannot be looked at: surrogates not allowed"):
         forebay.claim("/local/\ud800", world=alone())
+
+
+def test_a_conflict_of_a_process_with_itself_is_true_for_whoever_reads_it(tmp_path: Path) -> None:
+    with forebay.claim(tmp_path, REMOTE, alone()) as held, pytest.raises(errors.ClaimConflict) as caught:
+        forebay.claim(tmp_path, REMOTE, alone())
+    what, *_, todo = str(caught.value).splitlines()  # other ranks get it, too
+    assert what == f"{tmp_path} is taken by the same process, by claim {held.prefix:06}"
+    assert todo.startswith("give each claim a directory of its own, close the other first, or")

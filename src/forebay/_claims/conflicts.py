@@ -14,7 +14,7 @@ from forebay._claims.records import Record, Stream, shortened
 
 _LONGEST = 300  # of a command
 _WHAT_TO_DO = "give this job a directory of its own, wait until the other one ends, or, if both only read the same remote, say shared=True"
-
+_WHAT_TO_DO_ALONE = "give each claim a directory of its own, close the other first, or, if both only read the same remote, say shared=True"
 _OR_RANKS = "; if both are ranks of one job, tell each which it is (world=), or initialise torch.distributed first"
 
 
@@ -109,14 +109,20 @@ def in_conflict(ours: Record, theirs: Record, pids: list[int], found: tuple[Stre
     """The error of two claims that want the same."""
     mine, other = (stream.place.path for stream in found)
     what = f"{mine} is taken" if mine == other else f"{mine} overlaps with {other}, which is taken"
-    todo = _WHAT_TO_DO + (_OR_RANKS if ours.job != theirs.job and ours.how == theirs.how and "only rank" in ours.how else "")
+    todo = _WHAT_TO_DO_ALONE if _is_same_process(ours, theirs) else _WHAT_TO_DO
+    if ours.job != theirs.job and ours.how == theirs.how and "only rank" in ours.how:
+        todo += _OR_RANKS
     return errors.ClaimConflict(_told(f"{what} by {_whom(ours, theirs)}", ours, theirs, pids, todo), **_facts(ours, theirs, pids))
 
 
 def _whom(ours: Record, theirs: Record) -> str:
-    if (ours.pid, ours.ticks, ours.space) == (theirs.pid, theirs.ticks, theirs.space):
-        return f"this process itself, by claim {theirs.prefix:06}"
+    if _is_same_process(ours, theirs):
+        return f"the same process, by claim {theirs.prefix:06}"
     return f"claim {theirs.prefix:06} of {'the same job' if ours.job == theirs.job else 'another job'} on this node"
+
+
+def _is_same_process(ours: Record, theirs: Record) -> bool:
+    return (ours.pid, ours.ticks, ours.space) == (theirs.pid, theirs.ticks, theirs.space)
 
 
 def claimed_twice(ours: Record, theirs: Record, pids: list[int]) -> errors.ClaimConflict:
