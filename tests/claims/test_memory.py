@@ -128,10 +128,29 @@ def test_shapes_that_make_no_sense(house: House, shape: Any) -> None:
         memory.array(house, "a", shape, "f8")
 
 
+@pytest.mark.parametrize("shape", [(1,) * 65, (0, 2**63)])
+def test_shapes_that_numpy_does_not_know(place: Path, house: House, shape: Any) -> None:
+    with pytest.raises(errors.ConfigError, match="'a'"):
+        memory.array(house, "a", shape, "f8")
+    assert not list(place.glob("memory.*"))
+
+
+def test_a_scalar_is_one_value(house: House) -> None:
+    with pytest.raises(errors.ConfigError, match="not one value"):
+        memory.scalar(house, "a", "(2,)i4")
+
+
 @pytest.mark.parametrize("size", [-1, 1.5, "3", True, None])
 def test_sizes_that_make_no_sense(house: House, size: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
         memory.buffer(house, "a", size)
+
+
+@pytest.mark.parametrize("suffix", [".new", "+new"])
+def test_a_name_that_is_another_one_with_something_behind(house: House, suffix: str) -> None:
+    memory.buffer(house, f"a{suffix}", 1)[0] = 9
+    memory.buffer(house, "a", 1)
+    assert memory.buffer(house, f"a{suffix}", 1)[0] == 9
 
 
 @pytest.mark.parametrize("name", [None, b"x", 3])

@@ -37,6 +37,7 @@ _LONGEST = 180
 def array(house: House, name: str, shape: int | Sequence[int], dtype: Any) -> numpy.ndarray[Any, Any]:
     """An array over memory that all processes of the claim share; zeros at first. Raises ClaimMismatch, ConfigError, NoSpace."""
     sizes, kind = _shape(name, shape), _dtype(name, dtype)
+    _check_shape(name, sizes, kind)
     view = share(house, "array", name, math.prod(sizes) * kind.itemsize, shape=list(sizes), dtype=repr(kind))
     made: numpy.ndarray[Any, Any] = _numpy().ndarray(sizes, kind, buffer=view)
     return made
@@ -45,6 +46,8 @@ def array(house: House, name: str, shape: int | Sequence[int], dtype: Any) -> nu
 def scalar(house: House, name: str, dtype: Any) -> Scalar:
     """One shared value; zero at first. Raises ClaimMismatch, ConfigError, NoSpace."""
     kind = _dtype(name, dtype)
+    if kind.subdtype is not None:
+        raise errors.ConfigError(f"{name!r}: a value of {kind!r} is an array, not one value")
     view = share(house, "scalar", name, kind.itemsize, dtype=repr(kind))
     return Scalar(house, name, _numpy().ndarray((1,), kind, buffer=view))
 
@@ -108,6 +111,14 @@ def _shape(name: str, shape: Any) -> tuple[int, ...]:
     except TypeError:  # an array without a dimension
         sizes = (shape,)
     return tuple(_length(name, size) for size in sizes)
+
+
+def _check_shape(name: str, sizes: tuple[int, ...], kind: numpy.dtype[Any]) -> None:
+    """By an empty array, before a file is made."""
+    try:
+        _numpy().ndarray(sizes if 0 in sizes else (0,) * len(sizes), kind)
+    except ValueError as error:
+        raise errors.ConfigError(f"{name!r}: numpy has no arrays of this shape: {error}") from error
 
 
 def _length(name: str, size: Any) -> int:
@@ -180,7 +191,7 @@ def _make(path: str, told: dict[str, Any], house: House) -> memoryview:
     """Caller: holds the lock of this name."""
     text = json.dumps(told).encode()
     start = -(-(_START.size + len(text)) // PAGE) * PAGE
-    whole, temporary = start + told["size"], f"{path}.new"
+    whole, temporary = start + told["size"], f"{path}+new"  # a quoted name has no plus sign
     host.unlink(temporary)  # of one who was killed here
     if whole > host.free_bytes(house.directory):
         raise _no_room(told, house, whole)  # before others feel it, whom a file that grows until nothing is left would disturb
