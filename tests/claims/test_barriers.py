@@ -288,6 +288,32 @@ def test_a_death_is_told_once(place: Path, house: House, crew: Crew) -> None:
     assert barrier.wait(2, LONG) + again.result() == 1
 
 
+def test_a_death_is_no_news_at_another_barrier(place: Path, house: House, crew: Crew) -> None:
+    killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+    comes_to_wait(house, 1)
+    killed.kill()
+    broken(Barrier(house, NAME), 2)
+    another = Barrier(house, "another")
+    with pytest.raises(errors.WaitTimeout, match="1 who have not joined the claim"):
+        another.wait(2, 0.4)
+    late = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG), "another"))
+    assert another.wait(2, LONG) + late.result() == 1
+
+
+def test_but_it_is_at_one_where_the_dead_took_part(place: Path, house: House, crew: Crew) -> None:
+    crossed = Barrier(house, "another")
+
+    def take_part(barrier: Barrier) -> None:
+        Barrier(barrier._house, "another").wait(2, LONG)
+        barrier.wait(2, LONG)
+
+    killed = crew(lambda: rank(place, 1, take_part))
+    crossed.wait(2, LONG)
+    comes_to_wait(house, 1)
+    killed.kill()
+    assert broken(Barrier(house, NAME), 2)[0] == broken(crossed)[0] == [f"rank 1 (process {killed.pid})"]
+
+
 def test_those_who_come_later_know_nothing_of_the_dead(place: Path, house: House, crew: Crew) -> None:
     """Workers of one epoch are killed in the barrier; those of the next one use it as if nobody had been there."""
     old = [crew(lambda: rank(place, 0, lambda barrier: barrier.wait(3, LONG))) for _ in range(2)]
@@ -516,6 +542,15 @@ def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, house
         barrier.wait(3, 0.1)
     go.open()
     assert sorted([barrier.wait(3, LONG), other.result(), late.result()]) == [0, 1, 2]
+
+
+def test_a_timeout_names_who_left(place: Path, house: House, crew: Crew) -> None:
+    gone = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+    barrier = Barrier(house, NAME)
+    barrier.wait(2, LONG)
+    gone.result()
+    with pytest.raises(errors.WaitTimeout, match=rf"1 of 2 are, missing: rank 1 \(process {gone.pid}\), which left$"):
+        barrier.wait(2, 0.1)
 
 
 def test_ctrl_c_takes_the_arrival_back(place: Path, house: House, crew: Crew) -> None:

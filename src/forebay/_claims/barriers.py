@@ -215,14 +215,16 @@ class _Visit:
 
     def _missed(self, crowd: Crowd, waiting: list[Member], dead: list[Member]) -> list[Member]:
         """Who died that waited, or crossed the last time. Where nobody can know yet who is to come, also who stands as high as those who
-        wait, as ranks do, and workers among themselves; and anybody, if now there are too few."""
-        before, parties = self._board.seats_before(), self._parties or self._board.parties
+        wait, as ranks do, and workers among themselves; and anybody, if now there are too few; unless another barrier told us already."""
+        board = self._board
+        before, parties = board.seats_before(), self._parties or board.parties
         found = [*dead, *crowd.sitting(seat for seat in before if not seat & GONE)]  # those are told already
         if len(before) - before.count(0) < parties:
             may_come = {member.slot for member in crowd.live} - {member.slot for member in waiting}
             depths = {self._house.members.depth, *(member.depth for member in waiting)}
             too_few = len(waiting) + len(may_come) < parties
-            found += [member for member in crowd.members if too_few or member.depth in depths]
+            may_miss = [member for member in crowd.members if too_few or member.depth in depths]
+            found += [member for member in may_miss if member.identity not in board.heard]
         return list(dict.fromkeys(filter(self._mourns, found)))
 
     def _break_locked(self, missed: list[Member], dead: dict[int, Member]) -> None:
@@ -246,7 +248,8 @@ class _Visit:
             board.set_seat_locked(seats.index(0), owner(self._house.members.identity) | SEEN)
         self._seat = -1
         missing = [member for member in crowd.sitting(seats) if member.state == "vanished"]
-        board.told.update(member.identity for member in missing)
+        for known in (board.told, board.heard):
+            known.update(member.identity for member in missing)
         self._settle_locked()
         names = [member.describe() for member in missing]
         raise errors.BarrierBroken(
@@ -315,12 +318,12 @@ class _Visit:
         board, crowd = self._board, Crowd(self._house.members.records())
         seats = board.seats()
         here, before = crowd.sitting(seats), crowd.sitting(board.seats_before())
-        absent = [member for member in crowd.live if member not in here]
-        expected = [member for member in absent if member in before] or absent
-        names = _listed([with_state(member) for member in expected])
-        lacking = seats.count(0) - len(expected)
+        absent, left = [member for member in crowd.live if member not in here], [member for member in before if member.state == "left"]
+        expected = [member for member in absent if member in before] or ([] if left else absent)
+        names = [*map(with_state, expected), *(f"{member.describe()}, which left" for member in dict.fromkeys(left))]
+        lacking = seats.count(0) - len(names)
         more = f"{lacking} who have not joined the claim" if lacking > 0 else ""
-        return f"{board.what}, where {len(seats) - seats.count(0)} of {len(seats)} are", " and ".join(filter(None, [names, more]))
+        return f"{board.what}, where {len(seats) - seats.count(0)} of {len(seats)} are", " and ".join(filter(None, [_listed(names), more]))
 
 
 def _listed(names: list[str]) -> str:

@@ -57,6 +57,7 @@ class Board:
         self.mutex = NamedLock(house, name, kind="barrier")
         self.futex, self.index = words_of(house), number("barrier wait", name) % waits.COUNT
         self.told: set[Identity] = set()  # whose death this process was told of here
+        self.heard: set[Identity] = house.parts.setdefault(Identity, set())  # and at any barrier of the claim
         self.visits = 0
 
     @property

@@ -217,7 +217,7 @@ def _build(path: str, temporary: str, head: bytes, whole: int) -> memoryview:
 
 def _no_room(told: dict[str, Any], house: House, need: int) -> errors.NoSpace:
     disk, place = host.disk(house.directory), house.directory.parent
-    files = ", but no more files can be made there" if disk.free >= need and disk.inodes_free == 0 else ""
+    files = ", but no more files can be made there" if disk.free >= need and disk.inodes_free < 2 else ""
     return errors.NoSpace(
         f"no room for {told['name']!r} of {house.name}: {need:,} bytes wanted, {disk.free:,} of {disk.total:,} are free in {place}{files}: "
         "see `forebay claims` for what is held there, enlarge it (docker run --shm-size), or set FOREBAY_CLAIMS to a larger directory",
