@@ -22,6 +22,7 @@ LOCK = "lock"
 _OPEN_TO_ALL = 0o1777
 _LONGEST_PAUSE = 0.02
 _TAKEN = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR))
+_UNFIT = frozenset((errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO))
 
 
 def default() -> Path:
@@ -82,15 +83,20 @@ def _make_lock(path: Path) -> None:
 
 def _open_lock(path: Path) -> int:
     try:
-        return host.out_of_the_way(host.open_write(path))  # without O_CREAT: in a sticky directory that is refused for another's file
-    except FileNotFoundError:
-        _make_lock(path)
-        return host.out_of_the_way(host.open_write(path))
+        try:
+            return host.out_of_the_way(host.open_write(path))  # without O_CREAT: in a sticky directory that is refused for another's file
+        except FileNotFoundError:
+            _make_lock(path)
+            return host.out_of_the_way(host.open_write(path))
+    except OSError as error:
+        if error.errno in _UNFIT:  # somebody put there what is no file of ours
+            _refuse(path.parent, f"{LOCK!r} in it cannot be opened ({error.strerror})")
+        raise
 
 
 @contextlib.contextmanager
 def locked(place: Path, timeout: float | None) -> Iterator[None]:
-    """Hold the lock of all claims of the node. Raises `WaitTimeout`."""
+    """Hold the lock of all claims of the node. Raises `RootRefused`, `WaitTimeout`."""
     patience = Patience(timeout, _LONGEST_PAUSE)
     fd = passing.take_in(lambda: _open_lock(place / LOCK))
     try:

@@ -1,0 +1,48 @@
+"""The place of all claims: what is wrong with it is said in words."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay._claims.place import LOCK
+from forebay._claims.registry import Registry
+from tests.claiming import REMOTE, alone
+from tests.harness import Crew
+
+
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize("put", [Path.mkdir, lambda path: path.symlink_to("/etc/hostname"), bind], ids=["directory", "link", "socket"])
+def test_a_lock_that_is_no_file_is_told(node: Registry, registry: Path, put: Callable[[Path], object]) -> None:
+    claim = forebay.claim("/local", REMOTE, alone())
+    (registry / LOCK).unlink()
+    put(registry / LOCK)
+    with pytest.raises(errors.RootRefused, match=rf"{registry} .*'lock' in it cannot be opened"):
+        forebay.claim("/other", REMOTE, alone())
+    claim.close()  # it leaves the rest to the next claim
+    assert not any(info.live for info in forebay.list_claims())
+    (registry / LOCK).rmdir() if put is Path.mkdir else (registry / LOCK).unlink()
+
+
+@pytest.mark.root
+def test_a_lock_that_is_not_everybodys_is_told(node: Registry, registry: Path, crew: Crew) -> None:
+    (registry / LOCK).touch()
+    (registry / LOCK).chmod(0o600)
+
+    def claim() -> str:
+        os.setuid(65534)
+        with pytest.raises(errors.RootRefused) as caught:
+            forebay.claim("/local", REMOTE, alone())
+        return str(caught.value)
+
+    assert "Permission denied" in crew(claim).result()
