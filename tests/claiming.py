@@ -31,7 +31,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def are_all_freed(place: Path) -> bool:
     """Whether a claim frees what is left, once what was killed is gone."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         forebay.claim("/last", REMOTE, job="last").close()
         if claims_in(place) == [] or time.monotonic() > deadline:

@@ -155,7 +155,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     place = request.node.funcargs.get("tmp_path")
     request.node.funcargs.clear()  # else the fixtures' values live longer than the fixtures
-    deadline = time.monotonic() + 10  # a thread that waits for a remote ends with its request
+    deadline = time.monotonic() + 30  # a thread that waits for a remote ends with its request
     while True:
         left = {"threads": threads_of_forebay(before)}
         if place is not None:

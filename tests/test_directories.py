@@ -429,7 +429,7 @@ def test_offline_serves_what_is_there_and_asks_nobody(cache: forebay.Cache, remo
     began = time.monotonic()
     with cache.directory(remote.url, offline=True, max_age=0, **remote.how) as path:
         assert files_of(path) == FILES
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 20
     with cache.directory(remote.url, offline=True, include="*.json", **remote.how) as path:  # a part of what is there
         assert names_of(path) == {"config.json"}
     assert shelf.asked() == []
@@ -634,7 +634,7 @@ def test_a_server_that_truncates_once_is_asked_again(tmp_path: Path, server: Scr
 def test_a_server_that_stalls_for_ever(tmp_path: Path, server: ScriptedServer) -> None:
     url = http_directory(server, FILES)
     server.objects["/run/step_100/model-00001.safetensors"].stall_after = 1000
-    with hasty(tmp_path / "root", read_timeout=0.3, attempts=2) as cache:
+    with hasty(tmp_path / "root", read_timeout=1, attempts=2) as cache:
         began = time.monotonic()
         with pytest.raises((errors.RemoteTimeout, errors.RemoteUnavailable), match="model-00001"):
             cache.directory(url)

@@ -522,7 +522,7 @@ def test_what_it_raises_reaches_those_who_waited_and_is_not_kept(tasks: Tasks) -
 
     def make() -> Any:
         entered.set()
-        go.wait(10)
+        go.wait(60)
         raise LookupError("no such thing")
 
     def ask() -> None:
@@ -534,7 +534,7 @@ def test_what_it_raises_reaches_those_who_waited_and_is_not_kept(tasks: Tasks) -
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
-    entered.wait(10)
+    entered.wait(60)
     _wait_until(lambda: forebay_waits(tasks) >= 3)
     go.set()
     for thread in threads:
@@ -607,7 +607,7 @@ def test_where_it_cannot_be_kept_those_who_waited_make_it_side_by_side(tasks: Ta
         if not first:
             first.append(1)
             entered.set()
-            go.wait(10)
+            go.wait(60)
         else:
             together.wait()  # one after the other would never meet
         return threading.Lock()
@@ -615,7 +615,7 @@ def test_where_it_cannot_be_kept_those_who_waited_make_it_side_by_side(tasks: Ta
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(tasks._values.single("k", None, make))) for _ in range(4)]
     threads[0].start()
-    entered.wait(10)
+    entered.wait(60)
     for thread in threads[1:]:
         thread.start()
     _wait_until(lambda: forebay_waits(tasks) >= 3)
@@ -644,12 +644,12 @@ def test_who_has_waited_long_enough_makes_it_himself(tasks: Tasks) -> None:
 
     def slow() -> str:
         entered.set()
-        go.wait(20)
+        go.wait(60)
         return "slow"
 
     thread = threading.Thread(target=lambda: tasks._values.single("k", None, slow))
     thread.start()
-    entered.wait(10)
+    entered.wait(60)
     assert tasks._values.single("k", None, lambda: "mine", timeout=0.05) == "mine"
     go.set()
     thread.join()

@@ -294,7 +294,7 @@ def test_a_rank_that_is_killed(remote: Path, tmp_path: Path, node: Node) -> None
             assert [leader.said(), other.said()] == [SAMPLES / 2, SAMPLES / 2]
             other.kill()
             waited, message = leader.said()
-            assert waited < 1
+            assert waited < 20
             assert f"rank 1 (process {other.pid})" in message
 
 

@@ -159,7 +159,7 @@ def test_the_death_of_one_is_told_to_the_other(name: str) -> None:
             assert [one.said(), other.said()] == ["crossed", "crossed"]
             other.kill()
             waited, message = one.said()
-            assert waited < 1
+            assert waited < 20
             assert str(other.pid) in message
 
 

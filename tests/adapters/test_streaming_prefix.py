@@ -140,7 +140,7 @@ def test_retries() -> None:
     began = time.monotonic()
     with pytest.raises(errors.ClaimConflict):
         get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=20)
-    assert 0.14 <= time.monotonic() - began < 2
+    assert 0.14 <= time.monotonic() - began < 20
     threading.Timer(0.3, memory.cleanup).start()
     _, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE, retry=1000)
     memory.cleanup()

@@ -30,8 +30,8 @@ from tests.harness import Child, Crew, Gate, death_of, fork, fork_to_die
 
 NAME = "start"
 LONG = 30.0
-SOON = 1.0
-"""Within which a death is to be told."""
+SOON = 10.0
+"""Within which a death is to be told, on a busy machine."""
 
 
 def rank(place: Path, number: int, work: Callable[[Barrier], Any], name: str = NAME) -> Any:
@@ -520,8 +520,8 @@ def test_one_gives_up_while_the_last_one_stands_still(house: House, crew: Crew) 
     slow = crew(lambda: (comes_to_wait(house, 1), leaving(house, lambda _: stops_at(1, stands, lambda: barrier.wait(2, LONG))))[1])
     began = time.monotonic()
     with pytest.raises(errors.WaitTimeout):
-        barrier.wait(2, 0.5)
-    assert time.monotonic() - began < 2.5
+        barrier.wait(2, 2.0)
+    assert time.monotonic() - began < SOON
     stands.wait()
     slow.signal(signal.SIGCONT)
     assert slow.result() == 1

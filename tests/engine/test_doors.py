@@ -140,16 +140,16 @@ def test_a_key_lock_is_let_go_by_another_thread(store: Store) -> None:
     thread = threading.Thread(target=hold.release)
     thread.start()
     thread.join()
-    store.hold("values", "k", timeout=5).release()
+    store.hold("values", "k", timeout=60).release()
 
 
 def test_a_named_lock_excludes(store: Store) -> None:
     first = store.lock("merge")
     with pytest.raises(errors.WaitTimeout):
         store.lock("merge", timeout=0.1)
-    store.lock("other", timeout=5).release()
+    store.lock("other", timeout=60).release()
     first.release()
-    store.lock("merge", timeout=5).release()
+    store.lock("merge", timeout=60).release()
 
 
 def test_a_key_lock_is_awaited_while_the_loop_goes_on(store: Store) -> None:
@@ -190,7 +190,7 @@ def test_a_waiting_space_waits_for_a_lease_and_says_no_when_the_time_is_up(tmp_p
     thread = threading.Thread(target=lambda: (store.put("pool", "b", b"y" * 80_000), done.set()))
     thread.start()
     lease.close()
-    assert done.wait(20)
+    assert done.wait(60)
     thread.join()
     assert store.entry("pool", "a") is None
     with pytest.raises(errors.NoSpace):  # could never fit: no waiting

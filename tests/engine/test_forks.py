@@ -17,6 +17,8 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine import budget, publish
+from forebay._engine.catalog import writer
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo
@@ -45,6 +47,7 @@ def use(store: Store, number: int) -> None:
 def fork_while_threads_work(place: Path, forks: int) -> None:
     stop = threading.Event()
     faults: list[BaseException] = []
+    budget.PATIENCE = publish.PATIENCE = writer.PATIENCE = HANG  # on a busy machine many wait for one lock, and nobody is to give up
 
     def put(store: Store, number: int) -> None:
         try:
@@ -76,7 +79,7 @@ def fork_while_threads_work(place: Path, forks: int) -> None:
             thread.start()
         try:
             for number in range(forks):
-                fork(lambda number=number: use(store, number)).result(30)  # type: ignore[misc]
+                fork(lambda number=number: use(store, number)).result()  # type: ignore[misc]
         finally:
             stop.set()
             for thread in threads:
@@ -121,13 +124,13 @@ def fork_while_a_transaction_takes_a_lock(place: Path) -> None:
         assert inside.wait(HANG)
         listener = Listener()
         host.at_fork(listener)  # the last to register is the first to be told
-        fork(lambda: None).result(30)
+        fork(lambda: None).result()
         thread.join(HANG)
         assert not thread.is_alive()
 
 
 def test_s17_a_fork_waits_for_a_transaction_that_takes_locks(quick_path: Path) -> None:
-    fork(lambda: fork_while_a_transaction_takes_a_lock(quick_path / "root")).result(20)
+    fork(lambda: fork_while_a_transaction_takes_a_lock(quick_path / "root")).result()
 
 
 def settle(place: Path) -> None:
@@ -196,7 +199,7 @@ def test_s17_a_dead_parents_locks_do_not_live_on_in_the_child(quick_path: Path, 
 
     def successor() -> None:
         with opened(place) as store:
-            store.hold("v", "a", timeout=5).release()
+            store.hold("v", "a", timeout=HANG).release()
             with store.writing("v", "a") as writing:
                 assert writing.partial is not None
                 assert [(span.start, span.length) for span in writing.begin(ObjectInfo("", 3 * MiB, '"1"', strong=True))] == [

@@ -72,7 +72,7 @@ def test_ranges_come_at_once(server: ScriptedServer, http: HttpRemote) -> None:
     fetching = threading.Thread(target=http.fetch, args=(url, sink))
     fetching.start()
     for _ in range(OPTIONS.streams):
-        assert begun.acquire(timeout=10)
+        assert begun.acquire(timeout=60)
     server.go.set()
     fetching.join()
     assert sink.data == BODY

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 
 from forebay import errors
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
+from forebay.remote.base import Call
 from forebay.remote.http import HttpRemote
 from forebay.testing import MemorySink, ScriptedServer
 
@@ -95,5 +97,31 @@ def test_an_error_of_the_sink_is_raised_as_it_is(server: ScriptedServer, when: s
     http = HttpRemote(RemoteOptions(part=PART, streams=streams))
     with pytest.raises(errors.NoSpace) as caught:
         http.fetch(url, sink)
+    assert caught.value is error
+    sink = MemorySink()
+    http.fetch(url, sink)
+    assert sink.data == BODY
+
+
+def test_no_connection_of_a_call_that_failed_is_used_again(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread has all bytes of its part, so that its connection can be kept, when another one fails and ends them all."""
+    error, sink, full, ended = errors.NoSpace.of("a", 1, 0, 0), MemorySink(), threading.Event(), threading.Event()
+    abort = Call.abort
+
+    def write(offset: int, count: int) -> None:
+        if offset >= 2 * PART:
+            assert full.wait(60)
+            raise error
+        if offset + count == 2 * PART:
+            full.set()
+            assert ended.wait(60)
+
+    sink.on_write = write
+    url = server.put("/a", BODY)
+    http = HttpRemote(RemoteOptions(part=PART, streams=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Call, "abort", lambda call: (abort(call), ended.set())[0])
+        with pytest.raises(errors.NoSpace) as caught:
+            http.fetch(url, sink)
     assert caught.value is error
     assert http.fetch(url, MemorySink()).retries == 0

@@ -216,7 +216,7 @@ def failures(server: ScriptedServer, tmp_path: Path) -> list[str]:
 
 def test_errors_logs_and_reprs_hold_no_secret(server: ScriptedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    options = RemoteOptions(attempts=2, backoff=0.01, read_timeout=0.1, token=SECRET, headers={"X-Key": SECRET})
+    options = RemoteOptions(attempts=2, backoff=0.01, read_timeout=0.5, token=SECRET, headers={"X-Key": SECRET})
     http = HttpRemote(options)
     urls = failures(server, tmp_path)
     for url in urls:

@@ -35,7 +35,7 @@ def test_all_work_is_done_once(call: Call) -> None:
 
 def test_work_is_done_at_once(call: Call) -> None:
     meeting = threading.Barrier(4)
-    share(iter([lambda: meeting.wait(10) and None] * 4), 3, call)
+    share(iter([lambda: meeting.wait(60) and None] * 4), 3, call)
 
 
 def test_no_work(call: Call) -> None:
@@ -69,8 +69,8 @@ def test_an_error_of_a_helper_wakes_the_caller(call: Call) -> None:
 
     def work() -> None:
         if threading.get_ident() == here:
-            assert failed.wait(10)
-            assert call._stop.wait(10)
+            assert failed.wait(60)
+            assert call._stop.wait(60)
             call.check()
         failed.set()
         raise ValueError
@@ -85,10 +85,10 @@ def test_an_interrupt_of_the_caller_ends_the_helpers(call: Call) -> None:
     def work() -> None:
         if threading.get_ident() == here:
             for _ in range(3):
-                assert busy.acquire(timeout=10)
+                assert busy.acquire(timeout=60)
             raise KeyboardInterrupt
         busy.release()
-        assert call._stop.wait(10)
+        assert call._stop.wait(60)
         call.check()
 
     with pytest.raises(KeyboardInterrupt):
@@ -102,11 +102,11 @@ def test_who_still_connects_is_left_behind_and_works_no_more(call: Call) -> None
 
     def work() -> None:
         if threading.get_ident() == here:
-            assert connecting.wait(10)
+            assert connecting.wait(60)
             raise KeyboardInterrupt
         with call.connecting:
             connecting.set()
-            connected.wait(10)
+            connected.wait(60)
         call.check()
         wrote.set()
 

@@ -146,7 +146,7 @@ def test_s22_what_is_not_there_raises_when_the_remote_is_gone(root: Path, url: s
 
 def test_s22_a_server_that_comes_back_is_asked_again(root: Path, server: ScriptedServer, body: bytes) -> None:
     url = server.put("/y.bin", body)
-    with forebay.Cache(root, remote_options=QUICK, max_age=0) as cache:
+    with forebay.Cache(root, remote_options=forebay.RemoteOptions(attempts=2, backoff=0.01), max_age=0) as cache:
         cache.read(url)
         server.objects["/y.bin"].statuses = [503] * 2
         assert cache.read(url) == body

@@ -19,7 +19,7 @@ MiB = 1 << 20
 def test_s26_two_refusals_a_stall_then_it_works(root: Path, server: ScriptedServer) -> None:
     body = os.urandom(6 * MiB)
     url = server.put("/x.bin", body, statuses=[503, 503], stall_after=4 * MiB, stalls=1)
-    options = forebay.RemoteOptions(read_timeout=0.5, backoff=0.02)
+    options = forebay.RemoteOptions(read_timeout=2, backoff=0.02)
     with forebay.Cache(root, remote_options=options) as cache:
         assert cache.read(url) == body
         stats = cache.stats()
@@ -34,7 +34,7 @@ def test_s26_two_refusals_a_stall_then_it_works(root: Path, server: ScriptedServ
 
 def test_s26_a_permanent_stall_raises_with_the_facts(root: Path, server: ScriptedServer) -> None:
     url = server.put("/x.bin", os.urandom(3 * MiB), stall_after=100_000)
-    options = forebay.RemoteOptions(read_timeout=0.3, attempts=3, backoff=0.02)
+    options = forebay.RemoteOptions(read_timeout=1, attempts=3, backoff=0.02)
     with forebay.Cache(root, remote_options=options) as cache:
         began = time.monotonic()
         with pytest.raises(forebay.errors.RemoteTimeout) as caught:
@@ -53,7 +53,7 @@ def test_s26_a_permanent_stall_raises_with_the_facts(root: Path, server: Scripte
 def test_s26_the_next_call_goes_on_where_the_last_one_gave_up(root: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
     body = os.urandom(6 * MiB)
     url = server.put("/x.bin", body, stall_after=4 * MiB)
-    options = forebay.RemoteOptions(read_timeout=0.3, attempts=1)
+    options = forebay.RemoteOptions(read_timeout=1, attempts=1)
 
     def give_up() -> None:
         with forebay.Cache(root, remote_options=options) as cache, pytest.raises(forebay.errors.RemoteTimeout):
@@ -68,7 +68,7 @@ def test_s26_the_next_call_goes_on_where_the_last_one_gave_up(root: Path, server
 
 def test_s26_an_object_that_changed_is_not_resumed(root: Path, server: ScriptedServer) -> None:
     url = server.put("/x.bin", os.urandom(6 * MiB), stall_after=4 * MiB)
-    options = forebay.RemoteOptions(read_timeout=0.3, attempts=1)
+    options = forebay.RemoteOptions(read_timeout=1, attempts=1)
     with forebay.Cache(root, remote_options=options) as cache:
         with pytest.raises(forebay.errors.RemoteTimeout):
             cache.read(url)
@@ -78,16 +78,16 @@ def test_s26_an_object_that_changed_is_not_resumed(root: Path, server: ScriptedS
 
 
 def test_s26_a_slow_body_is_no_stall(root: Path, server: ScriptedServer) -> None:
-    body = os.urandom(512 * 1024)
-    url = server.put("/x.bin", body, rate=400_000)
-    with forebay.Cache(root, remote_options=forebay.RemoteOptions(read_timeout=0.6)) as cache:
+    body = os.urandom(MiB)
+    url = server.put("/x.bin", body, rate=400_000)  # 2.6 s
+    with forebay.Cache(root, remote_options=forebay.RemoteOptions(read_timeout=2)) as cache:
         assert cache.read(url) == body
     assert server.gets == 1
 
 
 def test_s26_the_environment_sets_the_times(root: Path, server: ScriptedServer, command: Callable[..., Any]) -> None:
     url = server.put("/x.bin", os.urandom(MiB), stall_after=100_000)
-    environ = {**os.environ, "FOREBAY_READ_TIMEOUT": "0.3", "FOREBAY_ATTEMPTS": "2"}
+    environ = {**os.environ, "FOREBAY_READ_TIMEOUT": "1", "FOREBAY_ATTEMPTS": "2"}
     done = command("pull", "--root", root, url, env=environ)
     assert done.returncode == 1
     assert url in done.stderr

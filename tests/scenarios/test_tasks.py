@@ -336,13 +336,13 @@ def test_s06_who_is_killed_is_followed(root: Path, children: Callable[..., Any],
 
     forebay.Cache(root, budget=64 * MiB, min_free=0).close()
     first = children(lambda: work(True))
-    assert runs.wait(30)
+    assert runs.wait(60)
     others = [children(lambda: work(False)) for _ in range(3)]
     time.sleep(0.3)  # that they wait is likely; right it is either way
     first.signal(signal.SIGKILL)
     began = time.monotonic()
     assert [child.result() for child in others] == [42] * 3
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert len(lines(log)) == 2
 
 
@@ -368,7 +368,7 @@ def test_s08_who_waits_says_for_whom(root: Path, children: Callable[..., Any], f
 
     forebay.Cache(root, budget=64 * MiB, min_free=0).close()
     holder = children(first)
-    assert runs.wait(30)
+    assert runs.wait(60)
     found, said = children(second).result()
     assert (found, holder.result()) == (1, 1)
     assert any(str(holder.pid) in text and "one" in text for text in said), said
