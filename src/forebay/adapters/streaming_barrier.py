@@ -108,7 +108,7 @@ class Lock:
         return self._depth[os.getpid(), threading.get_ident()] > 0
 
     def __enter__(self) -> Self:
-        return self.acquire()
+        return self.acquire(timeout=self._lock.timeout)
 
     def __exit__(self, *_: object) -> None:
         self.release()
