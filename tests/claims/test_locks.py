@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from forebay import errors
 from forebay._claims import memory, named_locks
 from forebay._claims.members import House
 from forebay._claims.named_locks import NamedLock
-from forebay._kernel import waits
+from forebay._kernel import locks, waits
 from tests.claims.houses import rank
 from tests.harness import Child, Crew, Gate, in_child
 
@@ -196,6 +197,62 @@ def test_ctrl_c_while_it_waits(place: Path, house: House, crew: Crew) -> None:
     go.open()
     holder.result()
     assert is_free(house)
+
+
+def in_the_middle_of_a_lock(house: House, work: Callable[[], object]) -> None:
+    """Have the handler of a signal do that, while its thread takes the lock "main"."""
+    ask, old = locks.LockFile._ask_locked, signal.getsignal(signal.SIGUSR1)
+
+    def interrupted(file: locks.LockFile, kind: int, offset: int) -> bool:
+        patch.undo()
+        signal.raise_signal(signal.SIGUSR1)
+        return ask(file, kind, offset)
+
+    signal.signal(signal.SIGUSR1, lambda *_: work())
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for itself"))
+    signal.alarm(20)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(locks.LockFile, "_ask_locked", interrupted)
+            with NamedLock(house, "main"):
+                pass
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, old)
+
+
+def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, house: House, crew: Crew) -> None:
+    other, seen = held(crew, place, 1), list[bool]()
+
+    def work() -> None:
+        with NamedLock(house, "mine"):
+            seen.append(in_child(lambda: rank(place, 2, lambda other: is_free(other, "mine"))))
+        seen.append(in_child(lambda: rank(place, 2, lambda other: is_free(other, "mine"))))
+        with pytest.raises(errors.WaitTimeout, match=f"process {other.pid}"):
+            NamedLock(house, "x", timeout=0.0).__enter__()
+        seen.append(in_child(lambda: is_free(house, "mine")))
+
+    in_the_middle_of_a_lock(house, work)
+    assert seen == [False, True, True]
+    assert is_free(house, "main")
+    other.kill()
+    assert is_free(house)
+
+
+def test_the_handler_of_a_signal_leaves_in_the_middle_of_a_lock(place: Path, house: House) -> None:
+    def leave(house: House) -> list[str]:
+        def work() -> None:
+            named_locks.close(house)
+            house.members.leave()
+
+        with pytest.raises(errors.Closed):
+            in_the_middle_of_a_lock(house, work)
+            NamedLock(house, "y")
+        return [link for fd in os.listdir("/proc/self/fd") if (link := linked(fd)).endswith(f"{place.name}/locks")]
+
+    NamedLock(house, "x")
+    assert len(in_child(lambda: rank(place, 1, leave))) == 0
 
 
 def test_after_the_claim_was_left(place: Path, house: House) -> None:

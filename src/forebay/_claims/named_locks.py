@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, cast
+from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 
 from forebay import _config, errors
 from forebay._claims.members import House
@@ -15,37 +16,84 @@ from forebay._kernel import host, locks, waits
 
 LOCKS, WORDS = "locks", "words"
 Kind: TypeAlias = Literal["lock", "barrier", "memory"]
+T = TypeVar("T")
 
 
 class _Locks:
-    """The locks of a claim in this process. A forked child holds none of its parent's."""
+    """The locks of a claim in this process. A forked child holds none of its parent's.
+
+    The handler of a signal may run in the middle of what is here, and must not wait for what its own thread was about to let go: it
+    locks through a description of its own."""
 
     def __init__(self, directory: Path) -> None:
         self.file = locks.LockFile(directory / LOCKS)
         self.words = waits.Words(directory / WORDS)
         self.threads: dict[int, int] = {}  # offset -> the thread that holds it
+        self._path = directory / LOCKS
+        self._busy: set[int] = set()  # the threads that are in the middle of a call to `file`
+        self._apart: dict[int, locks.LockFile] = {}  # offset -> where a handler has locked it
+        self._retires = self._stands = False  # the latter: between the hooks of a fork
         host.at_fork(self)
 
     def try_lock(self, offset: int) -> Literal[True] | None:
-        if not self.file.try_lock(offset, exclusive=True):
+        me = threading.get_ident()
+        if me in self._busy:
+            apart = locks.LockFile(self._path)
+            if not apart.try_lock(offset, exclusive=True):
+                return None
+            self._apart[offset] = apart
+        elif not self._alone(lambda: self.file.try_lock(offset, exclusive=True)):
             return None
-        self.threads[offset] = threading.get_ident()
+        self.threads[offset] = me
         return True
 
     def unlock(self, offset: int) -> None:
         self.threads.pop(offset, None)
-        self.file.unlock(offset)
+        apart = self._apart.pop(offset, None)
+        if apart is not None:
+            apart.close()
+        elif threading.get_ident() in self._busy:
+            self.file.unlock_soon(offset)
+        else:
+            self._alone(lambda: self.file.unlock(offset))
         self.words.bump(offset % waits.COUNT)
 
+    def held(self, offset: int) -> bool:
+        return offset in self._apart or self.file.held(offset)
+
+    def retire(self) -> None:
+        """Close the file: now, or when the last that is held is let go."""
+        self._retires = True
+        if threading.get_ident() not in self._busy:
+            self.file.retire()
+
+    def _alone(self, call: Callable[[], T]) -> T:
+        me = threading.get_ident()
+        self._busy.add(me)
+        try:
+            return call()
+        finally:
+            self._busy.discard(me)
+            if self._retires:
+                self.file.retire()
+
     def before_fork(self) -> None:
-        self.file.before_fork(keep=False)
+        if threading.get_ident() not in self._busy:
+            self._busy.add(threading.get_ident())
+            self.file.before_fork(keep=False)
+            self._stands = True
 
     def after_fork_parent(self) -> None:
-        self.file.after_fork_parent()
+        if self._stands:
+            self._stands = False
+            self.file.after_fork_parent()
+            self._busy.discard(threading.get_ident())
 
     def after_fork_child(self) -> None:
         self.file.after_fork_child(keep=False)
-        self.threads = {}
+        for apart in self._apart.values():
+            apart.after_fork_child(keep=False)
+        self._apart, self._busy, self.threads, self._stands = {}, set(), {}, False
 
 
 def _locks_of(house: House) -> _Locks:
@@ -70,7 +118,7 @@ def close(house: House) -> None:
     """Close the file of the locks: now, or when the last that is held is let go."""
     found = house.parts.pop(_Locks, None)
     if found is not None:
-        found.file.retire()
+        found.retire()
 
 
 class NamedLock:
@@ -111,7 +159,7 @@ class NamedLock:
                 waits.wait_for(self._try, known.words, offset % waits.COUNT, what=self._whose, timeout=self.timeout)
         except BaseException:
             # Ctrl-C after the kernel gave the lock, and before that was noted: nobody would ever let go.
-            if known.file.held(offset) and known.threads.get(offset, me) == me:
+            if known.held(offset) and known.threads.get(offset, me) == me:
                 known.unlock(offset)
             raise
         return self
