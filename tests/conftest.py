@@ -22,6 +22,10 @@ pytest_plugins = ["tests.directories"]  # remote directories, and servers that c
 SRC = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SRC, *filter(None, [os.environ.get("PYTHONPATH")])])  # for interpreters that tests start
 
+# Sockets lie there, of multiprocessing and of Ray, and the path of one may have 107 bytes.
+if len(tempfile.gettempdir()) > 40 and os.access("/tmp", os.W_OK):
+    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
+
 # A shell that starts us in the background ignores Ctrl-C for us and for all that we start: tests that press it would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
