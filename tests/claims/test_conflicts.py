@@ -97,3 +97,13 @@ def test_a_conflict_of_a_process_with_itself_is_true_for_whoever_reads_it(tmp_pa
     what, *_, todo = str(caught.value).splitlines()  # other ranks get it, too
     assert what == f"{tmp_path} is taken by the same process, by claim {held.prefix:06}"
     assert todo.startswith("give each claim a directory of its own, close the other first, or")
+
+
+def test_of_many_directories_the_first_are_told(tmp_path: Path) -> None:
+    many = [tmp_path / f"{number}" for number in range(MANY)]
+    with forebay.claim(many, [REMOTE] * MANY, alone(), job="a"), pytest.raises(errors.ClaimConflict) as caught:
+        forebay.claim(many[-1], REMOTE, alone(), job="b")
+    said = str(caught.value)
+    assert said.startswith(f"{many[-1]} is taken")
+    assert f"{many[15]} from {REMOTE}, {MANY - 16} more: " in said
+    assert caught.value.theirs["directories"] == [str(path) for path in many]

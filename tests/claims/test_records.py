@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from forebay import errors
 from forebay._claims import dirs, records
 from forebay._claims.records import Beside, Record, Stream, load, masked, shortened
 
@@ -112,3 +113,9 @@ def test_a_long_command_shows_its_program_and_its_last_arguments() -> None:
     assert cut.startswith("/a/long/way/to/python -c xxx")
     assert cut.endswith("xxx --steps=100")
     assert shortened("x" * 200, 200) == "x" * 200
+
+
+def test_of_too_many_directories_a_claim_is_refused() -> None:
+    many = RECORD._replace(streams=(Stream(dirs.canonical("/local/" + "x" * 200), None),) * 40_000)
+    with pytest.raises(errors.ConfigError, match=r"40,000 directories: .* at most 16,777,216 are read"):
+        many.dump()

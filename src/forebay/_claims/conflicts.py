@@ -13,6 +13,7 @@ from forebay._claims.dirs import Place
 from forebay._claims.records import Record, Stream, shortened
 
 _LONGEST = 300  # of a command
+_MOST = 16  # directories of a claim that are told
 _WHAT_TO_DO = "give this job a directory of its own, wait until the other one ends, or, if both only read the same remote, say shared=True"
 _WHAT_TO_DO_ALONE = "give each claim a directory of its own, close the other first, or, if both only read the same remote, say shared=True"
 _OR_RANKS = "; if both are ranks of one job, tell each which it is (world=), or initialise torch.distributed first"
@@ -142,8 +143,10 @@ def _facts(ours: Record, theirs: Record, pids: list[int]) -> dict[str, Any]:
 
 def describe(record: Record, pids: list[int]) -> str:
     """A claim in one line."""
-    streams = ", ".join(f"{s.place.path} from {s.remote}" if s.remote is not None else s.place.path for s in record.streams)
+    streams = [f"{s.place.path} from {s.remote}" if s.remote is not None else s.place.path for s in record.streams[:_MOST]]
+    if len(record.streams) > _MOST:
+        streams.append(f"{len(record.streams) - _MOST:,} more")
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.start))
     who = f"{'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}" if pids else f"process {record.pid}, which ended"
     command = shortened(record.command, _LONGEST) or "?"
-    return f"{record.owner}: {who} of {record.user} on {record.host} since {started}, for {streams}: {command}"
+    return f"{record.owner}: {who} of {record.user} on {record.host} since {started}, for {', '.join(streams)}: {command}"

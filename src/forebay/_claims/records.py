@@ -12,11 +12,12 @@ import sys
 from array import array
 from typing import Any, NamedTuple
 
+from forebay import errors
 from forebay._claims import dirs, processes
 from forebay._claims.dirs import Place
 
 VERSION = 1
-LARGEST = 1 << 20  # bytes of a record that are looked at: anybody may write one
+LARGEST = 1 << 24  # bytes of a record that are looked at: anybody may write one
 _LONGEST_COMMAND = 500
 _HEAD = struct.Struct("=8sI")  # of what kind, and how many marks of its places follow
 _MAGIC = b"claim 1\n"
@@ -74,19 +75,30 @@ class Record(NamedTuple):
         return user_name(self.uid)
 
     def dump(self) -> bytes:
-        """As it is kept: marks of its places, by which others see quickly that it does not concern them, then JSON."""
+        """As it is kept: marks of its places, by which others see quickly that it does not concern them, then JSON. Raises `ConfigError`
+        for more than others would read."""
         told = dirs.marks(stream.place for stream in self.streams).told
         text = json.dumps(self._asdict(), separators=(",", ":"), allow_nan=False).encode()
-        return _HEAD.pack(_MAGIC, len(told)) + array("I", told).tobytes() + text
+        data = _HEAD.pack(_MAGIC, len(told)) + array("I", told).tobytes() + text
+        if len(data) > LARGEST:
+            raise errors.ConfigError(
+                f"{len(self.streams):,} directories: what a claim tells of them takes {len(data):,} bytes, at most {LARGEST:,} are read: "
+                "claim a directory above them", name="dirs", value=len(self.streams),
+            )  # fmt: skip
+        return data
+
+
+def length_of_marks(data: bytes) -> int:
+    """Up to where the marks go in what begins like this."""
+    return _HEAD.size + 4 * int.from_bytes(data[_HEAD.size - 4 : _HEAD.size], sys.byteorder)
 
 
 def may_meet(data: bytes, asked: frozenset[int]) -> bool:
     """Whether a place of the record could overlap with one whose marks ask. False is certain. ``data``: its beginning."""
-    count = int.from_bytes(data[_HEAD.size - 4 : _HEAD.size], sys.byteorder)
-    told = data[_HEAD.size : _HEAD.size + 4 * count]
-    if not data.startswith(_MAGIC) or len(told) != 4 * count:
+    end = length_of_marks(data)
+    if not data.startswith(_MAGIC) or len(data) < end:
         return True
-    return not asked.isdisjoint(memoryview(told).cast("I"))
+    return not asked.isdisjoint(memoryview(data)[_HEAD.size : end].cast("I"))
 
 
 def load(data: bytes) -> Record | None:

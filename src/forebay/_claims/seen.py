@@ -101,14 +101,18 @@ def parse(names: Iterable[str]) -> list[tuple[str, int, str]]:
 
 
 def glance(directory: str, registry: int | None = None) -> bytes | None:
-    """The beginning of what a claim says of itself, if anybody has it; else None. ``registry``: a descriptor of what the path begins at.
-    Takes 6 us."""
+    """The beginning of what a claim says of itself, with its marks, if anybody has it; else None. ``registry``: a descriptor of what the
+    path begins at. Takes 6 us."""
     try:
         fd = os.open(f"{directory}/{CLAIM}", _TO_READ, dir_fd=registry)
     except OSError:
         return None
     try:
-        return os.pread(fd, _GLANCE, 0) if locks.locked_at(fd, 0, SLOTS) is not None else None
+        if locks.locked_at(fd, 0, SLOTS) is None:
+            return None
+        data = os.pread(fd, _GLANCE, 0)
+        end = records.length_of_marks(data)
+        return data if end <= len(data) else os.pread(fd, min(end, records.LARGEST), 0)
     except OSError:
         return None  # it is a directory, or the like
     finally:
