@@ -101,8 +101,8 @@ def test_ranks_that_see_the_same_count_as_one(world: World, times: int, expected
     [
         (0, "must be positive"),
         (-1, "must be positive"),
-        (3, "divisible by your replication factor, and is 8"),
-        (16, "divisible by your replication factor, and is 8"),
+        (3, "divisible by it, and is 8"),
+        (16, "divisible by it, and is 8"),
     ],
 )
 def test_replication_must_divide_the_ranks(times: int, why: str) -> None:

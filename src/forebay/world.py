@@ -78,7 +78,7 @@ class World:
         if times < 1:
             raise ConfigError(f"replication={times}: Replication factor must be positive", name="replication", value=times)
         if self.num_ranks % times:
-            message = f"replication={times}: World size must be divisible by your replication factor, and is {self.num_ranks} ranks"
+            message = f"replication={times}: World size must be divisible by it, and is {self.num_ranks} ranks"
             raise ConfigError(message, name="replication", value=times)
         num_ranks = self.num_ranks // times
         num_nodes = 1 if num_ranks % self.ranks_per_node else num_ranks // self.ranks_per_node

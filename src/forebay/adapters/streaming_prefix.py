@@ -128,7 +128,7 @@ def get_shm_prefix(
     names other directories than the first one of its node; ConfigError, WaitTimeout, NoSpace."""
     streams = _streams(streams_local, streams_remote)
     if retry < 0:
-        raise errors.ConfigError(f"Specify at least zero retries (provided {retry}).", name="retry", value=retry)
+        raise errors.ConfigError(f"retry={retry}: must be 0 or more", name="retry", value=retry)
     here = World(world.num_nodes, world.ranks_per_node, world.workers_per_rank, world.worker)
     registry, job = Registry(), identify(None, here)
     _counts[str(registry.path), job.id] += 1

@@ -147,7 +147,7 @@ class SharedMemory:
             return
         size = operator.index(size)
         if size <= 0:
-            raise ValueError(f"'size' must be a positive number different from zero: size={size} for new shared memory")
+            raise ValueError(f"size={size}: new shared memory needs a positive number of bytes")
         self.shm, is_new = _created(f"psm_{secrets.token_hex(4)}" if name is None else name, size, or_opened=create is not True)
         (self.created_shms if is_new else self.opened_shms).append(self.shm)
         if is_new and auto_cleanup:
