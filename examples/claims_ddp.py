@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,14 +49,18 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self, claim: forebay.Claim, file: Path, epochs: int) -> None:
         self.claim, self.data = claim, np.load(file, mmap_mode="r")
         self.epoch = claim.scalar("epoch", "int64")
-        self.seen = claim.array("seen", (epochs, SAMPLES), "uint8")
+        self.epochs = epochs
+
+    def seen(self) -> np.ndarray[Any, Any]:
+        """Asked for where it is used: a pickled array would be a copy."""
+        return self.claim.array("seen", (self.epochs, SAMPLES), "uint8")
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         epoch = self.epoch.get()  # workers that live on from epoch to epoch learn here which it is
-        self.seen[epoch, index] += 1
+        self.seen()[epoch, index] += 1
         sample = torch.from_numpy(self.data[index].copy())
         return sample, (sample.sum() > 0).long()
 
@@ -78,7 +83,7 @@ def train(claim: forebay.Claim, samples: Samples, epochs: int, workers: int) -> 
             optimizer.step()
         barrier.wait(world.ranks_per_node)  # after it, all have counted
         if world.is_local_leader:
-            counts = samples.seen[epoch]
+            counts = samples.seen()[epoch]
             once = "each once" if (counts == 1).all() else "NOT each once"
             print(f"epoch {epoch}: {int(counts.sum()):,} samples, {once}; loss {loss.item():.3f}", flush=True)
 
