@@ -110,10 +110,11 @@ class Watched:
         return getattr(self._remote, name)
 
     def stat(self, url: str, **how: Any) -> Any:
+        looked = self.looked
         try:
             return self._remote.stat(url, **how)
         finally:
-            self.looked.set()
+            looked.set()
 
     def write(self, url: str, source: Any, **how: Any) -> Any:
         name = url.partition("step_100/")[2]
@@ -440,16 +441,20 @@ def test_two_uploads_at_once(place: Place, far: Remote, near: Path, tmp_path: Pa
 def test_an_upload_sees_that_another_began(place: Place, near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not go on to write over what the other writes, whatever the store knows."""
     monkeypatch.setattr(uploading, "WATCH", 0.05)
-    first, remote = watched(place)
+    (first, remote), (second, others) = watched(place), watched(place)
     change(tmp_path / "other", "config.json", b"of the second")
 
     def overtake(name: str) -> None:
         if name != MARKER and not done:
             done.append(name)
-            upload(place, tmp_path / "other")
-            remote.looked.clear()
+            upload(second, tmp_path / "other")
             assert remote.looked.wait(HANG)
 
+    def has_begun(name: str) -> None:
+        if others.written == [MARKER]:
+            remote.looked = threading.Event()  # for who looks from now on
+
+    others.after = has_begun
     done: list[str] = []
     remote.before = overtake
     with pytest.raises(errors.Conflict, match="another upload"):
