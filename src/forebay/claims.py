@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 PathLike: TypeAlias = str | os.PathLike[str]
 # Of both tables each use is one call, which needs no lock: a child of a fork would inherit it held.
-_counts: dict[tuple[Path, str], itertools.count[int]] = {}  # how many claims without a name this process asked for
-_open: dict[tuple[str, str], Claim] = {}  # those that this process has: kept, since what was made of one may be in use
+# By rank: who was forked may be another one than the parent, and comes to its first claim with what the parent has.
+_counts: dict[tuple[Path, str, int], itertools.count[int]] = {}  # how many claims without a name this process asked for
+_open: dict[tuple[str, str, int], Claim] = {}  # those that this process has: kept, since what was made of one may be in use
 
 
 def claim(
@@ -63,14 +64,14 @@ def claim(
     patience = _config.parse_timeout(timeout)
     known = identify(job, world)
     registry = Registry()
-    key = _ordinal(registry, known.id) if name is None else _named(name)
+    key = _ordinal(registry, known.id, world.rank) if name is None else _named(name)
     wanted = Wanted(known.id, known.how, key, streams, world.to_json(), world.rank, name=known.name)
     held = registry.register(wanted, patience) if world.is_local_leader else registry.join(wanted, patience)
     return opened(registry, held, world)
 
 
-def _ordinal(registry: Registry, job: str) -> str:
-    return str(next(_counts.setdefault((registry.path, job), itertools.count())))
+def _ordinal(registry: Registry, job: str, rank: int) -> str:
+    return str(next(_counts.setdefault((registry.path, job, rank), itertools.count())))
 
 
 def _named(name: str) -> str:
@@ -144,13 +145,13 @@ def opened(registry: Registry, held: Held, world: World) -> Claim:
     return kept
 
 
-def _arrive(registry: str, identity: tuple[str, str], rank: int, world: World) -> Claim:
+def _arrive(registry: str, identity: tuple[str, str, int], world: World) -> Claim:
     """A claim that came by pickle: that of this process, if it has it, else it joins now."""
     found = _open.get(identity)
     if found is not None:
         return found
     at = Registry(registry)
-    held = at.attach(at.path / identity[0], rank=rank)
+    held = at.attach(at.path / identity[0], rank=world.rank)
     if _token(held.record) != identity[1]:
         held.members.leave()
         raise errors.Closed(f"claim {identity[0]} was freed, and its number is another one's by now", what="claim")
@@ -176,7 +177,7 @@ class Claim:
         record = held.record
         self._registry, self._record, self._members = registry, record, held.members
         self._house = House(held.members, f"claim {record.prefix:06} of {record.owner}", self)
-        self._identity = (held.members.directory.name, _token(record))
+        self._identity = (held.members.directory.name, _token(record), world.rank)
         self.prefix, self.path, self.job, self.world = record.prefix, held.members.directory, record.job, world
         self.name = record.key.removeprefix("named ")
         self.directories = tuple(stream.place.path for stream in record.streams)
@@ -247,7 +248,7 @@ class Claim:
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._house.check()
-        return _arrive, (str(self._registry.path), self._identity, self.world.rank, self.world)
+        return _arrive, (str(self._registry.path), self._identity, self.world)
 
     def __repr__(self) -> str:
         return f"<forebay.Claim {self.prefix:06} of {', '.join(self.directories)}{' closed' if self.closed else ''}>"
