@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +13,13 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._claims import conflicts, dirs
+from forebay._claims import conflicts, dirs, members
 from forebay._claims.dirs import Place
 from forebay._claims.records import Record, Stream
+from forebay._claims.registry import Registry
 from forebay._claims.wanted import Wanted
-from tests.claiming import REMOTE, alone
+from tests.claiming import REMOTE, alone, rank
+from tests.harness import Crew, Gate
 
 MANY = 200
 
@@ -97,6 +101,37 @@ def test_a_conflict_of_a_process_with_itself_is_true_for_whoever_reads_it(tmp_pa
     what, *_, todo = str(caught.value).splitlines()  # other ranks get it, too
     assert what == f"{tmp_path} is taken by the same process, by claim {held.prefix:06}"
     assert todo.startswith("give each claim a directory of its own, close the other first, or")
+
+
+@pytest.mark.parametrize(
+    ("again", "said"),
+    [
+        (lambda place: forebay.claim(place, REMOTE, alone(), timeout=0), "{place} is taken by claim 000000 of another job on this node"),
+        (
+            lambda place: forebay.claim(place, REMOTE, rank(0, 2), name="a", job="job", timeout=0),
+            "was process {leader}, which has gone",
+        ),
+    ],
+)
+def test_a_leader_that_left_is_not_who_has_it(
+    node: Registry, tmp_path: Path, crew: Crew, again: Callable[[Path], object], said: str
+) -> None:
+    ready = Gate()
+    leader = forebay.claim(tmp_path, REMOTE, rank(0, 2), name="a", job="job")
+
+    def stay() -> None:
+        members.leave_all()
+        with forebay.claim(tmp_path, REMOTE, rank(1, 2), name="a", job="job"):
+            ready.open()
+            signal.pause()
+
+    child = crew(stay)
+    ready.wait()
+    leader.close()
+    with pytest.raises(errors.ClaimConflict) as caught:
+        again(tmp_path)
+    assert said.format(place=tmp_path, leader=os.getpid()) in str(caught.value)
+    assert f"held by job job: process {child.pid} " in str(caught.value)
 
 
 def test_of_many_directories_the_first_are_told(tmp_path: Path) -> None:

@@ -110,26 +110,22 @@ def in_conflict(ours: Record, theirs: Record, pids: list[int], found: tuple[Stre
     """The error of two claims that want the same."""
     mine, other = (stream.place.path for stream in found)
     what = f"{mine} is taken" if mine == other else f"{mine} overlaps with {other}, which is taken"
-    todo = _WHAT_TO_DO_ALONE if _is_same_process(ours, theirs) else _WHAT_TO_DO
+    alone = ours.pid in pids and (ours.pid, ours.ticks, ours.space) == (theirs.pid, theirs.ticks, theirs.space)
+    todo = _WHAT_TO_DO_ALONE if alone else _WHAT_TO_DO
     if ours.job != theirs.job and ours.how == theirs.how and "only rank" in ours.how:
         todo += _OR_RANKS
-    return errors.ClaimConflict(_told(f"{what} by {_whom(ours, theirs)}", ours, theirs, pids, todo), **_facts(ours, theirs, pids))
-
-
-def _whom(ours: Record, theirs: Record) -> str:
-    if _is_same_process(ours, theirs):
-        return f"the same process, by claim {theirs.prefix:06}"
-    return f"claim {theirs.prefix:06} of {'the same job' if ours.job == theirs.job else 'another job'} on this node"
-
-
-def _is_same_process(ours: Record, theirs: Record) -> bool:
-    return (ours.pid, ours.ticks, ours.space) == (theirs.pid, theirs.ticks, theirs.space)
+    job = "the same job" if ours.job == theirs.job else "another job"
+    whom = f"the same process, by claim {theirs.prefix:06}" if alone else f"claim {theirs.prefix:06} of {job} on this node"
+    return errors.ClaimConflict(_told(f"{what} by {whom}", ours, theirs, pids, todo), **_facts(ours, theirs, pids))
 
 
 def claimed_twice(ours: Record, theirs: Record, pids: list[int]) -> errors.ClaimConflict:
     """The error of two ranks that both say they lead."""
-    what = f"the first rank of this node for claim {ours.key} of {ours.owner} (known by {ours.how}) is process {theirs.pid} already"
+    who = f"is process {theirs.pid} already"
     todo = "give each process its rank (world=), or each job a name of its own (job=)"
+    if theirs.pid not in pids:
+        who, todo = f"was process {theirs.pid}, which has gone before others of its job", "wait until they end, or end them"
+    what = f"the first rank of this node for claim {ours.key} of {ours.owner} (known by {ours.how}) {who}"
     return errors.ClaimConflict(_told(what, ours, theirs, pids, todo), **_facts(ours, theirs, pids))
 
 
