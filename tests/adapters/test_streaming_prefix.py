@@ -202,6 +202,17 @@ def test_ranks_have_one_together(node: Node, first: int) -> None:
     assert (node.claims(), taken(said[0][0])) == ([], False)
 
 
+def test_a_rank_that_its_leader_forked_begins_with_its_first(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    prefix, memory = get_shm_prefix([A], ["s3://bucket/a"], World(1, 2, 1, 0))
+    with Job(lambda say: ask(say, World(1, 2, 1, 1))) as child:
+        assert child.said()[0] == prefix
+    memory.cleanup()
+    clean_stale_shared_memory()
+    assert (node.claims(), taken(prefix)) == ([], False)
+
+
 def test_a_rank_with_other_directories_is_told(node: Node) -> None:
     with Job(lambda say: ask(say, World(1, 2, 1, 0))) as leader, Job(lambda say: ask(say, World(1, 2, 1, 1), B)) as other:
         assert leader.said()[2:] == [1, 0]

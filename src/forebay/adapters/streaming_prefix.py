@@ -25,7 +25,7 @@ from forebay.remote import urls
 from forebay.world import World
 
 TICK = 0.007
-_counts: Counter[tuple[str, str]] = Counter()  # how many numbers this process asked for, by registry and job
+_counts: Counter[tuple[str, str, int]] = Counter()  # how many numbers this process asked for, by registry, job and rank
 
 
 class Locals(shared.SharedMemory):
@@ -131,9 +131,10 @@ def get_shm_prefix(
         raise errors.ConfigError(f"retry={retry}: must be 0 or more", name="retry", value=retry)
     here = World(world.num_nodes, world.ranks_per_node, world.workers_per_rank, world.worker)
     registry, job = Registry(), identify(None, here)
-    _counts[str(registry.path), job.id] += 1
+    count = (str(registry.path), job.id, here.rank)  # who was forked may be another rank than the parent
+    _counts[count] += 1
     wanted = Wanted(
-        job.id, job.how, f"of Streaming, {_counts[str(registry.path), job.id] - 1}", streams, here.to_json(), here.rank,
+        job.id, job.how, f"of Streaming, {_counts[count] - 1}", streams, here.to_json(), here.rank,
         equal_only=True, outside=_Outside(streams_local, streams_remote, registry), patience=retry * TICK,
         name=job.name, spared=_spared(registry),
     )  # fmt: skip
