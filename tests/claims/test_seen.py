@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import forebay
+from forebay import errors
 from forebay._claims import seen
 from forebay._claims.seen import Seen
 from forebay._claims.table import Member
-from tests.claiming import REMOTE, alone
+from tests.claiming import REMOTE, alone, rank
+from tests.harness import Crew
 
 
 def lead(told: int) -> None:
@@ -61,3 +66,48 @@ def test_names_of_claims_are_told_from_others() -> None:
     sound, tag = f"000001.{'a' * 16}", "b" * 16
     others = ["", "lock", f"1.{tag}", f".new.{tag}", f"000002.{tag}\n", f"x000003.{tag}", f"000004.{tag}x", f"\n000005.{tag}"]
     assert seen.parse([*others, sound, *others, f"1000000.{tag}"]) == [(sound, 1, "a" * 16), (f"1000000.{tag}", 1_000_000, tag)]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_who_can_open_nothing_takes_nobody_for_dead(registry: Path, monkeypatch: pytest.MonkeyPatch, crew: Crew, number: int) -> None:
+    opened = os.open
+
+    def fail(path: Any, flags: int, *args: Any, **how: Any) -> int:
+        if str(path).endswith("/claim") and not flags & os.O_RDWR:
+            raise OSError(number, os.strerror(number), path)
+        return opened(path, flags, *args, **how)
+
+    def take() -> int | None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", fail)
+            try:
+                forebay.claim("/local", REMOTE, alone(), "other")
+            except OSError as error:
+                return error.errno
+        return None
+
+    with forebay.claim("/local", REMOTE, alone(), "job"):
+        assert crew(take).result() == number
+        with pytest.raises(errors.ClaimConflict):
+            forebay.claim("/local", REMOTE, alone(), "other")
+
+
+def test_a_forked_rank_is_one_process(registry: Path, crew: Crew) -> None:
+    def join() -> tuple[int, ...]:
+        with forebay.claim("/local", REMOTE, rank(1, 2), "job"):
+            (info,) = forebay.list_claims()
+            return info.pids
+
+    with forebay.claim("/local", REMOTE, rank(0, 2), "job"):
+        child = crew(join)
+        assert child.result() == (os.getpid(), child.pid)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_directory_that_somebody_removed_is_told(registry: Path, used: bool) -> None:
+    with forebay.claim("/local", REMOTE, alone(), "job") as claim:
+        if used:
+            claim.scalar("used", "int64")
+        shutil.rmtree(claim.path)
+        with pytest.raises(errors.Closed, match=f"somebody removed {claim.path}"):
+            claim.array("a", 3, "int64")

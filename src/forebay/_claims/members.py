@@ -308,6 +308,10 @@ class House:
         """Raises `Closed` after the claim was left."""
         self.members.check()
 
+    def lost(self) -> errors.Closed:
+        """What to raise where its files are missing while it lives."""
+        return errors.Closed(f"{self.name} is lost: somebody removed {self.directory}", what="claim")
+
 
 def _house_of(claim: Any) -> Any:
     return claim._house

@@ -193,10 +193,12 @@ def _make(path: str, told: dict[str, Any], house: House) -> memoryview:
     start = -(-(_START.size + len(text)) // PAGE) * PAGE
     whole, temporary = start + told["size"], f"{path}+new"  # a quoted name has no plus sign
     host.unlink(temporary)  # of one who was killed here
-    if whole > host.free_bytes(house.directory):
-        raise _no_room(told, house, whole)  # before others feel it, whom a file that grows until nothing is left would disturb
     try:
+        if whole > host.free_bytes(house.directory):
+            raise _no_room(told, house, whole)  # before others feel it, whom a file that grows until nothing is left would disturb
         return _build(path, temporary, _START.pack(_MAGIC, start) + text, whole)[start:]
+    except FileNotFoundError:
+        raise house.lost() from None
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise _no_room(told, house, whole) from error

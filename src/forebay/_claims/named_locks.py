@@ -99,7 +99,10 @@ class _Locks:
 def _locks_of(house: House) -> _Locks:
     found = house.parts.get(_Locks)
     if found is None:
-        found = house.parts.setdefault(_Locks, _Locks(house.directory))
+        try:
+            found = house.parts.setdefault(_Locks, _Locks(house.directory))
+        except FileNotFoundError:
+            raise house.lost() from None
     return cast(_Locks, found)
 
 

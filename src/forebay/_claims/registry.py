@@ -153,11 +153,10 @@ class Registry:
 
     def _left(self, directory: Path) -> None:
         """Free a claim if nobody has it any more, and the lock is to be had without a wait; else the next claim does."""
-        if seen.glance(str(directory)) is not None:
-            return
         with contextlib.suppress(OSError):  # a `WaitTimeout` is one too
-            with self.locked(0) as ledger:
-                ledger.free(directory)
+            if seen.glance(str(directory)) is None:
+                with self.locked(0) as ledger:
+                    ledger.free(directory)
 
     @contextlib.contextmanager
     def locked(self, timeout: float | None = _PATIENCE) -> Iterator[Ledger]:

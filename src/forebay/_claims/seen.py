@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -18,6 +19,7 @@ _NAME = re.compile(r"(?<![^/])(([0-9]{6,15})\.([0-9a-f]{16}))(?![^/])")
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # anybody may have put a FIFO there
 _MEMORY = "/dev/shm/"
 _GLANCE = 1024  # bytes: the marks of a few directories
+_OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))  # these say nothing of what was to be opened
 _APART = frozenset((CLAIM, "members", "locks", "words", building.LANDMARK))
 
 
@@ -34,9 +36,8 @@ class Seen(NamedTuple):
 
     def members(self) -> list[Member]:
         """Who has it, or had; none where it is another user's."""
-        try:
-            fd = _open(self.directory)
-        except OSError:
+        fd = _open(self.directory)
+        if fd is None:
             return []
         try:
             return Table(self.directory).members(fd)
@@ -48,7 +49,8 @@ class Seen(NamedTuple):
     def pids(self) -> list[int]:
         """Who has it now, as far as we may know."""
         if self.uid == os.geteuid():
-            return [member.pid for member in self.members() if member.state == "in"]
+            there = (member.pid for member in self.members() if member.state == "in")
+            return list(dict.fromkeys(there))  # one that was forked may have it twice, as its parent's child and as a rank
         return [self.record.pid] if self.led and self.record is not None else []
 
     def is_ending(self) -> bool:
@@ -91,8 +93,14 @@ def _blocks(path: str) -> int:
         return 0
 
 
-def _open(directory: Path) -> int:
-    return os.open(directory / CLAIM, _TO_READ)
+def _open(path: str | Path, registry: int | None = None) -> int | None:
+    """The file of a claim, to be read; None where it is none, or not ours to read. Raises OSError where this process can open nothing."""
+    try:
+        return os.open(f"{path}/{CLAIM}", _TO_READ, dir_fd=registry)
+    except OSError as error:
+        if error.errno in _OUR_OWN:
+            raise  # taken for dead, its directories would be given away
+        return None
 
 
 def parse(names: Iterable[str]) -> list[tuple[str, int, str]]:
@@ -102,10 +110,9 @@ def parse(names: Iterable[str]) -> list[tuple[str, int, str]]:
 
 def glance(directory: str, registry: int | None = None) -> bytes | None:
     """The beginning of what a claim says of itself, with its marks, if anybody has it; else None. ``registry``: a descriptor of what the
-    path begins at. Takes 6 us."""
-    try:
-        fd = os.open(f"{directory}/{CLAIM}", _TO_READ, dir_fd=registry)
-    except OSError:
+    path begins at. Takes 6 us. Raises OSError where this process can open nothing."""
+    fd = _open(directory, registry)
+    if fd is None:
         return None
     try:
         if locks.locked_at(fd, 0, SLOTS) is None:
@@ -120,13 +127,12 @@ def glance(directory: str, registry: int | None = None) -> bytes | None:
 
 
 def look_at(registry: Path, name: str) -> Seen | None:
-    """The claim of this name; None where there is none, or it was freed meanwhile."""
+    """The claim of this name; None where there is none, or it was freed meanwhile. Raises OSError where this process can open nothing."""
     if not (found := parse([name])):
         return None
     told, directory = found[0][1:], registry / name
-    try:
-        fd = _open(directory)
-    except OSError:
+    fd = _open(directory)
+    if fd is None:
         return _damaged(directory, *told)
     try:
         live = locks.locked_at(fd, 0, SLOTS) is not None
