@@ -27,7 +27,7 @@ def as_user(uid: int, work: Callable[[], Any], *, umask: int = 0o022) -> Callabl
         os.setgroups([])
         os.setgid(GROUP)
         os.setuid(uid)
-        os.environ["NETRC"] = "/nonexistent"
+        os.environ["NETRC"] = os.devnull
         return work()
 
     return run

@@ -82,7 +82,7 @@ def test_s31_misses_go_to_the_source(filled: Any, children: Callable[..., Any], 
     url = server.put("/other.bin", b"other")
 
     def reader() -> list[str]:
-        os.environ["NETRC"] = "/nonexistent"
+        os.environ["NETRC"] = f"{place}.netrc"  # there is none
         with warnings() as said, forebay.Cache(place, read_only=True) as cache:
             for _ in range(3):
                 assert cache.read(url) == b"other"
