@@ -5,11 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # every type checker has it; defaults came into `typing` with Python 3.13
+
+    Item = TypeVar("Item", default=Any)
+    Item_co = TypeVar("Item_co", default=Any, covariant=True)
+else:
+    from typing import TypeVar
+
+    Item, Item_co = TypeVar("Item"), TypeVar("Item_co", covariant=True)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Source: TypeAlias = Buffer | str | os.PathLike[str]
 """What is written: bytes, or the path of a local file."""
+
+
+def is_text(value: str) -> bool:
+    """Whether a str is whole Unicode: without lone surrogates, which UTF-8, and so a key, cannot hold."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -119,6 +138,18 @@ class Remote(Protocol):
         """Remove the object; that there is none is no error. Raises `RemoteError`."""
 
 
+class Noted(bytes):
+    """The bytes of an item, and a short text that its entry carries beside them: in its row, so that it counts against no quota."""
+
+    note: str = ""
+
+    @classmethod
+    def of(cls, data: Buffer, note: str) -> Self:
+        found = cls(data)
+        found.note = note
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One version of one key in one space, with bytes of its own.
@@ -170,6 +201,17 @@ class Report:
     removed: tuple[str, ...] = ()
     spared: tuple[str, ...] = ()
     freed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Strays:
+    """What lies in a root and is counted by nobody, in blocks of the disk. ``files``, ``bytes``: of Forebay's making, no entry names them;
+    ``foreign``, ``foreign_bytes``: somebody else's, which are left alone."""
+
+    files: int = 0
+    bytes: int = 0
+    foreign: int = 0
+    foreign_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

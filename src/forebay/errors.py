@@ -2,18 +2,21 @@
 
     ForebayError
     ├── ConfigError (ValueError)             an argument or a variable of the environment makes no sense
+    │   └── NotJson (TypeError)              metadata that JSON cannot hold
     ├── MissingExtra (ImportError)           an optional package is needed for this URL or front
     ├── Closed (ValueError, RuntimeError)    a call after close()
     ├── RootError (OSError)                  this directory cannot be a cache
     │   ├── RootRefused                      another user's, on a network file system, or with foreign files
     │   └── NewerFormat                      written by a newer Forebay
     ├── CacheFault (OSError)                 the cache itself failed; calls are served past it
+    │   ├── WriterBusy                       another process writes to the catalog, or was stopped while it did
     │   ├── NoSpace                          (ENOSPC) no room, with need, free and budget
     │   ├── ReadOnly                         (EROFS) this root may only be read
     │   └── Damaged                          stored bytes differ from what was stored
     ├── WaitTimeout (TimeoutError)           what was waited for, how long, who holds it
     ├── Offline (FileNotFoundError)          not in the cache, and asking the remote is forbidden
     ├── NotCached (KeyError)                 a key that the cache does not hold
+    │   └── Ambiguous                        a name that means several entries
     ├── ChecksumMismatch (ValueError)        the source's bytes are not those the caller expected
     ├── ClaimConflict (ValueError)           a directory belongs to another job, or to another claim of this one
     ├── ClaimMismatch (RuntimeError)         a rank says something else than its leader, or than who made the shared memory
@@ -35,15 +38,33 @@
         ├── NotADirectory (NotADirectoryError)    an object where a directory is wanted
         └── Incomplete                       an upload to this directory has begun and not ended
 
-Each is pickled and rebuilt with its message and its facts, so that one raised in a worker reaches the main process.
+Each is pickled and rebuilt with its message, its facts, its notes and what led to it, so that one raised in a worker reaches the main
+process. A cause that cannot be pickled arrives as a `RemoteCause` that names its class and has its text.
 """
 
 from __future__ import annotations
 
 import builtins
 import errno
+import pickle
 import threading
+from collections.abc import Sequence
 from typing import Any
+
+EXTRAS = {
+    "s3": ("botocore",),
+    "fsspec": ("fsspec",),
+    "arrow": ("pyarrow",),
+    "tasks": ("cloudpickle", "PyYAML"),
+    "torch": ("torch",),
+    "energon": ("megatron-energon",),
+    "ray": ("ray[train]",),
+    "streaming": ("mosaicml-streaming",),
+}
+"""The extras of Forebay, and the packages that each brings."""
+
+
+_DEEPEST = 32  # errors that led to one another
 
 
 class ForebayError(Exception):
@@ -64,17 +85,111 @@ class ForebayError(Exception):
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), self.facts)
+        return _rebuild, (type(self), str(self), _portable(self.facts), _others_of(self), _story_of(self, set()))
 
 
-def _rebuild(cls: type[ForebayError], message: str, facts: dict[str, Any]) -> ForebayError:
-    error = cls.__new__(cls)
+def _rebuild(
+    cls: type[ForebayError], message: str, facts: dict[str, Any], others: dict[str, Any] | None = None, story: _Story | None = None
+) -> ForebayError:  # fmt: skip
+    # Not `cls.__new__`: of a class of two errors that is the first one's, and may not be the one that makes its instances.
+    base: type | None = cls
+    while base is not None and issubclass(base, ForebayError):
+        base = base.__base__
+    error: ForebayError = (base or Exception).__new__(cls)
     ForebayError.__init__(error, message, **facts)
+    for name, value in (others or {}).items():
+        setattr(error, name, value)
+    if story is not None:
+        _tell_again(error, story)
     return error
+
+
+def _others_of(error: ForebayError) -> dict[str, Any]:
+    """What was noted in an error beside its facts."""
+    return _portable({name: value for name, value in vars(error).items() if name not in error.facts and name not in ("facts", "__notes__")})
+
+
+class RemoteCause(Exception):
+    """Stands for an error of another process that cannot be pickled. Its text names the class of that one, and what it said."""
+
+
+_Story = tuple[Any, Any, bool, list[str]]  # cause, context, whether that is hidden, notes
+
+
+def _story_of(error: BaseException, told: set[int]) -> _Story | None:
+    """What led to an error, as far as it can be pickled; None: nothing did."""
+    told.add(id(error))
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    is_silenced = error.__cause__ is None and error.__suppress_context__  # `from None`: its text may hold a secret
+    cause, context = (_stand_in(reason, told) for reason in (error.__cause__, None if is_silenced else error.__context__))
+    if cause is None and context is None and not notes:
+        return None
+    return cause, None if error.__context__ is error.__cause__ else context, error.__suppress_context__, notes
+
+
+def _tell_again(error: BaseException, story: _Story) -> None:
+    cause, context, hidden, notes = story
+    cause, context = (reason.told() if isinstance(reason, _Retold) else reason for reason in (cause, context))
+    error.__cause__, error.__context__, error.__suppress_context__ = cause, context or cause, hidden
+    for note in notes:
+        error.add_note(note)
+
+
+class _Retold:
+    """Carries an error together with what led to it, which is not in its own pickle."""
+
+    def __init__(self, error: BaseException, story: _Story) -> None:
+        self._error, self._story = error, story
+
+    def told(self) -> BaseException:
+        _tell_again(self._error, self._story)
+        return self._error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _told_of, (self._error, self._story)
+
+
+def _told_of(error: BaseException, story: _Story) -> BaseException:
+    return _Retold(error, story).told()
+
+
+def _stand_in(reason: BaseException | None, told: set[int]) -> Any:
+    """``reason`` itself where it can be pickled and comes back as it was, else its text. None where it was told before: errors may form
+    a ring."""
+    if reason is None or id(reason) in told or len(told) > _DEEPEST:
+        return None
+    story = _story_of(reason, told)
+    if isinstance(reason, ForebayError):  # one that knows nothing of what led to it: its story is told here, where rings are seen
+        copy: BaseException = _rebuild(type(reason), str(reason), _portable(reason.facts), _others_of(reason))
+        return copy if story is None else _Retold(copy, story)
+    try:
+        copy = pickle.loads(pickle.dumps(reason))
+        sound = type(copy) is type(reason) and str(copy) == str(reason)
+    except Exception:  # noqa: BLE001  whatever its class, not ours, makes of it
+        sound = False
+    if not sound:
+        copy = RemoteCause(f"{type(reason).__module__}.{type(reason).__qualname__}: {reason}")
+    return copy if story is None else _Retold(copy, story)
+
+
+def _portable(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts as they can be pickled: of others the text."""
+    found = {}
+    for name, value in facts.items():
+        try:
+            pickle.dumps(value)
+            found[name] = value
+        except Exception:  # noqa: BLE001  whatever its class makes of it
+            found[name] = repr(value)
+    return found
 
 
 class ConfigError(ForebayError, ValueError):
     """An argument or a variable of the environment that makes no sense."""
+
+
+class NotJson(ConfigError, TypeError):
+    """Metadata that JSON cannot hold: what `json.dumps` refuses, or no dict."""
 
 
 class MissingExtra(ForebayError, ImportError):
@@ -84,7 +199,8 @@ class MissingExtra(ForebayError, ImportError):
 
     @classmethod
     def of(cls, what: str, extra: str) -> MissingExtra:
-        return cls(f"{what} needs a package that is not installed: pip install 'forebay[{extra}]'", extra=extra)
+        packages = " ".join(EXTRAS.get(extra, (extra,)))
+        return cls(f"{what} needs the extra {extra!r} of Forebay, which is not installed: pip install {packages}", extra=extra)
 
 
 class Closed(ForebayError, ValueError, RuntimeError):
@@ -116,6 +232,14 @@ class CacheFault(ForebayError, OSError):
     """The cache itself failed. Calls that can do without it are served from the source."""
 
 
+class WriterBusy(CacheFault):
+    """The catalog cannot be written to now: another process is writing, or was stopped while it did. ``waited``: seconds; ``holder``: the
+    process, with its pid and command."""
+
+    waited: float
+    holder: str
+
+
 class NoSpace(CacheFault):
     """No room in the cache, nor on the disk. ``need``, ``free``, ``budget``: bytes. ``hopeless``: it would not fit into an empty cache.
     ``limit``: what is used up: ``budget``, ``disk`` or ``quota``, which ``budget`` then is."""
@@ -130,11 +254,13 @@ class NoSpace(CacheFault):
     @classmethod
     def of(
         cls, key: str, need: int, free: int, budget: int, todo: str = "raise the budget, or see `forebay ls --leased`",
-        *, hopeless: bool = False, limit: str = "budget",
+        *, hopeless: bool = False, limit: str = "budget", charge: int = 0,
     ) -> NoSpace:  # fmt: skip
+        """``charge``: what ``need`` bytes take on the disk, where that is what the limit counts."""
         what = "quota" if limit == "quota" else "budget"
+        takes = f", which take {charge:,} on the disk" if charge > need else ""
         return cls(
-            f"no room for {key!r}: {need:,} bytes wanted, {max(free, 0):,} of the {what} of {budget:,} can be had: {todo}",
+            f"no room for {key!r}: {need:,} bytes wanted{takes}, {max(free, 0):,} of the {what} of {budget:,} can be had: {todo}",
             key=key, need=need, free=free, budget=budget, hopeless=hopeless, limit=limit,
         )  # fmt: skip
 
@@ -186,6 +312,16 @@ class NotCached(ForebayError, KeyError):
     @classmethod
     def of(cls, key: str) -> NotCached:
         return cls(f"{key!r} is not in the cache: see `forebay ls`", key=key)
+
+
+class Ambiguous(NotCached):
+    """The name means several entries. Nothing was done. ``key``: the name; ``names``: what each is called in full."""
+
+    names: list[str]
+
+    @classmethod
+    def of(cls, key: str, names: Sequence[str] = ()) -> Ambiguous:
+        return cls(f"{key!r} may mean {' or '.join(map(repr, names))}: say which one", key=key, names=list(names))
 
 
 class ChecksumMismatch(ForebayError, ValueError):

@@ -11,8 +11,8 @@ import errno
 import fcntl
 import functools
 import gc
-import logging
 import os
+import stat
 import threading
 import time
 import weakref
@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from forebay._logs import logger
 from forebay._model import Buffer
 
-log = logging.getLogger("forebay.kernel")
+log = logger("forebay.kernel")
 Path = str | os.PathLike[str]
 Hook = Callable[[str, str], None]
 
@@ -52,11 +53,19 @@ def step(call: str, subject: object) -> None:
 # -- changes -----------------------------------------------------------------------------------------------------------
 
 
-def create(path: Path, mode: int, *, masked: bool = False) -> int:
+# ``directory`` is a descriptor of the directory that a path leads to: then only the path's last name is looked up, and there.
+
+
+def _last(path: Path, directory: int | None) -> Path:
+    return path if directory is None else os.path.basename(path)
+
+
+def create(path: Path, mode: int, *, masked: bool = False, directory: int | None = None) -> int:
     """A descriptor of a new file, which has ``mode`` whatever the umask, or, ``masked``, what the umask leaves of it.
     Raises FileExistsError."""
     step("create", path)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(_last(path, directory), flags, mode, dir_fd=directory)
     if mode & 0o077 and not masked:
         try:
             chmod(fd, mode)
@@ -78,9 +87,9 @@ def give_name(fd: int, path: str | os.PathLike[str]) -> None:
     os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)  # with a directory, or Python would not follow
 
 
-def open_write(path: Path) -> int:
+def open_write(path: Path, directory: int | None = None) -> int:
     """A descriptor to change a file that is there. Symbolic links are not followed."""
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    return os.open(_last(path, directory), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
 
 
 def out_of_the_way(fd: int) -> int:
@@ -152,51 +161,58 @@ def truncate(fd: int, length: int) -> None:
     os.ftruncate(fd, length)
 
 
-def rename(old: Path, new: Path) -> None:
+def sync(fd: int) -> None:
+    """Have on the disk what was written to a file, so that it is there after a power cut too."""
+    step("sync", fd)
+    os.fsync(fd)
+
+
+def rename(old: Path, new: Path, old_directory: int | None = None, new_directory: int | None = None) -> None:
     """Move a name; a file that has the new one is replaced in the same instant."""
     step("rename", old)
-    os.rename(old, new)
+    os.rename(_last(old, old_directory), _last(new, new_directory), src_dir_fd=old_directory, dst_dir_fd=new_directory)
 
 
-def link(old: str | Path, new: str | Path) -> None:
+def link(old: str | Path, new: str | Path, old_directory: int | None = None, new_directory: int | None = None) -> None:
     """A second name. Raises FileExistsError; a symbolic link is linked, not followed."""
     step("link", new)
-    os.link(old, new, follow_symlinks=False)
+    os.link(_last(old, old_directory), _last(new, new_directory), src_dir_fd=old_directory, dst_dir_fd=new_directory, follow_symlinks=False)
 
 
 def unlink(path: str | Path, directory: int | None = None) -> bool:
-    """Remove a name; False if it was missing. ``directory``: a descriptor of where a relative one begins."""
+    """Remove a name; False if it was missing."""
     step("unlink", path)
     try:
-        os.unlink(path, dir_fd=directory)
+        os.unlink(_last(path, directory), dir_fd=directory)
     except FileNotFoundError:
         return False
     return True
 
 
-def mkdir(path: str | Path, mode: int) -> bool:
+def mkdir(path: str | Path, mode: int, directory: int | None = None) -> bool:
     """Make a directory, with what the umask leaves of ``mode``; False if the name is taken."""
     step("mkdir", path)
     try:
-        os.mkdir(path, mode)
+        os.mkdir(_last(path, directory), mode, dir_fd=directory)
     except FileExistsError:
         return False
     return True
 
 
-def rmdir(path: Path) -> None:
+def rmdir(path: Path, directory: int | None = None) -> None:
     """Remove an empty directory."""
     step("rmdir", path)
-    os.rmdir(path)
+    os.rmdir(_last(path, directory), dir_fd=directory)
 
 
-def chmod(path: Path | int, mode: int) -> None:
+def chmod(path: Path | int, mode: int, directory: int | None = None) -> None:
     """Set the mode of what a descriptor or a path names. Raises OSError for a symbolic link: none is followed."""
     step("chmod", path)
     if isinstance(path, int):
         os.fchmod(path, mode)
         return
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)  # os.chmod follows links, and on Linux cannot do else
+    # os.chmod follows links, and on Linux cannot do else.
+    fd = os.open(_last(path, directory), os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
     try:
         os.chmod(f"/proc/self/fd/{fd}", mode)
     finally:
@@ -244,14 +260,18 @@ def set_byte(view: memoryview, index: int, value: int) -> None:
     view[index] = value
 
 
+def set_bytes(view: memoryview, start: int, data: bytes) -> None:
+    """Store bytes of a mapping. They may be seen torn."""
+    step("set_bytes", start)
+    view[start : start + len(data)] = data
+
+
 def never_free(thing: object) -> None:
     """Let an object live as long as the process, and not be finalized at its end either."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 # -- facts -------------------------------------------------------------------------------------------------------------
-
-now_ns = time.time_ns
 
 
 @functools.cache
@@ -270,6 +290,19 @@ def process_start(pid: int) -> float | None:
         return None
     since_boot = ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+
+
+def read_small(path: Path, largest: int) -> bytes | None:
+    """The whole of a file; None where it is none, or has more than ``largest`` bytes. Raises OSError. Waits for nobody, whatever lies
+    there, and follows no symbolic link."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > largest:
+            return None
+        return os.pread(fd, largest, 0)
+    finally:
+        os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,23 +7,25 @@ gets descriptions of its own.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import errno
 import fcntl
-import logging
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from forebay._kernel import host
+from forebay._logs import logger
 
-log = logging.getLogger("forebay.locks")
+log = logger("forebay.locks")
 
 LOOK_AGAIN = 1.0
 _BUSY = frozenset((errno.EAGAIN, errno.EACCES))
@@ -71,13 +73,22 @@ def file_of(fd: int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+Opener: TypeAlias = Callable[[str, int], int]
+"""Gives a descriptor of a path, opened with these flags: see `Below.open`."""
+
+
+def open_plainly(path: str, flags: int) -> int:
+    """The `Opener` of a path whose directories are nobody's but the user's own: the file itself may not be a symbolic link."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 Holds: TypeAlias = dict[int, list[int]]  # offset -> [holders in this process, exclusive]
 
 
 class LockFile:
     """Locks on the bytes of one file, through one open description. Callable from any thread; nothing here ever waits.
 
-    ``writable`` False: the file can only be read, so no exclusive lock can be had. The file is opened at the first lock, and
+    ``writable`` False: the file can only be read, so no exclusive lock can be had. The file is opened at the first lock, by ``opener``, and
     closed with this object. If the job closes the descriptor, the locks are taken anew at the next `try_lock` a second later."""
 
     _mutex: threading.Lock  # guards what follows
@@ -89,9 +100,9 @@ class LockFile:
     _later: deque[int]  # appended to without the mutex
     _pid: int
 
-    def __init__(self, path: str | os.PathLike[str], *, writable: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], opener: Opener = open_plainly, *, writable: bool = True) -> None:
         self._begin()
-        self._path, self._writable, self._retired = os.fspath(path), writable, False
+        self._path, self._opener, self._writable, self._retired = os.fspath(path), opener, writable, False
 
     def _begin(self) -> None:
         """Nothing open, nothing held: at first, and in a child."""
@@ -148,7 +159,7 @@ class LockFile:
         return True
 
     def _open(self) -> int:
-        return os.open(self._path, (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return self._opener(self._path, os.O_RDWR if self._writable else os.O_RDONLY)
 
     def _open_locked(self) -> None:
         self._fd = self._open()
@@ -199,6 +210,35 @@ class LockFile:
         """Whether this process holds a lock on the byte, through this object."""
         return self._pid == os.getpid() and offset in self._held
 
+    def locked_among(self, offsets: Sequence[int]) -> list[int]:
+        """Those of some sorted offsets of which `is_locked` is true. Asks for whole ranges, so that few locks take few calls."""
+        found: list[int] = []
+        ranges = [(0, len(offsets))]
+        while ranges:
+            low, high = ranges.pop()
+            if low < high and (at := self._first_locked(offsets[low], offsets[high - 1])) is not None:
+                middle = bisect.bisect_left(offsets, at, low, high)
+                beyond = bisect.bisect_right(offsets, at, middle, high)
+                found += offsets[middle:beyond]
+                ranges += (low, middle), (beyond, high)
+        return found
+
+    def _first_locked(self, first: int, last: int) -> int | None:
+        self._part_if_forked()
+        with self._mutex:
+            if self._fd < 0:
+                self._open_locked()
+            try:
+                return locked_at(self._fd, first, last - first + 1)
+            except OSError:
+                if not self._mend_locked():
+                    raise
+            return locked_at(self._fd, first, last - first + 1)
+
+    def is_locked(self, offset: int) -> bool:
+        """Whether a lock on the byte is held elsewhere: by another process, or through another description. Takes none. Raises OSError."""
+        return self._first_locked(offset, offset) is not None
+
     def is_lost(self) -> bool:
         """Whether the job closed the descriptor: its number may be another file's by now. So may those of others be."""
         return self._fd >= 0 and file_of(self._fd) != self._file
@@ -239,8 +279,8 @@ class LockFile:
         if fd >= 0 and file_of(fd) == self._file:  # else the number belongs to somebody else by now
             os.close(fd)
 
-    def __del__(self) -> None:
-        if self._pid == os.getpid():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing() and self._pid == os.getpid():
             self._held = {}  # in a ring of garbage who holds a lock may be finalized after this
             self._close_locked()
 
@@ -302,8 +342,8 @@ class Claims:
 
     _fd = -1
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._fd = host.out_of_the_way(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+    def __init__(self, path: str | os.PathLike[str], opener: Opener = open_plainly) -> None:
+        self._fd = host.out_of_the_way(opener(os.fspath(path), os.O_RDWR))
         self._file = file_of(self._fd)
 
     def try_claim(self, offset: int) -> bool:
@@ -325,7 +365,9 @@ class Claims:
         if fd >= 0 and file_of(fd) == self._file:
             os.close(fd)
 
-    __del__ = close
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self.close()
 
 
 def _take(fd: int, wanted: Holds) -> Holds:

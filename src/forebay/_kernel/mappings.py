@@ -51,6 +51,52 @@ def map_file(fd: int, length: int, *, offset: int = 0, writable: bool = False, p
     return view if writable else view.toreadonly()
 
 
+def note_file(view: memoryview, name: str, file: os.stat_result) -> None:
+    """Let `private` know what file a view of `map_file` shows. Caller: names of such files are used once."""
+    cast(Any, view.obj).file = name, file.st_dev, file.st_ino
+
+
+def private(view: memoryview, of: object) -> memoryview | None:
+    """The same bytes in a mapping of their own, writable: stores stay with it, a page is copied when it is first written to, and nothing
+    before. None where ``view`` is no part of a file that `note_file` knows and that is still there. Raises OSError.
+
+    ``view``: contiguous, of bytes. ``of``: the `anchor` of the view that it is a part of."""
+    known = getattr(of, "file", None)
+    if known is None:
+        return None
+    at = _begins_at(view) - ctypes.addressof(cast(Any, of))
+    before = at % mmap.PAGESIZE
+    try:
+        fd = os.open(known[0], os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        found = os.fstat(fd)
+        if (found.st_dev, found.st_ino) != known[1:] or found.st_size < at + view.nbytes:
+            return None
+        return map_file(fd, before + view.nbytes, offset=at - before, writable=True, private=True)[before:]
+    finally:
+        os.close(fd)
+
+
+class _Buffer(ctypes.Structure):
+    """``Py_buffer``."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p), ("obj", ctypes.c_void_p), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int), ("ndim", ctypes.c_int), ("format", ctypes.c_void_p), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def _begins_at(view: memoryview) -> int:
+    """The address of the first byte: ctypes itself gives that of writable buffers only."""
+    found = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(found), 0)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
+    return int(found.buf or 0)
+
+
 def words_of_process(count: int) -> memoryview:
     """``count`` words of zeros of this process alone, which a forked child has as they were. Memory is taken as they are stored to."""
     return memoryview(mmap.mmap(-1, max(count, 1) * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)).cast("Q")

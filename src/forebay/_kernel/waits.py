@@ -5,24 +5,28 @@ A holder that is killed changes no word, so a sleep ends after 100 ms and the ne
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import errno
-import logging
 import math
 import os
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import TypeVar
 
 from forebay import errors
 from forebay._kernel import mappings
 from forebay._kernel.host import libc
+from forebay._kernel.locks import Opener, open_plainly
+from forebay._logs import logger
 
-log = logging.getLogger("forebay.wait")
+log = logger("forebay.wait")
 T = TypeVar("T")
 
 COUNT = 1024
 TURN = 0.1
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 SAY_EVERY = 60.0
 _LOOK = 0.01
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221, "s390x": 238}.get(os.uname().machine, -1)
@@ -44,8 +48,8 @@ class Words:
 
     Callable from any thread, and in a forked child."""
 
-    def __init__(self, path: str | os.PathLike[str], *, writable: bool = True) -> None:
-        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+    def __init__(self, path: str | os.PathLike[str], opener: Opener = open_plainly, *, writable: bool = True) -> None:
+        fd = opener(os.fspath(path), os.O_RDWR if writable else os.O_RDONLY)
         try:
             if os.fstat(fd).st_size < COUNT * 4:
                 raise errors.CacheFault(f"{os.fspath(path)} is cut short: it must have {COUNT * 4:,} bytes")
@@ -75,12 +79,67 @@ class Words:
             time.sleep(min(seconds, _LOOK))  # this machine has no such call, or a sandbox forbids it
 
 
+class patience:
+    """Around one call: all that it waits for shares ``seconds``; what it does meanwhile does not count. None: no limit of its own.
+
+    Calls inside share what is left of the outer one's. ``afresh``: around a function of the program's own, which has its own limits."""
+
+    __slots__ = ("_afresh", "_outer", "_seconds", "left")
+
+    _current: contextvars.ContextVar[patience | None] = contextvars.ContextVar("forebay_patience", default=None)
+
+    left: float
+
+    def __init__(self, seconds: float | None, *, afresh: bool = False) -> None:
+        self._seconds, self._afresh = math.inf if seconds is None else seconds, afresh
+
+    @classmethod
+    def remaining(cls) -> float:
+        """Seconds that the current call may still wait; infinite where nobody set a limit."""
+        current = cls._current.get()
+        return math.inf if current is None else max(current.left, 0.0)
+
+    @classmethod
+    def spend(cls, seconds: float) -> None:
+        """So long the current call has waited."""
+        current = cls._current.get()
+        if current is not None:
+            current.left -= seconds
+
+    def __enter__(self) -> None:
+        self._outer = self._current.get()
+        outer = math.inf if self._outer is None or self._afresh else self._outer.left
+        self._seconds = self.left = min(self._seconds, outer)
+        self._current.set(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._current.set(self._outer)
+        if self._outer is not None and not self._afresh and self._seconds < math.inf:
+            self._outer.left -= self._seconds - self.left
+
+
+class Backoff:
+    """When to try again what failed: after a second, then after ever longer, at most a minute."""
+
+    def __init__(self) -> None:
+        self._pause = FIRST_PAUSE
+        self._at = time.monotonic() + self._pause
+
+    def is_due(self) -> bool:
+        """Whether it is time to try; then the next time is later."""
+        if time.monotonic() < self._at:
+            return False
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._at = time.monotonic() + self._pause
+        return True
+
+
 class Wait:
     """One wait: how long it has taken, and when it speaks. ``timeout``, ``say_after``: in seconds. ``by``: between what is waited for and
-    who has it."""
+    who has it. It takes no longer than the `patience` that is left."""
 
     def __init__(self, timeout: float | None, say_after: float = 5.0, by: str = "held by") -> None:
-        self.timeout, self._by = math.inf if timeout is None else timeout, by
+        self.timeout, self._by = min(math.inf if timeout is None else timeout, patience.remaining()), by
         self._began = time.monotonic()
         self._say_at = say_after
 
@@ -89,6 +148,7 @@ class Wait:
         is waited for, and who has it."""
         waited = self.waited
         if waited >= self.timeout:
+            patience.spend(waited)
             wanted, holder = what()
             raise errors.WaitTimeout.of(wanted, waited, holder, self._by)
         if waited >= self._say_at:
@@ -115,6 +175,7 @@ def wait_for(
         value = words.value(index)  # before the attempt: a bump that comes in between ends the sleep at once
         found = attempt()
         if found is not None:
+            patience.spend(wait.waited)
             return found
         pause = wait.turn(what)
         if on_turn is not None:
@@ -134,6 +195,7 @@ async def wait_for_async(
         value = words.value(index)
         found = attempt()
         if found is not None:
+            patience.spend(wait.waited)
             return found
         pause = wait.turn(what)
         if on_turn is not None:

@@ -1,0 +1,239 @@
+"""Files below one directory, reached without following a symbolic link that somebody put in the way.
+
+The kernel is asked in one call (``openat2``) where it knows that one. Else, and where it finds a link, a path is walked from the top: each
+directory on it is opened from a descriptor of the one above, and the file is named in the last one. No descriptor outlives its call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import stat
+from types import TracebackType
+
+from forebay._kernel import host
+from forebay._kernel.host import Path
+from forebay._logs import logger
+
+log = logger("forebay.kernel")
+
+_OPENAT2, _HERE, _NO_LINKS = 437, -100, 0x04  # the same numbers on all machines
+_openat2 = ctypes.CDLL(None, use_errno=True).syscall
+_openat2.restype = ctypes.c_long
+_openat2.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+class _How(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+@functools.cache
+def _how(flags: int) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(bytes(_How(flags, 0, _NO_LINKS)), ctypes.sizeof(_How))
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A descriptor of a path without any symbolic link, the way to the top included; negative where this call does not tell."""
+    return _openat2(_OPENAT2, _HERE, os.fsencode(path), _how(flags), ctypes.sizeof(_How))  # type: ignore[no-any-return]
+
+
+_STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_IN_THE_WAY = "a symbolic link, or a file, stands in the place of a directory, and is not followed"
+_NO_FILE = "no plain file lies there: remove it"
+_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class NoPlainFile(OSError):
+    """A pipe, a directory, a socket or a device stands where a file should."""
+
+
+class LinkInTheWay(OSError):
+    """A symbolic link, or a file, stands where a directory should: nothing lies below it that is ours."""
+
+
+class _Walk:
+    """A descriptor of a directory below the top, for the length of a ``with``."""
+
+    __slots__ = ("_fd", "_flags", "_names", "_top")
+
+    def __init__(self, top: str, names: list[str], flags: int) -> None:
+        self._top, self._names, self._flags, self._fd = top, names, flags, -1
+
+    def __enter__(self) -> int:
+        if not self._names:  # the top itself may be reached through links: it was chosen by the one who may
+            self._fd = os.open(self._top, self._flags & ~os.O_NOFOLLOW)
+            return self._fd
+        self._fd = _open_at_once(f"{self._top}/{'/'.join(self._names)}", self._flags)
+        if self._fd >= 0:
+            return self._fd
+        fd, path, left = -1, self._top, len(self._names)
+        for name in self._names:
+            above, path, left = fd, f"{path}/{name}", left - 1
+            try:
+                if above < 0:
+                    fd = os.open(path, self._flags if not left else _STEP)
+                else:
+                    fd = os.open(name, self._flags if not left else _STEP, dir_fd=above)
+            except NotADirectoryError:
+                raise LinkInTheWay(errno.ELOOP, f"{_IN_THE_WAY}: remove it", path) from None
+            finally:
+                if above >= 0:
+                    os.close(above)
+        self._fd = fd
+        return fd
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self._fd)
+
+
+class Below:
+    """What lies below ``top``. Holds no descriptor: may be pickled, forked and used by any thread.
+
+    Every method raises `LinkInTheWay` where a link or a file stands in the place of a directory, ValueError for a path that does not
+    lie below, and OSError."""
+
+    def __init__(self, top: Path) -> None:
+        self.top = os.fspath(top)
+        self._head = f"{self.top}/"
+
+    def _names(self, path: Path) -> list[str]:
+        text = os.fspath(path)
+        if text == self.top:
+            return []
+        names = text.removeprefix(self._head).split("/")
+        if not text.startswith(self._head) or ".." in names or "" in names or "." in names:
+            raise ValueError(f"{text!r} does not lie below {self.top}")
+        return names
+
+    def directory(self, path: Path) -> _Walk:
+        """A descriptor of a directory, to name files in: ``with files.directory(path) as fd``."""
+        return _Walk(self.top, self._names(path), _STEP)
+
+    def listing(self, path: Path) -> _Walk:
+        """`directory`, for `os.listdir` and `os.scandir`."""
+        return _Walk(self.top, self._names(path), _LIST)
+
+    def _parent(self, path: Path) -> _Walk:
+        above = self._names(path)[:-1]
+        return _Walk(self.top, above, _STEP)
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    def open(self, path: Path, flags: int = os.O_RDONLY) -> int:
+        """A descriptor of the file that is there; opening waits for nobody. Raises `NoPlainFile` where it is none."""
+        try:
+            fd = self._open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ENXIO):  # a directory, a socket
+                raise NoPlainFile(errno.EINVAL, _NO_FILE, os.fspath(path)) from None
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise NoPlainFile(errno.EINVAL, _NO_FILE, os.fspath(path))
+        return fd
+
+    def _open(self, path: Path, flags: int) -> int:
+        names = self._names(path)
+        fd = _open_at_once(os.fspath(path), flags)
+        if fd >= 0:
+            return fd
+        with _Walk(self.top, names[:-1], _STEP) as directory:
+            return os.open(names[-1], flags, dir_fd=directory)
+
+    def lstat(self, path: Path) -> os.stat_result:
+        with self._parent(path) as fd:
+            return os.stat(os.path.basename(path), dir_fd=fd, follow_symlinks=False)
+
+    def names_in(self, path: Path) -> list[str]:
+        """What lies in a directory."""
+        with self.listing(path) as fd:
+            return os.listdir(fd)
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether a directory lies there, reached through none but directories."""
+        try:
+            with self.directory(path):
+                return True
+        except (FileNotFoundError, LinkInTheWay):
+            return False
+
+    # -- changing --------------------------------------------------------------------------------------------------
+
+    def create(self, path: Path, mode: int) -> int:
+        """See `host.create`."""
+        with self._parent(path) as fd:
+            return host.create(path, mode, directory=fd)
+
+    def open_write(self, path: Path) -> int:
+        """See `host.open_write`."""
+        with self._parent(path) as fd:
+            return host.open_write(path, fd)
+
+    def mkdir(self, path: Path, mode: int) -> bool:
+        """See `host.mkdir`."""
+        with self._parent(path) as fd:
+            return host.mkdir(path, mode, fd)
+
+    def chmod(self, path: Path, mode: int) -> None:
+        """See `host.chmod`."""
+        with self._parent(path) as fd:
+            host.chmod(path, mode, fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """See `host.rename`."""
+        with self._parent(old) as old_directory, self._parent(new) as new_directory:
+            host.rename(old, new, old_directory, new_directory)
+
+    def link(self, old: Path, new: Path) -> None:
+        """See `host.link`."""
+        with self._parent(old) as old_directory, self._parent(new) as new_directory:
+            host.link(old, new, old_directory, new_directory)
+
+    def unlink(self, path: Path) -> bool:
+        """Remove a name; False if it was missing, or if a link is in the way: what lies behind that is not ours."""
+        try:
+            with self._parent(path) as fd:
+                return host.unlink(path, fd)
+        except FileNotFoundError:
+            return False
+        except LinkInTheWay as error:
+            log.warning("%s", str(error))
+            return False
+
+    def remove_whole(self, path: Path) -> bool:
+        """Remove a file, or a directory with all that is in it, however deep; False if it was missing, as in `unlink`."""
+        try:
+            with self._parent(path) as fd:
+                found = os.stat(os.path.basename(path), dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except LinkInTheWay as error:
+            log.warning("%s", str(error))
+            return False
+        if not stat.S_ISDIR(found.st_mode):
+            return self.unlink(path)
+        left = [(os.fspath(path), False)]
+        while left:
+            directory, is_empty = left.pop()
+            if not is_empty and (below := self._empty(directory)):
+                left += [(directory, True), *((name, False) for name in below)]
+                continue
+            with self._parent(directory) as fd:
+                host.rmdir(directory, fd)
+        return True
+
+    def _empty(self, directory: str) -> list[str]:
+        """Remove the files of a directory; gives the directories in it."""
+        found = self.lstat(directory)
+        if found.st_mode & stat.S_IRWXU != stat.S_IRWXU and found.st_uid == os.geteuid():
+            self.chmod(directory, 0o700)
+        below = []
+        with self.listing(directory) as fd, os.scandir(fd) as entries:
+            for entry in list(entries):
+                if entry.is_dir(follow_symlinks=False):
+                    below.append(f"{directory}/{entry.name}")
+                else:
+                    host.unlink(f"{directory}/{entry.name}", fd)
+        return below

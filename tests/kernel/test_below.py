@@ -1,0 +1,141 @@
+"""Files below a directory: whatever stands in the place of the directories on the way, nothing outside is opened, made or removed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forebay._kernel import below, host
+from forebay._kernel.below import Below, LinkInTheWay, NoPlainFile
+
+
+@pytest.fixture(params=["in one call", "step by step"], autouse=True)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older kernels, and some sandboxes, know no `openat2`."""
+    if request.param == "step by step":
+        monkeypatch.setattr(below, "_open_at_once", lambda path, flags: -1)
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A directory of somebody else's, with a file in it."""
+    place = tmp_path / "outside"
+    (place / "inner").mkdir(parents=True)
+    (place / "file").write_bytes(b"theirs")
+    (place / "inner" / "file").write_bytes(b"theirs")
+    return place
+
+
+@pytest.fixture
+def top(tmp_path: Path, outside: Path) -> Path:
+    """``a`` is ours; ``link``, ``a/link``: to the outside."""
+    place = tmp_path / "top"
+    (place / "a" / "b").mkdir(parents=True)
+    (place / "a" / "file").write_bytes(b"ours")
+    (place / "link").symlink_to(outside)
+    (place / "a" / "link").symlink_to(outside)
+    return place
+
+
+def test_files_are_made_seen_moved_linked_and_removed(top: Path) -> None:
+    files = Below(top)
+    os.close(files.create(top / "a/b/new", 0o600))
+    files.rename(top / "a/b/new", top / "a/moved")
+    files.link(top / "a/moved", top / "second")
+    files.chmod(top / "second", 0o640)
+    assert files.lstat(top / "a/moved").st_mode & 0o777 == 0o640
+    assert files.mkdir(top / "a/c", 0o700)
+    assert not files.mkdir(top / "a/c", 0o700)
+    assert sorted(files.names_in(top / "a")) == ["b", "c", "file", "link", "moved"]
+    assert files.unlink(top / "second")
+    assert not files.unlink(top / "second")
+    assert not files.unlink(top / "missing/x")
+    fd = files.open_write(top / "a/file")
+    host.pwrite(fd, b"OURS", 0)
+    os.close(fd)
+    fd = files.open(top / "a/file")
+    assert os.read(fd, 9) == b"OURS"
+    os.close(fd)
+
+
+@pytest.mark.parametrize("way", ["link", "a/link", "link/inner", "a/link/inner"])
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda files, path: files.open(path),
+        lambda files, path: files.open_write(path),
+        lambda files, path: files.lstat(path),
+        lambda files, path: files.create(f"{path}.new", 0o600),
+        lambda files, path: files.mkdir(f"{path}.new", 0o700),
+        lambda files, path: files.chmod(path, 0o777),
+        lambda files, path: files.rename(path, f"{files.top}/taken"),
+        lambda files, path: files.rename(f"{files.top}/a/file", path),
+        lambda files, path: files.link(path, f"{files.top}/taken"),
+        lambda files, path: files.link(f"{files.top}/a/file", f"{path}.new"),
+        lambda files, path: files.names_in(os.path.dirname(path)),
+    ],
+)
+def test_no_link_is_followed(top: Path, outside: Path, way: str, act: Callable[[Below, str], object]) -> None:
+    before = {path: path.lstat().st_mode for path in outside.rglob("*")}
+    with pytest.raises(LinkInTheWay, match="not followed"):
+        act(Below(top), f"{top}/{way}/file")
+    assert {path: path.lstat().st_mode for path in outside.rglob("*")} == before
+    assert (outside / "file").read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("way", ["link", "a/link", "link/inner", "a/link/inner"])
+def test_what_lies_behind_a_link_is_not_removed(top: Path, outside: Path, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    files = Below(top)
+    assert not files.unlink(top / way / "file")
+    assert not files.remove_whole(top / way / "file")
+    assert (outside / "file").exists()
+    assert (outside / "inner" / "file").exists()
+    assert way.split("/inner")[0] in caplog.text
+
+
+def test_a_tree_goes_with_its_links_however_deep_and_nothing_behind_them(top: Path, outside: Path) -> None:
+    deep = top / "a"
+    fd = os.open(deep, os.O_RDONLY)
+    for _ in range(20):  # together longer than a path may be
+        os.mkdir("d" * 250, dir_fd=fd)
+        below = os.open("d" * 250, os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(fd)
+    (top / "a/b").chmod(0)
+    assert Below(top).remove_whole(deep)
+    assert not deep.exists()
+    assert (outside / "inner" / "file").exists()
+    assert Below(top).remove_whole(top / "link")
+    assert not os.path.lexists(top / "link")
+    assert outside.is_dir()
+    assert not Below(top).remove_whole(deep)
+
+
+@pytest.mark.parametrize("path", ["a/../../outside/file", "a/./file", "a//file", "../outside/file"])
+def test_no_path_leads_up(top: Path, path: str) -> None:
+    with pytest.raises(ValueError, match="does not lie below"):
+        Below(top).unlink(f"{top}/{path}")
+    with pytest.raises(ValueError, match="does not lie below"):
+        Below(top).open(f"{top}-beside/file")
+
+
+def test_the_last_name_is_not_followed_either_and_a_pipe_waits_for_nobody(top: Path) -> None:
+    (top / "pointer").symlink_to(top / "a/file")
+    os.mkfifo(top / "pipe")
+    with pytest.raises(OSError, match="symbolic links"):
+        Below(top).open(top / "pointer")
+    with pytest.raises(NoPlainFile, match="pipe"):
+        Below(top).open(top / "pipe")
+
+
+def test_it_travels(top: Path) -> None:
+    files = pickle.loads(pickle.dumps(Below(top)))
+    assert files.names_in(top / "a/b") == []
+    with pytest.raises(LinkInTheWay) as caught:
+        files.lstat(top / "link/file")
+    assert pickle.loads(pickle.dumps(caught.value)).filename == str(top / "link")

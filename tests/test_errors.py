@@ -1,0 +1,164 @@
+"""Errors go from one process to another: with their message, their facts, what led to them, and whatever their class."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import importlib
+import multiprocessing
+import pickle
+import pkgutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay._tasks.config import NoConfig
+from forebay.errors import ForebayError
+from tests.harness import raise_it
+
+FACTS: dict[str, Any] = {"key": "k", "path": "/p", "url": "https://host/x", "need": 5, "names": ["a", "b"], "at_hand": None}
+Way = Callable[[BaseException], BaseException]
+WAYS: dict[str, Way] = {
+    "pickle": lambda error: pickle.loads(pickle.dumps(error)),  # type: ignore[no-any-return]
+    "pickle 2": lambda error: pickle.loads(pickle.dumps(error, 2)),  # type: ignore[no-any-return]
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+def import_everything() -> None:
+    """All rooms but the adapters', which bring frameworks: a process that has them forks ten times as slowly. For those see
+    `tests/adapters/test_errors.py`."""
+    for module in pkgutil.walk_packages(forebay.__path__, "forebay."):
+        if not module.name.endswith("__main__") and ".adapters" not in module.name:
+            importlib.import_module(module.name)
+
+
+def classes_below(cls: type[ForebayError]) -> Iterator[type[ForebayError]]:
+    yield cls
+    for below in cls.__subclasses__():
+        if below.__module__.startswith("forebay."):
+            yield from classes_below(below)
+
+
+import_everything()
+CLASSES = sorted(set(classes_below(ForebayError)), key=lambda cls: (cls.__module__, cls.__qualname__))
+
+
+def test_all_are_found() -> None:
+    assert {NoConfig, errors.Incomplete, errors.NoSpace} < set(CLASSES)
+    assert any(cls.__module__ != "forebay.errors" for cls in CLASSES)
+
+
+def led_to(error: BaseException) -> BaseException:
+    """The error, with a cause that has one itself, a fact that nobody has declared, and a note."""
+    try:
+        try:
+            try:
+                raise OSError(5, "the disk is broken", "/dev/x")
+            except OSError as first:
+                raise errors.CacheFault("the cache failed", key="k") from first
+        except errors.CacheFault as second:
+            raise error from second
+    except BaseException as raised:
+        raised.add_note("look at the disk")
+        raised.seen_by = "me"  # type: ignore[attr-defined]
+        return raised
+
+
+def assert_same(found: BaseException, error: BaseException) -> None:
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert getattr(found, "facts", None) == getattr(error, "facts", None)
+    assert {name: getattr(found, name) for name in FACTS} == FACTS
+    assert found.seen_by == "me"  # type: ignore[attr-defined]
+    assert found.__notes__ == ["look at the disk"]
+    assert getattr(found, "errno", None) == getattr(error, "errno", None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_error_arrives_as_it_was(cls: type[ForebayError], way: str) -> None:
+    error = led_to(cls("what was wanted, found, and to be done", **FACTS))
+    found = WAYS[way](error)
+    assert_same(found, error)
+    cause = found.__cause__
+    assert type(cause) is errors.CacheFault
+    assert str(cause) == "the cache failed"
+    assert cause.facts == {"key": "k"}
+    assert type(cause.__cause__) is OSError
+    assert cause.__cause__.errno == 5
+    assert_same(WAYS[way](found), error)  # and once more
+
+
+@pytest.mark.parametrize("cls", [builtins.ValueError, builtins.KeyError, builtins.OSError])
+def test_an_error_without_a_story_has_none(cls: type[Exception]) -> None:
+    found = pickle.loads(pickle.dumps(errors.Damaged("x", key="k")))
+    assert (found.__cause__, found.__context__, getattr(found, "__notes__", [])) == (None, None, [])
+
+
+class NeedsMore(Exception):
+    """One of those whose pickle cannot be read."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class HasALock(Exception):
+    """One of those that cannot be pickled at all."""
+
+    def __init__(self) -> None:
+        super().__init__("locked")
+        self.lock = multiprocessing.get_context("fork").Lock()
+
+
+@pytest.mark.parametrize("cause", [NeedsMore(1, 2), HasALock()], ids=lambda cause: type(cause).__name__)
+def test_of_a_cause_that_cannot_travel_class_and_text_arrive(cause: Exception) -> None:
+    error = errors.CacheFault("failed", key="k")
+    error.__cause__ = cause
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is errors.CacheFault
+    assert type(found.__cause__) is errors.RemoteCause
+    assert type(cause).__name__ in str(found.__cause__)
+    assert str(cause) in str(found.__cause__)
+
+
+def test_a_fact_that_cannot_travel_arrives_as_text() -> None:
+    found = pickle.loads(pickle.dumps(errors.CacheFault("failed", key=lambda: 1)))
+    assert "lambda" in found.key
+
+
+def test_errors_in_a_ring_arrive() -> None:
+    first, second = errors.CacheFault("first"), errors.NoSpace("second")
+    first.__cause__, second.__cause__ = second, first
+    found = pickle.loads(pickle.dumps(first))
+    assert str(found.__cause__) == "second"
+    loop = ValueError("itself")
+    loop.__context__ = first
+    first.__context__ = loop
+    assert str(pickle.loads(pickle.dumps(first))) == "first"
+
+
+def errors_of_all() -> list[tuple[type[ForebayError], BaseException]]:
+    return [(cls, led_to(cls("what was wanted, found, and to be done", **FACTS))) for cls in CLASSES]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_every_error_comes_out_of_a_pool(method: str) -> None:
+    """A pool whose result cannot be unpickled hangs for ever."""
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        for cls, result in [(cls, pool.apply_async(raise_it, (error,))) for cls, error in errors_of_all()]:
+            with pytest.raises(cls) as caught:
+                result.get(60)
+            assert_same(caught.value, cls("what was wanted, found, and to be done", **FACTS))
+            assert str(caught.value.__context__) == "the cache failed"
+
+
+def test_every_error_comes_out_of_an_executor() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        for cls, result in [(cls, pool.submit(raise_it, error)) for cls, error in errors_of_all()]:
+            assert type(result.exception(60)) is cls
