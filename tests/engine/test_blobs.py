@@ -25,14 +25,14 @@ def stored(root: Root, content: bytes, id: int = ID, suffix: str = ".bin") -> En
 
 def test_a_published_blob_is_mapped(root: Root) -> None:
     entry = stored(root, b"some bytes")
-    view = blobs.map_blob(root, entry)
+    view, _ = blobs.map_blob(root, entry)
     assert bytes(view) == b"some bytes"
     assert view.readonly
     assert os.listdir(root.tmp_dir) == []
 
 
 def test_a_mapping_outlives_its_file(root: Root) -> None:
-    view = blobs.map_blob(root, stored(root, b"some bytes"))
+    view, _ = blobs.map_blob(root, stored(root, b"some bytes"))
     assert blobs.remove_blob(root, ID, ".bin")
     assert not blobs.remove_blob(root, ID, ".bin")
     assert bytes(view) == b"some bytes"
@@ -41,13 +41,13 @@ def test_a_mapping_outlives_its_file(root: Root) -> None:
 def test_a_mapping_holds_no_descriptor(root: Root) -> None:
     entry = stored(root, b"some bytes")
     before = os.listdir("/proc/self/fd")
-    views = [blobs.map_blob(root, entry) for _ in range(10)]
+    views = [blobs.map_blob(root, entry)[0] for _ in range(10)]
     assert len(os.listdir("/proc/self/fd")) == len(before)
     assert len(views) == 10
 
 
 def test_an_empty_blob_is_an_empty_view(root: Root) -> None:
-    assert bytes(blobs.map_blob(root, stored(root, b""))) == b""
+    assert bytes(blobs.map_blob(root, stored(root, b""))[0]) == b""
 
 
 def test_a_blob_of_another_size_is_damaged(root: Root) -> None:
@@ -121,10 +121,10 @@ def test_a_flipped_bit_and_a_lost_byte_are_found(root: Root) -> None:
     content = bytes(9 * MIB)
     entry = stored(root, content)
     path = root.blob(ID, ".bin")
-    assert blobs.verify_blob(path, entry.size, entry.checksum)
+    assert blobs.verify_blob(root, path, entry.size, entry.checksum)
     with path.open("r+b") as file:
         file.seek(8 * MIB + 5)
         file.write(b"\1")
-    assert not blobs.verify_blob(path, entry.size, entry.checksum)
+    assert not blobs.verify_blob(root, path, entry.size, entry.checksum)
     path.write_bytes(content[:-1])
-    assert not blobs.verify_blob(path, entry.size, entry.checksum)
+    assert not blobs.verify_blob(root, path, entry.size, entry.checksum)

@@ -140,10 +140,10 @@ def together(store: Store, keys: Sequence[str], body: bytes = BODY) -> list[Any]
     writer = store._catalog.writer()
     take, caller = store._catalog._writer.take, threading.get_ident()
 
-    def taking(timeout: float) -> None:
+    def taking(timeout: float | None, *, looking: bool) -> None:
         if threading.get_ident() != caller:
             began.set()
-        take(timeout)
+        take(timeout, looking=looking)
 
     store._catalog._writer.take = taking  # type: ignore[method-assign]
     writer.__enter__()

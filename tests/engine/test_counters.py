@@ -1,21 +1,29 @@
 from __future__ import annotations
 
+import errno
 import os
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from forebay._engine import counters as module
 from forebay._engine.counters import BYTES_HIT, HITS, NAMES, PAGE, Counters
 from forebay._engine.root import Root
+from forebay._kernel import host
 
 
 @pytest.fixture
-def counters(root: Root) -> Counters:
+def counters(root: Root) -> Iterator[Counters]:
     counters = Counters(root)
-    counters.renew(0, 77)
-    return counters
+    yield counters
+    counters.close()
+
+
+def hits(root: Root) -> int:
+    """As another process sees them."""
+    return Counters(root).totals()[HITS]
 
 
 def in_threads(count: int, work: Callable[[], object]) -> None:
@@ -44,16 +52,15 @@ def test_counts_are_read_by_others(root: Root, counters: Counters) -> None:
     counters.add(BYTES_HIT, 1000)
     words, base = counters.block()
     words[base + HITS] += 1
-    owner, sums = Counters(root).read_page(0)
-    assert owner == 77
+    sums = Counters(root).totals()
     assert dict(zip(NAMES, sums, strict=True)) == dict.fromkeys(NAMES, 0) | {"hits": 2, "bytes_hit": 1000}
     assert counters.sums() == sums
 
 
 @pytest.mark.parametrize("threads", [2, 30, 100])
-def test_no_count_of_any_thread_is_lost(counters: Counters, threads: int) -> None:
+def test_no_count_of_any_thread_is_lost(root: Root, counters: Counters, threads: int) -> None:
     in_threads(threads, lambda: [counters.add(HITS) for _ in range(500)])
-    assert counters.read_page(0)[1][HITS] == threads * 500
+    assert hits(root) == threads * 500
 
 
 def test_a_block_goes_from_a_dead_thread_to_the_next(counters: Counters) -> None:
@@ -64,61 +71,72 @@ def test_a_block_goes_from_a_dead_thread_to_the_next(counters: Counters) -> None
     assert PAGE // 8 - 16 not in blocks, "the shared block is for many threads at once"
 
 
-def test_counts_before_the_first_page_are_taken_along(root: Root) -> None:
-    counters = Counters(root)
-    counters.add(HITS, 3)
-    assert counters.read_page(5) == (0, [0] * 16)
-    counters.renew(5, 88)
+def test_counts_from_before_there_was_a_page_are_taken_along(root: Root, counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host, "allocate", full)
+        counters.add(HITS, 3)
+    assert (counters.totals()[HITS], hits(root)) == (3, 0)
+    counters.claim()
+    assert hits(root) == 0, "not asked again at once"
+    monkeypatch.setattr(counters, "_ask_at", 0.0)
+    counters.claim()
     counters.add(HITS)
-    assert counters.read_page(5) == (88, [4, *[0] * 15])
+    assert (counters.totals()[HITS], hits(root)) == (4, 4)
 
 
 def test_a_forked_child_counts_for_itself(root: Root, counters: Counters, children: Callable[..., object]) -> None:
     counters.add(HITS, 5)
 
     def child() -> None:
-        counters.add(HITS, 2)  # before it has a page
-        assert counters.sums()[HITS] == 2
-        counters.renew(1, 78)
+        assert counters.sums()[HITS] == 0
+        counters.add(HITS, 2)
         counters.add(HITS)
+        assert counters.sums()[HITS] == 3
+        assert counters.living() == [os.getppid()]
 
     assert children(child).wait() == 0
-    assert counters.read_page(0) == (77, [5, *[0] * 15])
-    assert counters.read_page(1) == (78, [3, *[0] * 15])
+    assert (counters.sums()[HITS], hits(root)) == (5, 8)
+    assert counters.living() == []
 
 
-def test_a_page_given_to_another_owner_begins_at_zero(root: Root, counters: Counters) -> None:
+def test_a_page_that_is_let_go_keeps_its_counts_for_the_next(root: Root, counters: Counters) -> None:
     counters.add(HITS, 5)
-    counters.detach()
-    counters.add(HITS, 1)
-    assert counters.read_page(0)[1][HITS] == 5
     other = Counters(root)
-    other.renew(0, 99)
-    assert other.read_page(0) == (99, [0] * 16)
+    other.add(HITS, 2)
+    assert other.sums()[HITS] == 2, "a page of its own"
+    counters.detach()
+    third = Counters(root)
+    third.add(HITS, 1)
+    assert third.sums()[HITS] == 6
+    assert hits(root) == 8
+    assert root.counters.stat().st_size == 64 * PAGE
+    other.close(), third.close()
 
 
-def test_a_page_taken_over_never_shows_counts_under_a_wrong_name(root: Root, kill_at: Callable[..., bool]) -> None:
+def test_a_crash_at_any_step_of_a_claim_loses_no_count(root: Root, kill_at: Callable[..., bool]) -> None:
+    before = Counters(root)
+    before.add(HITS, 5)
+    before.close()
     step = 0
-    while True:
-        old = Counters(root)
-        old.renew(3, 77)
-        old.add(HITS, 5)
-        died = kill_at(step, lambda: Counters(root).renew(3, 78))
-        assert old.read_page(3) in [(77, [5, *[0] * 15]), (0, [0] * 16), (78, [0] * 16)]
-        if not died:
-            break
+    while kill_at(step, lambda: Counters(root).add(HITS, 0)):
+        assert hits(root) == 5
         step += 1
     assert step >= 2
 
 
-def test_the_file_grows_in_steps_and_is_allocated(root: Root, counters: Counters) -> None:
-    counters.renew(200, 77)
-    counters.add(HITS)
+def test_the_file_grows_in_steps_and_is_allocated(root: Root) -> None:
+    many = [Counters(root) for _ in range(65)]
+    for one in many:
+        one.add(HITS)
     found = root.counters.stat()
-    assert found.st_size == 256 * PAGE
+    assert found.st_size == 128 * PAGE
     assert found.st_blocks * 512 >= found.st_size
-    assert counters.read_page(200)[1][HITS] == 1
-    assert counters.read_page(10_000) == (0, [0] * 16)
+    assert hits(root) == 65
+    for one in many:
+        one.close()
 
 
 def test_a_child_that_dies_mid_count_leaves_what_it_counted(root: Root, children: Callable[..., object]) -> None:
@@ -126,14 +144,36 @@ def test_a_child_that_dies_mid_count_leaves_what_it_counted(root: Root, children
 
     def child() -> None:
         mine = Counters(root)
-        mine.renew(2, 5)
         mine.add(HITS, 9)
         os.write(said[1], b"x")
         threading.Event().wait()
 
     born = children(child)
     os.read(said[0], 1)
+    assert len(Counters(root).living()) == 1
     born.kill()
-    assert Counters(root).read_page(2) == (5, [9, *[0] * 15])
+    assert Counters(root).living() == []
+    assert hits(root) == 9
     os.close(said[0])
     os.close(said[1])
+
+
+@pytest.mark.parametrize("damage", ["random", "far", "cut", "fifo", "directory"])
+def test_what_stands_in_a_damaged_file_is_not_believed(root: Root, counters: Counters, damage: str) -> None:
+    first = Counters(root)
+    first.add(HITS, 7)
+    first.close()
+    data = bytearray(root.counters.read_bytes())
+    if damage == "random":
+        root.counters.write_bytes(random.Random(1).randbytes(len(data)))
+    elif damage == "far":
+        data[128 : 128 + 8] = b"\xff" * 8
+        root.counters.write_bytes(data)
+    elif damage == "cut":
+        os.truncate(root.counters, 100)
+    else:
+        root.counters.unlink()
+        os.mkfifo(root.counters) if damage == "fifo" else root.counters.mkdir()
+    assert hits(root) == 0
+    counters.add(HITS, 1)
+    assert counters.totals()[HITS] == 1

@@ -48,7 +48,8 @@ def test_what_is_promised_becomes_entries(store: Store, size: int) -> None:
 def test_a_large_one_comes_out_of_the_promise_too(store: Store) -> None:
     credit = store.credit("ahead")
     credit.ask(credit.need(400 * KiB).plus(credit.need(10)))
-    with credit.keep_large(Item("large", bytes(400 * KiB))) as lease:
+    lease = credit.keep_large(Item("large", bytes(400 * KiB)))
+    with lease:
         assert store.bytes_leased(lease) == bytes(400 * KiB)
         assert credit.promised == credit.need(10)
     credit.give_back(credit.promised)

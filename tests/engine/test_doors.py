@@ -94,7 +94,9 @@ def test_a_renamed_entry_has_the_new_name_only(store: Store) -> None:
 
 def test_a_link_shares_the_bytes_and_outlives_its_source(store: Store) -> None:
     store.put("a", "k", b"x" * 50_000)
-    with store.lease("a", "k") as lease:  # type: ignore[union-attr]
+    lease = store.lease("a", "k")
+    assert lease is not None
+    with lease:
         entry = store.link("b", "k", lease)
         assert os.stat(store.root.blob(entry.id)).st_nlink == 2
     (row,) = store.entries("a")
@@ -127,7 +129,9 @@ def test_a_tree_keeps_its_files_and_frees_them_when_it_goes(tmp_path: Path) -> N
 
 def test_a_tree_refuses_names_that_leave_it(store: Store) -> None:
     store.put("urls", "one", b"x" * 20_000)
-    with store.lease("urls", "one") as lease:  # type: ignore[union-attr]
+    lease = store.lease("urls", "one")
+    assert lease is not None
+    with lease:
         with pytest.raises(ValueError, match="name"):
             store.plant("trees", "bad", [("../escape", lease)])
     assert store.entry("trees", "bad") is None
@@ -184,6 +188,7 @@ def test_a_waiting_space_waits_for_a_lease_and_says_no_when_the_time_is_up(tmp_p
     store.put("pool", "a", b"x" * 80_000)
     lease = store.lease("pool", "a")
     assert lease is not None
+    assert lease is not None
     with pytest.raises(errors.NoSpace):
         store.put("pool", "b", b"y" * 80_000, timeout=0.3)
     done = threading.Event()
@@ -223,8 +228,11 @@ def test_a_lower_quota_is_applied_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["added", "removed", "replaced"])
 def test_a_tree_that_somebody_changed_is_found_and_set_aside(store: Store, harm: str) -> None:
     store.put("urls", "one", b"x" * 20_000)
-    with store.lease("urls", "one") as lease:  # type: ignore[union-attr]
-        with store.plant("trees", "model", [("dir/one.bin", lease)]) as tree:
+    lease = store.lease("urls", "one")
+    assert lease is not None
+    with lease:
+        tree = store.plant("trees", "model", [("dir/one.bin", lease)])
+        with tree:
             folder = Path(tree.path) / "dir"
     assert store.check() == []
     folder.chmod(0o755)

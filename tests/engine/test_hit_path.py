@@ -17,7 +17,7 @@ import os, sys
 import forebay
 from forebay.testing import ScriptedServer
 
-with ScriptedServer() as server, forebay.Cache(sys.argv[1], budget="64MB") as cache:
+with ScriptedServer() as server, forebay.Cache(sys.argv[1], budget=64_000_000) as cache:
     url = server.put("/object", b"x" * 100_000)
     cache.put("small", b"y" * 1_000)
     cache.put("large", b"z" * 100_000)
@@ -51,7 +51,7 @@ def test_a_hit_makes_no_system_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1_000, 100_000])
 def test_two_hits_are_views_of_the_same_bytes(tmp_path: Path, size: int) -> None:
     numpy = pytest.importorskip("numpy")
-    with forebay.Cache(tmp_path / "root", budget="64MB") as cache:
+    with forebay.Cache(tmp_path / "root", budget=64_000_000) as cache:
         cache.put("key", b"v" * size)
         first, second = (numpy.frombuffer(cache.get("key"), numpy.uint8) for _ in range(2))
         assert not first.flags.writeable

@@ -347,7 +347,7 @@ def test_both_sides_of_a_fork_go_on(cache: forebay.Cache) -> None:
 
 CLOSES_ALL = """
 import os, sys, forebay
-with forebay.Cache(sys.argv[1], budget="64MB") as cache:
+with forebay.Cache(sys.argv[1], budget=64_000_000) as cache:
     cache.put("value", bytes(100))
     samples = cache.samples("r", 10)
     samples.put(0, b"0" * 3000)

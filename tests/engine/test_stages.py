@@ -36,8 +36,9 @@ def files(root: Root) -> set[str]:
 
 def marked(root: Root) -> list[int]:
     """The chunks that the map calls written."""
-    content = root.tmp(KEY, ID, ".map").read_bytes()[512:]
-    return [chunk for chunk, mark in enumerate(content) if mark]
+    content = root.tmp(KEY, ID, ".map").read_bytes()
+    count = -(-int.from_bytes(content[16:24], "little") // CHUNK)
+    return [chunk for chunk, mark in enumerate(content[512 : 512 + count]) if mark]
 
 
 def check_marks(root: Root) -> None:
@@ -207,6 +208,34 @@ def test_what_was_left_is_gone_on_from(root: Root, stage: Stage) -> None:
     assert successor.done == len(DATA) - 14 * MIB
     for at, piece in pieces(missing):
         successor.write(at, piece)
+    assert successor.finish() == (len(DATA), checksum_of(DATA))
+    assert root.tmp(KEY, ID).read_bytes() == DATA
+
+
+@pytest.mark.parametrize("size", [300_000, MIB, 5 * MIB])
+@pytest.mark.parametrize("harm", ["a flipped bit", "zeros", "a lost sum"])
+def test_what_rotted_in_a_partial_is_fetched_again(
+    root: Root, stage: Stage, size: int, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Power, or the disk, took some of it: its checksum would be over the wrong bytes, and nobody would ever see it."""
+    stage.begin(len(DATA), '"etag"')
+    for at, piece in pieces((Span(0, 10 * MIB), Span(18 * MIB, len(DATA) - 18 * MIB)), size):
+        stage.write(at, piece)
+    stage.close()
+    suffix, at = (".map", 512 + 20 + 16 * 4) if harm == "a lost sum" else ("", 4 * MIB + 77)
+    with open(root.tmp(KEY, ID, suffix), "r+b") as file:
+        file.seek(at)
+        before = file.read(16)
+        file.seek(at)
+        file.write(bytes(16) if harm == "zeros" else bytes([before[0] ^ 1]))
+    successor = Stage.resume(root, KEY, ID)
+    assert successor
+    assert successor.partial is not None
+    assert successor.partial.missing == (Span(4 * MIB, MIB), Span(10 * MIB, 8 * MIB))
+    assert "1 chunks of what was left there are damaged" in caplog.text
+    missing = successor.begin(len(DATA), '"etag"')
+    for start, piece in pieces(missing):
+        successor.write(start, piece)
     assert successor.finish() == (len(DATA), checksum_of(DATA))
     assert root.tmp(KEY, ID).read_bytes() == DATA
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 
 from forebay import errors
+from forebay._config import format_size
 from forebay._engine import counters
 from forebay._engine.catalog import spaces
 from forebay._engine.credit import Credit, Item
@@ -19,9 +19,16 @@ from forebay._engine.leases import Lease
 from forebay._engine.policy import Policy
 from forebay._engine.publish import SMALL
 from forebay._engine.room import Want
+from forebay._engine.settings import keep
+from forebay._logs import logger
 from forebay._model import Buffer, Entry
 
-log = logging.getLogger("forebay.store")
+log = logger("forebay.store")
+
+
+Limits = tuple[str | None, int | None, int | None]
+"""Policy, quota in bytes, and number of entries of a space; None leaves what it was set to."""
+_NOTHING_UNSET: Limits = (None, None, None)
 
 
 class Ahead(Engine):
@@ -32,9 +39,33 @@ class Ahead(Engine):
     ) -> spaces.Space:  # fmt: skip
         """The space of this name, made if there is none; an explicit policy, quota or count is set for everybody."""
         known = self._spaces.get(name)
-        if known is not None and policy is None and quota is None and max_count is None:
+        if known is not None and policy is None and quota is None and max_count is None and name not in self._unset_spaces:
             return known
-        return self._make_space(name, kind, policy, quota, max_count)
+        unset = self._unset_spaces.get(name, _NOTHING_UNSET)
+        policy = unset[0] if policy is None else policy
+        quota, max_count = unset[1] if quota is None else quota, unset[2] if max_count is None else max_count
+        found = self._make_space(name, kind, policy, quota, max_count)
+        self._unset_spaces.pop(name, None)
+        return found
+
+    def open_space(self, name: str, policy: str | None = None, quota: int | None = None, max_count: int | None = None) -> None:
+        """`space`, for who may read at once and write later: where the catalog is busy, the next call that writes to the space makes it."""
+        try:
+            self.space(name, policy=policy, quota=quota, max_count=max_count)
+        except errors.WriterBusy as error:
+            self._unset_spaces[name] = policy, quota, max_count
+            log.warning("the space %s is not set up yet, and will be by a later call: %s", name, str(error))
+
+    @mending
+    def known_space(self, name: str) -> spaces.Space:
+        """The space of this name, to be read from: with the id 0, which no entry has, where there is none."""
+        known = self._spaces.get(name)
+        if known is None:
+            found = spaces.find(self._catalog, name)
+            if found is None:
+                return spaces.Space(0, name, "values", "lru", None)
+            known = self._spaces[name] = found
+        return known
 
     @mending
     def _make_space(self, name: str, kind: str, policy: str | None, quota: int | None, max_count: int | None) -> spaces.Space:
@@ -48,6 +79,7 @@ class Ahead(Engine):
             with self._catalog.write() as txn:
                 spaces.insert(txn, name, kind, parsed or "lru", quota)
                 spaces.change(txn, name, parsed, quota, max_count)
+                txn.then = lambda: keep(self.root, self._catalog)
                 found = spaces.find(txn, name)
         assert found is not None
         self._spaces[name] = found
@@ -57,18 +89,24 @@ class Ahead(Engine):
 
     def _shrink(self, space: spaces.Space) -> None:
         """Apply a lower limit to what is there, as far as nobody holds it: make room for nothing."""
+        before, there = spaces.live(self._catalog, space.name)
         try:
             self._budget.cancel(self._budget.reserve(Want(space.id, "", 0, 0, entries=0)).id)
-        except errors.NoSpace as error:
+        except (errors.NoSpace, errors.WriterBusy) as error:
             log.info("the space %s stays above its limit for now: %s", space.name, str(error))
+        after, left = spaces.live(self._catalog, space.name)
+        if there > left:
+            gone = format_size(max(before - after, 0))
+            log.warning(
+                "%s: %d entries of the space %s were evicted for its lower limit, %s", self.root.path, there - left, space.name, gone
+            )
 
     # -- single steps of `Fill.single`, for who does several keys at once --------------------------------------------
 
     @mending
     def take(self, space: str, key: str) -> Lease | None:
         """A lease on the bytes of a key, those of a small value too, touched; None where there is none."""
-        self.register()
-        lease = self._reading.take(self.space(space).id, key)
+        lease = self._reading.take(self.known_space(space).id, key)
         if lease is not None:
             self.touch(lease.entry)
         return lease
@@ -76,9 +114,8 @@ class Ahead(Engine):
     @mending
     def take_many(self, space: str, keys: Sequence[str]) -> dict[str, Lease]:
         """`take` of several keys: those that have something."""
-        self.register()
         with faults("several keys"):
-            found = self._leases.take_many(self.space(space).id, keys)
+            found = self._leases.take_many(self.known_space(space).id, keys)
         for lease in found.values():
             self.touch(lease.entry)
         return found

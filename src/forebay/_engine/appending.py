@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+from collections.abc import Callable
 from typing import Protocol
 
 from forebay._engine.packing import Room, Taken
@@ -29,9 +31,9 @@ class Segments(Protocol):
 class Appender:
     """The segment that this process appends to."""
 
-    def __init__(self, segments: Segments, taken: Taken, index: os.PathLike[str]) -> None:
-        """Raises OSError; then the descriptor is the caller's still."""
-        self.claims, segment = locks.Claims(index), taken.segment
+    def __init__(self, segments: Segments, taken: Taken, claims: locks.Claims) -> None:
+        """Raises OSError; then the descriptor is the caller's still. ``claims``: on the pack's index."""
+        self.claims, segment = claims, taken.segment
         self._segments, self.fd, self._ticket, self.number = segments, taken.fd, taken.ticket, segment.number
         self.tail, self.capacity = segment.tail, segment.capacity
         self.ready = 0  # up to here its blocks are allocated
@@ -59,8 +61,8 @@ class Appender:
         self.abandon()
         self.claims.close()
 
-    def __del__(self) -> None:
-        if not hasattr(self, "capacity"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing() or not hasattr(self, "capacity"):
             return  # it was not made
         self.abandon()
         self._segments.forget_segment(self._ticket)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import xxhash
 
 from forebay._engine.layout import Root, parse_blob_name
 from forebay._kernel import host, mappings
+from forebay._kernel.below import LinkInTheWay, NoPlainFile
 from forebay._model import Buffer, Entry
 from forebay.errors import Damaged
 
@@ -19,40 +20,61 @@ BLOCK = 8 << 20
 """A checksum is the xxh3-128 of the xxh3-128s of a file's blocks of 8 MiB, so that blocks may arrive in any order."""
 
 _STEP = 1 << 20
+_SECOND = 1_000_000_000
 
 
 def publish(root: Root, staged: Path, id: int, suffix: str = "") -> Path:
     """Give the finished file ``staged`` its name. Caller: has inserted its row, and commits it after this."""
     path = root.blob(id, suffix)
-    host.rename(staged, path)
+    root.files.rename(staged, path)
     return path
 
 
-def write(root: Root, id: int, data: Buffer, suffix: str = "") -> None:
+def write(root: Root, id: int, data: Buffer, checksum: bytes, suffix: str = "") -> None:
     """A whole file at once, under its final name. Caller: holds the writer lock and has said what he intends."""
-    fd = host.create(root.blob_name(id, suffix), root.blob_mode)
+    fd = root.files.create(root.blob_name(id, suffix), root.blob_mode)
     try:
         host.pwrite(fd, data, 0)
+        seal(fd, checksum)
     finally:
         os.close(fd)
+
+
+def seal(fd: int, checksum: bytes) -> None:
+    """Give a finished file the time by which `is_sealed` sees that nobody has written to it since."""
+    host.set_mtime(fd, time.time_ns() // _SECOND * _SECOND + _fraction(checksum))
+
+
+def is_sealed(status: os.stat_result, checksum: bytes) -> bool:
+    """Whether a file still has the time that `seal` gave it. Any write, by whatever name of the file, sets another one.
+
+    Only the fraction of the second counts: it follows from the bytes, so that entries which share a file agree, and it needs no record.
+    File systems that keep coarser times tell less, and those that keep whole seconds nothing."""
+    kept, wanted = status.st_mtime_ns % _SECOND, _fraction(checksum)
+    unit = next(unit for unit in (_SECOND, 1_000_000, 1000, 100, 1) if kept % unit == 0)
+    return kept == wanted - wanted % unit
+
+
+def _fraction(checksum: bytes) -> int:
+    return int.from_bytes(checksum[:8], "little") % _SECOND
 
 
 def remove_whatever_suffix(root: Root, id: int) -> None:
     """Remove the file of ``id`` where nobody noted its suffix. Caller: holds the writer lock, and no row names the file."""
     for found, path in _in_fan(root, id & 0xFF):
         if found == id:
-            host.unlink(path)
+            _remove(root, path)
 
 
 def unpublish(root: Root, staged: Path, id: int, suffix: str = "") -> None:
     """Take the name away again: the row could not be committed."""
-    host.rename(root.blob(id, suffix), staged)
+    root.files.rename(root.blob(id, suffix), staged)
 
 
 def link_blob(root: Root, source: Path, id: int, suffix: str = "") -> Path:
     """Give the blob ``source`` a second name, for the entry ``id``. Raises FileNotFoundError where it was evicted meanwhile."""
     path = root.blob(id, suffix)
-    host.link(source, path)
+    root.files.link(source, path)
     return path
 
 
@@ -60,36 +82,44 @@ def open_blob(root: Root, id: int, suffix: str = "") -> int:
     """A descriptor to read from. Raises FileNotFoundError where there is no such blob, `Damaged` where it is no file."""
     path = root.blob_name(id, suffix)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return root.files.open(path)
+    except NoPlainFile as error:
+        raise Damaged(f"{path} is not a file", key=path) from error
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise Damaged(f"{path} is a symbolic link: none is followed", key=path) from error
+            raise Damaged(f"{path} leads to a symbolic link: none is followed", key=path) from error
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise Damaged(f"{path} is not a file", key=path)
-    return fd
 
 
-def map_blob(root: Root, entry: Entry, *, private: bool = False) -> memoryview:
-    """The entry's bytes, read-only; good until the last view of them is gone, also after an eviction. Holds no descriptor.
-    ``private``: writable, with stores that stay in this process.
+def map_blob(root: Root, entry: Entry, *, private: bool = False) -> tuple[memoryview, os.stat_result]:
+    """The entry's bytes, read-only, and the state of their file; good until the last view of them is gone, also after an eviction. Holds
+    no descriptor. ``private``: writable, with stores that stay in this process.
 
     Raises FileNotFoundError where the file is gone, `Damaged` where it has another size.
     """
     fd = open_blob(root, entry.id, entry.suffix)
     try:
-        size = os.fstat(fd).st_size
-        if size != entry.size:
-            raise Damaged(f"{entry.name}: {size} bytes stand where {entry.size} were stored", key=entry.key)
-        return mappings.map_file(fd, size, writable=private, private=private)
+        status = os.fstat(fd)
+        if status.st_size != entry.size:
+            raise Damaged(f"{entry.name}: {status.st_size} bytes stand where {entry.size} were stored", key=entry.key)
+        view = mappings.map_file(fd, entry.size, writable=private, private=private)
+        if entry.size:
+            mappings.note_file(view, root.blob_name(entry.id, entry.suffix), status)
+        return view, status
     finally:
         os.close(fd)
 
 
 def remove_blob(root: Root, id: int, suffix: str = "") -> bool:
     """Remove the file; False if it was gone. Caller: holds the lock of ``id`` exclusively."""
-    return host.unlink(root.blob_name(id, suffix))
+    return _remove(root, root.blob_name(id, suffix))
+
+
+def _remove(root: Root, path: str | Path) -> bool:
+    try:
+        return root.files.unlink(path)
+    except IsADirectoryError:  # none that we made, and in the way
+        return root.files.remove_whole(path)
 
 
 def list_blobs(root: Root) -> Iterator[tuple[int, Path]]:
@@ -101,8 +131,8 @@ def list_blobs(root: Root) -> Iterator[tuple[int, Path]]:
 def _in_fan(root: Root, fan: int) -> Iterator[tuple[int, Path]]:
     directory = root.blobs_dir / f"{fan:02x}"
     try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
+        names = root.files.names_in(directory)
+    except (FileNotFoundError, LinkInTheWay):
         return
     for name in names:
         found = parse_blob_name(name)
@@ -110,9 +140,9 @@ def _in_fan(root: Root, fan: int) -> Iterator[tuple[int, Path]]:
             yield found.id, directory / name
 
 
-def verify_blob(path: Path, size: int, checksum: bytes) -> bool:
+def verify_blob(root: Root, path: Path, size: int, checksum: bytes) -> bool:
     """Whether the file holds what was stored. Raises OSError where it cannot be read, FileNotFoundError where it is gone."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = root.files.open(path)
     try:
         return os.fstat(fd).st_size == size and checksum_of(fd) == checksum
     finally:

@@ -6,7 +6,6 @@ and dooms the victims; their files are unlinked outside the writer lock; the sec
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,12 +23,14 @@ from forebay._engine.ranking import Cold, Ranking, Scope
 from forebay._engine.room import Room, Short, Want
 from forebay._engine.root import Root
 from forebay._kernel import locks, waits
+from forebay._logs import logger
 
-log = logging.getLogger("forebay.budget")
+log = logger("forebay.budget")
 
-AT_ONCE = 512
+AT_ONCE = 128
 PICKS = 3
 """How often the coldest are picked anew before they are held to be all in use."""
+FULL = 4
 PATIENCE = 10.0
 _FOR_THE_JOURNAL = 1 << 20  # to evict takes room too
 
@@ -49,6 +50,7 @@ class _Attempt:
     stuck: Short | None = None
     hopeless: bool = False
     patient_until: float = 0.0
+    full: int = 0  # how often the disk was found full
     contended: bool = False  # whether others write into this space
     tails: bool | None = None  # whether what stands empty behind dead writers of packs is to be given back; None: not looked yet
 
@@ -76,7 +78,7 @@ class Budget:
     ) -> None:  # fmt: skip
         self._root, self._catalog, self._owners, self._counters = root, catalog, owners, counters
         self._eviction, self._ranking, self._words = eviction, ranking, words
-        self._keys = locks.LockFile(root.lock("keys"))  # a reaper's own description: see the module `leases`
+        self._keys = locks.LockFile(root.lock("keys"), root.files.open)  # a reaper's own description: see the module `leases`
         self.room = Room(root, catalog)
         self.drop_dead: Callable[[], None] = lambda: None  # lets go of what this process has mapped of victims
         self.any_tails: Callable[[Txn], bool] = lambda txn: False  # see `Packing`, which stands above this room
@@ -131,6 +133,7 @@ class Budget:
                     if attempt.hopeless or not (self._eviction.sweep() or self._others_write(attempt)):
                         raise self._no_space(want, attempt.stuck, attempt.hopeless)
                     attempt.stuck = None
+                    attempt.picks.clear()  # what others have published is new, and what a swept tree linked may go by now
                 self._unlink(attempt)
                 if attempt.tails:
                     self.reclaim_tails()
@@ -167,10 +170,11 @@ class Budget:
                 if not attempt.tails:
                     self._find_room(txn, want, attempt, short, doomed, partials)
                     attempt.contended = want is not None and reservations.any_others(txn, want.space, attempt.id)
-        except DiskFull:
+        except DiskFull as error:
             self._eviction.release(doomed)
             doomed, attempt.id = [], id  # a reservation that was entered meanwhile is rolled back too
-            if not self._catalog.drop_ballast():  # with a full disk even a DELETE needs a page of the journal
+            attempt.full += 1
+            if not error.relieved or attempt.full > FULL:
                 raise
         finally:
             self._let_go(attempt)
@@ -299,8 +303,7 @@ class Budget:
     def _withdraw(self, attempt: _Attempt, fresh: bool) -> None:
         """Leave nothing pending behind; a reservation that was to grow stays as it was."""
         if fresh and attempt.id:
-            with self._catalog.write() as txn:
-                reservations.delete(txn, attempt.id)
+            self._catalog.insist(lambda txn: reservations.delete(txn, attempt.id))
 
     def _wait_for_others(self, until: float) -> None:
         """Others are unlinking what we need. If they died meanwhile, the sweep goes on from there."""
@@ -315,7 +318,6 @@ class Budget:
         if not attempt.contended or time.monotonic() >= attempt.patient_until:
             return False
         self._words.sleep(SPACE_WORD, 0.02)
-        attempt.picks.clear()  # what they have published is new
         return True
 
     def _no_space(self, want: Want | None, short: Short, hopeless: bool) -> errors.NoSpace:
@@ -329,13 +331,14 @@ class Budget:
             todo = "it can never be kept: raise the quota" if hopeless else "raise the quota, or remove what is pinned or in use"
             free = min(short.of_space, want.size - short.quota)
             return errors.NoSpace.of(want.key, want.size, free, short.of_space, todo, hopeless=hopeless, limit="quota")
+        charge = self.room.charge_of(want)
         if hopeless:
             todo = "it can never be kept: raise the budget or the quota"
-            return errors.NoSpace.of(want.key, want.size, short.free, short.budget, todo, hopeless=True)
+            return errors.NoSpace.of(want.key, want.size, short.free, short.budget, todo, hopeless=True, charge=charge)
         if short.disk > 0:
-            free, todo = min(short.free, want.size - short.disk), "the disk is full: free some of it, or lower min_free"
+            free, todo = max(0, min(short.free, want.size - short.disk)), "the disk is full: free some of it, or lower min_free"
             return errors.NoSpace.of(want.key, want.size, free, short.budget, todo, limit="disk")
-        return errors.NoSpace.of(want.key, want.size, short.free, short.budget)
+        return errors.NoSpace.of(want.key, want.size, short.free, short.budget, charge=charge)
 
     def wait_for_room(self, want: Want, timeout: float | None) -> None:
         """Until ``want`` may fit: somebody removed something, or let a lease go. Caller: holds no lock. Raises `WaitTimeout`, or `NoSpace`

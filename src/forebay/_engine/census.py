@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from forebay._engine.catalog import Catalog, entries, people, spaces
+from forebay._engine.catalog import Catalog, entries, spaces
+from forebay._engine.catalog.wal import Wal
 from forebay._engine.counters import NAMES, Counters
+from forebay._engine.leases import Leases
+from forebay._engine.root import Root
 from forebay._engine.slots import Slots
 from forebay._model import Entry
+
+_set = object.__setattr__  # of an entry that nobody else has yet: `replace` takes as long as all the rest
+PAGE = 1000
+"""Entries that are read at once: a few milliseconds of SQLite."""
+Facts = tuple[str, int, float, float, str, bool]
+"""Of an entry: key, bytes, when it was last used and when created, in seconds since 1970, life, and whether it is leased."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,37 +33,87 @@ class Usage:
 class Census:
     """Looks at one root. Takes no lock; another process may change what was seen at once."""
 
-    def __init__(self, catalog: Catalog, slots: Slots, counters: Counters) -> None:
-        self._catalog, self._slots, self._counters = catalog, slots, counters
+    def __init__(self, root: Root, catalog: Catalog, slots: Slots, counters: Counters, leases: Leases) -> None:
+        self._root = root
+        self._catalog, self._slots, self._counters, self._leases = catalog, slots, counters, leases
 
     def entries(self, space: int | None) -> list[Entry]:
         """Live entries with their times, the least recently used first."""
         return sorted((self.with_times(entry) for entry in entries.live(self._catalog, space)), key=lambda entry: entry.used)
 
+    def page(self, space: int, after: str | None, *, backwards: bool = False) -> list[Entry]:
+        """`PAGE` live entries at most of one space, with their times, in order of their keys, from behind ``after`` on."""
+        found = entries.page(self._catalog, space, after, PAGE, backwards=backwards)
+        leased = self._leases.leased_among([entry.id for entry in found])
+        times = self._slots.times([entry.slot for entry in found])
+        walls = self._slots.clock.walls
+        used, validated = walls(last for last, _ in times), walls(at for _, at in times)
+        for entry, last, at in zip(found, used, validated, strict=True):
+            _set(entry, "used", last)
+            _set(entry, "validated", at)
+            _set(entry, "leased", entry.id in leased)
+        return found
+
+    def fact_page(self, space: int, after: str | None, *, backwards: bool = False) -> list[Facts]:
+        """`page`, of what a person wants to see of many."""
+        found = entries.page_of_facts(self._catalog, space, after, PAGE, backwards=backwards)
+        leased = self._leases.leased_among([row[0] for row in found])
+        used = self._slots.clock.walls(self._slots.used_many([row[2] for row in found]))
+        return [(key, size, last, created, life, id in leased) for (id, key, _, size, life, created), last in zip(found, used, strict=True)]
+
+    def key_page(self, space: int, after: str | None, *, backwards: bool = False) -> list[str]:
+        """`page`, of the keys alone."""
+        return [key for key, _ in entries.page_of_keys(self._catalog, space, after, PAGE, backwards=backwards)]
+
     def keys(self, space: int) -> list[str]:
         """The keys of one space, the least recently used first: for many, without the rest of what is known of them."""
-        rows = entries.keys(self._catalog, space)
-        used = self._slots.used_many([slot for _, slot in rows])
-        return [key for _, key in sorted(zip(used, (key for key, _ in rows), strict=True))]
+        found: list[tuple[int, str]] = []
+        rows = entries.page_of_keys(self._catalog, space, None, PAGE)
+        while rows:
+            found += zip(self._slots.used_many([slot for _, slot in rows]), (key for key, _ in rows), strict=True)
+            rows = entries.page_of_keys(self._catalog, space, rows[-1][0], PAGE)
+        return [key for _, key in sorted(found)]
 
     def with_times(self, entry: Entry) -> Entry:
-        used, validated = self._slots.used(entry.slot), self._slots.validated(entry.slot)
-        return replace(entry, used=used / 1e9, validated=validated / 1e9)
+        clock = self._slots.clock
+        return replace(entry, used=clock.wall(self._slots.used(entry.slot)), validated=clock.wall(self._slots.validated(entry.slot)))
 
     def usage(self) -> Usage:
         return Usage(*spaces.usage(self._catalog), tuple(spaces.every(self._catalog)))
 
+    def overhead(self) -> dict[str, int]:
+        """Bytes on the disk that the budget does not count: of the ``log``, the ``slots``, the ``directories``, and of ``other`` files:
+        locks, counters, the ballast, and what the catalog may have beside small values."""
+        root, wal = self._root, Wal(str(self._root.catalog), self._root.files)
+        top = ("FORMAT", "CACHEDIR.TAG", "settings.json", "counters", root.ballast.name)
+        folders = [root.path, root.slots_dir, root.blobs_dir, root.trees_dir, root.packs_dir, root.tmp_dir, root.words.parent]
+        folders += [root.blobs_dir / f"{fan:02x}" for fan in range(256)]
+        other = sum(self._blocks(path) for path in (root.path / name for name in top)) + sum(map(self._blocks, self._in(root.words.parent)))
+        return {
+            "log": self._blocks(Path(wal.log)) + self._blocks(Path(wal.index)),
+            "slots": sum(map(self._blocks, self._in(root.slots_dir))),
+            "directories": sum(map(self._blocks, folders)),
+            "other": other + spaces.uncharged(self._catalog),
+        }
+
+    def _in(self, folder: Path) -> list[Path]:
+        return [folder / name for name in self._root.files.names_in(folder)]
+
+    def _blocks(self, path: Path) -> int:
+        try:
+            return self._root.files.lstat(path).st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
     def counts(self) -> dict[str, int]:
-        """The totals of processes that are gone, and the pages of those that live."""
-        sums = dict.fromkeys(NAMES, 0) | spaces.counters(self._catalog)
-        for owner in people.every(self._catalog):
-            found, page = self._counters.read_page(owner.page)
-            if found == owner.id:
-                for name, value in zip(NAMES, page, strict=True):
-                    sums[name] += value
-        return sums
+        """What stands in the pages of all processes, less what stood there when it was last zeroed."""
+        return {name: max(count, 0) for name, count in self._sums().items()}
+
+    def _sums(self) -> dict[str, int]:
+        noted = spaces.counters(self._catalog)
+        return {name: noted.get(name, 0) + count for name, count in zip(NAMES, self._counters.totals(), strict=True)}
 
     def zero_counts(self) -> None:
-        """Pages are their owners' to write: what they hold now is subtracted from the totals."""
+        """Pages are their owners' to write: what they hold now is noted, to be subtracted."""
         with self._catalog.write() as txn:
-            spaces.add_counters(txn, [(name, -value) for name, value in self.counts().items()])
+            spaces.add_counters(txn, [(name, -value) for name, value in self._sums().items()])

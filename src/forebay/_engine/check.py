@@ -7,82 +7,128 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
 
 from forebay._engine import blobs, packs, stages, trees
 from forebay._engine.budget import Budget
-from forebay._engine.catalog import Catalog, entries, reservations, segments, spaces
-from forebay._engine.catalog.schema import DOOMED, LIVE
+from forebay._engine.catalog import Catalog, checked, entries, reservations, segments, spaces
+from forebay._engine.catalog.schema import DOOMED
 from forebay._engine.eviction import Eviction
 from forebay._engine.fill import Fill
 from forebay._engine.reading import Reading
 from forebay._engine.root import Root, parse_tmp_name
-from forebay._engine.slots import Slots
-from forebay._kernel import host, locks
+from forebay._engine.slots import RECORDS, Slots
+from forebay._kernel import locks
 from forebay._model import Entry, Problem
 from forebay.errors import Damaged
+
+AT_ONCE = 2048
+"""Rows, or names, that are in memory at once."""
 
 
 def check(root: Root, catalog: Catalog, slots: Slots, budget: Budget, *, deep: bool = False) -> list[Problem]:
     """What is wrong. ``deep`` reads every byte and compares checksums.
 
-    The names are listed and the rows read under the writer lock, so that no publish and no eviction is between its row and its
-    file; what is still on its way (doomed rows, reservations) is known by its row."""
-    if root.read_only:
-        return list(_check_files(root, catalog, deep))
-    with catalog.writer():
-        found = [*_check_rows(catalog, slots, root), *_check_names(root, catalog, slots.intent()), *_check_totals(catalog, budget)]
-    return [*found, *_check_files(root, catalog, deep)]
+    Rows are read in pages, names a directory at a time, while others work. What is on its way in or out has a name or a row alone: what
+    seems to be wrong is looked at again under the writer lock, where nothing is between the two."""
+    with catalog.still():
+        lost = [root.slots_dir / f"{chunk:03d}" for chunk in range(chunks_of(catalog)) if not slots.is_whole(chunk)]
+    if lost:
+        return [Problem("slots", str(path), "a part of the table of slots is lost or damaged") for path in lost]
+    found = [*_check_rows(catalog, slots), *_check_strays(root, catalog, slots)]
+    with catalog.still():  # packs are few
+        found += _check_segments(root, catalog)
+    found += [*_check_totals(catalog, budget), *_check_files(root, catalog, deep)]
+    return [*found, *(Problem("row", row, "it holds what no row of ours would") for row in catalog.doubted)]
 
 
-def _check_rows(catalog: Catalog, slots: Slots, root: Root) -> Iterator[Problem]:
-    known = entries.names(catalog)
-    for row in catalog.all("SELECT id, state, slot, key FROM entries"):
-        id, state, slot, key = row
-        if state != LIVE and slots.id_of(slot) == id:
-            yield Problem("slot", key, "it left, and its slot still names it", key)
-    free = {row[0] for row in catalog.all("SELECT slot FROM free_slots")}
-    taken = {row[0] for row in catalog.all("SELECT slot FROM entries")}
-    top = int(spaces.setting(catalog, "next_slot") or 0)
-    if free & taken:
-        yield Problem("slot", str(min(free & taken)), "it is both free and taken")
-    if len(free) + len(taken) != top:
-        yield Problem("slot", "the table", f"{top} were given out, but {len(taken)} are taken and {len(free)} free")
-    for tree, name, member in catalog.all("SELECT tree, name, member FROM links"):
-        if tree not in known or member not in known:
-            yield Problem("link", name, f"tree {tree:x} or its file {member:x} has no entry")
-    lost = catalog.all(
-        "SELECT e.key FROM entries e LEFT JOIN payloads p ON p.id = e.id WHERE e.kind = 'value' AND p.id IS NULL"
-        " UNION ALL SELECT 'payload ' || p.id FROM payloads p LEFT JOIN entries e ON e.id = p.id WHERE e.id IS NULL"
+def chunks_of(catalog: Catalog) -> int:
+    """How many chunks the table of slots has."""
+    return max(int(spaces.setting(catalog, "next_slot") or 0) - 1, 0) // RECORDS + 1
+
+
+def _check_rows(catalog: Catalog, slots: Slots) -> Iterator[Problem]:
+    for id, slot, _, _, _ in entries.leaving(catalog, 1 << 20):
+        if slots.id_of(slot) == id:
+            yield Problem("slot", f"{id:x}", "it left, and its slot still names it")
+    taken, free, top = catalog.one(
+        "SELECT (SELECT count(*) FROM entries), (SELECT count(*) FROM free_slots), (SELECT value FROM meta WHERE name = 'next_slot')"
     )
-    for (key,) in lost:
-        yield Problem("payload", str(key), "a row and its payload are not both there")
+    if taken + free != (top or 0):
+        yield Problem("slot", "the table", f"{top} were given out, but {taken} are taken and {free} free")
+    for low, high in _ranges(catalog, "entries"):
+        checked.files(catalog, catalog.all("SELECT id, slot, kind, suffix, key FROM entries WHERE id > ? AND id <= ?", low, high), "iskxt")
+        both = "SELECT slot FROM entries WHERE id > ? AND id <= ? AND slot IN (SELECT slot FROM free_slots)"
+        for (slot,) in catalog.all(both, low, high):
+            yield Problem("slot", str(slot), "it is both free and taken")
+        for (key,) in catalog.all(
+            "SELECT key FROM entries WHERE id > ? AND id <= ? AND kind = 'value' AND id NOT IN (SELECT id FROM payloads)", low, high
+        ):
+            yield Problem("payload", str(key), "a row and its payload are not both there")
+    for low, high in _ranges(catalog, "payloads"):
+        for (id,) in catalog.all("SELECT id FROM payloads WHERE id > ? AND id <= ? AND id NOT IN (SELECT id FROM entries)", low, high):
+            yield Problem("payload", f"payload {id}", "a row and its payload are not both there")
+    yield from _check_links(catalog)
 
 
-def _check_names(root: Root, catalog: Catalog, intent: range) -> Iterator[Problem]:
-    """Files and rows name each other. ``intent``: files that the next writer removes if they have no row."""
-    files = dict(blobs.list_blobs(root))
-    rows = {row[0]: row for row in catalog.all("SELECT id, state, kind, suffix, key FROM entries")}
-    promised = {r.id: r for r in reservations.every(catalog)}
-    for id, path in files.items():
-        if id not in rows and id not in promised and id not in intent:
-            yield Problem("stray", str(path), "a file that no row names")
-    for id, state, kind, suffix, key in rows.values():
-        if state == DOOMED:
-            continue
-        if kind == "blob" and files.get(id) != root.blob(id, suffix):
-            yield Problem("lost", str(root.blob(id, suffix)), "an entry whose file is gone", key, id)
-        directory = {"tree": root.tree, "pack": root.pack}.get(kind)
-        if directory is not None and not os.path.isdir(directory(id)):
-            yield Problem("lost", str(directory(id)), "an entry whose directory is gone", key, id)
-    directories = [(id, root.tree(id)) for id in trees.list_trees(root)] + [(id, root.pack(id)) for id in packs.list_packs(root)]
-    for id, path in directories:
-        if id not in rows and id not in promised:
-            yield Problem("stray", str(path), "a directory that no row names")
-    yield from _check_segments(root, catalog)
-    for name in os.listdir(root.tmp_dir):
+def _check_links(catalog: Catalog) -> Iterator[Problem]:
+    after: tuple[int, str] = (-1 << 63, "")
+    while page := catalog.all(
+        "SELECT tree, name, member, tree IN (SELECT id FROM entries) AND member IN (SELECT id FROM entries) FROM links"
+        " WHERE (tree, name) > (?, ?) ORDER BY tree, name LIMIT ?", *after, AT_ONCE,
+    ):  # fmt: skip
+        for tree, name, member, both in page:
+            if not both:
+                yield Problem("link", name, f"tree {tree:x} or its file {member:x} has no entry")
+        after = page[-1][:2]
+
+
+def _ranges(catalog: Catalog, table: str) -> Iterator[tuple[int, int]]:
+    """The ids of a table in portions: (from behind, to)."""
+    low = -1 << 63
+    while True:
+        (high,) = catalog.one(f"SELECT max(id) FROM (SELECT id FROM {table} WHERE id > ? ORDER BY id LIMIT ?)", low, AT_ONCE)
+        if high is None:
+            return
+        yield low, high
+        low = high
+
+
+def _check_strays(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Problem]:
+    """Files and directories that no row names. Those of an intent the next writer removes."""
+    directories = chain(((id, root.tree(id)) for id in trees.list_trees(root)), ((id, root.pack(id)) for id in packs.list_packs(root)))
+    for what, named in (("a file", blobs.list_blobs(root)), ("a directory", directories)):
+        while some := dict(islice(named, AT_ONCE)):
+            for id in some.keys() - entries.known(catalog, list(some)):
+                with catalog.still():
+                    stray = not entries.is_known(catalog, id) and id not in slots.intent() and _is_there(root, some[id])
+                if stray:
+                    yield Problem("stray", str(some[id]), f"{what} that no row names")
+    for name in root.files.names_in(root.tmp_dir):
         parsed = parse_tmp_name(name)
-        if parsed is None or parsed.id not in promised:
+        with catalog.still():
+            counted = parsed is not None and reservations.by_id(catalog, parsed.id) is not None
+            stray = not counted and _is_there(root, root.tmp_dir / name)
+        if stray:
             yield Problem("stray", str(root.tmp_dir / name), "a write that no reservation counts")
+
+
+def _is_there(root: Root, path: Path) -> bool:
+    try:
+        root.files.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _check_lost(root: Root, catalog: Catalog, id: int, path: Path, key: str, what: str) -> Iterator[Problem]:
+    """What had a row and no file when it was looked at: it is lost, unless it is on its way out."""
+    with catalog.still():
+        rows = catalog.all("SELECT 1 FROM entries WHERE id = ? AND state != ?", id, DOOMED)
+        lost = bool(rows) and not (root.files.is_directory(path) if what == "directory" else _is_there(root, path))
+    if lost:
+        yield Problem("lost", str(path), f"an entry whose {what} is gone", key, id)
 
 
 def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
@@ -94,7 +140,7 @@ def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
             if (id, number) not in rows:
                 yield Problem("segment", str(path), "a segment that no row names", key)
         try:
-            index = packs.PAGE + os.stat(root.pack(id) / "index").st_size
+            index = packs.PAGE + root.files.lstat(root.pack(id) / "index").st_size
         except FileNotFoundError:
             continue  # it is lost, or on its way out
         if size != index + charged.get(id, 0):
@@ -109,33 +155,41 @@ def _check_totals(catalog: Catalog, budget: Budget) -> Iterator[Problem]:
     for name, *numbers in sums:
         if numbers[:4] != numbers[4:]:
             yield Problem("total", name, f"bytes, charge, inline and entries are noted as {numbers[:4]}, and add up to {numbers[4:]}")
-    (state,) = catalog.all("PRAGMA quick_check(1)")[0]
-    if state != "ok":
-        yield Problem("catalog", "catalog.sqlite", str(state))
 
 
 def _check_files(root: Root, catalog: Catalog, deep: bool) -> Iterator[Problem]:
-    """Sizes, and bytes if ``deep``: of what is still there when it is looked at."""
-    for entry in entries.live(catalog):
-        if entry.kind == "value":
-            data = entries.payload(catalog, entry.id) if deep else None
-            wrong = data is not None and blobs.checksum_of(data) != entry.checksum
-        elif entry.kind == "blob":
-            path = root.blob(entry.id, entry.suffix)
-            try:
-                wrong = path.lstat().st_size != entry.size or (deep and not blobs.verify_blob(path, entry.size, entry.checksum))
-            except FileNotFoundError:
-                continue  # evicted meanwhile; what is lost for good is found by its name
-        elif entry.kind == "pack" and deep:
-            yield from _check_samples(root, entry)
-            continue
+    """That each row has its files, of the right sizes, and with the right bytes if ``deep``."""
+    for id, _, kind, suffix, state in entries.leaving(catalog, 1 << 20):
+        path = root.blob(id, suffix)
+        if kind == "blob" and state != DOOMED and not _is_there(root, path):
+            yield from _check_lost(root, catalog, id, path, "", "file")
+    for low, high in _ranges(catalog, "entries"):
+        for entry in entries.between(catalog, low, high, values=deep):
+            yield from _check_entry(root, catalog, entry, deep)
+
+
+def _check_entry(root: Root, catalog: Catalog, entry: Entry, deep: bool) -> Iterator[Problem]:
+    wrong = False
+    if entry.kind == "value":
+        data = entries.payload(catalog, entry.id) if deep else None
+        wrong = data is not None and blobs.checksum_of(data) != entry.checksum
+    elif entry.kind == "blob":
+        path = root.blob(entry.id, entry.suffix)
+        try:
+            wrong = root.files.lstat(path).st_size != entry.size
+            wrong = wrong or (deep and not blobs.verify_blob(root, path, entry.size, entry.checksum))
+        except FileNotFoundError:
+            yield from _check_lost(root, catalog, entry.id, path, entry.key, "file")
+    elif entry.kind in ("tree", "pack"):
+        path = root.tree(entry.id) if entry.kind == "tree" else root.pack(entry.id)
+        if not root.files.is_directory(path):
+            yield from _check_lost(root, catalog, entry.id, path, entry.key, "directory")
         elif entry.kind == "tree":
             yield from _check_tree(root, catalog, entry)
-            continue
-        else:
-            continue
-        if wrong:
-            yield Problem("damaged", entry.name, "its bytes are not what was stored", entry.key, entry.id)
+        elif deep:
+            yield from _check_samples(root, entry)
+    if wrong:
+        yield Problem("damaged", entry.name, "its bytes are not what was stored", entry.key, entry.id)
 
 
 def _check_tree(root: Root, catalog: Catalog, entry: Entry) -> Iterator[Problem]:
@@ -143,12 +197,16 @@ def _check_tree(root: Root, catalog: Catalog, entry: Entry) -> Iterator[Problem]
     files = {name: root.blob_name(member.id, member.suffix) for name, member in entries.members(catalog, entry.id)}
     try:
         names = set(trees.list_files(root, entry.id))
-        others = {name for name in names & set(files) if not os.path.samefile(root.tree(entry.id) / name, files[name])}
+        others = {name for name in names & set(files) if not _is_one_file(root, f"{root.tree(entry.id)}/{name}", files[name])}
     except FileNotFoundError:
         return  # evicted meanwhile; what is lost for good is found by its name
     wrong = sorted((names ^ set(files)) | others)
     if wrong and entries.by_id(catalog, entry.id) is not None:  # else it is being removed
         yield Problem("damaged", entry.name, f"{wrong[0]!r} in it is not what was put there", entry.key, entry.id)
+
+
+def _is_one_file(root: Root, one: str, other: str) -> bool:
+    return os.path.samestat(root.files.lstat(one), root.files.lstat(other))
 
 
 def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:
@@ -167,7 +225,7 @@ def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:
 def _empty_samples(root: Root, id: int) -> None:
     """Empty the slots of what is damaged: they can be filled again. Under the slots' locks, as writers do."""
     words = packs.map_index(root, id, None, writable=True)
-    claims = locks.Claims(root.pack(id) / "index")
+    claims = locks.Claims(root.pack(id) / "index", root.files.open)
     try:
         for slot in packs.bad_slots(root, id, words):
             packs.empty_slot(words[packs.HEADER_WORDS :], claims, slot, words[packs.HEADER_WORDS + slot])
@@ -187,7 +245,7 @@ def mend(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill, reading: 
         remove_strays(root, catalog, eviction, fill)
     if any(problem.kind in ("segment", "total") for problem in found):
         _mend_segments(root, catalog)
-    if any(problem.kind in ("slot", "total", "link", "payload") for problem in found):
+    if any(problem.kind in ("slot", "total", "link", "payload", "row") for problem in found):
         with catalog.write() as txn:
             spaces.recount(txn)
     eviction.sweep()
@@ -200,9 +258,9 @@ def _mend_segments(root: Root, catalog: Catalog) -> None:
         for (id,) in txn.all("SELECT id FROM entries WHERE kind = 'pack'"):
             for number, path in packs.list_segments(root, id):
                 if (id, number) not in rows:
-                    host.unlink(path)
+                    root.files.unlink(path)
             try:
-                index = packs.PAGE + os.stat(root.pack(id) / "index").st_size
+                index = packs.PAGE + root.files.lstat(root.pack(id) / "index").st_size
             except FileNotFoundError:
                 continue
             segments.recount(txn, id, index)
@@ -211,7 +269,7 @@ def _mend_segments(root: Root, catalog: Catalog) -> None:
 def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) -> int:
     """Remove files that no row names: never from under a lease, nor from under a writer."""
     removed = eviction.remove_orphans()
-    for name in os.listdir(root.tmp_dir):
+    for name in root.files.names_in(root.tmp_dir):
         parsed = parse_tmp_name(name)
         if parsed is None or reservations.by_id(catalog, parsed.id) is not None:
             continue
@@ -221,7 +279,7 @@ def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) 
         try:
             # Listed before its reservation was seen: look again, now that its key is ours.
             if reservations.by_id(catalog, parsed.id) is None:
-                removed += stages.remove_partial(root, parsed.keyhash, parsed.id) | trees.remove_whole(root.tmp_dir / name)
+                removed += stages.remove_partial(root, parsed.keyhash, parsed.id) | root.files.remove_whole(root.tmp_dir / name)
         finally:
             hold.release()
     return removed

@@ -25,7 +25,7 @@ from forebay._engine.intent import Intent
 from forebay._engine.leases import Lease, Leases
 from forebay._engine.publish import INLINE, Publisher, Writing
 from forebay._engine.room import Want
-from forebay._model import Buffer, Entry, ObjectInfo
+from forebay._model import Buffer, Entry, Noted, ObjectInfo
 
 
 class Need(NamedTuple):
@@ -66,6 +66,11 @@ class Item(NamedTuple):
     key: str
     data: Buffer
     session: int = 0
+
+    @property
+    def note(self) -> str:
+        """What the entry is to carry."""
+        return self.data.note if isinstance(self.data, Noted) else ""
 
 
 class Credit:
@@ -141,11 +146,11 @@ class Credit:
         for id, item in zip(ids, items, strict=True):
             if self._leases.hold(id):  # before anybody can see it: a held one that nobody holds is swept
                 held.append(id)
-            size = len(item.data)
+            size, checksum = len(item.data), blobs.checksum_of(item.data)
             inline = bytes(item.data) if size <= INLINE else None
             if inline is None:
-                blobs.write(self._publisher.root, id, item.data)
-            several.append(New(id, item.key, size, blobs.checksum_of(item.data), _validator(item.session), inline))
+                blobs.write(self._publisher.root, id, item.data, checksum)
+            several.append(New(id, item.key, size, checksum, _validator(item.session), inline, item.note))
         return self._publisher.insert_many(txn, Label(self._space.id, self._space.name, "", life=life), several)
 
     def keep_large(self, item: Item, *, life: str = "cached") -> Lease:
@@ -161,7 +166,7 @@ class Credit:
             return writing.publish_leased(self._leases, validator=_validator(item.session))
 
     def _label(self, item: Item, life: str) -> Label:
-        return Label(self._space.id, self._space.name, item.key, life=life)
+        return Label(self._space.id, self._space.name, item.key, life=life, meta=item.note)
 
     def _shrink(self, txn: Txn, used: Need, more: Need = NOTHING) -> Reservation | None:
         """The row without what was ``used`` of it, and with ``more`` if that fits; None if nothing is left."""

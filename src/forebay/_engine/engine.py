@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 from collections.abc import Callable
 from typing import ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from forebay import errors
-from forebay._engine import check
+from forebay._engine import check, settings_file
 from forebay._engine.budget import Budget
-from forebay._engine.catalog import Catalog, CatalogBroken, entries, people, spaces
+from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, people, spaces
 from forebay._engine.census import Census
 from forebay._engine.counters import Counters
 from forebay._engine.displace import Displacing
 from forebay._engine.eviction import Eviction
-from forebay._engine.faults import faults
+from forebay._engine.faults import SCARCE, faults
 from forebay._engine.fill import Fill
+from forebay._engine.hosts import SilentHosts
 from forebay._engine.intent import Intent
 from forebay._engine.leases import Leases
 from forebay._engine.linking import Linking
@@ -29,33 +29,52 @@ from forebay._engine.publish import Publisher
 from forebay._engine.ranking import Ranking
 from forebay._engine.reading import Reading
 from forebay._engine.root import Root, open_root
-from forebay._engine.settings import Settings, apply
-from forebay._engine.slots import Slots
+from forebay._engine.settings import Settings, apply, keep
+from forebay._engine.slots import RECORDS, Slots, SlotsBroken
 from forebay._kernel import host, locks, waits
-from forebay._model import Entry
+from forebay._logs import logger
+from forebay._model import Entry, Problem
 
-log = logging.getLogger("forebay.engine")
+log = logger("forebay.engine")
 P = ParamSpec("P")
 R = TypeVar("R")
 E = TypeVar("E", bound="Engine")
 
 
+ATTEMPTS = 3
+
+
 def mending(call: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Make a broken catalog, or a root that was deleted, anew, and try once more."""
+    """Make a broken catalog, or a root that was deleted, anew, and try again. So where the disk is full, once the ballast made room.
+
+    Whatever else the system refuses, such as one more open file, is a `CacheFault`."""
 
     @functools.wraps(call)
     def mended(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
+        with faults(str(self.root.path)):
+            return mend_and_call(self, *args, **kwargs)
+
+    def mend_and_call(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
         self.check_usable()
-        mends = self.mends
-        try:
-            return call(self, *args, **kwargs)
-        except CatalogBroken as error:
-            broken = error
-        except FileNotFoundError as error:  # of a lock file, such as the first one that is asked for
-            if self.root.is_same():
-                raise
-            broken = CatalogBroken(f"the root {self.root.path} was deleted: {error.strerror}")
-        self.mend(broken, mends)
+        for _ in range(ATTEMPTS - 1):  # damage that does not show in the pages is mended the second time that it is met
+            mends = self.mends
+            try:
+                return call(self, *args, **kwargs)
+            except DiskFull as error:
+                if not error.relieved:
+                    raise
+                continue
+            except SlotsBroken:
+                if self.root.read_only:
+                    raise
+                self.remake_slots()
+                continue
+            except CatalogBroken as error:
+                self.mend(error, mends)
+            except FileNotFoundError as error:  # of a lock file, such as the first one that is asked for
+                if self.root.is_same():
+                    raise
+                self.mend(CatalogBroken(f"the root {self.root.path} was deleted: {error.strerror}"), mends)
         return call(self, *args, **kwargs)
 
     return mended  # type: ignore[return-value]  # a method keeps its name for self
@@ -71,6 +90,11 @@ class Engine:
         self.root, self._users = root, 0
         self._mending = threading.RLock()  # guards mends: one thread at a time makes a broken root anew
         self.mends = 0
+        self.recovered: list[Problem] = []
+        """What was mended so that the root could be opened, until `Store.repair` has told it."""
+        # What is to be set by the next call that writes: of the root, and of spaces (policy, quota, number of entries).
+        self._unset: Settings | None = None
+        self._unset_spaces: dict[str, tuple[str | None, int | None, int | None]] = {}
         self._spaces: dict[str, spaces.Space] = {}
         self.memo, self.counters = Memo(Slots(root)), Counters(root)  # the hit paths hold on to these, whatever is made anew
         self._wire(root)
@@ -85,13 +109,18 @@ class Engine:
 
         Raises `RootRefused`, `NewerFormat`, or `CacheFault` where the root cannot be used at all."""
         with cls._opening:
-            root = open_root(path, shared=shared, read_only=read_only)
-            name = f"{root.path}{':ro' if read_only else ''}"
+            try:
+                root = open_root(path, shared=shared, read_only=read_only)
+            except OSError as error:
+                if error.errno in SCARCE:
+                    raise errors.CacheFault(f"the cache in {os.fspath(path)} cannot be opened: {error.strerror}") from error
+                raise
+            name = f"{root.path}{':ro' if root.read_only else ''}"
             store = cls._opened.get(name)
             if not isinstance(store, cls) or not root.is_same() or store.root.id != root.id:
                 with faults(str(root.path)):
                     store = cls._opened[name] = cls(root, settings)
-            elif not read_only:
+            elif not root.read_only:
                 store.configure(settings)
             store._users += 1
             return store
@@ -104,19 +133,19 @@ class Engine:
                 return
             Engine._opened = {name: store for name, store in Engine._opened.items() if store is not self}
         self.memo.restart(self._slots)
-        for part in (self._owners, self._fill, self._budget, self._leases, self._catalog):
+        for part in (self._owners, self._fill, self._budget, self._leases, self._catalog, self.counters):
             part.close()
         self._format.close()
 
     def _wire(self, root: Root) -> None:
-        self.root = root
-        self.words = waits.Words(root.words, writable=not root.read_only)
+        self.root, self.hosts = root, SilentHosts(root)
+        self.words = waits.Words(root.words, root.files.open, writable=not root.read_only)
         self._catalog = Catalog(root, self.words, immutable=root.read_only and not host.is_local(host.fs_kind(root.path)))
         self._slots = Slots(root)
         self.counters.detach()
         self._leases = Leases(root, self._catalog, self._slots)
         self.memo.restart(self._slots)
-        self._owners = Owners(root, self._catalog, self.counters)
+        self._owners = Owners(root, self._catalog)
         self._eviction = Eviction(root, self._catalog, self._slots, self._leases, self.words)
         self._ranking = Ranking(self._catalog, self._slots)
         self._budget = Budget(root, self._catalog, self._owners, self._eviction, self._ranking, self.words, self.counters)
@@ -128,42 +157,74 @@ class Engine:
         self._linking = Linking(root, self._catalog, self._slots, self._budget, self._publisher)
         self._packing = Packing(root, self._catalog, self._leases, self._owners, self._budget, self._publisher)
         self._budget.any_tails, self._budget.reclaim_tails = self._packing.any_left, self._packing.reclaim
-        self._recover = self._intent.recover
         self._catalog.sweeper = self._eviction.sweep
         self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
         self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self.counters)
-        self._format = locks.LockFile(root.path / "FORMAT", writable=False)
-        self._census = Census(self._catalog, self._slots, self.counters)
+        self._format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=False)
+        self._census = Census(root, self._catalog, self._slots, self.counters, self._leases)
         self._spaces = {}
 
-    def _start(self, settings: Settings) -> None:
-        try:
-            self._catalog.open()
-        except CatalogBroken:
-            if self.root.read_only:
-                raise
-            self._catalog.rebuild()
+    def _start(self, settings: Settings, before: Settings | None = None) -> None:
+        """``before``: what was in force for this process, for a root that was made anew meanwhile."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                self._begin(settings, before)
+            except DiskFull as error:
+                if not self._catalog.relieve(error):
+                    raise
+            except CatalogBroken as error:
+                if self.root.read_only:
+                    raise
+                self._catalog.rebuild(str(error))
+                self.recovered.append(Problem("catalog", str(self.root.catalog), str(error)))
+            else:
+                return
+        self._begin(settings, before)
+
+    def _begin(self, settings: Settings, before: Settings | None) -> None:
+        self._catalog.open()
         if self.root.read_only:
             return
         self._format.try_lock(0, exclusive=False)  # a later version migrates a root only when nobody holds this
-        self._have_slots()
+        if not self._slots.is_whole(0):
+            self.remake_slots()
         self._catalog.recover = self._recover
         self._catalog.make_ballast()
         if settings != Settings():
-            self._owners.me()  # who sets something is seen by others who do; else a process registers when it first reads or writes
-        self._clean_after_reboot()
-        if entries.held(self._catalog, 0, 1):  # perhaps of processes that are dead
-            self._eviction.sweep()
-        self.configure(settings)
-
-    def _have_slots(self) -> None:
+            self.counters.claim()  # who sets something is seen by others who do; else a process is when it first counts something
         try:
-            self._slots.ensure(0)
-        except errors.CacheFault as error:
-            log.warning("%s: making it anew", str(error))
-            with self._catalog.writer():
-                self._slots.remove_foreign()
-            self._slots.ensure(0)
+            if self._slots.intent() or self._owners.any_dead():
+                with self._catalog.write(0) as txn:  # one that writes now has seen to it
+                    self._owners.reap(txn)
+            self._clean_after_reboot()
+            if entries.held(self._catalog, 0, 1):  # perhaps of processes that are dead
+                with waits.patience(0):
+                    self._eviction.sweep()
+        except errors.WriterBusy as error:  # it is to be read from all the same; the next that opens it sweeps
+            log.info("%s: not swept: %s", self.root.path, str(error))
+        self._configure(settings, before)
+        self._keep_settings()
+
+    def remake_slots(self) -> None:
+        """Make what is lost or damaged of the table of slots anew, of the catalog."""
+        with self._catalog.writer(), faults(str(self.root.slots_dir)):
+            for chunk in range(check.chunks_of(self._catalog)):
+                if self._slots.is_whole(chunk):
+                    continue
+                live = entries.living_in(self._catalog, chunk * RECORDS, (chunk + 1) * RECORDS)
+                if live:
+                    log.warning(
+                        "%s: part %d of the table of slots is lost or damaged: it is made anew; when its %d entries were used is lost",
+                        self.root.path, chunk, len(live),
+                    )  # fmt: skip
+                self._slots.remake(chunk, live)
+            self.memo.restart(self._slots)  # what it knows of the part that is lost
+
+    def _recover(self) -> None:
+        """Before a transaction: what one who died left half done is ended, in the table of slots that all others have too."""
+        if not self._slots.are_same():
+            raise CatalogBroken(f"the table of slots in {self.root.slots_dir} was replaced")
+        self._intent.recover()
 
     def _clean_after_reboot(self) -> None:
         """Before this boot's first reservation: files that the machine's crash left without a row go."""
@@ -174,26 +235,61 @@ class Engine:
             people.forget_failures(txn)
             spaces.set_setting(txn, "boot", host.boot_id())
 
-    def configure(self, settings: Settings) -> None:
-        """Set what is given, for everybody; a lower limit is applied at once to what is there."""
-        self._in_force = apply(settings, self.root, self._catalog, self._budget, self._owners)
-
     @mending
+    def configure(self, settings: Settings) -> None:
+        """Set what is given, for everybody; a lower limit is applied at once to what is there. Where the catalog is busy, the next call
+        that writes sets it."""
+        self._configure(settings)
+
+    def _configure(self, settings: Settings, before: Settings | None = None) -> None:
+        try:
+            self._in_force = apply(settings, self.root, self._catalog, self._budget, self.counters, before)
+            self._unset = None
+        except errors.WriterBusy as error:
+            self._in_force, self._unset = settings, settings
+            log.warning("%s: budget, min_free and max_entries are not set yet, and will be by a later call: %s", self.root.path, str(error))
+
+    def _keep_settings(self) -> None:
+        """Whoever set something was killed before it stood beside the catalog, or somebody removed that file."""
+        if settings_file.says(self.root, spaces.kept(self._catalog)):
+            return
+        try:
+            with self._catalog.writer(0):
+                keep(self.root, self._catalog)
+        except errors.CacheFault as error:  # busy: the next open does it
+            log.info("%s: what is set was not noted: %s", self.root.path, str(error))
+
     def register(self) -> None:
-        """Be one of those that have the root open: from then on others see what this process counts."""
-        if not self.root.read_only:
-            self._owners.me()
+        """Let others see what this process counts, if they could not until now."""
+        self.counters.claim()
 
     def touch(self, entry: Entry) -> None:
         """Say that an entry is used now."""
         if self._slots.id_of(entry.slot) == entry.id:
-            self._slots.touch(entry.slot, host.now_ns())
+            self._slots.touch(entry.slot, self._slots.clock.now())
+
+    def now(self) -> int:
+        """Nanoseconds of the root's clock, which never goes back; about those since 1970."""
+        return self._slots.clock.now()
 
     def check_usable(self, *, writing: bool = False) -> None:
         if writing and self.root.read_only:
             raise errors.ReadOnly.of(self.root.path)
         if host.forked_unseen():
             raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
+        if writing and self._unset is not None:
+            self._set_late()
+
+    def _set_late(self) -> None:
+        """What could not be set when the root was opened: before anything is written that it may forbid."""
+        with self._mending:
+            unset, self._unset = self._unset, None  # `apply` may come here again
+            if unset is not None:
+                try:
+                    self._in_force = apply(unset, self.root, self._catalog, self._budget, self.counters)
+                except BaseException:
+                    self._unset = unset
+                    raise
 
     def mend(self, error: CatalogBroken, mends: int) -> None:
         """The catalog, or the whole root, is not what was opened: open it once more, making what is missing. ``mends``: how often that
@@ -203,18 +299,19 @@ class Engine:
         with self._mending, faults(str(self.root.path)):
             if self.mends != mends:
                 return
-            log.warning("%s: opening it anew", str(error))
+            tell = log.info if error.damaged else log.warning
+            tell("%s: opening it anew", str(error))
             root = open_root(self.root.path, shared=self.root.shared)
             if root.id != self.root.id or not self._slots.is_same() or not self._catalog.has_its_lock():
                 for part in (self._fill, self._budget, self._leases, self._catalog):
                     part.close()
                 self._wire(root)
             elif error.damaged:
-                self._catalog.rebuild()
+                self._catalog.rebuild(str(error))
             self.memo.restart(self._slots)
             self._spaces = {}
             self._owners.forget()
-            self._start(self._in_force)
+            self._start(Settings(), self._in_force)
             self.mends += 1
 
     # -- forks -----------------------------------------------------------------------------------------------------

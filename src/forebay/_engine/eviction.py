@@ -12,10 +12,10 @@ between, would empty the slot of the next entry that lives there.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from forebay._engine import blobs, packs, trees
 from forebay._engine.catalog import Catalog, Txn, entries
@@ -24,12 +24,14 @@ from forebay._engine.ranking import Cold
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
 from forebay._kernel import waits
+from forebay._logs import logger
 from forebay._model import Entry
 
-log = logging.getLogger("forebay.eviction")
+log = logger("forebay.eviction")
 
 SPACE_WORD = 1
 HELD_A_TURN, TURNS = 8, 16
+_LISTED_AT_ONCE = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class Eviction:
         """The files go. Under no lock but the entries' own."""
         for one in doomed:
             if one.kind == "blob":
-                blobs.remove_blob(self._root, one.id, one.suffix)
+                if not blobs.remove_blob(self._root, one.id, one.suffix):
+                    blobs.remove_whatever_suffix(self._root, one.id)  # of a row that was set aside, whose suffix was not believed
             elif one.kind == "tree":
                 trees.remove(self._root, one.id)
             elif one.kind == "pack":
@@ -115,9 +118,16 @@ class Eviction:
     def remove(self, wanted: Sequence[tuple[int, int, Doomed]]) -> list[Doomed]:
         """Remove these entries, given as (id, slot, what it has on the disk); gives those that went."""
         doomed: list[Doomed] = []
+
+        def doom(txn: Txn) -> None:
+            self.release(doomed)  # of a first attempt that was rolled back
+            doomed[:] = []
+            for id, slot, what in wanted:
+                if self.doom(txn, id, slot):
+                    doomed.append(what)
+
         try:
-            with self._catalog.write() as txn:
-                doomed.extend(what for id, slot, what in wanted if self.doom(txn, id, slot))
+            self._catalog.insist(doom)
             self._finish(doomed)
         finally:
             self.release(doomed)
@@ -165,25 +175,28 @@ class Eviction:
         if not doomed:
             return
         self.unlink(doomed)
-        with self._catalog.write() as txn:
-            self.delete(txn, doomed)
+        self._catalog.insist(lambda txn: self.delete(txn, doomed))
 
     def remove_orphans(self) -> int:
         """Remove blobs and trees without a row: after a rebuilt catalog, or a crash of the machine. Never from under a lease.
 
         One listing of names. A file that is being published has a reservation; it is no orphan."""
         removed = 0
-        found = [(id, Doomed(id, "blob", "".join(os.path.basename(path).partition(".")[1:]))) for id, path in blobs.list_blobs(self._root)]
-        found += [(id, Doomed(id, "tree", "")) for id in trees.list_trees(self._root)]
-        found += [(id, Doomed(id, "pack", "")) for id in packs.list_packs(self._root)]
-        known = entries.names(self._catalog)
-        for id, what in found:
-            if id in known:
-                continue
-            with self._leases.evicting(id) as free, self._catalog.writer():
-                # Listed before its row was committed, and published since: look again, now that nobody else may touch it. A small
-                # file lies under its name before its row is committed, but for the writer's lock.
-                if free and not entries.is_known(self._catalog, id):
-                    self.unlink([what])
-                    removed += 1
+        found = chain(
+            ((id, Doomed(id, "blob", "".join(os.path.basename(path).partition(".")[1:]))) for id, path in blobs.list_blobs(self._root)),
+            ((id, Doomed(id, "tree", "")) for id in trees.list_trees(self._root)),
+            ((id, Doomed(id, "pack", "")) for id in packs.list_packs(self._root)),
+        )
+        while some := list(islice(found, _LISTED_AT_ONCE)):
+            known = entries.known(self._catalog, [id for id, _ in some])
+            removed += sum(self._remove_orphan(id, what) for id, what in some if id not in known)
         return removed
+
+    def _remove_orphan(self, id: int, what: Doomed) -> bool:
+        with self._leases.evicting(id) as free, self._catalog.writer():
+            # Listed before its row was committed, and published since: look again, now that nobody else may touch it. A small file lies
+            # under its name before its row is committed, but for the writer's lock.
+            if not free or entries.is_known(self._catalog, id):
+                return False
+            self.unlink([what])
+            return True

@@ -8,6 +8,8 @@ from types import TracebackType
 from forebay import errors
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What the process or the machine has too little of for now: nothing is wrong with the root."""
 
 
 class faults:

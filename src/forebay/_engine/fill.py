@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,8 +25,9 @@ from forebay._engine.owners import Owners
 from forebay._engine.root import Root
 from forebay._engine.stages import progress_of
 from forebay._kernel import locks, waits
+from forebay._logs import logger
 
-log = logging.getLogger("forebay.fill")
+log = logger("forebay.fill")
 T = TypeVar("T")
 
 FIRST_WORD = 3  # futex words from here on are the keys'
@@ -81,7 +81,7 @@ class Fill:
 
     def __init__(self, root: Root, catalog: Catalog, owners: Owners, words: waits.Words, counters: Counters) -> None:
         self._root, self._catalog, self._owners, self._words, self._counters = root, catalog, owners, words, counters
-        self._keys = locks.LockFile(root.lock("keys"))
+        self._keys = locks.LockFile(root.lock("keys"), root.files.open)
         self._nesting = Nesting(catalog, owners)
         self._errors: dict[tuple[int, str], tuple[int, Exception]] = {}  # this process's own failures, whole
 

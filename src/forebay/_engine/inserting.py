@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,6 +36,7 @@ class New(NamedTuple):
     checksum: bytes
     validator: str | None
     data: bytes | None
+    meta: str = ""
 
 
 class Inserting:
@@ -50,7 +52,7 @@ class Inserting:
         """Enter the row and its slot, and let the version before go. Nothing of it is seen before the commit but empty slots.
 
         ``want``: made in this very transaction, so that it tells whether there is a version before."""
-        now = host.now_ns()
+        now, created = self._slots.clock.now(), time.time()
         old = entries.find(txn, label.space, label.key) if want is None or want.replaces else None
         if old is not None:
             self._supersede(txn, old)
@@ -58,11 +60,11 @@ class Inserting:
         charge = self.budget.room.charge(size, inline=True) if kind == "value" else self.budget.room.charge_published(size)
         life = "pinned" if old is not None and old.life == "pinned" else label.life
         entry = Entry(
-            id, label.space_name, label.key, kind, size, charge, slot, checksum, validator, now / 1e9, host.boot_id(), life,
+            id, label.space_name, label.key, kind, size, charge, slot, checksum, validator, created, host.boot_id(), life,
             label.suffix, label.meta,
         )  # fmt: skip
         entries.insert(txn, label.space, entry, data)
-        self._slots.settle(slot, id, now)
+        self._slots.settle(slot, id, now, label.space)
         return entry
 
     def _supersede(self, txn: Txn, old: Entry) -> None:
@@ -72,7 +74,7 @@ class Inserting:
 
     def insert_many(self, txn: Txn, label: Label, several: Sequence[New]) -> list[Entry]:
         """`insert`, for several entries of one space. ``label``: of all of them, but for the key."""
-        now, boot, room = host.now_ns(), host.boot_id(), self.budget.room
+        now, created, boot, room = self._slots.clock.now(), time.time(), host.boot_id(), self.budget.room
         for old in entries.find_many(txn, label.space, [new.key for new in several]):
             self._supersede(txn, old)
         made: list[tuple[Entry, bytes | None]] = []
@@ -81,10 +83,10 @@ class Inserting:
             charge = room.charge(new.size, inline=True) if inline else room.charge_published(new.size)
             entry = Entry(
                 new.id, label.space_name, new.key, "value" if inline else "blob", new.size, charge, slot, new.checksum, new.validator,
-                now / 1e9, boot, label.life,
+                created, boot, label.life, "", new.meta,
             )  # fmt: skip
             made.append((entry, new.data))
         entries.insert_many(txn, label.space, made)
         for entry, _ in made:
-            self._slots.settle(entry.slot, entry.id, now)
+            self._slots.settle(entry.slot, entry.id, now, label.space)
         return [entry for entry, _ in made]

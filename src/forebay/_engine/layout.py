@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from forebay._kernel import host
+from forebay._kernel.below import Below
 
 VERSION = 1
+SLOTS_MAGIC = int.from_bytes(b"FBSLOTS1", "little")
+LONGEST_FORMAT = 4096
 LEASE_FILES = 64
 LOCKS = ("keys", "writer", "owners", "names", *(f"leases-{n:02d}" for n in range(LEASE_FILES)))
 FANS = tuple(f"{n:02x}" for n in range(256))
 
 _BLOB = re.compile(r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})")
-_TMP = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.tree|\.pack)")
+_TMP = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.old|\.tree|\.pack)")
 _SCRAP = re.compile(r"new-[0-9a-f]{16}")
 
 
@@ -30,7 +35,8 @@ class BlobName(NamedTuple):
 
 
 class TmpName(NamedTuple):
-    """What the name of something under ``tmp/`` says. ``suffix``: ``""`` (the bytes), ``.map``, ``.tree`` or ``.pack``."""
+    """What the name of something under ``tmp/`` says. ``suffix``: ``""`` (the bytes), ``.map``, ``.old`` (of another
+    user), ``.tree`` or ``.pack``."""
 
     keyhash: int
     id: int
@@ -54,6 +60,20 @@ def is_scrap(name: str) -> bool:
     return _SCRAP.fullmatch(name) is not None
 
 
+def id_left(place: Path) -> int | None:
+    """The id of the root at ``place`` that lost its FORMAT, as its table of slots has it."""
+    try:
+        fd = os.open(place / "slots" / "000", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        words = os.read(fd, 16) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    finally:
+        os.close(fd)
+    magic, id = int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little")
+    return id if magic == SLOTS_MAGIC and id >> 62 == 0 else None
+
+
 @dataclass(frozen=True)
 class Root:
     """A root that was opened: its place and its rules. Holds no descriptor: may be pickled, forked and used by any thread.
@@ -65,6 +85,11 @@ class Root:
     id: int
     shared: bool = False
     read_only: bool = False
+
+    @cached_property
+    def files(self) -> Below:
+        """What lies in the root: no symbolic link in it is followed."""
+        return Below(self.path)
 
     @property
     def format_line(self) -> bytes:
@@ -103,6 +128,16 @@ class Root:
     @property
     def counters(self) -> Path:
         return self.path / "counters"
+
+    @property
+    def settings(self) -> Path:
+        """What people set, for a catalog that is lost."""
+        return self.path / "settings.json"
+
+    @property
+    def hosts(self) -> Path:
+        """Which hosts gave no answer lately."""
+        return self.path / "hosts"
 
     @property
     def slots_dir(self) -> Path:
@@ -156,7 +191,7 @@ class Root:
     def is_same(self) -> bool:
         """Whether the root that was opened still lies at its path: False once it was deleted or replaced."""
         try:
-            return (self.path / "FORMAT").read_bytes() == self.format_line
+            return host.read_small(self.path / "FORMAT", LONGEST_FORMAT) == self.format_line
         except OSError:
             return False
 
@@ -167,20 +202,39 @@ class Root:
         """
         while not os.path.lexists(path):
             scrap = self.path / f"new-{secrets.randbits(64):016x}"
-            fd = host.create(scrap, self.file_mode)
+            fd = self.files.create(scrap, self.file_mode)
             try:
                 host.chmod(fd, self.file_mode)
                 fill(fd)
-                host.link(scrap, path)
+                self.files.link(scrap, path)
             except FileExistsError:
                 return  # another process was first: its file is as good
             except FileNotFoundError:
                 continue  # another process swept our scrap: look whether the file is there now
             finally:
                 os.close(fd)
-                host.unlink(scrap)
+                self.files.unlink(scrap)
+
+    def replace(self, path: Path, content: bytes) -> None:
+        """Let the file ``path`` have this content, on the disk too, in place of what it had: whole or not at all. Raises what the disk
+        raises; then it is as it was."""
+        while True:
+            scrap = self.path / f"new-{secrets.randbits(64):016x}"
+            fd = self.files.create(scrap, self.file_mode)
+            try:
+                host.pwrite(fd, content, 0)
+                host.sync(fd)
+                self.files.rename(scrap, path)
+            except FileNotFoundError:
+                continue  # another process swept our scrap
+            except BaseException:
+                self.files.unlink(scrap)
+                raise
+            finally:
+                os.close(fd)
+            return
 
     def sweep(self) -> None:
         """Remove what killed installers left. One that lives finds its scrap gone, and makes another."""
         for name in filter(is_scrap, os.listdir(self.path)):
-            host.unlink(self.path / name)
+            self.files.unlink(self.path / name)

@@ -10,9 +10,9 @@ import contextlib
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, entries
@@ -22,12 +22,21 @@ from forebay._kernel import locks
 from forebay._model import Entry
 
 FILES = 64
+HEAL_WITHIN = 1.0
 
 
 class Lease:
-    """A hold on one entry. Released by ``with``, `close`, garbage collection or the death of all who hold it.
+    """A hold on one cached file or directory: while it is open the path exists and the bytes do not change.
 
-    Usable from any thread; one that was taken before a ``fork`` pins for the child too."""
+    ``with lease as path`` gives the path, a plain ``str``, and releases it at the end of the block. Without a ``with``, `path` or
+    ``os.fspath(lease)`` gives the same string, until `close`, garbage collection, or the death of every process that holds it.
+    ``entry``: what is held, with its size and validator.
+
+    Callable from any thread. A lease taken before a ``fork`` pins for the child too. A pickled or copied lease is a lease of its own:
+    unpickling opens the same URL again, in the process and the cache where that happens, without asking the remote for what is cached.
+    """
+
+    _reopen: tuple[Callable[..., Lease], tuple[Any, ...]] | None = None
 
     def __init__(self, leases: Leases, entry: Entry, path: str) -> None:
         self.entry, self.path = entry, path
@@ -39,28 +48,50 @@ class Lease:
             release = self._release.pop()
         except IndexError:
             return
-        if not sys.is_finalizing():  # at exit the kernel lets go, whatever state the interpreter is in
-            release(self.entry.id)
+        release(self.entry.id)
 
-    __del__ = close
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # at exit the kernel lets go, whatever is left of the interpreter
+            self.close()
 
     @property
     def closed(self) -> bool:
+        """Whether this lease was released."""
         return not self._release
 
+    def reopened_by(self, function: Callable[..., Lease], *args: Any) -> Self:
+        """Let a pickled copy of this lease be opened by ``function(*args)``. Returns the lease itself."""
+        self._reopen = function, args
+        return self
+
     def __fspath__(self) -> str:
-        if self.closed:
-            raise errors.Closed.of(f"lease on {self.entry.key!r}")
+        self._check_open()
         return self.path
 
     def __str__(self) -> str:
         return self.path
 
-    def __enter__(self) -> Self:
-        return self
+    def __repr__(self) -> str:
+        return f"<forebay.Lease {self.path!r} of {self.entry.name!r}{' closed' if self.closed else ''}>"
+
+    def __enter__(self) -> str:
+        self._check_open()
+        return self.path
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Callable[..., Lease], tuple[Any, ...]]:
+        self._check_open()
+        if self._reopen is None:
+            raise TypeError(
+                f"the lease on {self.entry.name!r} is internal and cannot be pickled: pickle what Cache.local or Cache.directory gave"
+            )
+        return self._reopen
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise errors.Closed.of(f"lease on {self.entry.name!r}")
 
 
 def in_place(path: str) -> Lease:
@@ -92,7 +123,7 @@ class _Files(dict[int, locks.LockFile]):
         self._forking: list[locks.LockFile] = []
 
     def __missing__(self, number: int) -> locks.LockFile:
-        return self.setdefault(number, locks.LockFile(self._root.leases(number), writable=not self._root.read_only))
+        return self.setdefault(number, locks.LockFile(self._root.leases(number), self._root.files.open, writable=not self._root.read_only))
 
     def every(self) -> list[locks.LockFile]:
         return list(self.values())
@@ -129,12 +160,15 @@ class Leases:
             return None
         # A replacer or evictor that died between emptying the slot and its commit left a live row whose slot is empty. Under
         # the writer lock nobody is between the two, so the row is right.
-        with self._catalog.writer():
-            self._catalog.check_same()
-            entry = entries.find(self._catalog, space, key)
-            if entry is not None and self._slots.id_of(entry.slot) != entry.id:
-                self._slots.set_id(entry.slot, entry.id)
-            return entry
+        try:
+            with self._catalog.writer(HEAL_WITHIN):
+                self._catalog.check_same()
+                entry = entries.find(self._catalog, space, key)
+                if entry is not None and self._slots.id_of(entry.slot) != entry.id:
+                    self._slots.set_id(entry.slot, entry.id)
+                return entry
+        except errors.WriterBusy:
+            return None  # the one that is replacing it, or another writer, was stopped in the middle of that: a miss
 
     def take(self, space: int, key: str) -> Lease | None:
         """A lease on what the key has now; None if it has nothing, or is being evicted."""
@@ -207,9 +241,15 @@ class Leases:
             self.evicted(id)
 
     def is_leased(self, id: int) -> bool:
-        """Whether anyone holds a lease now."""
-        with self.evicting(id) as free:
-            return not free
+        """Whether anyone holds a lease now, or is evicting it."""
+        return self._evicting[id % FILES].is_locked(id)
+
+    def leased_among(self, ids: Iterable[int]) -> set[int]:
+        """Those of ``ids`` of which `is_leased` is true: about one system call for each that is, and one for each file of locks."""
+        files: dict[int, list[int]] = {}
+        for id in ids:
+            files.setdefault(id % FILES, []).append(id)
+        return {id for number, some in files.items() for id in self._evicting[number].locked_among(sorted(some))}
 
     def mine(self, id: int) -> bool:
         """Whether this process holds a lease."""

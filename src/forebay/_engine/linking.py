@@ -81,6 +81,7 @@ class Linking:
             self._slots.clear(old.slot, old.id)
         slot = entries.free_slot(txn)
         self._slots.ensure(slot)
+        self._slots.set_space(slot, label.space)
         self._slots.touch(slot, self._slots.used(entry.slot))
         self._slots.set_validated(slot, self._slots.validated(entry.slot))
         self._slots.clear(entry.slot, entry.id)

@@ -16,7 +16,9 @@ from forebay._kernel import mappings
 from forebay._model import Entry
 
 MAX_BYTES = 256 << 20
-LOOK_AGAIN = 1_000_000_000
+
+
+_NO_WINDOW = 0, 0, 0
 
 
 class Remembered:
@@ -56,7 +58,8 @@ class Memo:
         self._bytes = 0
         self._count = 0
         self._evictions = -1
-        self._look_at = 0
+        # While the wall clock is between the first two, the root's is ahead of it by the third; then a call goes the long way.
+        self._window = _NO_WINDOW
 
     def get(self, space: str, name: str) -> Remembered | None:
         """What is remembered under this name, while it is current."""
@@ -77,7 +80,11 @@ class Memo:
             if found is None:
                 return None
             now, slot = now_ns(), found.slot
-            if slot[ID] != found.id or now - slot[VALIDATED] >= max_age or now >= self._look_at:
+            since, until, skew = self._window
+            if slot[ID] != found.id or not since <= now < until:
+                return None
+            now += skew
+            if not 0 <= now - slot[VALIDATED] < max_age:
                 return None
             slot[USED] = now
             counts, at = block()
@@ -94,7 +101,10 @@ class Memo:
 
         def find(name: str) -> Remembered | None:
             found = known.get(name)
-            return found if found is not None and found.slot[ID] == found.id and now_ns() < self._look_at else None
+            if found is None or found.slot[ID] != found.id:
+                return None
+            since, until, _ = self._window
+            return found if since <= now_ns() < until else None
 
         return find
 
@@ -126,11 +136,14 @@ class Memo:
         with self._mutex:
             self._forget_locked(self._of(space).get(name))
 
-    def let_go(self, now: int) -> None:
-        """Drop what was evicted meanwhile, if anything was, at most once a second."""
-        if now < self._look_at:
+    def let_go(self) -> None:
+        """Drop what was evicted meanwhile, if anything was, at most once a second; or where the wall clock jumped."""
+        since, until, _ = self._window
+        if since <= time.time_ns() < until:
             return
-        self._look_at = now + LOOK_AGAIN
+        clock = self._slots.clock
+        clock.look()
+        self._window = clock.since, clock.until, clock.skew
         words, index = self._slots.evictions()
         evictions = words[index]
         if evictions == self._evictions:
@@ -156,7 +169,7 @@ class Memo:
 
     def after_fork_child(self) -> None:
         self._mutex = threading.Lock()
-        self._look_at = 0  # the first hit goes the long way, where the child registers
+        self._window = _NO_WINDOW  # the first hit goes the long way
 
     def _all_locked(self) -> Iterator[Remembered]:
         return iter({id(found): found for known in self._known.values() for found in known.values()}.values())

@@ -14,20 +14,21 @@ import sys
 import threading
 import time
 
-from forebay._engine.catalog import Catalog, Txn, people, reservations, spaces
-from forebay._engine.counters import NAMES, Counters
+from forebay._engine.catalog import Catalog, Txn, people, reservations
 from forebay._engine.root import Root
 from forebay._kernel import host as kernel_host
 from forebay._kernel import locks
+
+LEAVE_WITHIN = 1.0
 
 
 class Owners:
     """This process among those that share the root."""
 
-    def __init__(self, root: Root, catalog: Catalog, counters: Counters) -> None:
-        self._root, self._catalog, self._counters = root, catalog, counters
-        self._mine = locks.LockFile(root.lock("owners"))
-        self._probe = locks.LockFile(root.lock("owners"))  # a reaper's own description: see the module `leases`
+    def __init__(self, root: Root, catalog: Catalog) -> None:
+        self._root, self._catalog = root, catalog
+        self._mine = locks.LockFile(root.lock("owners"), root.files.open)
+        self._probe = locks.LockFile(root.lock("owners"), root.files.open)  # a reaper's own description: see the module `leases`
         self._mutex = threading.Lock()  # guards _id
         self._id = 0
         self._pid = 0
@@ -46,14 +47,16 @@ class Owners:
         self._mine.try_lock(id, exclusive=True)  # before the row: a row whose byte is free would be reaped
         with self._catalog.write() as txn:
             self._reap_dead(txn, [owner.id for owner in people.every(txn)])
-            page = people.free_page(txn)
-            people.insert(txn, _describe_self(id, page))
-            self._counters.renew(page, id)
+            people.insert(txn, _describe_self(id))
         self._id, self._pid = id, os.getpid()
 
     def reap(self, txn: Txn) -> int:
         """Take what dead processes had reserved off their names; gives how many were found dead."""
         return self._reap_dead(txn, reservations.owners(txn))
+
+    def any_dead(self) -> bool:
+        """Whether a dead process has reserved something under its name."""
+        return any(self.is_dead(id) for id in reservations.owners(self._catalog))
 
     def _reap_dead(self, txn: Txn, suspects: list[int]) -> int:
         dead = 0
@@ -68,12 +71,7 @@ class Owners:
         return dead
 
     def _bury(self, txn: Txn, id: int) -> None:
-        owner = people.by_id(txn, id)
-        if owner is not None:
-            found, sums = self._counters.read_page(owner.page)
-            if found == id:
-                spaces.add_counters(txn, zip(NAMES, sums, strict=True))
-            people.delete(txn, id)
+        people.delete(txn, id)
         reservations.disown(txn, id)
 
     def is_dead(self, id: int) -> bool:
@@ -108,12 +106,10 @@ class Owners:
         return "an unknown process"
 
     def close(self) -> None:
-        """Leave: fold what this process counted, give the id back."""
+        """Leave, and give the id back; where the catalog is busy, as one that died."""
         with self._mutex, contextlib.suppress(OSError):
             if self._pid == os.getpid():
-                with self._catalog.write() as txn:
-                    self._bury(txn, self._id)
-                self._counters.detach()
+                self._catalog.insist(lambda txn: self._bury(txn, self._id), LEAVE_WITHIN)
         self._pid = 0
         self._mine.close()
         self._probe.close()
@@ -133,10 +129,10 @@ class Owners:
         self._probe.after_fork_child(keep=False)
 
 
-def _describe_self(id: int, page: int) -> people.Owner:
+def _describe_self(id: int) -> people.Owner:
     try:
         pidns = os.readlink("/proc/self/ns/pid")
     except OSError:
         pidns = ""
     command = os.path.basename(sys.argv[0] if sys.argv else "") or "python"  # arguments may hold secrets
-    return people.Owner(id, page, os.getpid(), pidns, socket.gethostname(), kernel_host.process_start(os.getpid()) or time.time(), command)
+    return people.Owner(id, os.getpid(), pidns, socket.gethostname(), kernel_host.process_start(os.getpid()) or time.time(), command)

@@ -166,7 +166,7 @@ class Pack:
         if self._root.read_only or not self._can_append():
             return
         with contextlib.suppress(OSError):  # the root is gone: so is what was damaged
-            claims = locks.Claims(self._root.pack(self.id) / "index")
+            claims = locks.Claims(self._root.pack(self.id) / "index", self._root.files.open)
             try:
                 packs.empty_slot(self._cells, claims, slot, word)
             finally:
@@ -265,7 +265,7 @@ class Pack:
             if full is not None:
                 full.close()
         try:
-            self._appender = Appender(self._segments, taken, self._root.pack(self.id) / "index")
+            self._appender = Appender(self._segments, taken, locks.Claims(self._root.pack(self.id) / "index", self._root.files.open))
         except OSError:
             os.close(taken.fd)
             self._segments.forget_segment(taken.ticket)

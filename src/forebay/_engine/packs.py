@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from forebay._engine import records, trees
+from forebay._engine import records
 from forebay._engine.layout import Root, parse_blob_name
 from forebay._kernel import host, locks, mappings
+from forebay._kernel.below import LinkInTheWay, NoPlainFile
 from forebay.errors import Damaged
 
 PAGE = 4096
@@ -35,17 +35,17 @@ def build(root: Root, id: int, length: int, *, keyhash: int = 0) -> None:
     Raises what the disk raises; then nothing is left. Caller: holds the pack's key, as ``keyhash``."""
     staged = root.tmp(keyhash, id, ".pack")
     try:
-        host.mkdir(staged, root.dir_mode)
-        host.chmod(staged, root.dir_mode)
-        fd = host.create(staged / "index", root.file_mode)
+        root.files.mkdir(staged, root.dir_mode)
+        root.files.chmod(staged, root.dir_mode)
+        fd = root.files.create(staged / "index", root.file_mode)
         try:
             host.allocate(fd, 0, index_size(length))
             host.pwrite(fd, b"".join(word.to_bytes(8, "little") for word in (_MAGIC, root.id, id, length)), 0)
         finally:
             os.close(fd)
-        host.rename(staged, root.pack(id))
+        root.files.rename(staged, root.pack(id))
     except BaseException:
-        trees.remove_whole(staged)
+        root.files.remove_whole(staged)
         raise
 
 
@@ -53,12 +53,12 @@ def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
     """Remove the pack ``id``, and what a killed `build` of it left; False if nothing was there. May be repeated after a crash.
 
     Caller: holds the lock of ``id`` exclusively."""
-    return trees.remove_whole(root.pack(id)) | trees.remove_whole(root.tmp(keyhash, id, ".pack"))
+    return root.files.remove_whole(root.pack(id)) | root.files.remove_whole(root.tmp(keyhash, id, ".pack"))
 
 
 def list_packs(root: Root) -> Iterator[int]:
     """The ids of all packs; what has no name of ours is none of our business."""
-    for name in os.listdir(root.packs_dir):
+    for name in root.files.names_in(root.packs_dir):
         found = parse_blob_name(name)
         if found and not found.suffix:
             yield found.id
@@ -69,12 +69,12 @@ def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> mem
 
     ``length``: how many slots it must have; None: as many as it says."""
     path = root.pack(id) / "index"
-    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = _open(root, path, os.O_RDWR if writable else os.O_RDONLY)
     try:
         if length is None:
             length = int.from_bytes(os.pread(fd, 8, 24), "little")
         found, wanted = os.fstat(fd), index_size(length)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != wanted:
+        if found.st_size != wanted:
             raise Damaged(f"{path} has {found.st_size} bytes where {wanted} are right", key=str(path))
         words = mappings.words(mappings.map_file(fd, wanted, writable=writable))
     finally:
@@ -91,8 +91,8 @@ def segment_path(root: Root, id: int, number: int) -> Path:
 def list_segments(root: Root, id: int) -> list[tuple[int, Path]]:
     """The segments of a pack that are there, as ``(number, path)``."""
     try:
-        names = os.listdir(root.pack(id))
-    except FileNotFoundError:
+        names = root.files.names_in(root.pack(id))
+    except (FileNotFoundError, LinkInTheWay):
         return []
     return [(int(name), root.pack(id) / name) for name in names if name.isdecimal()]
 
@@ -109,12 +109,14 @@ def empty_slot(cells: memoryview, claims: locks.Claims, slot: int, word: int) ->
 
 def open_segment(root: Root, id: int, number: int) -> int:
     """A descriptor to read a segment. Raises FileNotFoundError, `Damaged` where it is no file."""
-    path = segment_path(root, id, number)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise Damaged(f"{path} is not a file", key=str(path))
-    return fd
+    return _open(root, segment_path(root, id, number), os.O_RDONLY)
+
+
+def _open(root: Root, path: Path, flags: int) -> int:
+    try:
+        return root.files.open(path, flags)
+    except NoPlainFile as error:
+        raise Damaged(f"{path} is not a file", key=str(path)) from error
 
 
 def make_segment(root: Root, id: int, number: int, capacity: int) -> int:
@@ -122,9 +124,9 @@ def make_segment(root: Root, id: int, number: int, capacity: int) -> int:
     never changes, so that it can be mapped. Raises what the disk raises. Caller: is its one writer."""
     path = segment_path(root, id, number)
     try:
-        fd = host.create(path, root.file_mode)
+        fd = root.files.create(path, root.file_mode)
     except FileExistsError:
-        fd = host.open_write(path)
+        fd = root.files.open_write(path)
     try:
         if os.fstat(fd).st_size < capacity:
             host.truncate(fd, capacity)
@@ -139,10 +141,10 @@ def punch_segment(root: Root, id: int, number: int, tail: int, capacity: int) ->
     path = segment_path(root, id, number)
     kept = -(-tail // PAGE) * PAGE
     if tail <= records.START:
-        host.unlink(path)
+        root.files.unlink(path)
         return 0
     try:
-        fd = host.open_write(path)
+        fd = root.files.open_write(path)
     except FileNotFoundError:
         return 0
     try:

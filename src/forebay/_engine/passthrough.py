@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import operator
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from forebay import errors
-from forebay._engine.census import Usage
+from forebay._engine.census import Facts, Usage
 from forebay._engine.counters import NAMES
 from forebay._engine.fill import OnWait
+from forebay._engine.hosts import SilentHosts
 from forebay._engine.memo import Hit, Remembered, no_hit
 from forebay._engine.pieces import finds_nothing
-from forebay._model import Buffer, Entry, ObjectInfo, Partial, Problem, Report, Span, Victim
+from forebay._model import Buffer, Entry, ObjectInfo, Partial, Problem, Report, Span, Strays, Victim
 
 T = TypeVar("T")
 
 
 class MemorySink:
-    """Takes the bytes of one object into memory: what a fetch fills where the cache cannot keep them."""
+    """Takes the bytes of one object into memory: what a fetch fills where the cache cannot keep them.
 
-    def __init__(self) -> None:
+    Memory grows as bytes come, whatever size is claimed. ``most``: gives the bytes that an object may have which comes compressed, None:
+    no limit; whoever decompresses it asks."""
+
+    def __init__(self, most: Callable[[], int] | None = None) -> None:
+        self.most = most
+        self._growing = threading.Lock()  # two ranges that come at once may both lie behind the end
         self.partial: Partial | None = None
         self.info: ObjectInfo | None = None
         self.data = bytearray()
@@ -28,12 +36,15 @@ class MemorySink:
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
         """See `Sink.begin`."""
         self.info = info
-        self.data = bytearray(info.size or 0)
+        self.data = bytearray()
         return (Span(0, -1 if info.size is None else info.size),)
 
     def write(self, offset: int, data: Buffer) -> None:
-        """See `Sink.write`. Spans of a known size do not overlap, and an unknown size comes from one thread: no lock."""
-        self.data[offset : offset + len(data)] = data
+        """See `Sink.write`."""
+        with self._growing:
+            if offset > len(self.data):
+                self.data += bytes(offset - len(self.data))
+            self.data[offset : offset + len(data)] = data
 
 
 class NoPack:
@@ -98,7 +109,7 @@ class PassThrough:
     """A store that keeps nothing: for ``--no-cache``, for a root that cannot be used, and as the baseline of benchmarks."""
 
     def __init__(self, why: str = "the cache is switched off") -> None:
-        self.why = why
+        self.why, self.hosts = why, SilentHosts()
         self._counts = dict.fromkeys(NAMES, 0)
 
     def _refuse(self, key: str, size: int = 0) -> NoReturn:
@@ -122,8 +133,14 @@ class PassThrough:
     def touch(self, entry: Entry) -> None:
         """Nothing is kept."""
 
+    def now(self) -> int:
+        return time.time_ns()
+
     def validated(self, entry: Entry) -> int:
         return 0
+
+    def stamp(self, entry: Entry) -> tuple[int, int]:
+        return entry.id, 0
 
     def set_validated(self, entry: Entry, ns: int) -> None:
         """Nothing is kept."""
@@ -166,6 +183,9 @@ class PassThrough:
     def keys(self, space: str) -> list[str]:
         return []
 
+    def has_any(self, space: str, prefix: str) -> bool:
+        return False
+
     def usage_of(self, space: str) -> tuple[int, int]:
         return 0, 0
 
@@ -202,6 +222,15 @@ class PassThrough:
     def entries(self, space: str | None = None) -> list[Entry]:
         return []
 
+    def fact_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Facts]:
+        return []
+
+    def key_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[str]:
+        return []
+
+    def page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Entry]:
+        return []
+
     def is_leased(self, entry: Entry) -> bool:
         return False
 
@@ -227,11 +256,23 @@ class PassThrough:
     def zero_counts(self) -> None:
         self._counts = dict.fromkeys(NAMES, 0)
 
+    def overhead(self) -> dict[str, int]:
+        return {}
+
     def usage(self) -> Usage:
         return Usage(0, 0, 0)
 
     def repair(self, *, deep: bool = True) -> list[Problem]:
         return []
+
+    def strays(self) -> Strays:
+        return Strays()
+
+    def remove_strays(self) -> int:
+        return 0
+
+    def lacking(self, need: int) -> int:
+        return 0
 
     def make_room(self) -> bool:
         return True

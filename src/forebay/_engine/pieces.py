@@ -14,7 +14,7 @@ from forebay._engine.inserting import Label
 from forebay._engine.memo import Remembered
 from forebay._model import Buffer, Entry
 
-_AT_ONCE = 1000
+_AT_ONCE = 128
 Find = Callable[[str], Remembered | None]
 
 
@@ -61,18 +61,26 @@ class Pieces(Ahead):
     def clear(self, space: str) -> int:
         """Remove all entries of a space but pinned ones and those in use; gives how many went."""
         self.check_usable(writing=True)
-        rows, gone = entries.candidates(self._catalog, self.space(space).id, None), 0
+        number, gone = self.known_space(space).id, 0
         with faults(space):
-            for at in range(0, len(rows), _AT_ONCE):
-                some = [(id, slot, Doomed(id, kind, suffix)) for id, slot, _, _, kind, suffix in rows[at : at + _AT_ONCE]]
-                gone += len(self._eviction.remove(some))
+            page = self._census.page(number, None)
+            while page:
+                some = [(e.id, e.slot, Doomed(e.id, e.kind, e.suffix)) for e in page if e.life != "pinned"]
+                for at in range(0, len(some), _AT_ONCE):
+                    gone += len(self._eviction.remove(some[at : at + _AT_ONCE]))
+                page = self._census.page(number, page[-1].key)
         self.counters.add(counters.EVICTIONS, gone)
         return gone
 
     @mending
     def keys(self, space: str) -> list[str]:
         """All keys of a space, from the least to the most recently used."""
-        return self._census.keys(self.space(space).id)
+        return self._census.keys(self.known_space(space).id)
+
+    @mending
+    def has_any(self, space: str, prefix: str) -> bool:
+        """Whether a key of this space begins so."""
+        return entries.has_any(self._catalog, self.space(space).id, prefix)
 
     def quota_of(self, space: str) -> int | None:
         """What the entries of a space may have in bytes, as whoever said so last has set it; None: no more than the root."""

@@ -164,7 +164,7 @@ class Publisher(Inserting):
 
     def _publish_ready(self, txn: Txn, one: _Ready, id: int, want: Want) -> Entry:
         label = one.writing.label
-        blobs.write(self.root, id, one.data, label.suffix)
+        blobs.write(self.root, id, one.data, one.checksum, label.suffix)
         one.writing.named(id)
         return self.insert(txn, label, id, "blob", one.size, one.checksum, one.writing.validator, want=want)
 
@@ -315,7 +315,7 @@ class Writing:
         """Of what came, for a check before it is published."""
         if self._small is not None:
             return hashlib.sha256(self._small.data).hexdigest()
-        with open(self.stage.path, "rb") as file:
+        with open(self._publisher.root.files.open(self.stage.path), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def finish(self) -> tuple[int, bytes]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 
 from forebay import errors
-from forebay._engine import blobs, counters
+from forebay._engine import blobs, counters, trees
 from forebay._engine.catalog import Catalog, entries
 from forebay._engine.counters import Counters
 from forebay._engine.faults import faults
@@ -15,9 +15,11 @@ from forebay._engine.memo import Memo, Remembered
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
 from forebay._kernel import host
-from forebay._model import Entry
+from forebay._kernel.below import LinkInTheWay
+from forebay._logs import logger
+from forebay._model import Buffer, Entry
 
-log = logging.getLogger("forebay.reading")
+log = logger("forebay.reading")
 
 FIRST_USE = 1 << 20
 """Entries up to this size are verified at their first use in a process; all are at their first use after a reboot."""
@@ -31,10 +33,12 @@ class Reading:
         self._root, self._catalog, self._slots = root, catalog, slots
         self._leases, self._memo, self._counts = leases, memo, counts
         self._verified: set[int] = set()
+        self._unsealed: dict[int, int] = {}  # by id: the time of a file that has no seal, and was checked
+        self._trees: dict[int, int] = {}  # by id: the fingerprint of a tree that was checked
 
     def view(self, space: str, place: int, key: str) -> Remembered | None:
         """The bytes of a key; None where there is none. ``place``: the space's id."""
-        self._memo.let_go(host.now_ns())
+        self._memo.let_go()
         for _ in range(2):
             found = self._memo.get(space, key)
             if found is not None:
@@ -44,7 +48,7 @@ class Reading:
                 if entry is None or entry.kind in ("tree", "pack", "session"):
                     return None
                 data = self._bytes_of(entry)
-                if data is not None and self._is_sound(entry, data):
+                if data is not None:
                     return self._memo.add(space, key, entry, data)
             # P1 reads the row / P2 evicts or replaces it / P1 opens: gone. Look again, once.
         return None
@@ -78,11 +82,10 @@ class Reading:
     def bytes_leased(self, lease: Lease) -> memoryview | None:
         """The bytes of what is leased, mapped and not remembered: they are wanted once. None where they are damaged or gone."""
         with faults(lease.entry.key):
-            data = self._bytes_of(lease.entry)
-            return data if data is not None and self._is_sound(lease.entry, data) else None
+            return self._bytes_of(lease.entry)
 
     def view_leased(self, space: str, key: str, lease: Lease) -> Remembered | None:
-        """The bytes of what is leased, which was seen to be sound; None where they cannot be mapped."""
+        """The bytes of what is leased; None where they are damaged or gone."""
         data = self._bytes_of(lease.entry)
         return self._memo.add(space, key, lease.entry, data) if data is not None else None
 
@@ -91,7 +94,7 @@ class Reading:
         if entry.kind != "blob":
             return None
         try:
-            return blobs.map_blob(self._root, entry, private=True)
+            return blobs.map_blob(self._root, entry, private=True)[0]
         except (OSError, errors.Damaged):  # evicted meanwhile; or as many mappings, or files, as a process may have
             return None
 
@@ -104,12 +107,13 @@ class Reading:
         return False
 
     def _bytes_of(self, entry: Entry) -> memoryview | None:
-        """None: evicted between the look and the opening, or cut short: then it is set aside."""
+        """The bytes of an entry, seen to be sound. None: evicted between the look and the opening, or damaged: then it is set aside."""
         if entry.kind == "value":
-            data = entries.payload(self._catalog, entry.id)
-            return memoryview(data) if data is not None else None
+            payload = entries.payload(self._catalog, entry.id)
+            return memoryview(payload) if payload is not None and self._is_sound(entry, payload) else None
         try:
-            return blobs.map_blob(self._root, entry)
+            data, status = blobs.map_blob(self._root, entry)
+            return data if self._is_sound(entry, data, status) else None
         except FileNotFoundError:
             self._missing(entry)
         except errors.Damaged as error:
@@ -124,66 +128,100 @@ class Reading:
     def _file_is_sound(self, lease: Lease) -> bool:
         entry = lease.entry
         try:
-            size = os.stat(lease.path).st_size
+            status = self._root.files.lstat(lease.path)
         except FileNotFoundError:
             self._missing(entry)
             return False
-        if size != entry.size:
-            self.set_aside(entry, f"{entry.name}: {size} bytes stand where {entry.size} were stored")
+        if status.st_size != entry.size:
+            self.set_aside(entry, f"{entry.name}: {status.st_size} bytes stand where {entry.size} were stored")
             return False
-        if self._needs_no_look(entry):
-            return True
-        data = self._bytes_of(entry)
-        return data is not None and self._is_sound(entry, data)
+        return self._needs_no_look(entry, status) or self._bytes_of(entry) is not None
 
     def _tree_is_sound(self, lease: Lease) -> bool:
-        """Whether each file of a tree is what was stored; looked at once in a process. Else the tree is set aside, with what is damaged."""
+        """Whether a tree holds what was put there, and nothing else; its files are read at the first look of a process, later only their
+        sizes and times. Else the tree is set aside, with those of its files whose bytes changed: they are links to the entries' own."""
         tree = lease.entry
-        if tree.boot == host.boot_id() and tree.id in self._verified and os.path.isdir(lease.path):
-            return True
         try:
-            top = os.open(lease.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
+            found = trees.look(self._root, lease.path)
+        except (FileNotFoundError, LinkInTheWay):
             self.set_aside(tree, f"{tree.name}: it is gone")
             return False
-        try:
-            for name, member in entries.members(self._catalog, tree.id):
-                if not self._member_is_sound(top, name, member):
-                    self.set_aside(tree, f"{tree.name}: {name} is gone or damaged")
-                    return False
-        finally:
-            os.close(top)
-        self.note_sound(tree)
+        if tree.boot == host.boot_id() and self._trees.get(tree.id) == _fingerprint(found):
+            return True
+        changed = self._changed_in(lease.path, tree, found)
+        if changed:
+            others = f", and {len(changed) - 1:,} more" if changed[1:] else ""
+            self.set_aside(tree, f"{tree.name}: {changed[0]!r} in it was changed, added or removed{others}")
+            return False
+        self.note_tree(lease, found)
         return True
 
-    def _member_is_sound(self, top: int, name: str, member: Entry) -> bool:
-        """``top``: the tree, open. Small files are read: to map each would cost more than the rest of the look."""
+    def _changed_in(self, path: str, tree: Entry, found: dict[str, tuple[int, int, int]]) -> list[str]:
+        """The names in a tree that are not what was put there."""
+        members = dict(entries.members(self._catalog, tree.id))
+        expected = members.keys() | {name[: at + 1] for name in members for at, part in enumerate(name) if part == "/"}
+        changed = found.keys() ^ expected
+        changed |= {name for name, member in members.items() if name in found and not self._member_is_sound(f"{path}/{name}", member)}
+        return sorted(changed)
+
+    def _member_is_sound(self, path: str, member: Entry) -> bool:
+        """Small files are read: to map each would cost more than the rest of the look."""
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
-        except OSError:
-            return False  # the member's own entry may be sound: whoever asks for it looks there
+            fd = self._root.files.open(path)
+        except (OSError, ValueError):
+            return False
         try:
-            if os.fstat(fd).st_size != member.size:
-                self.set_aside(member, f"{member.name}: its size is not what was stored")
-                return False
-            if self._needs_no_look(member):
-                return True
-            data = memoryview(os.read(fd, member.size)) if member.size <= FIRST_USE else self._bytes_of(member)
+            status = os.fstat(fd)
+            if status.st_size == member.size:
+                if self._needs_no_look(member, status):
+                    return True
+                if blobs.checksum_of(os.read(fd, member.size) if member.size <= FIRST_USE else fd) == member.checksum:
+                    self._note_checked(member, status, fd)
+                    return True
+            self._set_aside_member(member, status)
+            return False
         finally:
             os.close(fd)
-        return data is not None and self._is_sound(member, data)
 
-    def _needs_no_look(self, entry: Entry) -> bool:
-        return entry.boot == host.boot_id() and (entry.size > FIRST_USE or entry.id in self._verified)
+    def _set_aside_member(self, member: Entry, found: os.stat_result) -> None:
+        """A file of a tree was written to: so was its entry's, unless another file stands in the tree by now. The tree tells of it."""
+        try:
+            own = self._root.files.lstat(self._root.blob_name(member.id, member.suffix))
+        except (FileNotFoundError, LinkInTheWay):
+            return
+        if (own.st_dev, own.st_ino) == (found.st_dev, found.st_ino):
+            self._supersede(member)
 
-    def _is_sound(self, entry: Entry, data: memoryview) -> bool:
-        if self._needs_no_look(entry):
+    def _needs_no_look(self, entry: Entry, status: os.stat_result | None) -> bool:
+        """Whether nobody wrote to it since it was last checked, as far as that can be told. ``status``: of its file, where it has one."""
+        if entry.boot != host.boot_id() or (entry.size <= FIRST_USE and entry.id not in self._verified):
+            return False
+        return status is None or blobs.is_sealed(status, entry.checksum) or self._unsealed.get(entry.id) == status.st_mtime_ns
+
+    def _is_sound(self, entry: Entry, data: Buffer, status: os.stat_result | None = None) -> bool:
+        if self._needs_no_look(entry, status):
             return True
         if blobs.checksum_of(data) != entry.checksum:
             self.set_aside(entry, f"{entry.name}: its bytes are not what was stored")
             return False
-        self.note_sound(entry)
+        self._note_checked(entry, status)
         return True
+
+    def _note_checked(self, entry: Entry, status: os.stat_result | None, fd: int | None = None) -> None:
+        self.note_sound(entry)
+        if status is None or blobs.is_sealed(status, entry.checksum):
+            return
+        # Written by a version that knew no seals, or somebody set its time; a group's files have other owners.
+        self._remember(self._unsealed, entry.id, status.st_mtime_ns)
+        if not self._root.read_only and status.st_uid == os.geteuid():
+            own = blobs.open_blob(self._root, entry.id, entry.suffix) if fd is None else fd
+            try:
+                now = os.fstat(own)
+                if now.st_ino == status.st_ino and now.st_mtime_ns == status.st_mtime_ns:
+                    blobs.seal(own, entry.checksum)
+            finally:
+                if fd is None:
+                    os.close(own)
 
     def note_sound(self, entry: Entry) -> None:
         """It need not be looked at again in this process."""
@@ -191,13 +229,27 @@ class Reading:
             self._verified.clear()
         self._verified.add(entry.id)
         if entry.boot != host.boot_id() and not self._root.read_only:
-            with self._catalog.write() as txn:
+            with contextlib.suppress(errors.WriterBusy), self._catalog.write(0) as txn:  # else by the next that reads it
                 entries.set_boot(txn, entry.id, host.boot_id())
+
+    def note_tree(self, lease: Lease, found: dict[str, tuple[int, int, int]] | None = None) -> None:
+        """A tree is what it is to be, as it stands: later looks of this process compare sizes and times."""
+        self.note_sound(lease.entry)
+        self._remember(self._trees, lease.entry.id, _fingerprint(found if found is not None else trees.look(self._root, lease.path)))
+
+    @staticmethod
+    def _remember(noted: dict[int, int], id: int, value: int) -> None:
+        if len(noted) >= _MANY:
+            noted.clear()
+        noted[id] = value
 
     def set_aside(self, entry: Entry, why: str) -> None:
         """A damaged entry is served to nobody: it leaves the index now, and the disk with its last lease."""
         self._counts.add(counters.DAMAGED)
         log.warning("%s: it is set aside, and fetched again when wanted", why)
+        self._supersede(entry)
+
+    def _supersede(self, entry: Entry) -> None:
         if self._root.read_only:
             return
         with self._catalog.write() as txn:
@@ -205,3 +257,7 @@ class Reading:
                 entries.supersede(txn, entry)
                 self._slots.clear(entry.slot, entry.id)
             txn.leftovers = True
+
+
+def _fingerprint(found: dict[str, tuple[int, int, int]]) -> int:
+    return hash(frozenset(found.items()))

@@ -14,13 +14,16 @@ from typing import Self
 import xxhash
 
 from forebay._engine import chunkmaps
-from forebay._engine.blobs import BLOCK, checksum_of, digest_of_block
+from forebay._engine.blobs import BLOCK, checksum_of, digest_of_block, seal
 from forebay._engine.chunkmaps import CHUNK as CHUNK
 from forebay._engine.chunkmaps import ChunkMap, Coverage
 from forebay._engine.layout import Root
 from forebay._kernel import host
+from forebay._logs import logger
 from forebay._model import Buffer, Partial, Span
 from forebay.errors import CacheFault, NoSpace
+
+log = logger("forebay.stages")
 
 _GROWTH = (1 << 20, 64 << 20)
 
@@ -35,7 +38,7 @@ def progress_of(root: Root, keyhash: int, id: int) -> tuple[int, int | None] | N
     """``(done, total)`` bytes of a write of any process; total None: not known; None: there is no such write."""
     path = root.tmp(keyhash, id)
     try:
-        size = path.lstat().st_size
+        size = root.files.lstat(path).st_size
         seen = chunkmaps.read(root.tmp(keyhash, id, ".map"), root)
     except OSError:
         return None
@@ -44,7 +47,22 @@ def progress_of(root: Root, keyhash: int, id: int) -> tuple[int, int | None] | N
 
 def remove_partial(root: Root, keyhash: int, id: int) -> bool:
     """Remove what a write left; False if nothing was there. Caller: holds the key's lock, so that no one writes or resumes it."""
-    return host.unlink(root.tmp(keyhash, id)) | host.unlink(root.tmp(keyhash, id, ".map"))
+    if root.shared:
+        root.files.unlink(root.tmp(keyhash, id, ".old"))
+    return root.files.unlink(root.tmp(keyhash, id)) | root.files.unlink(root.tmp(keyhash, id, ".map"))
+
+
+def _copy(source: int, target: int, start: int, length: int) -> None:
+    end = start + length
+    while start < end:
+        count = host.copy_range(source, target, start, end - start)
+        if not count:  # not between these two
+            data = os.pread(source, end - start, start)
+            host.pwrite(target, data, start)
+            count = len(data)
+        if not count:
+            raise CacheFault(f"what another user left ends at byte {start:,}, before it should")
+        start += count
 
 
 class Stage:
@@ -64,6 +82,7 @@ class Stage:
     _writers: int  # calls of `write` that are under way
     _coverage: Coverage
     _blocks: dict[int, _Block]  # the hashes of what was written
+    _chunks: dict[int, _Block]  # the hashes of chunks that are not marked yet
     _map: ChunkMap | None
     _growing: threading.Lock  # guards what follows; `on_grow` is called under it, and may take long
     _granted: int  # bytes that a write of unknown total may have
@@ -72,35 +91,92 @@ class Stage:
         self.root, self.keyhash, self.id, self.path = root, keyhash, id, root.tmp(keyhash, id)
         self.partial = self.total = self.on_grow = None
         self._idle, self._fd, self._writers = threading.Condition(), fd, 0
-        self._coverage, self._blocks, self._map = Coverage(), {}, None
+        self._coverage, self._blocks, self._chunks, self._map = Coverage(), {}, {}, None
         self._growing, self._granted = threading.Lock(), 0
         self._map_path, self._has_map = root.tmp(keyhash, id, ".map"), False  # whether a file may lie there
 
     @classmethod
     def create(cls, root: Root, keyhash: int, id: int) -> Self:
         """A new write. Caller: holds the key's lock and a reservation that names this ``id``. Raises OSError."""
-        return cls(root, keyhash, id, host.create(root.tmp(keyhash, id), root.file_mode))
+        return cls(root, keyhash, id, root.files.create(root.tmp(keyhash, id), root.file_mode))
 
     @classmethod
     def resume(cls, root: Root, keyhash: int, id: int) -> Self | None:
         """Go on with what an earlier write left; None if there is nothing. Its ``partial`` is set where the bytes can be trusted:
         a sane map, a strong validator, no reboot since. Caller: holds the key's lock. Raises OSError."""
         path = root.tmp(keyhash, id)
+        if root.shared:
+            root.files.unlink(root.tmp(keyhash, id, ".old"))  # somebody was killed while he made it his
         try:
-            found = path.lstat()
+            found = root.files.lstat(path)
             if not stat.S_ISREG(found.st_mode):
+                root.files.remove_whole(path)
                 return None
             if not found.st_mode & stat.S_IWUSR:
-                host.chmod(path, root.file_mode)  # its writer died between the last steps of `finish`
-            stage = cls(root, keyhash, id, host.open_write(path))
-            stage._has_map = True
+                root.files.chmod(path, root.file_mode)  # its writer died between the last steps of `finish`
+            stage = cls(root, keyhash, id, root.files.open_write(path))
         except FileNotFoundError:
             return None
+        except PermissionError:  # another user's, who died before the group had its rights
+            remove_partial(root, keyhash, id)
+            return None
+        stage._has_map = True
         seen = chunkmaps.read(stage._map_path, root)
         if seen and seen.validator and seen.boot == host.boot_id() and found.st_size == seen.total:
-            stage._coverage = seen.coverage
-            stage.partial = Partial(seen.total, seen.validator, seen.coverage.missing(seen.total))
+            stage._coverage = stage._what_the_disk_kept(seen)
+            stage.partial = Partial(seen.total, seen.validator, stage._coverage.missing(seen.total))
+        if found.st_uid != os.geteuid() and os.geteuid() != 0:
+            try:
+                stage._make_ours()
+            except BaseException:
+                stage.close()
+                raise
         return stage
+
+    def _make_ours(self) -> None:
+        """Go on in a file of our own: only a file's owner may set its mode and its time, as `finish` does. What another user wrote moves
+        over piece by piece, so that the disk holds little of it twice. Killed meanwhile, it is begun from zero: the map goes first."""
+        old, old_path = self._descriptor(), self.root.tmp(self.keyhash, self.id, ".old")
+        self._remove_map()
+        self.root.files.rename(self.path, old_path)
+        self._fd = self.root.files.create(self.path, self.root.file_mode)
+        try:
+            if self.partial is not None:
+                self._move_over(old, self.partial)
+        finally:
+            os.close(old)
+            self.root.files.unlink(old_path)
+
+    def _move_over(self, old: int, partial: Partial) -> None:
+        fd = self._descriptor()
+        for span in self._coverage.spans():
+            for start in range(span.start, span.end, BLOCK):
+                _copy(old, fd, start, min(BLOCK, span.end - start))
+                host.punch(old, start, min(BLOCK, span.end - start))
+        host.punch(old, 0, partial.size)  # what was allocated for what is missing
+        host.allocate(fd, 0, partial.size)
+        self._has_map = True
+        made = ChunkMap.create(self._map_path, self.root, partial.size, partial.validator)
+        for span in self._coverage.spans():
+            made.mark(span, span, lambda chunk: _sum_of(fd, chunk, partial.size))
+
+    def _what_the_disk_kept(self, seen: chunkmaps.Seen) -> Coverage:
+        """What of a partial is as it was written. All of it is read here, and not again by `finish`."""
+        kept, lost, fd = Coverage(), 0, self._descriptor()
+        for chunk in range(-(-seen.total // CHUNK)):
+            start, end = chunk * CHUNK, min((chunk + 1) * CHUNK, seen.total)
+            if not seen.coverage.has(start, end):
+                continue
+            data = memoryview(os.pread(fd, end - start, start))
+            if len(data) == end - start and xxhash.xxh3_128_digest(data) == seen.sum_of(chunk):
+                kept.add(start, end)
+                number, within = divmod(start, BLOCK)
+                self._blocks.setdefault(number, _Block()).add(within, data)
+            else:
+                lost += 1
+        if lost:
+            log.warning("%s: %d chunks of what was left there are damaged: they are fetched again", self.path, lost)
+        return kept
 
     @property
     def done(self) -> int:
@@ -117,7 +193,7 @@ class Stage:
         kept, self.partial = self.partial, None
         self.total = total
         if kept and (kept.size, kept.validator) == (total, validator):
-            self._map = ChunkMap(self._map_path, kept.size)
+            self._map = ChunkMap(self._map_path, self.root, kept.size)
             return self.missing()
         self._empty()
         if total is None:
@@ -190,6 +266,7 @@ class Stage:
         if os.fstat(fd).st_size != size:
             host.truncate(fd, size)
         checksum = self._checksum(fd, size)
+        seal(fd, checksum)
         host.chmod(fd, self.root.blob_mode)
         self.close()
         # Last: up to here a successor of a process that was killed finds all bytes marked, and fetches none.
@@ -218,7 +295,7 @@ class Stage:
 
     def _empty(self) -> None:
         with self._idle:
-            self._coverage, self._blocks, self._map = Coverage(), {}, None
+            self._coverage, self._blocks, self._chunks, self._map = Coverage(), {}, {}, None
         self._granted = 0
         self._remove_map()  # first: while it is there, its marks must be true
         if os.fstat(self._descriptor()).st_size:
@@ -232,24 +309,39 @@ class Stage:
             fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
-        host.unlink(self.path)
-        self._fd = host.create(self.path, self.root.file_mode)
+        self.root.files.unlink(self.path)
+        self._fd = self.root.files.create(self.path, self.root.file_mode)
 
     def _remove_map(self) -> None:
         if self._has_map:
-            host.unlink(self._map_path)
+            self.root.files.unlink(self._map_path)
             self._has_map = False
 
     def _take_in_locked(self, written: Span, view: memoryview) -> None:
         whole = self._coverage.add(written.start, written.end)
         if self._map:
-            self._map.mark(written, whole)
+            self._note_chunks_locked(written, view)
+            self._map.mark(written, whole, self._sum_of_locked)
         at = written.start
         while at < written.end:
             number, within = divmod(at, BLOCK)
             piece = view[at - written.start :][: BLOCK - within]
             self._blocks.setdefault(number, _Block()).add(within, piece)
             at += len(piece)
+
+    def _note_chunks_locked(self, written: Span, view: memoryview) -> None:
+        at = written.start
+        while at < written.end:
+            number, within = divmod(at, CHUNK)
+            piece = view[at - written.start :][: CHUNK - within]
+            self._chunks.setdefault(number, _Block(CHUNK)).add(within, piece)
+            at += len(piece)
+
+    def _sum_of_locked(self, chunk: int) -> bytes:
+        """Of a chunk that is on the disk: as it came, or, where it came out of order, as it is read."""
+        block, total = self._chunks.pop(chunk, None), self.total or 0
+        known = block.digest(min(CHUNK, total - chunk * CHUNK)) if block is not None else None
+        return known or _sum_of(self._descriptor(), chunk, total)
 
     def _checksum(self, fd: int, size: int) -> bytes:
         whole = xxhash.xxh3_128()
@@ -258,6 +350,11 @@ class Stage:
             known = block.digest(min(BLOCK, size - start)) if block else None
             whole.update(known or digest_of_block(fd, start))
         return whole.digest()
+
+
+def _sum_of(fd: int, chunk: int, total: int) -> bytes:
+    start = chunk * CHUNK
+    return xxhash.xxh3_128_digest(os.pread(fd, min(CHUNK, total - start), start))
 
 
 class MemoryStage:
@@ -295,9 +392,10 @@ class MemoryStage:
 class _Block:
     """The hash of one block of the file, as far as its bytes came in order; else the block is read again at the end."""
 
-    __slots__ = ("_hash", "_length")
+    __slots__ = ("_full", "_hash", "_length")
 
-    def __init__(self) -> None:
+    def __init__(self, full: int = BLOCK) -> None:
+        self._full = full
         self._hash: xxhash.xxh3_128 | bytes | None = xxhash.xxh3_128()  # of a full block its digest only: there may be many
         self._length = 0
 
@@ -307,7 +405,7 @@ class _Block:
             return
         self._hash.update(piece)
         self._length += len(piece)
-        if self._length == BLOCK:
+        if self._length == self._full:
             self._hash = self._hash.digest()
 
     def digest(self, length: int) -> bytes | None:

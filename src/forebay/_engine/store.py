@@ -6,14 +6,14 @@ goes wrong reaches the caller as a `CacheFault`.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from forebay import errors
-from forebay._engine import check, counters
+from forebay._engine import check, counters, strays
 from forebay._engine.catalog import CatalogBroken, entries
-from forebay._engine.census import Usage
+from forebay._engine.census import Facts, Usage
 from forebay._engine.engine import mending
 from forebay._engine.eviction import Doomed
 from forebay._engine.faults import faults
@@ -27,13 +27,15 @@ from forebay._engine.pieces import Pieces
 from forebay._engine.policy import Policy
 from forebay._engine.publish import Writing
 from forebay._engine.room import Want
+from forebay._engine.root import foreign
 from forebay._engine.settings import Settings as Settings
-from forebay._kernel import host
-from forebay._model import Buffer, Entry, Problem, Report, Victim
+from forebay._logs import logger
+from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
 
-log = logging.getLogger("forebay.store")
+log = logger("forebay.store")
 T = TypeVar("T")
 
+REMOVED_AT_ONCE = 128
 NAMED = 0  # no space has this id: the keys of named locks
 
 
@@ -50,7 +52,7 @@ class Store(Pieces):
     def view(self, space: str, key: str) -> Remembered | None:
         """The bytes of a key, mapped, and remembered for the next time; None where there is none. Counts and touches nothing."""
         self.register()
-        return self._reading.view(space, self.space(space).id, key)
+        return self._reading.view(space, self.known_space(space).id, key)
 
     @mending
     def view_leased(self, space: str, key: str, lease: Lease) -> Remembered | None:
@@ -61,7 +63,7 @@ class Store(Pieces):
     @mending
     def lease(self, space: str, key: str) -> Lease | None:
         """A lease on the file of a key, touched; None where there is none, or it is a small value, which has no file."""
-        lease = self._reading.lease(self.space(space).id, key)
+        lease = self._reading.lease(self.known_space(space).id, key)
         if lease is not None:
             self.touch(lease.entry)
         return lease
@@ -82,8 +84,12 @@ class Store(Pieces):
         self.memo.alias(space, name, found)
 
     def validated(self, entry: Entry) -> int:
-        """When an entry was last seen to be the remote's: nanoseconds since 1970; 0: ask."""
+        """When an entry was last seen to be the remote's: of `now`; 0: ask."""
         return self._slots.validated(entry.slot)
+
+    def stamp(self, entry: Entry) -> tuple[int, int]:
+        """Of an entry and its last validation: another one says that there was another since."""
+        return entry.id, self._slots.stamp(entry.slot)
 
     def set_validated(self, entry: Entry, ns: int) -> None:
         if self._slots.id_of(entry.slot) == entry.id:
@@ -114,13 +120,13 @@ class Store(Pieces):
             return entry
 
     def _wait_for_room(self, label: Label, size: int, timeout: float | None, error: errors.NoSpace) -> None:
-        began = host.now_ns()
+        began = time.monotonic_ns()
         try:
             self._budget.wait_for_room(Want(label.space, label.key, 0, size), timeout)
         except errors.WaitTimeout as late:
             raise error from late
         finally:
-            self.counters.add(counters.WAIT_NS_SPACE, host.now_ns() - began)
+            self.counters.add(counters.WAIT_NS_SPACE, time.monotonic_ns() - began)
 
     @mending
     def writing(
@@ -159,7 +165,7 @@ class Store(Pieces):
         place = self.space(space)
         label = Label(place.id, place.name, key, life=life, meta=meta)
         tree = self._linking.plant(label, [(name, lease.entry) for name, lease in members], self._leases, validator)
-        self._reading.note_sound(tree.entry)
+        self._reading.note_tree(tree)
         return tree
 
     @mending
@@ -195,7 +201,7 @@ class Store(Pieces):
     def find_pack(self, space: str, key: str) -> Lease | None:
         """A lease on the pack of a name; None where there is none. For `open_pack`."""
         with faults(key):
-            return self._leases.take(self.space(space, kind="packs").id, key)
+            return self._leases.take(self.known_space(space).id, key)
 
     @mending
     def find_pack_by_id(self, id: int) -> Lease | None:
@@ -214,7 +220,7 @@ class Store(Pieces):
 
     def _open_pack(self, lease: Lease, length: int) -> Pack:
         self.touch(lease.entry)
-        space = self.space(lease.entry.space, kind="packs")
+        space = self.known_space(lease.entry.space)
         try:
             return Pack(self.root, self, self._slots, self.counters, lease, length, space.id)
         except OSError as error:
@@ -302,24 +308,40 @@ class Store(Pieces):
     def set_life(self, space: str, key: str, life: str) -> bool:
         """Pin (``pinned``) or unpin (``cached``) a name. False if there is no such entry."""
         with self._catalog.write() as txn:
-            return entries.set_life(txn, self.space(space).id, key, life)
+            return entries.set_life(txn, self.known_space(space).id, key, life)
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
-    @mending
     def remove(self, wanted: Iterable[Victim]) -> Report:
         """Remove entries; the report says what really went. What is leased, pinned or part of a tree is spared."""
-        by_id = {victim.id: victim for victim in wanted}
-        rows = [entry for entry in entries.live(self._catalog) if entry.id in by_id]
+        several = wanted if isinstance(wanted, Sequence) else tuple(wanted)
+        # Trees go first: what they link is no victim while they stand.
+        trees = {id for some in _portions(several) for id in self._remove(some, True)} if self._has_trees() else set()
+        removed: list[str] = []
+        spared: list[str] = []
+        freed = 0
+        for some in _portions(several):
+            gone = self._remove(some, False)
+            for victim in some:
+                if victim.id in gone or victim.id in trees:
+                    removed.append(victim.name)
+                    freed += victim.charge
+                else:
+                    spared.append(victim.name)
+        return Report(tuple(removed), tuple(spared), freed)
+
+    @mending
+    def _has_trees(self) -> bool:
+        return entries.any_trees(self._catalog)
+
+    @mending
+    def _remove(self, wanted: Sequence[Victim], trees: bool) -> set[int]:
+        rows = entries.by_ids(self._catalog, [victim.id for victim in wanted])
+        mine = [(e.id, e.slot, Doomed(e.id, e.kind, e.suffix)) for e in rows if (e.kind == "tree") is trees]
         with faults("entries to remove"):
-            gone = self._eviction.remove([(e.id, e.slot, Doomed(e.id, e.kind, e.suffix)) for e in rows])
-        removed = {doomed.id for doomed in gone}
+            removed = {doomed.id for doomed in self._eviction.remove(mine)} if mine else set()
         self.counters.add(counters.EVICTIONS, len(removed))
-        return Report(
-            tuple(v.name for v in by_id.values() if v.id in removed),
-            tuple(v.name for v in by_id.values() if v.id not in removed),
-            sum(v.charge for v in by_id.values() if v.id in removed),
-        )
+        return removed
 
     @mending
     def ensure_room(self, space: str, files: Sequence[tuple[str, int]]) -> None:
@@ -341,21 +363,47 @@ class Store(Pieces):
     @mending
     def entries(self, space: str | None = None) -> list[Entry]:
         """What is there, with its times, in order of last use; ``leased`` is not looked at."""
-        return self._census.entries(self.space(space).id if space is not None else None)
+        return self._census.entries(self.known_space(space).id if space is not None else None)
+
+    @mending
+    def page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Entry]:
+        """Some entries of a space, in order of their keys, those that follow the key ``after``; ``leased`` as it is now."""
+        return self._census.page(self.known_space(space).id, after, backwards=backwards)
+
+    @mending
+    def fact_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Facts]:
+        """`page`, of what a person wants to see of many."""
+        return self._census.fact_page(self.known_space(space).id, after, backwards=backwards)
+
+    @mending
+    def key_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[str]:
+        """`page`, of the keys alone."""
+        return self._census.key_page(self.known_space(space).id, after, backwards=backwards)
 
     @mending
     def entry(self, space: str, key: str) -> Entry | None:
         """What the catalog says of a key; no touch."""
-        found = self._leases.current(self.space(space).id, key)
+        found = self._leases.current(self.known_space(space).id, key)
         return self._census.with_times(found) if found else None
 
     def is_leased(self, entry: Entry) -> bool:
-        return not self.root.read_only and self._leases.is_leased(entry.id)
+        with faults(entry.key):
+            return self._leases.is_leased(entry.id)
+
+    @mending
+    def overhead(self) -> dict[str, int]:
+        """See `Census.overhead`."""
+        return self._census.overhead()
 
     @mending
     def usage(self) -> Usage:
         """How much is used and promised now."""
         return self._census.usage()
+
+    @mending
+    def lacking(self, need: int) -> int:
+        """Bytes that have to go before ``need`` more fit: into the budget, and onto the disk without touching what stays free of it."""
+        return self._budget.room.short(self._catalog, None).bytes + need
 
     def count_hit(self, size: int) -> None:
         """``size`` bytes were served from what is kept."""
@@ -370,26 +418,70 @@ class Store(Pieces):
     @mending
     def counts(self) -> dict[str, int]:
         """What all processes together have counted since the last `zero_counts`."""
-        self.register()
         return self._census.counts()
 
     @mending
     def zero_counts(self) -> None:
         """Begin to count anew, for all processes."""
-        self.register()
         self._census.zero_counts()
 
     @mending
     def check(self, *, deep: bool = False) -> list[Problem]:
-        """Everything that is wrong with this root; empty: it is sound. ``deep`` reads every byte."""
-        return check.check(self.root, self._catalog, self._slots, self._budget, deep=deep)
+        """Everything that is wrong with this root; empty: it is sound. ``deep`` reads every byte. A damaged catalog is told, not mended."""
+        try:
+            problem = self._catalog.problem()
+            if problem is None:
+                found = check.check(self.root, self._catalog, self._slots, self._budget, deep=deep)
+                others = [name for name in foreign(self.root.path) if not name.startswith("tmp/")]  # those are told already
+                return [*found, *(Problem("foreign", str(self.root.path / name), "nobody counts it: move it away") for name in others)]
+        except CatalogBroken as error:
+            if not error.damaged:
+                raise
+            problem = str(error)
+        return [Problem("catalog", str(self.root.catalog), problem)]
 
     @mending
-    def repair(self, *, deep: bool = True) -> list[Problem]:
-        """Mend what `check` finds; gives what was mended."""
+    def strays(self) -> Strays:
+        """What lies in the root and is counted by nobody."""
+        return strays.look(self.root, self._catalog, self._slots)
+
+    @mending
+    def remove_strays(self) -> int:
+        """Remove what no entry names, of Forebay's making; gives the bytes. Never from under a lease, nor from under a writer."""
         self.check_usable(writing=True)
+        before = strays.look(self.root, self._catalog, self._slots).bytes
+        if not before:
+            return 0
+        with faults("files that no entry names"):
+            check.remove_strays(self.root, self._catalog, self._eviction, self._fill)
+        return max(before - strays.look(self.root, self._catalog, self._slots).bytes, 0)
+
+    def repair(self, *, deep: bool = True) -> list[Problem]:
+        """Mend what `check` finds; gives what was mended, what had to be mended at opening too."""
+        self.check_usable(writing=True)
+        before, self.recovered = self.recovered, []
         found = self.check(deep=deep)
         if any(problem.kind == "catalog" for problem in found):
-            self.mend(CatalogBroken(f"the catalog of {self.root.path} is damaged", damaged=True), self.mends)
+            self.mend(CatalogBroken(f"the catalog is damaged: {found[0].found}", damaged=True), self.mends)
+            found += self.check(deep=deep)  # what nobody could look at before
+        if any(problem.kind == "slots" for problem in found):
+            self.remake_slots()
+            found += self.check(deep=deep)
+        self._repair(found)
+        return [*before, *found]
+
+    @mending
+    def _repair(self, found: list[Problem]) -> None:
         check.mend(self.root, self._catalog, self._eviction, self._fill, self._reading, found)
-        return found
+
+
+def _portions(victims: Iterable[Victim]) -> Iterator[list[Victim]]:
+    """Each is one transaction, small enough for the log; each entry once."""
+    some: dict[int, Victim] = {}
+    for victim in victims:
+        some[victim.id] = victim
+        if len(some) == REMOVED_AT_ONCE:
+            yield list(some.values())
+            some.clear()
+    if some:
+        yield list(some.values())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from forebay._engine.layout import Root, parse_blob_name
-from forebay._kernel import host
+from forebay._kernel.below import Below, LinkInTheWay
 
 
 def build(root: Root, id: int, members: Iterable[tuple[str, str | Path]], *, keyhash: int = 0) -> Path:
@@ -19,17 +18,17 @@ def build(root: Root, id: int, members: Iterable[tuple[str, str | Path]], *, key
     """
     staged, path = root.tmp(keyhash, id, ".tree"), root.tree(id)
     try:
-        host.mkdir(staged, 0o700)
-        _link_all(str(staged), members)
-        for directory in _directories(staged):
-            host.chmod(directory, root.tree_mode)
+        _make_directory(root, str(staged))
+        _link_all(root, str(staged), members)
+        for directory in _directories(root, str(staged)):
+            root.files.chmod(directory, root.tree_mode)
         # A directory can only be moved by who may write to it: its own mode comes after the move, its row after both.
-        host.chmod(staged, 0o700)
-        host.rename(staged, path)
+        root.files.chmod(staged, root.dir_mode)
+        root.files.rename(staged, path)
     except BaseException:
-        remove_whole(staged)
+        root.files.remove_whole(staged)
         raise
-    host.chmod(path, root.tree_mode)
+    root.files.chmod(path, root.tree_mode)
     return path
 
 
@@ -38,12 +37,12 @@ def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
 
     Caller: holds the lock of ``id`` exclusively. Symbolic links are removed, never followed. May be repeated after a crash.
     """
-    return remove_whole(root.tree(id)) | remove_whole(root.tmp(keyhash, id, ".tree"))
+    return root.files.remove_whole(root.tree(id)) | root.files.remove_whole(root.tmp(keyhash, id, ".tree"))
 
 
 def list_trees(root: Root) -> Iterator[int]:
     """The ids of all trees; what has no name of ours is none of our business."""
-    for name in os.listdir(root.trees_dir):
+    for name in root.files.names_in(root.trees_dir):
         found = parse_blob_name(name)
         if found and not found.suffix:
             yield found.id
@@ -51,15 +50,36 @@ def list_trees(root: Root) -> Iterator[int]:
 
 def list_files(root: Root, id: int) -> Iterator[str]:
     """The names of all that lies in a tree and is no directory. Raises FileNotFoundError where there is no such tree."""
-    top = root.tree(id)
-    for directory in _directories(top):
-        with os.scandir(directory) as found:
-            yield from (os.path.relpath(entry.path, top) for entry in found if not entry.is_dir(follow_symlinks=False))
+    top = str(root.tree(id))
+    for directory in _directories(root, top):
+        with root.files.listing(directory) as fd, os.scandir(fd) as found:
+            names = [entry.name for entry in found if not entry.is_dir(follow_symlinks=False)]
+        yield from (f"{directory}/{name}"[len(top) + 1 :] for name in names)
+
+
+def look(root: Root, path: str) -> dict[str, tuple[int, int, int]]:
+    """What lies in a tree: (inode, size, time of the last write) by relative name, that of a directory with a slash at its end.
+
+    Raises FileNotFoundError or `LinkInTheWay` where there is no such tree; no link is followed."""
+    found: dict[str, tuple[int, int, int]] = {}
+    folders = [""]
+    while folders:
+        above = folders.pop()
+        with root.files.listing(f"{path}/{above}".removesuffix("/")) as fd, os.scandir(fd) as inside:
+            for entry in inside:
+                name = above + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(name + "/")
+                    found[name + "/"] = (0, 0, 0)
+                else:
+                    status = entry.stat(follow_symlinks=False)
+                    found[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return found
 
 
 def charge(root: Root, id: int) -> int:
     """How many bytes of disk the tree's directories take. Raises FileNotFoundError where there is no such tree."""
-    return sum(directory.lstat().st_blocks * 512 for directory in _directories(root.tree(id)))
+    return sum(root.files.lstat(directory).st_blocks * 512 for directory in _directories(root, str(root.tree(id))))
 
 
 def footprint(names: Iterable[str], block: int) -> int:
@@ -77,7 +97,7 @@ def footprint(names: Iterable[str], block: int) -> int:
     return sum(max(-(-size // block), 1) * block for size in sizes.values())
 
 
-def _link_all(top: str, members: Iterable[tuple[str, str | Path]]) -> None:
+def _link_all(root: Root, top: str, members: Iterable[tuple[str, str | Path]]) -> None:
     """Plain strings: there may be many thousands."""
     made = {""}
     for name, blob in members:
@@ -88,42 +108,28 @@ def _link_all(top: str, members: Iterable[tuple[str, str | Path]]) -> None:
             for depth in range(1, len(parts)):
                 above = "/".join(parts[:depth])
                 if above not in made:
-                    host.mkdir(f"{top}/{above}", 0o700)
+                    _make_directory(root, f"{top}/{above}")
                     made.add(above)
-            host.link(blob, f"{top}/{name}")
-        except (FileExistsError, NotADirectoryError) as error:
+            root.files.link(blob, f"{top}/{name}")
+        except (FileExistsError, NotADirectoryError, LinkInTheWay) as error:
             raise ValueError(f"{name!r} is two things in one tree") from error
 
 
-def _directories(top: Path) -> Iterator[Path]:
+def _make_directory(root: Root, path: str) -> None:
+    root.files.mkdir(path, root.dir_mode)
+    if root.shared:
+        root.files.chmod(path, root.dir_mode)  # whatever the umask: others of the group remove it if we are killed
+
+
+def _directories(root: Root, top: str) -> Iterator[str]:
     """``top`` and all directories below, the deepest first."""
-    with os.scandir(top) as found:
-        below = [Path(entry.path) for entry in found if entry.is_dir(follow_symlinks=False)]
-    for directory in below:
-        yield from _directories(directory)
+    with root.files.listing(top) as fd, os.scandir(fd) as found:
+        below = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
+    for name in below:
+        yield from _directories(root, f"{top}/{name}")
     yield top
 
 
 def remove_whole(top: Path) -> bool:
     """Remove a file, or a directory with all that is in it; False if it was missing. Symbolic links are removed, never followed."""
-    try:
-        found = top.lstat()
-    except FileNotFoundError:
-        return False
-    if not stat.S_ISDIR(found.st_mode):
-        return host.unlink(top)
-    _remove_directory(top, found)
-    return True
-
-
-def _remove_directory(directory: Path, found: os.stat_result) -> None:
-    if found.st_mode & stat.S_IRWXU != stat.S_IRWXU and found.st_uid == os.geteuid():
-        host.chmod(directory, 0o700)
-    with os.scandir(directory) as entries:
-        inside = list(entries)
-    for entry in inside:
-        if entry.is_dir(follow_symlinks=False):
-            _remove_directory(Path(entry.path), entry.stat(follow_symlinks=False))
-        else:
-            host.unlink(Path(entry.path))
-    host.rmdir(directory)
+    return Below(top.parent).remove_whole(top)

@@ -7,30 +7,46 @@ reopen at the next call. The mutex is held only inside SQLite, never while waiti
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sqlite3
+import stat
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema
 from forebay._engine.catalog.transactions import CatalogBroken as CatalogBroken
 from forebay._engine.catalog.transactions import DiskFull as DiskFull
+from forebay._engine.catalog.transactions import Doubts, fetched, translated
 from forebay._engine.catalog.transactions import Rows as Rows
 from forebay._engine.catalog.transactions import Txn as Txn
-from forebay._engine.catalog.transactions import translated
+from forebay._engine.catalog.wal import KEEP, REFUSE, RETIRE, SOFT, STEP, Wal
 from forebay._engine.catalog.writer import Holding, Writer
 from forebay._engine.root import Root
 from forebay._kernel import host, waits
+from forebay._logs import logger
 
-log = logging.getLogger("forebay.catalog")
+log = logger("forebay.catalog")
+T = TypeVar("T")
 
 BALLAST = 4 << 20
+LEAST_BALLAST = 128 << 10  # it is made anew of what there is, and leaves as much for the next transaction
 PAGE = 4096
-WAL_SOFT, WAL_HARD, TIDY_EVERY = 4 << 20, 12 << 20, 16
-CHECKPOINT_EVERY = 96
+TRIES = 3
+"""How often a statement that others' writes overtook is begun again before it takes the writer lock."""
+
+
+class _Peers:
+    """The catalogs of one path in this process. SQLite lets their connections share the index of the log: it goes when all are closed."""
+
+    def __init__(self) -> None:
+        self.mutex = threading.RLock()
+        self.catalogs: weakref.WeakSet[Catalog] = weakref.WeakSet()  # guarded by the mutex
+
+
+_peers: dict[tuple[int, str], _Peers] = {}  # by process and path: a child of a fork begins anew
 
 
 class Catalog:
@@ -38,18 +54,30 @@ class Catalog:
 
     def __init__(self, root: Root, words: waits.Words, *, immutable: bool = False) -> None:
         self._root, self._words, self._immutable = root, words, immutable
-        self._path, self._journal = str(root.catalog), f"{root.catalog}-wal"
+        self._path, self._wal = str(root.catalog), Wal(str(root.catalog), root.files)
         self._writer = Writer(root, words)
-        self._mutex = threading.RLock()  # guards _con, _seen, _pid, _ids
+        self._mutex = self._join_peers()  # guards _con, _seen, _index, _pid, _ids
         self._con: sqlite3.Connection | None = None
         self._seen: tuple[int, int] | None = None
+        self._index: tuple[int, int] | None = None
+        self._copied_at = 0  # the size of the log when this process last copied it into the database
+        self._doubts = Doubts()
         self._ids = [0, 0]  # from, to: taken by this process, and nobody's yet
-        self._commits = 0
-        self._without_ballast = False
+        self.owed = 0
+        """Bytes that the disk lacks for the whole ballast, after it was given up."""
         self._still = False
+        self._suspect: tuple[int, int] | None = None
+        self.lost = ""
+        """What became of the catalog that the one in use took the place of, until somebody has said so."""
         self._pid = os.getpid()
         self.sweeper: Callable[[], object] | None = None
         self.recover: Callable[[], None] | None = None
+
+    def _join_peers(self) -> threading.RLock:
+        self._peers = _peers.setdefault((os.getpid(), self._path), _Peers())
+        with self._peers.mutex:
+            self._peers.catalogs.add(self)
+        return self._peers.mutex
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
@@ -57,59 +85,104 @@ class Catalog:
         """Connect; create what is missing. Raises `CatalogBroken` where only `rebuild` helps."""
         if not self._root.read_only and not os.path.exists(self._path):
             with self.writer():
-                self._create()
+                if self._create() and any(os.path.lexists(path) for path in (self._root.settings, self._root.slots_dir / "000")):
+                    self.lost = f"the catalog {self._path} was deleted"
         with self._mutex, translated():
             self._connect_locked()
 
-    def rebuild(self) -> None:
+    def rebuild(self, why: str) -> None:
         """Throw the catalog away and begin an empty one. The caller then sweeps the files that no row names.
 
-        Two processes may both have seen the damage: who comes second finds a sound catalog and keeps it."""
+        Two processes may both have seen the damage: the one that comes second finds a sound catalog and keeps it."""
         with self.writer():
             with self._mutex:
                 self._close_locked()
-                with contextlib.suppress(errors.CacheFault), translated():
-                    self._connect_locked()
-                    if self._con and self._con.execute("PRAGMA quick_check(1)").fetchone() == ("ok",):
-                        return
+                if self._is_sound_locked():
+                    return
                 self._close_locked()
-            log.warning(
-                "the catalog of %s is damaged or missing: starting with an empty one: what it held is fetched again", self._root.path
-            )
-            host.unlink(self._path)
-            self._create()
+            if not os.access(self._path, os.W_OK) and os.path.exists(self._path):
+                raise errors.CacheFault(f"the catalog {self._path} is damaged, or may not be written to: look at its mode and its owner")
+            self._root.files.unlink(self._path)
+            if self._create():
+                self.lost = why
             with self._mutex, translated():
                 self._connect_locked()
 
-    def _create(self) -> None:
-        """Caller: holds the writer lock. The database gets its name only when it is whole."""
+    def _is_sound_locked(self) -> bool:
+        """Whether SQLite finds no fault with the catalog as it lies there. Not all damage shows in its pages: one that is said a second
+        time to be damaged is."""
+        try:
+            with translated():
+                self._connect_locked()
+                if self._con is None or self.problem() is not None or not schema.is_sane(self._con) or self._seen == self._suspect:
+                    return False
+                self._con.execute("BEGIN IMMEDIATE")
+                self._con.execute("ROLLBACK")
+        except errors.CacheFault as error:
+            log.info("%s", str(error))
+            return False
+        self._suspect = self._seen
+        return True
+
+    def problem(self) -> str | None:
+        """What SQLite finds wrong with the pages of the catalog; None: nothing. Reads all of it: seconds, for a million entries."""
+        try:
+            (found,) = self.all("PRAGMA quick_check(1)")[0]
+        except CatalogBroken as error:
+            if not error.damaged:
+                raise
+            return str(error)
+        return None if found == "ok" else str(found)
+
+    def _create(self) -> bool:
+        """Caller: holds the writer lock. The database gets its name only when it is whole. False if there is one."""
         if os.path.exists(self._path):
-            return
+            return False
         draft = f"{self._path}.new"
         for ending in ("", "-wal", "-shm", "-journal"):
-            host.unlink(draft + ending)
+            self._root.files.unlink(draft + ending)
+        os.close(self._root.files.create(draft, self._root.file_mode))  # SQLite gives the mode of this file to those beside it
         host.step("catalog-create", draft)
         with translated(), contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as con:
             con.execute(f"PRAGMA page_size = {PAGE}")
             con.execute("PRAGMA auto_vacuum = INCREMENTAL")
             con.execute("PRAGMA journal_mode = WAL")
             schema.create(con, self._root.id)
-        if self._root.shared:
-            host.chmod(draft, 0o660)
         self.make_ballast()
         for ending in ("-wal", "-shm"):
             # A journal whose catalog somebody deleted: SQLite would take it for the new one's, and ids would be given twice.
-            host.unlink(self._path + ending)
-        host.rename(draft, self._path)
+            self._root.files.unlink(self._path + ending)
+        self._root.files.rename(draft, self._path)
+        return True
 
     def _connect_locked(self) -> None:
+        if os.path.islink(self._path):
+            raise CatalogBroken(f"the catalog {self._path} is a symbolic link: none is followed", damaged=True)
         # Who closes a catalog last removes its journal. Where that is gone nobody writes, and in a directory that only may be read
         # SQLite could not make one.
-        self._still = self._immutable or (self._root.read_only and not os.path.exists(self._journal))
+        self._still = self._immutable or (self._root.read_only and not self._wal.exists())
         if self._still:
-            uri = f"file:{_quoted(self._path)}?immutable=1"
+            con = self._connected("immutable=1&mode=ro")
+        elif not self._root.read_only:
+            con = self._connected("mode=rw")
         else:
-            uri = f"file:{_quoted(self._path)}?mode={'ro' if self._root.read_only else 'rw'}"
+            try:
+                con = self._connected("mode=ro&readonly_shm=1")  # else SQLite writes into the journal's index, or makes it
+            except sqlite3.OperationalError:  # the index is gone, or a writer died while he changed it
+                con = self._connected("mode=ro")
+        where = os.stat(self._path)
+        seen, self._seen = self._seen, (where.st_dev, where.st_ino)
+        if seen not in (None, self._seen):
+            self._seen = None
+            con.close()
+            raise CatalogBroken(f"the catalog {self._path} was replaced")
+        self._con, self._pid = con, os.getpid()
+
+    def _connected(self, how: str) -> sqlite3.Connection:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(self._path).st_mode):
+                raise CatalogBroken(f"the catalog {self._path} is no plain file", damaged=True)
+        uri = f"file:{_quoted(self._path)}?{how}"
         try:
             con = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=2.0, cached_statements=256)
         except sqlite3.OperationalError as error:
@@ -121,14 +194,16 @@ class Catalog:
         except BaseException:
             con.close()
             raise
-        where = os.stat(self._path)
-        self._con, self._seen, self._pid = con, (where.st_dev, where.st_ino), os.getpid()
+        return con
 
     def _check_identity(self, con: sqlite3.Connection) -> None:
         if not self._root.read_only:
             con.execute("PRAGMA synchronous = NORMAL")
             con.execute("PRAGMA wal_autocheckpoint = 0")
+            con.execute(f"PRAGMA journal_size_limit = {KEEP}")
         con.execute("PRAGMA temp_store = MEMORY")
+        con.execute("SELECT 1 FROM meta").fetchone()  # opens the index of the log
+        self._index = self._wal.current_index()  # were it another one than was opened, that one would be unreadable to what follows
         found = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
         if found.get("format") != schema.FORMAT:
             raise CatalogBroken(f"the catalog has format {found.get('format')!r}, {schema.FORMAT} was expected")
@@ -138,7 +213,7 @@ class Catalog:
     def _connection_locked(self) -> sqlite3.Connection:
         if self._pid != os.getpid():  # forked behind Python's back: SQLite's state here is the parent's, not to be used nor closed
             raise errors.CacheFault("this process was forked by C code: it reads past the cache")
-        if self._still and not self._immutable and os.path.exists(self._journal):
+        if self._still and not self._immutable and self._wal.exists():
             self._close_locked()  # somebody writes now
         if self._con is None:
             self._connect_locked()
@@ -148,37 +223,129 @@ class Catalog:
     # -- reading and writing ---------------------------------------------------------------------------------------
 
     def all(self, sql: str, *values: Any) -> list[Any]:
-        """The rows of one statement, fetched to the end: a reader that stays open would let the journal grow."""
+        """The rows of one statement, fetched to the end: a reader that stays open would let the log grow.
+
+        One that takes longer than others need to write some MiB is begun again, and at last run under the writer lock."""
+        try:
+            for _ in range(TRIES):
+                rows = self._try_all(sql, values)
+                if rows is not None:
+                    return rows
+            if not self._root.read_only:
+                with self.writer():
+                    self._unlink_retired()
+                    rows = self._try_all(sql, values)
+        except DiskFull as error:  # even a reader needs room where the index of the log is yet to be made
+            self.relieve(error)
+            raise
+        if rows is None:
+            raise errors.CacheFault(f"the catalog {self._path} changes while it is read")
+        return rows
+
+    def _try_all(self, sql: str, values: tuple[Any, ...]) -> list[Any] | None:
+        """None: the index of the log was retired meanwhile, and what was read is worth nothing."""
         with self._mutex, translated():
-            return self._connection_locked().execute(sql, values).fetchall()
+            try:
+                con = self._connection_locked()
+                rows = fetched(con, sql, values)
+            except Exception as error:
+                if not self._was_retired_locked(error):
+                    raise
+                return None
+            if self._is_current_locked():
+                return rows
+            self._close_peers_locked()
+            return None
+
+    def _is_current_locked(self) -> bool:
+        """Whether the index of the log is the one that was opened. Inside a transaction nobody can retire it."""
+        if self._con is None or self._still or self._con.in_transaction:
+            return True
+        return self._index is not None and self._index == self._wal.current_index()
+
+    def _was_retired_locked(self, error: Exception) -> bool:
+        """Whether that is why a statement failed: then all connections of this process are closed."""
+        if not self._is_current_locked():
+            self._close_peers_locked()
+            return True
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_CANTOPEN or (self._con and self._con.in_transaction):
+            return False
+        self._close_peers_locked()
+        return self._wal.is_retired()
 
     def one(self, sql: str, *values: Any) -> Any:
         """The first row, or None."""
         found = self.all(sql, *values)
         return found[0] if found else None
 
-    def writer(self) -> Holding:
-        """The writer lock, alone: of all threads and processes one holds it. Raises `CacheFault` where it cannot be had."""
-        return self._writer.holding()
+    @property
+    def doubted(self) -> list[str]:
+        """Rows that cannot be ours, and that no transaction has set aside yet."""
+        return [f"{table} {', '.join(map(repr, key))}" for table, key in self._doubts.waiting]
+
+    def doubt(self, table: str, key: tuple[Any, ...], what: str) -> None:
+        """See `Rows.doubt`."""
+        self._doubts.note(table, key, what)
+
+    def writer(self, timeout: float | None = None) -> Holding:
+        """The writer lock, alone: of all threads and processes one holds it. Raises `WriterBusy` where it cannot be had: see
+        `Writer.holding`."""
+        return self._writer.holding(timeout)
+
+    def still(self) -> Holding:
+        """See `Writer.still`."""
+        return self._writer.still()
 
     @contextlib.contextmanager
-    def write(self) -> Iterator[Txn]:
-        """One transaction under the writer lock. Leaves by an exception: nothing of it is kept."""
-        with self._writer.holding():
-            self.check_same()
-            if self.recover is not None:
-                self.recover()
-            with self._mutex, translated():
-                con = self._connection_locked()
-                con.execute("BEGIN IMMEDIATE")
-                txn = Txn(con, self._ids)
-                try:
-                    yield txn
-                    self._commit(txn)
-                except BaseException:
-                    self._roll_back(txn)
-                    raise
+    def write(self, timeout: float | None = None) -> Iterator[Txn]:
+        """One transaction under the writer lock. Leaves by an exception: nothing of it is kept. ``timeout``: see `Writer.holding`."""
+        try:
+            with self._writer.holding(timeout):
+                self.check_same()
+                if self.recover is not None:
+                    self.recover()
+                with self._mutex, translated():
+                    txn = Txn(self._begin_locked(), self._ids, self._doubts)
+                    try:
+                        if self._doubts.waiting:
+                            txn.settle_doubts()
+                        yield txn
+                        self._commit(txn)
+                    except BaseException:
+                        self._roll_back(txn)
+                        raise
+                    self._bound_log_locked()
+        except DiskFull as error:
+            self.relieve(error)
+            raise
         self._tidy(txn)
+
+    def insist(self, work: Callable[[Txn], T], timeout: float | None = None) -> T:
+        """What ``work`` gives in a transaction; it is called again where the disk was full and the ballast made room."""
+        try:
+            with self.write(timeout) as txn:
+                return work(txn)
+        except DiskFull as error:
+            if not error.relieved:
+                raise
+        with self.write(timeout) as txn:
+            return work(txn)
+
+    def _begin_locked(self) -> sqlite3.Connection:
+        """Caller: holds the writer lock."""
+        if not self._is_current_locked():
+            self._close_peers_locked()
+        try:
+            self._make_way_locked()
+            con = self._connection_locked()
+            con.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            if not self._was_retired_locked(error):
+                raise
+            self._unlink_retired()
+            con = self._connection_locked()
+            con.execute("BEGIN IMMEDIATE")
+        return con
 
     def _commit(self, txn: Txn) -> None:
         host.step("commit", self._path)
@@ -194,9 +361,8 @@ class Catalog:
 
     def _tidy(self, txn: Txn) -> None:
         """After a commit, with no lock held: what has to be done from time to time."""
-        self._commits += 1
-        if self._commits % TIDY_EVERY == 0:
-            self._tidy_journal()
+        if self.owed:
+            self._restore_ballast()
         if txn.leftovers and self.sweeper is not None:
             try:
                 self.sweeper()
@@ -223,61 +389,127 @@ class Catalog:
 
     # -- room ------------------------------------------------------------------------------------------------------
 
-    def _tidy_journal(self) -> None:
-        """Copy the journal into the database from time to time, outside the writer lock; cut it where others kept it from beginning anew.
+    def _make_way_locked(self) -> None:
+        """Before a transaction: the log does not grow above its bound, and on a full disk it starts again in the blocks that it has."""
+        size = self._wal.size()
+        if size <= KEEP // 4 or (size <= REFUSE and host.free_bytes(self._root.path) > KEEP):
+            return
+        if not self._try_to_bound_locked(size) and size > REFUSE:
+            raise errors.CacheFault(f"{self._wal.log} has {size:,} bytes, and cannot be copied into the catalog")
 
-        The journal's size does not say how much of it is in use, so a process counts its own transactions."""
-        if self._without_ballast and host.disk(self._root.path).free > 4 * BALLAST:
-            self.make_ballast()
-            self._without_ballast = False
-        size = self._journal_size()
-        with contextlib.suppress(errors.CacheFault):
-            if size >= WAL_HARD:
-                with self.writer():
-                    self.all("PRAGMA wal_checkpoint(TRUNCATE)")
-            elif size >= WAL_SOFT and self._commits >= CHECKPOINT_EVERY:
-                self.all("PRAGMA wal_checkpoint(PASSIVE)")
-                self._commits = 0
+    def _bound_log_locked(self) -> None:
+        """After a commit, whoever made it: copy the log into the database where it has grown. It starts again with the next transaction.
 
-    def _journal_size(self) -> int:
+        Caller: holds the writer lock, so that nobody can be stopped while he copies and go on with it later."""
+        size = self._wal.size()
+        if size < SOFT:
+            self._copied_at = 0
+        elif not self._copied_at <= size < self._copied_at + STEP:
+            self._copied_at = size
+            self._try_to_bound_locked(size)
+
+    def _try_to_bound_locked(self, size: int) -> bool:
+        """Whether nothing of the log is needed any more. Never waits; what was committed stands, whatever fails here."""
         try:
-            return os.stat(self._journal).st_size
-        except FileNotFoundError:
-            return 0
+            done = self._copy_log_locked()
+            if size >= RETIRE:  # it did not start again for several transactions: a reader is in the way
+                self._retire_index_locked()
+                done = self._copy_log_locked()
+        except (sqlite3.Error, errors.CacheFault, OSError) as error:
+            log.info("the log %s stays as it is: %s", self._wal.log, str(error))
+            return False
+        return done
 
-    def give_back_pages(self) -> None:
-        """Return free pages to the file system."""
-        with self.writer(), self._mutex, translated():
-            self._connection_locked().executescript("PRAGMA incremental_vacuum")
-        with contextlib.suppress(errors.CacheFault), self.writer():
-            self.all("PRAGMA wal_checkpoint(TRUNCATE)")
+    def _copy_log_locked(self) -> bool:
+        host.step("checkpoint", self._path)
+        busy, frames, copied = self._connection_locked().execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        return not busy and bool(frames == copied)
+
+    def _retire_index_locked(self) -> None:
+        """Go on without those who read: they find out, and read again. See the module `wal`."""
+        con = self._connection_locked()
+        con.execute("BEGIN IMMEDIATE")  # while SQLite's writer lock is held nobody makes the index anew
+        try:
+            retired = self._wal.retire_index()
+        finally:
+            con.execute("ROLLBACK")
+        if retired:
+            log.info("a process that stands still reads %s: its log goes on without it", self._path)
+            self._close_peers_locked()
+
+    def _unlink_retired(self) -> None:
+        """End what a process began that was killed before it had unlinked the index. Caller: holds the writer lock."""
+        with self._mutex:
+            self._close_peers_locked()
+            self._wal.unlink_retired()
 
     def make_ballast(self) -> None:
         """Keep a few MiB of the disk, to be given up when it is full: with a fresh journal even a DELETE needs room."""
+        if self.owed:
+            return  # it was given up a moment ago; a commit brings it back
         try:
             self._root.install(self._root.ballast, lambda fd: host.allocate(fd, 0, BALLAST))
+            size = os.lstat(self._root.ballast).st_size
+            if size < BALLAST and host.free_bytes(self._root.path) > 4 * BALLAST:
+                self.owed = BALLAST - size
         except OSError as error:
             log.info("no room for the ballast %s: %s", self._root.ballast, error)
 
-    def drop_ballast(self) -> bool:
-        """Give the ballast up. False if it was gone already."""
-        self._without_ballast = True
-        return host.unlink(self._root.ballast)
+    def relieve(self, error: DiskFull) -> bool:
+        """The disk is full, and without room not even a DELETE succeeds: give the ballast up. Gives whether to try again."""
+        if not self._root.read_only and not error.relieved:
+            self.owed = BALLAST
+            # Another process may have been first: then there is room, too.
+            error.relieved = self._root.files.unlink(self._root.ballast) or host.free_bytes(self._root.path) >= LEAST_BALLAST
+        return error.relieved
+
+    def _restore_ballast(self) -> None:
+        """Have as much of the ballast again as there is room for."""
+        try:
+            have = os.lstat(self._root.ballast).st_size
+        except FileNotFoundError:
+            have = 0
+        size = min(BALLAST, have + host.free_bytes(self._root.path) - LEAST_BALLAST) // PAGE * PAGE
+        try:
+            if size >= LEAST_BALLAST and not have:
+                self._root.install(self._root.ballast, lambda fd: host.allocate(fd, 0, size))
+            elif size > have:
+                self._grow_ballast(size)
+        except OSError as error:
+            log.info("no room for the ballast %s: %s", self._root.ballast, error)
+        else:
+            self.owed = BALLAST - max(have, size)
+
+    def _grow_ballast(self, size: int) -> None:
+        fd = self._root.files.open_write(self._root.ballast)
+        try:
+            host.allocate(fd, 0, size)
+        finally:
+            os.close(fd)
 
     # -- process life ----------------------------------------------------------------------------------------------
 
     def _close_locked(self) -> None:
-        con, self._con, self._seen, self._ids = self._con, None, None, [0, 0]
+        con, self._con, self._seen, self._index, self._ids = self._con, None, None, None, [0, 0]
         if con is not None and self._writer.is_lost():
             host.never_free(con)  # the job closed SQLite's descriptors, and may have opened others: closing writes into them
         elif con is not None and self._pid == os.getpid():
             with contextlib.suppress(sqlite3.Error):
                 con.close()
 
+    def _close_peers_locked(self) -> None:
+        """Caller: goes on with the same catalog, and learns if it is another one by now."""
+        for catalog in self._peers.catalogs:
+            seen = catalog._seen
+            catalog._close_locked()
+            catalog._seen = seen
+
     def close(self) -> None:
         """Close the connection and the lock file. A later call reopens them."""
         with self._mutex:
             self._close_locked()
+        if self.owed:
+            self._restore_ballast()
         self._writer.close()
 
     def before_fork(self) -> None:
@@ -290,8 +522,8 @@ class Catalog:
         self._mutex.release()
 
     def after_fork_child(self) -> None:
-        self._mutex = threading.RLock()
-        self._con, self._seen, self._pid, self._ids = None, None, os.getpid(), [0, 0]
+        self._mutex = self._join_peers()
+        self._con, self._seen, self._index, self._pid, self._ids = None, None, None, os.getpid(), [0, 0]
         self._writer.after_fork_child()
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from forebay._engine.catalog.connection import Rows, Txn
+from forebay._engine.catalog import checked
+from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
 from forebay._engine.catalog.schema import DOOMED, LIVE, SUPERSEDED
+from forebay._engine.catalog.transactions import SLOTS
 from forebay._model import Entry
 
 T = TypeVar("T")
@@ -23,6 +25,11 @@ _DOOM = (
     " AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)"
 )
 _DOOM_MANY = f"{_DOOM} AND id IN ({_SIXTEEN}) RETURNING id"
+_KNOWN = {table: f"SELECT id FROM {table} WHERE id IN ({_SIXTEEN})" for table in ("entries", "reservations")}
+_VICTIMS = (
+    f"SELECT id, slot, charge, size, kind, suffix FROM entries WHERE id IN ({_SIXTEEN}) AND state = {LIVE} AND life != 'pinned'"
+    " AND id NOT IN (SELECT member FROM links WHERE member = entries.id)"
+)
 _DELETE_MANY = f"DELETE FROM entries WHERE id IN ({_SIXTEEN})"
 _DELETE_DATA = f"DELETE FROM payloads WHERE id IN ({_SIXTEEN})"
 
@@ -30,19 +37,24 @@ _DELETE_DATA = f"DELETE FROM payloads WHERE id IN ({_SIXTEEN})"
 def find(rows: Rows, space: int, key: str) -> Entry | None:
     """The live entry of this key."""
     row = rows.one(f"{_FROM} WHERE e.space = ? AND e.key = ? AND e.state = {LIVE}", space, key)
-    return Entry(*row) if row else None
+    if row and row[2] != key:
+        raise CatalogBroken(f"the catalog is damaged: its index leads from {key!r} to {row[2]!r}", damaged=True)
+    return checked.entry(rows, row) if row else None
 
 
 def version(rows: Rows, space: int, key: str) -> tuple[int, int]:
     """Id and size of the live entry of this key; zeros where there is none."""
-    return rows.one(f"SELECT id, size FROM entries WHERE space = ? AND key = ? AND state = {LIVE}", space, key) or (0, 0)
+    found = rows.one(f"SELECT id, size FROM entries WHERE space = ? AND key = ? AND state = {LIVE}", space, key)
+    for id, size in checked.files(rows, [found] if found else [], "ii"):
+        return id, size
+    return 0, 0
 
 
 def find_many(rows: Rows, space: int, keys: Sequence[str]) -> list[Entry]:
     """The live entries of these keys, in any order."""
     found: list[Entry] = []
     for some in _sixteens(keys):
-        found += [Entry(*row) for row in rows.all(_FIND_MANY, space, *some)]
+        found += checked.entries(rows, rows.all(_FIND_MANY, space, *some))
     return found
 
 
@@ -56,7 +68,7 @@ def _sixteens(several: Sequence[T]) -> Iterator[list[T]]:
 def by_id(rows: Rows, id: int) -> Entry | None:
     """The entry with this id, while it is live."""
     row = rows.one(f"{_FROM} WHERE e.id = ? AND e.state = {LIVE}", id)
-    return Entry(*row) if row else None
+    return checked.entry(rows, row) if row else None
 
 
 def payload(rows: Rows, id: int) -> bytes | None:
@@ -75,25 +87,72 @@ def any_leftovers(rows: Rows) -> bool:
 def live(rows: Rows, space: int | None = None) -> list[Entry]:
     """All live entries, or those of one space."""
     where, values = ("AND e.space = ?", (space,)) if space is not None else ("", ())
-    return [Entry(*row) for row in rows.all(f"{_FROM} WHERE e.state = {LIVE} {where}", *values)]
+    return checked.entries(rows, rows.all(f"{_FROM} WHERE e.state = {LIVE} {where}", *values))
 
 
-def keys(rows: Rows, space: int) -> list[tuple[str, int]]:
-    """Key and slot of all live entries of one space."""
-    return rows.all(f"SELECT key, slot FROM entries WHERE space = ? AND state = {LIVE}", space)
+def any_trees(rows: Rows) -> bool:
+    """Whether any entry is kept by a tree."""
+    return bool(rows.all("SELECT EXISTS (SELECT 1 FROM links)")[0][0])
+
+
+def page(rows: Rows, space: int, after: str | None, limit: int, *, backwards: bool = False) -> list[Entry]:
+    """The live entries of one space that follow the key ``after`` in order of keys."""
+    columns = _COLUMNS.replace("s.name", "(SELECT name FROM spaces WHERE id = ?1)")
+    return checked.entries(rows, _page(rows, columns, space, after, limit, backwards))
+
+
+def page_of_facts(
+    rows: Rows, space: int, after: str | None, limit: int, *, backwards: bool = False
+) -> list[tuple[int, str, int, int, str, float]]:
+    """`page`, of id, key, slot, size, life and time of creation alone."""
+    found = _page(rows, "e.id, e.key, e.slot, e.size, e.life, e.created", space, after, limit, backwards)
+    return checked.files(rows, found, "itsitr")
+
+
+def page_of_keys(rows: Rows, space: int, after: str | None, limit: int, *, backwards: bool = False) -> list[tuple[str, int]]:
+    """`page`, of keys and slots alone."""
+    found = checked.files(rows, _page(rows, "e.id, e.key, e.slot", space, after, limit, backwards), "its")
+    return [(key, slot) for _, key, slot in found]
+
+
+def _page(rows: Rows, columns: str, space: int, after: str | None, limit: int, backwards: bool) -> list[Any]:
+    sign, order = ("<", "DESC") if backwards else (">", "ASC")
+    beyond = "?2 IS NULL" if after is None else f"e.key {sign} ?2"
+    sql = f"SELECT {columns} FROM entries e WHERE e.space = ?1 AND e.state = {LIVE} AND {beyond} ORDER BY e.key {order} LIMIT ?3"
+    return rows.all(sql, space, after, limit)
+
+
+def by_ids(rows: Rows, ids: Sequence[int]) -> list[Entry]:
+    """The live ones of these entries."""
+    sql = f"{_FROM} WHERE e.id IN ({_SIXTEEN}) AND e.state = {LIVE}"
+    return [entry for some in _sixteens(ids) for entry in checked.entries(rows, rows.all(sql, *some))]
+
+
+def has_any(rows: Rows, space: int, prefix: str) -> bool:
+    """Whether a key of this space that is served begins so."""
+    last = f"{prefix}\U0010ffff"
+    return (
+        rows.one(f"SELECT 1 FROM entries WHERE space = ? AND key >= ? AND key < ? AND state = {LIVE} LIMIT 1", space, prefix, last)
+        is not None
+    )
+
+
+def living_in(rows: Rows, first: int, end: int) -> list[tuple[int, int, int]]:
+    """Slot, id and space of the live entries whose slots are in this range."""
+    return rows.all(f"SELECT slot, id, space FROM entries WHERE state = {LIVE} AND slot >= ? AND slot < ?", first, end)
 
 
 def free_slot(txn: Txn) -> int:
     """One that was given back, else a new one: free until an entry is inserted with it, or moved to it."""
     freed, new = txn.one("SELECT (SELECT slot FROM free_slots LIMIT 1), (SELECT value FROM meta WHERE name = 'next_slot')")
-    return int(new if freed is None else freed)
+    return txn.known(new if freed is None else freed, "next_slot", SLOTS)
 
 
 def free_slots(txn: Txn, count: int) -> list[int]:
     """`free_slot`, for several entries."""
     freed = [row[0] for row in txn.all("SELECT slot FROM free_slots LIMIT ?", count)]
     if len(freed) < count:
-        first = int(txn.one("SELECT value FROM meta WHERE name = 'next_slot'")[0])
+        first = txn.known(txn.one("SELECT value FROM meta WHERE name = 'next_slot'")[0], "next_slot", SLOTS)
         freed += range(first, first + count - len(freed))
     return freed
 
@@ -180,15 +239,13 @@ def drop_value(txn: Txn, id: int) -> bool:
 
 def leaving(rows: Rows, limit: int = 256) -> list[tuple[int, int, str, str, int]]:
     """Entries that were replaced or doomed and whose bytes are still there: (id, slot, kind, suffix, state)."""
-    return rows.all(f"SELECT id, slot, kind, suffix, state FROM entries WHERE state > {LIVE} LIMIT ?", limit)
+    return checked.files(rows, rows.all(f"SELECT id, slot, kind, suffix, state FROM entries WHERE state > {LIVE} LIMIT ?", limit), "iskxi")
 
 
 def held(rows: Rows, after: int, limit: int) -> list[Entry]:
     """Entries that live only as long as somebody holds them, by id from ``after`` on."""
-    return [
-        Entry(*row)
-        for row in rows.all(f"{_FROM} WHERE e.life = 'held' AND e.state = {LIVE} AND e.id > ? ORDER BY e.id LIMIT ?", after, limit)
-    ]
+    found = rows.all(f"{_FROM} WHERE e.life = 'held' AND e.state = {LIVE} AND e.id > ? ORDER BY e.id LIMIT ?", after, limit)
+    return checked.entries(rows, found)
 
 
 def is_doomed(rows: Rows, id: int) -> bool:
@@ -200,14 +257,28 @@ def is_known(rows: Rows, id: int) -> bool:
     return bool(rows.all("SELECT 1 FROM entries WHERE id = ?1 UNION ALL SELECT 1 FROM reservations WHERE id = ?1", id))
 
 
-def candidates(rows: Rows, only: int | None, but: int | None) -> list[tuple[int, int, int, int, str, str]]:
-    """What may be evicted, of one space or of all but one: (id, slot, charge, size, kind, suffix) of what no pin and no link holds."""
-    return rows.all(
-        f"SELECT id, slot, charge, size, kind, suffix FROM entries WHERE state = {LIVE} AND life != 'pinned'"
-        " AND (?1 IS NULL OR space = ?1) AND space IS NOT ?2 AND id NOT IN (SELECT member FROM links)",
-        only,
-        but,
+def known(rows: Rows, ids: Sequence[int]) -> set[int]:
+    """Those of some ids that `is_known` is true of."""
+    return {row[0] for some in _sixteens(ids) for table in ("entries", "reservations") for row in rows.all(_KNOWN[table], *some)}
+
+
+def between(rows: Rows, low: int, high: int, *, values: bool) -> list[Entry]:
+    """The live entries whose ids are behind ``low``, and not behind ``high``; with ``values`` the small ones in the catalog, too."""
+    kinds = "" if values else " AND e.kind != 'value'"
+    return checked.entries(rows, rows.all(f"{_FROM} WHERE e.id > ? AND e.id <= ? AND e.state = {LIVE}{kinds}", low, high))
+
+
+def victims(rows: Rows, ids: Sequence[int]) -> list[tuple[int, int, int, int, str, str]]:
+    """What may be evicted of these: (id, slot, charge, size, kind, suffix) of what no pin and no link holds."""
+    return [row for some in _sixteens(ids) for row in checked.files(rows, rows.all(_VICTIMS, *some), "isiikx")]
+
+
+def after(rows: Rows, id: int, limit: int) -> list[tuple[int, int, int]]:
+    """Id, slot and space of what may be evicted, by id from ``id`` on."""
+    found = rows.all(
+        f"SELECT id, slot, space FROM entries WHERE id > ? AND state = {LIVE} AND life != 'pinned' ORDER BY id LIMIT ?", id, limit
     )
+    return checked.files(rows, found, "isi")
 
 
 def set_life(txn: Txn, space: int, key: str, life: str) -> bool:
@@ -238,12 +309,10 @@ def members(rows: Rows, tree: int) -> list[tuple[str, Entry]]:
     found = rows.all(
         f"SELECT {_COLUMNS}, l.name FROM links l JOIN entries e ON e.id = l.member JOIN spaces s ON s.id = e.space WHERE l.tree = ?", tree
     )
-    return sorted((row[-1], Entry(*row[:-1])) for row in found)
-
-
-def names(rows: Rows) -> set[int]:
-    """The ids of all entries, whatever their state, and of all reservations."""
-    return {row[0] for row in rows.all("SELECT id FROM entries UNION ALL SELECT id FROM reservations")}
+    if not all(checked.is_member(row[-1]) for row in found):
+        rows.doubt("entries", (tree,), f"the directory {tree:x}, since the name of a file in it leads out of it")
+        return []
+    return sorted((row[-1], entry) for row in found if (entry := checked.entry(rows, row[:-1])) is not None)
 
 
 def whole(rows: Rows) -> list[Any]:

@@ -6,15 +6,15 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Rows, Txn
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process that has the root open. All but ``id`` and ``page`` is information for people, never for liveness."""
+    """A process that writes to the root. All but ``id`` is information for people, never for liveness."""
 
     id: int
-    page: int
     pid: int
     pidns: str
     host: str
@@ -39,14 +39,14 @@ class Wait:
         return f"wait/{self.owner:x}/{self.number:x}"
 
 
-_FROM = "SELECT id, page, pid, pidns, host, start, command FROM owners"
+_FROM = "SELECT id, pid, pidns, host, start, command FROM owners"
 KEEP_FAILURES = 1000
 
 
 def insert(txn: Txn, owner: Owner) -> None:
     txn.run(
         "INSERT INTO owners VALUES (?, ?, ?, ?, ?, ?, ?)",
-        owner.id, owner.page, owner.pid, owner.pidns, owner.host, owner.start, owner.command,
+        owner.id, owner.id, owner.pid, owner.pidns, owner.host, owner.start, owner.command,
     )  # fmt: skip
 
 
@@ -55,18 +55,12 @@ def delete(txn: Txn, id: int) -> None:
 
 
 def every(rows: Rows) -> list[Owner]:
-    return [Owner(*row) for row in rows.all(_FROM)]
+    return [Owner(*row) for row in rows.all(_FROM) if checked.owner(rows, row)]
 
 
 def by_id(rows: Rows, id: int) -> Owner | None:
     row = rows.one(f"{_FROM} WHERE id = ?", id)
-    return Owner(*row) if row else None
-
-
-def free_page(rows: Rows) -> int:
-    """The lowest page of the counters that nobody has."""
-    taken = {row[0] for row in rows.all("SELECT page FROM owners")}
-    return next(page for page in range(len(taken) + 1) if page not in taken)
+    return Owner(*row) if row and checked.owner(rows, row) else None
 
 
 def failure(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Rows, Txn
 
 
@@ -29,6 +31,10 @@ class Reservation:
 _FROM = "SELECT id, owner, space, key, keyhash, granted, size, charge, suffix, created, rows FROM reservations"
 
 
+def _sound(rows: Rows, several: list[Any]) -> list[Reservation]:
+    return [Reservation(*row) for row in several if checked.reservation(rows, row)]
+
+
 def insert(txn: Txn, r: Reservation) -> None:
     txn.run(
         "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -38,21 +44,21 @@ def insert(txn: Txn, r: Reservation) -> None:
 
 def by_id(rows: Rows, id: int) -> Reservation | None:
     row = rows.one(f"{_FROM} WHERE id = ?", id)
-    return Reservation(*row) if row else None
+    return Reservation(*row) if row and checked.reservation(rows, row) else None
 
 
 def by_key(rows: Rows, keyhash: int) -> list[Reservation]:
     """What stands under a key's lock: the newest first."""
-    return [Reservation(*row) for row in rows.all(f"{_FROM} WHERE keyhash = ? ORDER BY id DESC", keyhash)]
+    return _sound(rows, rows.all(f"{_FROM} WHERE keyhash = ? ORDER BY id DESC", keyhash))
 
 
 def every(rows: Rows) -> list[Reservation]:
-    return [Reservation(*row) for row in rows.all(_FROM)]
+    return _sound(rows, rows.all(_FROM))
 
 
 def abandoned(rows: Rows) -> list[Reservation]:
     """Partials that wait for a successor, oldest first."""
-    return [Reservation(*row) for row in rows.all(f"{_FROM} WHERE owner IS NULL ORDER BY id")]
+    return _sound(rows, rows.all(f"{_FROM} WHERE owner IS NULL ORDER BY id"))
 
 
 def any_others(rows: Rows, space: int, but: int) -> bool:

@@ -41,7 +41,9 @@ CREATE TABLE failures(
     space INTEGER NOT NULL, key TEXT NOT NULL, error TEXT NOT NULL, at INTEGER NOT NULL,
     PRIMARY KEY(space, key)) WITHOUT ROWID;
 CREATE TABLE owners(
-    id INTEGER PRIMARY KEY, page INTEGER NOT NULL UNIQUE, pid INTEGER NOT NULL, pidns TEXT NOT NULL, host TEXT NOT NULL,
+    id INTEGER PRIMARY KEY,
+    page INTEGER NOT NULL UNIQUE,          -- of no use any more: the id again
+    pid INTEGER NOT NULL, pidns TEXT NOT NULL, host TEXT NOT NULL,
     start REAL NOT NULL, command TEXT NOT NULL);
 CREATE TABLE counters(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE free_slots(slot INTEGER PRIMARY KEY);
@@ -82,3 +84,14 @@ def create(con: sqlite3.Connection, root_id: int) -> None:
         [("format", FORMAT), ("root", root_id), ("next_id", first), ("next_slot", 0), ("boot", ""), ("budget", None)],
     )
     con.execute("COMMIT")
+
+
+def is_sane(con: sqlite3.Connection) -> bool:
+    """Whether the next id and the next slot can be told, and no slot is given twice."""
+    twice = (
+        "SELECT 1 FROM free_slots WHERE slot IN (SELECT slot FROM entries) UNION SELECT 1 FROM entries GROUP BY slot HAVING count(*) > 1"
+    )
+    if con.execute(f"{twice} LIMIT 1").fetchone():
+        return False
+    found = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('next_id', 'next_slot')").fetchall())
+    return all(type(found.get(name)) is int and 0 <= found[name] < end for name, end in (("next_id", 1 << 61), ("next_slot", 1 << 31)))

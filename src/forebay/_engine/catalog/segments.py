@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Rows, Txn
 
 
@@ -23,9 +25,13 @@ class Segment:
 _FROM = "SELECT pack, number, owner, capacity, size, tail FROM segments"
 
 
+def _sound(rows: Rows, several: list[Any]) -> list[Segment]:
+    return [Segment(*row) for row in several if checked.segment(rows, row)]
+
+
 def one(rows: Rows, pack: int, number: int) -> Segment | None:
     row = rows.one(f"{_FROM} WHERE pack = ? AND number = ?", pack, number)
-    return Segment(*row) if row else None
+    return Segment(*row) if row and checked.segment(rows, row) else None
 
 
 def last(rows: Rows, pack: int) -> int:
@@ -36,16 +42,16 @@ def last(rows: Rows, pack: int) -> int:
 def roomy(rows: Rows, pack: int, need: int) -> list[Segment]:
     """The segments of a pack that somebody appends to, or nobody any more though ``need`` bytes go in; the newest first."""
     where = "pack = ? AND (owner IS NOT NULL OR capacity - tail >= ?)"
-    return [Segment(*row) for row in rows.all(f"{_FROM} WHERE {where} ORDER BY number DESC", pack, need)]
+    return _sound(rows, rows.all(f"{_FROM} WHERE {where} ORDER BY number DESC", pack, need))
 
 
 def owned(rows: Rows) -> list[Segment]:
     """All segments that some process, dead or alive, appends to."""
-    return [Segment(*row) for row in rows.all(f"{_FROM} WHERE owner IS NOT NULL")]
+    return _sound(rows, rows.all(f"{_FROM} WHERE owner IS NOT NULL"))
 
 
 def every(rows: Rows) -> list[Segment]:
-    return [Segment(*row) for row in rows.all(_FROM)]
+    return _sound(rows, rows.all(_FROM))
 
 
 def put(txn: Txn, segment: Segment) -> None:

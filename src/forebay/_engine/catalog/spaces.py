@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from forebay._engine.catalog.connection import PAGE, Rows, Txn
 from forebay._engine.catalog.schema import DOOMED, LIVE
+from forebay._engine.settings_file import Kept, SpaceLimits
 
 NEWEST = 1 << 62
 ALLOWANCE = 8 << 20
@@ -139,6 +140,12 @@ def totals(txn: Rows, before: int | None = None, space: int = 0) -> Totals:
     )  # fmt: skip
 
 
+def uncharged(rows: Rows) -> int:
+    """Bytes of the catalog that the budget does not count."""
+    pages, inline = rows.one("SELECT (SELECT page_count FROM pragma_page_count), coalesce(sum(inline), 0) FROM spaces")
+    return int(max(0, min(pages * PAGE - inline, ALLOWANCE)))
+
+
 def usage(rows: Rows) -> tuple[int, int, int]:
     """Bytes of all entries, bytes that are promised, and the budget: of one moment."""
     charge, granted, budget = rows.one(_USAGE)
@@ -152,6 +159,23 @@ def setting(rows: Rows, name: str) -> Any:
 
 def set_setting(txn: Txn, name: str, value: Any) -> None:
     txn.run("INSERT INTO meta VALUES (?1, ?2) ON CONFLICT(name) DO UPDATE SET value = ?2", name, value)
+
+
+def kept(rows: Rows) -> Kept:
+    """What people set, as `settings_file` keeps it."""
+    limits = {name: setting(rows, name) for name in ("budget", "min_free", "max_entries")}
+    special = rows.all(
+        "SELECT name, kind, policy, quota, max_count FROM spaces WHERE policy != 'lru' OR quota IS NOT NULL OR max_count IS NOT NULL"
+        " ORDER BY id"
+    )
+    return Kept(**limits, spaces=tuple(SpaceLimits(*row) for row in special))
+
+
+def restore(txn: Txn, found: Sequence[SpaceLimits]) -> None:
+    """Make the spaces that a lost catalog had, as people had set them."""
+    for space in found:
+        insert(txn, space.name, space.kind, space.policy, space.quota)
+        change(txn, space.name, space.policy, space.quota, space.max_count)
 
 
 def add_counters(txn: Txn, sums: Iterable[tuple[str, int]]) -> None:

@@ -9,21 +9,36 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from forebay import errors
+from forebay._logs import logger
+
+log = logger("forebay.catalog")
 
 IDS = 64
+KINDS = ("blob", "value", "tree", "pack", "session")
+NUMBERS, SLOTS = 1 << 62, 1 << 32
+"""Ids and hashes of keys, and slots, lie below these."""
+_TOLD = 10_000
+# What a sound catalog in its own file never answers. `SQLITE_ERROR` is a table or a column that is not there, or a sum of numbers that
+# nobody wrote; a header of its own decides whether SQLite takes a file that may be written to for one that may only be read.
+_DAMAGE = {
+    sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_INTERNAL, sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_RANGE,
+}  # fmt: skip
+_DAMAGE_EXACTLY = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR_SHORT_READ}
 _FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE}
 
 
 class CatalogBroken(errors.CacheFault):
-    """The catalog is gone, damaged, or another root's: it has to be rebuilt. ``damaged``: SQLite says that its pages are."""
+    """The catalog is gone, damaged, or another root's: it has to be rebuilt. ``damaged``: what it answers is what no sound one does."""
 
     damaged: bool = False
 
 
 class DiskFull(errors.CacheFault):
-    """SQLite found no room, or the disk quota is used up."""
+    """SQLite found no room, or the disk quota is used up. ``relieved``: there is some now, since the ballast was given up."""
 
     errno = errno.ENOSPC
+    relieved: bool = False
 
 
 class Rows(Protocol):
@@ -32,6 +47,42 @@ class Rows(Protocol):
     def all(self, sql: str, *values: Any) -> list[Any]: ...
 
     def one(self, sql: str, *values: Any) -> Any: ...
+
+    def doubt(self, table: str, key: tuple[Any, ...], what: str) -> None:
+        """A row holds what none of ours would: it is served to nobody, told once, and set aside by the next transaction."""
+
+
+class Doubts:
+    """Rows that cannot be ours, of which this process knows. Its methods are single steps: no lock."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[tuple[str, tuple[Any, ...]], None] = {}
+        self._told: set[tuple[str, tuple[Any, ...]]] = set()
+
+    def note(self, table: str, key: tuple[Any, ...], what: str) -> None:
+        row = table, key
+        self.waiting[row] = None
+        if row not in self._told and len(self._told) < _TOLD:
+            self._told.add(row)
+            log.warning("the catalog is damaged, or was written by another program: %s is set aside", what)
+
+
+def fetched(con: sqlite3.Connection, sql: str, values: Sequence[Any]) -> list[Any]:
+    """All rows of a statement. A text that is none comes as the bytes that it has: so the other rows can be had."""
+    try:
+        return con.execute(sql, values).fetchall()
+    except sqlite3.OperationalError as error:
+        if "decode to UTF-8" not in str(error):
+            raise
+        con.text_factory = _text
+        return con.execute(sql, values).fetchall()
+
+
+def _text(data: bytes) -> str | bytes:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
 
 
 class translated:
@@ -43,13 +94,17 @@ class translated:
         """Nothing is to be done."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, UnicodeDecodeError):  # of SQLite's own message, which names a table that is not called so
+            raise CatalogBroken(f"the catalog is damaged: {error}", damaged=True) from error
         if not isinstance(error, sqlite3.Error):
             return
         code = getattr(error, "sqlite_errorcode", 0)
         name = getattr(error, "sqlite_errorname", type(error).__name__)
         if code in _FULL:
             raise DiskFull(f"the catalog cannot grow: {error} ({name})") from error
-        if code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "no such table" in str(error):
+        # Python's own: text that is no text.
+        undecodable = not code and isinstance(error, sqlite3.OperationalError)
+        if code & 0xFF in _DAMAGE or code in _DAMAGE_EXACTLY or undecodable:
             raise CatalogBroken(f"the catalog is damaged: {error} ({name})", damaged=True) from error
         raise errors.CacheFault(f"the catalog failed: {error} ({name})") from error
 
@@ -57,19 +112,20 @@ class translated:
 class Txn:
     """A transaction that writes. Valid inside its ``with`` only; its thread holds the writer lock."""
 
-    def __init__(self, con: sqlite3.Connection, ids: list[int]) -> None:
-        self._con, self._ids = con, ids
+    def __init__(self, con: sqlite3.Connection, ids: list[int], doubts: Doubts) -> None:
+        self._con, self._ids, self._doubts = con, ids, doubts
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
         self.then: Callable[[], None] | None = None
         """Called after the commit, still under the writer lock."""
 
     def all(self, sql: str, *values: Any) -> list[Any]:
-        return self._con.execute(sql, values).fetchall()
+        return fetched(self._con, sql, values)
 
     def one(self, sql: str, *values: Any) -> Any:
         """The first row, or None."""
-        return self._con.execute(sql, values).fetchone()
+        found = fetched(self._con, sql, values)
+        return found[0] if found else None
 
     def run(self, sql: str, *values: Any) -> int:
         """Change rows; gives how many."""
@@ -85,7 +141,49 @@ class Txn:
     def take(self, name: str, count: int = 1) -> int:
         """The next number of a sequence in ``meta``: the last of ``count``."""
         self.run("UPDATE meta SET value = value + ? WHERE name = ?", count, name)  # with RETURNING it takes thrice as long
-        return int(self.one("SELECT value FROM meta WHERE name = ?", name)[0])
+        last = self.known(self.one("SELECT value FROM meta WHERE name = ?", name)[0], name, NUMBERS)
+        self.known(last - count, name, NUMBERS)
+        return last
+
+    def known(self, value: Any, name: str, end: int) -> int:
+        """A number of the catalog's own, that must lie below ``end``. Raises `CatalogBroken`: nothing else could tell what is taken."""
+        if type(value) is not int or not 0 <= value < end:
+            raise CatalogBroken(f"the catalog is damaged: {name} is {value!r}", damaged=True)
+        return value
+
+    def doubt(self, table: str, key: tuple[Any, ...], what: str) -> None:
+        """See `Rows.doubt`; set aside at once."""
+        self._doubts.note(table, key, what)
+        self.settle_doubts()
+
+    def settle_doubts(self) -> None:
+        """Set aside the rows that cannot be ours. An entry's files go as those of one that was replaced, whatever their suffix."""
+        while self._doubts.waiting:
+            (table, key), _ = self._doubts.waiting.popitem()
+            if table == "entries":
+                self._set_entry_aside(key[0])
+            elif table == "segments":
+                self.run("DELETE FROM segments WHERE pack IS ? AND number IS ?", *key)
+            else:
+                self.run(f"DELETE FROM {table} WHERE id IS ?", *key)
+
+    def _set_entry_aside(self, id: Any) -> None:
+        found = self.one("SELECT slot, space FROM entries WHERE id IS ?", id)
+        if found is None:
+            return
+        self.run(
+            "UPDATE entries SET state = 1, suffix = '', life = 'cached', key = '', size = 0, charge = 0, validator = NULL,"
+            f" checksum = x'', meta = '', created = 0.0, kind = CASE WHEN kind IN {KINDS} THEN kind ELSE 'blob' END WHERE id IS ?", id,
+        )  # fmt: skip
+        slot, space = found
+        if type(slot) is int and 0 <= slot < SLOTS and 0 < id < NUMBERS:
+            self.leftovers = True
+            return
+        (trigger,) = self.one("SELECT sql FROM sqlite_master WHERE type = 'trigger' AND name = 'entry_goes'")
+        self.run("DROP TRIGGER entry_goes")  # it would give the slot to the next entry
+        self.run("DELETE FROM entries WHERE id IS ?", id)
+        self.run("UPDATE spaces SET entries = entries - 1 WHERE id IS ?", space)
+        self.run(trigger)
 
     def new_ids(self, count: int = 1) -> range:
         """Ids in a row that none had before. A process takes many at once: others' ids do not tell which came first."""

@@ -3,70 +3,120 @@
 Who waits asks again every few milliseconds instead of being woken at each release. A process that goes on writing has SQLite's
 pages in its cache, each other one must read them anew: eight that take turns need twice the CPU of eight that write in bursts.
 Who has waited for `HUNGRY` seconds says so, and whoever lets go then makes way for him.
+
+A holder that is stopped (Ctrl-Z, a debugger, a frozen container) holds the lock as long as it is. A process that has waited in vain
+once does not wait again: it tries, and goes on without the cache at once, until it gets the lock or sees that it changed hands.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 from types import TracebackType
+from typing import ClassVar
 
 from forebay import errors
 from forebay._engine.root import Root
 from forebay._kernel import locks, waits
+from forebay.errors import WriterBusy as WriterBusy
 
 PATIENCE = 10.0
+GRACE = 0.2
+"""The lock is waited for so long, even where the patience of a call is used up: the next holder may be a moment away."""
 HUNGRY = 0.1
 PAUSE = 0.001, 0.004
 YIELD = 0.0003
 WRITER_WORD, HUNGRY_WORD = 0, 2
 
 
-class WriterBusy(errors.CacheFault):
-    """The writer lock could not be had in time."""
-
-
 class Writer:
     """The lock of one root. Callable from any thread; waits at most ``timeout`` seconds."""
 
+    _stuck: ClassVar[dict[str, tuple[int, str]]] = {}
+    """Locks that this process has waited for in vain: what WRITER_WORD was then, and who had it."""
+
     def __init__(self, root: Root, words: waits.Words) -> None:
         self._root, self._words = root, words
-        self._file = locks.LockFile(root.lock("writer"), writable=not root.read_only)
+        self._file = locks.LockFile(root.lock("writer"), root.files.open, writable=not root.read_only)
         self._turn = threading.Lock()  # one thread of a process at a time asks the kernel
         self._fed = words.value(HUNGRY_WORD)
+        self._path = os.fspath(root.lock("writer"))
 
     def holding(self, timeout: float | None = None) -> Holding:
-        """The lock around a block. Entering it raises `WriterBusy` after ``timeout``, `ReadOnly` in a read-only root."""
-        return Holding(self, PATIENCE if timeout is None else timeout)
+        """The lock around a block. Entering it raises `WriterBusy` after ``timeout`` (default: what is left of the call's patience), or at
+        once where the holder is stuck; `ReadOnly` in a read-only root. A ``timeout`` of 0: only if it is free."""
+        return Holding(self, timeout)
 
-    def take(self, timeout: float) -> None:
+    def still(self) -> Holding:
+        """Nobody changes the catalog meanwhile. In a read-only root a shared lock does: who only looks can have no other."""
+        return Holding(self, None, looking=True)
+
+    def take(self, timeout: float | None = None, *, looking: bool = False) -> None:
         """Caller: calls `release`, in any event."""
-        if self._root.read_only:
+        if self._root.read_only and not looking:
             raise errors.ReadOnly.of(self._root.path)
-        if not self._turn.acquire(timeout=timeout):
-            raise WriterBusy(f"the catalog is busy: other threads of this process have written for {timeout:.0f} s")
+        if timeout is None:
+            timeout = min(PATIENCE, max(waits.patience.remaining(), GRACE))
+        if not self._turn.acquire(blocking=False):
+            self._wait_for_thread(timeout)
         try:
-            if not self._file.try_lock(0, exclusive=True):
+            if not self._try():
+                if timeout <= 0:
+                    raise WriterBusy("the catalog is busy: somebody writes now", waited=0.0, holder="")
                 self._wait(timeout)
         except BaseException:
             self._turn.release()
             raise
+        if self._stuck:
+            self._stuck.pop(self._path, None)
+
+    def _wait_for_thread(self, timeout: float) -> None:
+        began = time.monotonic()
+        got = self._turn.acquire(timeout=timeout)
+        waited = time.monotonic() - began
+        waits.patience.spend(waited)
+        if not got:
+            message = f"the catalog is busy: other threads of this process have written for {waited:.1f} s"
+            raise WriterBusy(message, waited=waited, holder=locks.describe_process(os.getpid()))
 
     def _wait(self, timeout: float) -> None:
-        until = time.monotonic() + min(HUNGRY, timeout)
+        stuck = self._stuck.get(self._path)
+        if stuck is not None:
+            if self._ask_hungry():
+                return
+            word, holder = stuck
+            if self._words.value(WRITER_WORD) == word:  # else somebody let go of it since: it is worth waiting for
+                raise WriterBusy(f"the catalog is busy, as a moment ago: held by {holder}", waited=0.0, holder=holder)
+            self._stuck.pop(self._path, None)
+        began = time.monotonic()
+        until = began + min(HUNGRY, timeout)
         while time.monotonic() < until:
             time.sleep(random.uniform(*PAUSE))
-            if self._file.try_lock(0, exclusive=True):
+            if self._try():
+                waits.patience.spend(time.monotonic() - began)
                 return
-        try:
-            waits.wait_for(self._ask_hungry, self._words, WRITER_WORD, what=self._describe, timeout=timeout)
-        except errors.WaitTimeout as error:
-            raise WriterBusy(f"the catalog is busy: {error}") from error
+        left = timeout - (time.monotonic() - began)
+        late: errors.WaitTimeout | None = None
+        with waits.patience(timeout, afresh=True):  # what is left of the call's may be less than the grace
+            try:
+                waits.wait_for(self._ask_hungry, self._words, WRITER_WORD, what=self._describe, timeout=left)
+            except errors.WaitTimeout as error:
+                late = error
+        waits.patience.spend(time.monotonic() - began)
+        if late is not None:
+            self._stuck[self._path] = self._words.value(WRITER_WORD), late.holder
+            waited = timeout - left + late.waited  # not what it took to find out who has it
+            message = f"the catalog is busy: waited {waited:.1f} s for {late.what}, held by {late.holder}: continue that process, or end it"
+            raise WriterBusy(message, waited=waited, holder=late.holder) from late
 
     def _ask_hungry(self) -> bool | None:
         self._words.bump(HUNGRY_WORD)  # before the attempt: who lets go after it has seen this
-        return self._file.try_lock(0, exclusive=True) or None
+        return self._try() or None
+
+    def _try(self) -> bool:
+        return self._file.try_lock(0, exclusive=not self._root.read_only)
 
     def _describe(self) -> tuple[str, str]:
         return "the writer lock of the catalog", locks.describe_holders(self._root.lock("writer"), 0)
@@ -105,13 +155,13 @@ class Writer:
 class Holding:
     """A class and no generator: this is around every transaction."""
 
-    __slots__ = ("_timeout", "_writer")
+    __slots__ = ("_looking", "_timeout", "_writer")
 
-    def __init__(self, writer: Writer, timeout: float) -> None:
-        self._writer, self._timeout = writer, timeout
+    def __init__(self, writer: Writer, timeout: float | None, *, looking: bool = False) -> None:
+        self._writer, self._timeout, self._looking = writer, timeout, looking
 
     def __enter__(self) -> None:
-        self._writer.take(self._timeout)
+        self._writer.take(self._timeout, looking=self._looking)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._writer.release()

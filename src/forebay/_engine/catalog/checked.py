@@ -1,0 +1,131 @@
+"""Rows are not believed: whoever can write to a root can write to its catalog.
+
+Here, and nowhere else, it is decided which values may become names of files, offsets of locks and records of tables. A row with others
+is damage: nobody gets it, it is told once, and the next transaction sets it aside: see `Rows.doubt`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from forebay._engine.catalog.transactions import KINDS, NUMBERS, SLOTS, Rows
+from forebay._model import Entry
+
+_SUFFIX = re.compile(r"[A-Za-z0-9.]{0,16}").fullmatch
+_SEGMENTS = 1 << 24
+_NONE = type(None)
+_ENTRY = (int, str, str, str, int, int, int, bytes, str, float, str, str, str, str)
+_ENTRIES = frozenset((_ENTRY, (*_ENTRY[:8], _NONE, *_ENTRY[9:])))  # with a validator, and without
+
+
+def is_number(value: object, end: int = NUMBERS) -> bool:
+    """Whether it is a number that one of ours could be: an id, a keyhash, a count of bytes."""
+    return type(value) is int and 0 <= value < end
+
+
+def is_suffix(value: object) -> bool:
+    """Whether the name of a blob may end so."""
+    return type(value) is str and _SUFFIX(value) is not None
+
+
+def is_member(name: object) -> bool:
+    """Whether a file below a tree may be called so."""
+    return type(name) is str and bool(name) and "\0" not in name and {"", ".", ".."}.isdisjoint(name.split("/"))
+
+
+def is_kind(value: object) -> bool:
+    return type(value) is str and value in KINDS
+
+
+def is_slot(value: object) -> bool:
+    return is_number(value, SLOTS)
+
+
+def entry(rows: Rows, row: Sequence[Any]) -> Entry | None:
+    """An entry from its columns, in its own order; None for a row that is no entry of ours."""
+    if (
+        tuple(map(type, row)) in _ENTRIES
+        and 0 < row[0] < NUMBERS
+        and row[3] in KINDS
+        and row[4] >= 0
+        and row[5] >= 0
+        and 0 <= row[6] < SLOTS
+        and (not row[12] or _SUFFIX(row[12]))
+    ):
+        return Entry(*row)
+    rows.doubt("entries", (row[0],), f"the row of {row[2]!r}")
+    return None
+
+
+def entries(rows: Rows, several: Iterable[Sequence[Any]]) -> list[Entry]:
+    """`entry`, of several: those that are ours."""
+    return [found for row in several if (found := entry(rows, row)) is not None]
+
+
+def files(rows: Rows, several: Sequence[Sequence[Any]], shape: str) -> list[Any]:
+    """Rows of entries that begin with an id, as ``shape`` says for each column:
+    ``i`` a number, ``s`` a slot, ``t`` a text, ``k`` a kind, ``r`` a real number, ``x`` a suffix."""
+    columns = zip(*several, strict=True)
+    if all(_COLUMNS[letter](column) for letter, column in zip(shape, columns, strict=bool(several))):
+        return list(several)
+    tests = [(at, _TESTS[letter]) for at, letter in enumerate(shape)]
+    found = []
+    for row in several:
+        if all(test(row[at]) for at, test in tests):
+            found.append(row)
+        else:
+            rows.doubt("entries", (row[0],), f"the row {row[0]}")
+    return found
+
+
+def reservation(rows: Rows, row: Sequence[Any]) -> bool:
+    """Whether a reservation, in the order of its columns, may be one of ours."""
+    id, owner, space, key, keyhash, _, size, charge, suffix, _, count = row
+    numbers = (id, space, keyhash, size, charge, count, 0 if owner is None else owner)
+    if all(map(is_number, numbers)) and id > 0 and type(key) is str and is_suffix(suffix):
+        return True
+    rows.doubt("reservations", (id,), f"the reservation of {key!r}")
+    return False
+
+
+def segment(rows: Rows, row: Sequence[Any]) -> bool:
+    """Whether a segment of a pack, in the order of its columns, may be one of ours."""
+    pack, number, owner, capacity, size, tail = row
+    if all(map(is_number, (pack, 0 if owner is None else owner, capacity, size, tail))) and is_number(number, _SEGMENTS):
+        return True
+    rows.doubt("segments", (pack, number), f"segment {number!r} of pack {pack!r}")
+    return False
+
+
+def owner(rows: Rows, row: Sequence[Any]) -> bool:
+    """Whether a process, in the order of its columns, may be one of ours."""
+    id, pid, *words = row
+    if is_number(id) and is_number(pid) and all(isinstance(word, str | float) for word in words):
+        return True
+    rows.doubt("owners", (id,), f"the process {id}")
+    return False
+
+
+def _are_numbers(values: Sequence[Any], end: int = NUMBERS) -> bool:
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < end
+
+
+_TESTS: dict[str, Callable[[object], bool]] = {
+    "t": lambda value: type(value) is str,
+    "r": lambda value: type(value) is float,
+    "i": is_number,
+    "s": is_slot,
+    "k": is_kind,
+    "x": is_suffix,
+}
+# The same of whole columns: many rows that are all sound are the rule.
+_COLUMNS: dict[str, Callable[[Sequence[Any]], bool]] = {
+    "t": lambda values: set(map(type, values)) == {str},
+    "r": lambda values: set(map(type, values)) == {float},
+    "i": _are_numbers,
+    "s": lambda values: _are_numbers(values, SLOTS),
+    "k": lambda values: all(map(is_kind, values)),
+    "x": lambda values: all(map(is_suffix, values)),
+}

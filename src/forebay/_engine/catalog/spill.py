@@ -1,0 +1,38 @@
+"""An order of more rows than memory should hold: they are sorted in an unnamed temporary file, which ends with this process."""
+
+from __future__ import annotations
+
+import marshal
+import sqlite3
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from forebay._engine.catalog.transactions import translated
+
+_CACHE = "-8000"  # KiB
+
+
+class Spill:
+    """Rows of plain values, by a number. Of one thread. Raises `CacheFault` where there is no room for the file."""
+
+    def __init__(self) -> None:
+        with translated():
+            self._con = sqlite3.connect("", isolation_level=None)
+            self._con.execute(f"PRAGMA cache_size = {_CACHE}")
+            self._con.execute("PRAGMA temp_store = FILE")
+            self._con.execute("CREATE TABLE rows(place, data BLOB)")
+            self._con.execute("BEGIN")
+
+    def add(self, rows: Iterable[tuple[float, tuple[Any, ...]]]) -> None:
+        with translated():
+            self._con.executemany("INSERT INTO rows VALUES (?, ?)", ((place, marshal.dumps(row)) for place, row in rows))
+
+    def sorted(self, *, backwards: bool = False) -> Iterator[tuple[Any, ...]]:
+        """All rows in order of their numbers; those of one number as they came. The file goes at the end."""
+        try:
+            with translated():
+                found = self._con.execute(f"SELECT data FROM rows ORDER BY place {'DESC' if backwards else 'ASC'}, rowid")
+                for (data,) in found:
+                    yield marshal.loads(data)
+        finally:
+            self._con.close()

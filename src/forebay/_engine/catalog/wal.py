@@ -1,0 +1,100 @@
+"""The write-ahead log of the catalog, and its bound.
+
+SQLite starts its log again from the beginning once all of it is in the database and no reader needs it any more. A reader says what
+it needs by a lock on the log's index, the file ``catalog.sqlite-shm``. A process that is stopped inside a SELECT holds that lock for
+as long as it is stopped, and the log would grow meanwhile.
+
+So the index can be *retired*, by whoever has the writer lock: it is marked as one that no SQLite can read, then unlinked. Every
+process finds out at its next statement, reconnects and gets the new index, which SQLite makes from the log. A statement that was
+running meanwhile may have read pages of two moments: its rows are thrown away and it runs again. The mark comes before the unlink:
+a connection that still has the old index can neither read by it nor, when it is closed, copy the log by it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from forebay._kernel import host
+from forebay._kernel.below import Below
+
+SOFT, STEP = 4 << 20, 512 << 10
+"""From ``SOFT`` bytes on the log is copied into the database, again after each ``STEP`` while readers keep it from starting again."""
+RETIRE = 8 << 20
+"""What the log may have when its readers are waited for no longer."""
+KEEP = 1 << 20
+"""What the log keeps of its blocks when it starts again: on a full disk they are room for the transactions that evict."""
+REFUSE = 12 << 20
+"""No transaction begins above this; one takes at most 4 MiB: so the log never has more than 16."""
+
+# https://www.sqlite.org/walformat.html: two copies of a header of 48 bytes in native order, the last 8 are a checksum of those before.
+_HEADER = struct.Struct("=12I")
+_VERSION, _RETIRED = 3_007_000, 0xF0BEBA11
+
+
+class Wal:
+    """The log and its index beside one catalog. No state but their paths."""
+
+    def __init__(self, catalog: str, files: Below) -> None:
+        self.log, self.index, self._files = f"{catalog}-wal", f"{catalog}-shm", files
+
+    def size(self) -> int:
+        """Bytes of the log. Above `KEEP` that is what is in use of it: it is cut to that when it starts again."""
+        try:
+            return os.stat(self.log).st_size
+        except FileNotFoundError:
+            return 0
+
+    def exists(self) -> bool:
+        return os.path.exists(self.log)
+
+    def current_index(self) -> tuple[int, int] | None:
+        """Which file the index is: another one after it was retired; None between the two."""
+        try:
+            found = os.stat(self.index)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def retire_index(self) -> bool:
+        """Mark the index as unreadable, and unlink it. False if this SQLite's index has a form that is not known here.
+
+        Caller: holds the writer lock and SQLite's own in a transaction, and closes this process's connections to the catalog next: they
+        lose their locks on the index."""
+        fd = self._files.open(self.index, os.O_RDWR)
+        try:
+            words = list(_HEADER.unpack(os.pread(fd, _HEADER.size, 0)))
+            if words[0] != _VERSION or words[10:] != _checksum(words[:10]):
+                return False
+            words[0] = _RETIRED
+            header = _HEADER.pack(*words[:10], *_checksum(words[:10]))
+            host.pwrite(fd, header + header, 0)
+        finally:
+            os.close(fd)
+        self._files.unlink(self.index)
+        return True
+
+    def is_retired(self) -> bool:
+        """Whether there is an index whose retirer was killed before he could unlink it. Caller: has no connection open."""
+        try:
+            fd = self._files.open(self.index)
+        except FileNotFoundError:
+            return False
+        try:
+            return os.pread(fd, 4, 0) == struct.pack("=I", _RETIRED)
+        finally:
+            os.close(fd)
+
+    def unlink_retired(self) -> None:
+        """Go on from there. Caller: holds the writer lock too."""
+        if self.is_retired():
+            self._files.unlink(self.index)
+
+
+def _checksum(words: list[int]) -> list[int]:
+    """Of whole pairs of words, as SQLite has it."""
+    a = b = 0
+    for first, second in zip(words[::2], words[1::2], strict=True):
+        a = (a + first + b) & 0xFFFFFFFF
+        b = (b + second + a) & 0xFFFFFFFF
+    return [a, b]

@@ -1,0 +1,317 @@
+"""A damaged or lost catalog: the first call that meets it begins a new one and goes on, and what people set stands."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay._engine.layout import Root
+from forebay._engine.settings_file import Kept, SpaceLimits, read, write
+from tests.harness import MiB, assert_settled, fork, in_child
+
+BUDGET, QUOTA = 50 * MiB, 3 * MiB
+PAGE = 4096
+
+
+@pytest.fixture(scope="module")
+def pattern(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with something of everything, closed."""
+    place = tmp_path_factory.mktemp("pattern") / "root"
+
+    def make() -> None:
+        with forebay.Cache(place, budget=BUDGET, min_free=0, max_entries=5000) as cache:
+            own = cache.space("own", quota=QUOTA, policy="freeze")
+            for n in range(150):
+                assert cache.put(f"k{n}", bytes([n]) * (n * 10))
+                assert own.put(f"o{n}", bytes([n]) * 50)
+            for n in range(10):
+                assert cache.put(f"b{n}", bytes([n]) * 30_000)
+
+    in_child(make)
+    return place
+
+
+@pytest.fixture
+def place(pattern: Path, quick_path: Path) -> Path:
+    shutil.copytree(pattern, quick_path / "root")
+    return quick_path / "root"
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def harm(path: Path, how: str) -> None:
+    """``how``: what is done, and where."""
+    what, _, where = how.partition(" ")
+    chance, size = random.Random(how), path.stat().st_size
+    if what == "page":
+        overwrite(path, int(where) * PAGE, chance.randbytes(PAGE))
+    elif what == "zeros":
+        overwrite(path, int(where) * PAGE, bytes(PAGE))
+    elif what == "from-page":
+        overwrite(path, int(where) * PAGE, chance.randbytes(20_000))
+    elif what == "anywhere":
+        for _ in range(20):
+            overwrite(path, chance.randrange(size - 500), chance.randbytes(chance.choice([1, 16, 500])))
+    elif what == "cut":
+        os.truncate(path, int(size * float(where)))
+    elif what == "header":
+        overwrite(path, int(where), b"\xff\xff")
+    else:
+        path.unlink()
+
+
+HARMS = [
+    *(f"page {n}" for n in range(8)), *(f"zeros {n}" for n in range(4)), *(f"from-page {n}" for n in range(5)),
+    *(f"anywhere {n}" for n in range(6)), "cut 0", "cut 0.01", "cut 0.5", "cut 0.97", "header 0", "header 16", "header 18", "header 44",
+    "deleted",
+]  # fmt: skip
+
+
+def use(place: Path, *, opens: bool = True) -> None:
+    """What holds whatever was done to the catalog before."""
+    with forebay.Cache(place) as cache:
+        for n in range(150):
+            assert cache.get(f"k{n}") in (None, bytes([n]) * (n * 10))
+        for n in range(10):
+            assert cache.get(f"b{n}") in (None, bytes([n]) * 30_000)
+        for key, data in (("large", b"l" * 100_000), ("new", b"value")):
+            assert cache.put(key, data)
+            assert cache.get(key) == data
+        assert cache.budget == BUDGET
+        assert cache._store.quota_of("own") == QUOTA
+        if cache.repair():
+            assert cache.put("new", b"value")
+        assert cache.check(deep=True) == []
+    if opens:
+        with forebay.Cache(place) as cache:
+            assert cache.get("new") == b"value"
+            assert cache.budget == BUDGET
+
+
+@pytest.mark.parametrize("how", HARMS)
+def test_the_first_call_that_meets_the_damage_goes_on(place: Path, how: str) -> None:
+    harm(place / "catalog.sqlite", how)
+    in_child(lambda: use(place))
+    assert_settled(place, BUDGET)
+
+
+@pytest.mark.parametrize("how", ["page 2", "from-page 3", "cut 0", "zeros 0", "header 0", "deleted"])
+def test_damage_under_processes_that_have_it_open(place: Path, how: str) -> None:
+    """Those that are attached, and one that comes: each puts and finds what it put, and the budget stands for all."""
+    done, go = os.pipe(), os.pipe()
+
+    def attached(number: int) -> int:
+        with forebay.Cache(place) as cache:
+            cache.put(f"mine{number}", b"before")
+            os.write(done[1], b".")
+            os.read(go[0], 1)
+            for turn in range(3):
+                assert cache.put(f"mine{number}", b"after %d" % turn)
+                assert cache.get(f"mine{number}") == b"after %d" % turn
+            assert cache.put(f"large{number}", bytes([number]) * 100_000)
+            assert cache.get(f"large{number}") == bytes([number]) * 100_000
+            return cache.budget
+
+    children = [fork(lambda n=n: attached(n)) for n in range(3)]
+    for _ in children:
+        os.read(done[0], 1)
+    harm(place / "catalog.sqlite", how)
+    os.write(go[1], b"...")
+    assert [child.result() for child in children] == [BUDGET] * 3
+    in_child(lambda: use(place))
+    for fd in (*done, *go):
+        os.close(fd)
+
+
+def test_damage_is_met_in_the_middle_of_a_process(place: Path) -> None:
+    """The damage comes while the process lives, and lies where it has not looked before."""
+
+    def work() -> None:
+        with forebay.Cache(place) as cache:
+            assert cache.get("k1") == bytes([1]) * 10
+            for page in range(1, 12):
+                overwrite(place / "catalog.sqlite", page * PAGE, os.urandom(PAGE))
+            for n in range(150):
+                assert cache.get(f"k{n}") in (None, bytes([n]) * (n * 10))
+            cache.entries()
+            assert cache.put("new", b"value")
+            assert cache.get("new") == b"value"
+            assert cache.budget == BUDGET
+
+    in_child(work)
+    in_child(lambda: use(place))
+
+
+# -- what people set ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    caplog.clear()
+    words: list[str] = []
+    with caplog.at_level(logging.WARNING, "forebay"):
+        yield words
+    words += [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("how", ["cut 0", "from-page 3", "deleted"])
+def test_a_warning_says_what_was_lost_and_what_stays(place: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    harm(place / "catalog.sqlite", how)
+    with said(caplog) as words, forebay.Cache(place) as cache:
+        assert (cache.budget, cache.get("k3")) == (BUDGET, None)
+    (word,) = words
+    assert "fetched again" in word
+    assert "budget 52.4 MB" in word
+    assert "own" in word
+
+
+@pytest.mark.parametrize("state", ["deleted", "empty", "damaged", "another root's", "a directory", "a link", "a pipe"])
+def test_without_the_file_too_it_is_said(place: Path, caplog: pytest.LogCaptureFixture, state: str) -> None:
+    path = place / "settings.json"
+    body = json.loads(path.read_text())
+    path.unlink()
+    if state == "empty":
+        path.touch()
+    elif state == "damaged":
+        path.write_text(json.dumps({**body, "budget": 7}))
+    elif state == "another root's":
+        path.write_text(json.dumps({**body, "root": "0" * 16}))
+    elif state == "a directory":
+        path.mkdir()
+    elif state == "a link":
+        (place.parent / "elsewhere").write_text(json.dumps(body))
+        path.symlink_to(place.parent / "elsewhere")
+    elif state == "a pipe":
+        os.mkfifo(path)
+    harm(place / "catalog.sqlite", "cut 0")
+    with said(caplog) as words, forebay.Cache(place) as cache:
+        assert cache.budget not in (7, BUDGET)
+        assert cache.put("x", b"y")
+    assert any("set it by Cache(budget=...)" in word for word in words)
+
+
+def test_a_file_that_is_lost_comes_again(place: Path) -> None:
+    wanted = read(root := Root(place, int((place / "FORMAT").read_text().split()[2], 16)))
+    assert wanted == Kept(BUDGET, 0, 5000, (SpaceLimits("own", "values", "freeze", QUOTA),))
+    for harmed in (None, "", "{}", "[" * 100_000, '{"root": 3}'):
+        root.settings.unlink() if harmed is None else root.settings.write_text(harmed)
+        with forebay.Cache(place) as cache:
+            assert cache.budget == BUDGET
+        assert read(root) == wanted
+
+
+def test_each_change_is_kept(quick_path: Path) -> None:
+    place = quick_path / "root"
+    with forebay.Cache(place, budget=8 * MiB, min_free=0) as cache:
+        root = cache._store.root  # type: ignore[union-attr]
+        assert read(root) == Kept(8 * MiB, 0)
+        cache.space("a", quota=MiB, policy="wait")
+        cache.space("plain")
+        with forebay.Cache(place, budget=9 * MiB, max_entries=100):
+            pass
+        cache.space("a", quota=2 * MiB)
+        cache.samples("pack", 10).close()
+        assert read(root) == Kept(
+            9 * MiB, 0, 100, (SpaceLimits("a", "values", "wait", 2 * MiB), SpaceLimits("samples", "packs", "freeze"))
+        ) or read(root) == Kept(9 * MiB, 0, 100, (SpaceLimits("a", "values", "wait", 2 * MiB),))
+    os.truncate(place / "catalog.sqlite", 0)
+    with forebay.Cache(place, min_free=MiB) as cache:
+        assert cache.budget == 9 * MiB
+        for n in range(101):
+            cache.put(str(n), b"x")
+        assert len(cache.entries()) == 100
+        assert read(root) == Kept(9 * MiB, MiB, 100, read(root).spaces)  # type: ignore[union-attr]
+
+
+def test_what_is_not_sane_is_left_out(tmp_path: Path) -> None:
+    root = Root(tmp_path, 5)
+    spaces: Any = (
+        SpaceLimits("good", "values", "lru", 5), SpaceLimits("bad policy", "values", "boil"), SpaceLimits("", "values", "lru"),
+        SpaceLimits("a\nb", "values", "lru"), SpaceLimits("odd quota", "values", "lru", -5, 1 << 70), SpaceLimits(7, "values", "lru"),  # type: ignore[arg-type]
+    )  # fmt: skip
+    for wrong in (-1, 1 << 70, "5", True, 1.5, None, [5]):
+        write(root, Kept(wrong, wrong, wrong, spaces))  # type: ignore[arg-type]
+        assert read(root) == Kept(spaces=(SpaceLimits("good", "values", "lru", 5), SpaceLimits("odd quota", "values", "lru")))
+    assert read(Root(tmp_path, 6)) is None
+
+
+# -- FORMAT ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [b"", bytes(27)])
+@pytest.mark.parametrize("with_slots", [True, False])
+def test_an_empty_format_is_written_anew(place: Path, left: bytes, with_slots: bool, caplog: pytest.LogCaptureFixture) -> None:
+    (place / "FORMAT").write_bytes(left)
+    if not with_slots:
+        (place / "slots" / "000").unlink()
+
+    def read_back() -> tuple[Any, ...]:
+        with forebay.Cache(place) as cache:
+            found = cache.get("k3")
+            assert cache.put("n", b"v")
+            return found and bytes(found), cache._store.root.id  # type: ignore[union-attr]
+
+    found = [child.result() for child in [fork(read_back) for _ in range(3)]]
+    assert len({id for _, id in found}) == 1
+    if with_slots:
+        assert [value for value, _ in found] == [bytes([3]) * 30] * 3
+        in_child(lambda: use(place))
+
+
+def test_an_empty_format_among_other_peoples_files_is_refused(quick_path: Path) -> None:
+    (quick_path / "thesis.tex").touch()
+    (quick_path / "FORMAT").touch()
+    with pytest.raises(errors.RootRefused, match="thesis"):
+        forebay.Cache(quick_path)
+    assert (quick_path / "FORMAT").read_bytes() == b""
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a directory", "a link"])
+def test_a_format_that_is_no_file_is_refused(place: Path, kind: str) -> None:
+    path = place / "FORMAT"
+    make: dict[str, Callable[[], object]] = {
+        "a pipe": lambda: os.mkfifo(path), "a directory": path.mkdir, "a link": lambda: path.symlink_to("CACHEDIR.TAG"),
+    }  # fmt: skip
+    path.unlink()
+    make[kind]()
+    for read_only in (True, False):
+        with pytest.raises(errors.RootRefused, match="no plain file"):
+            forebay.Cache(place, read_only=read_only)
+
+
+# -- who looks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["from-page 3", "page 1"])
+def test_a_check_tells_and_does_not_mend(place: Path, how: str) -> None:
+    """Where the catalog can be opened, and where it cannot."""
+    with forebay.Cache(place) as cache:
+        harm(place / "catalog.sqlite", how)
+        for _ in range(2):
+            assert [problem.kind for problem in cache.check()] == ["catalog"]
+        mended = cache.repair()
+        assert mended[0].kind == "catalog"
+        assert cache.check(deep=True) == []
+        assert cache.budget == BUDGET
+
+
+def test_a_read_only_root_without_a_catalog_gets_none(place: Path) -> None:
+    (place / "catalog.sqlite").unlink()
+    with forebay.Cache(place, read_only=True) as cache:
+        assert cache.get("k1") is None
+    assert not (place / "catalog.sqlite").exists()

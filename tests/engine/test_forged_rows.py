@@ -1,0 +1,231 @@
+"""Whoever can write to a root can write to its catalog: what stands there leads to no file outside, and to no error of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay._engine.catalog import CatalogBroken
+from forebay._engine.store import Store
+from forebay._model import ObjectInfo
+from tests.harness import KiB, MiB, assert_settled, in_child, opened
+
+BUDGET = 4 * MiB
+LEAD_OUT = "/../../../../outside/theirs"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A root, and beside it a file that is none of its business."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "theirs").write_bytes(b"theirs")
+    return tmp_path / "root"
+
+
+def forge(place: Path, sql: str, *values: Any) -> None:
+    with contextlib.closing(sqlite3.connect(place / "catalog.sqlite")) as con, con:
+        con.execute(sql, values)
+
+
+def fill(store: Store, count: int = 6, size: int = 300 * KiB) -> None:
+    for number in range(count):
+        with store.writing("urls", f"k{number}", suffix=".bin", resume=False) as writing:
+            writing.begin(ObjectInfo("", size))
+            writing.write(0, bytes([number]) * size)
+            writing.publish()
+
+
+def make_a_way_out(place: Path) -> None:
+    """The directory that the forged name leads through: anybody who may write here can make it."""
+    for id, suffix in sqlite3.connect(place / "catalog.sqlite").execute("SELECT id, suffix FROM entries WHERE suffix LIKE '%..%'"):
+        (place / f"blobs/{id & 0xFF:02x}/{id:016x}").mkdir(exist_ok=True)
+        assert os.path.exists(f"{place}/blobs/{id & 0xFF:02x}/{id:016x}{suffix}")
+
+
+ROWS = {
+    "a suffix that leads out": ("UPDATE entries SET suffix = ?", LEAD_OUT),
+    "a suffix of a removed entry": ("UPDATE entries SET state = 2, suffix = ?", LEAD_OUT),
+    "a suffix with a slash": ("UPDATE entries SET suffix = '/x'",),
+    "a suffix that is no text": ("UPDATE entries SET suffix = x'00ff'",),
+    "a suffix that is not UTF-8": ("UPDATE entries SET suffix = CAST(x'ff2e' AS TEXT)",),
+    "a kind that is none": ("UPDATE entries SET kind = 'directory'",),
+    "a slot that is none": ("UPDATE entries SET slot = 'first' WHERE key = 'k0'",),
+    "a slot below 0": ("UPDATE entries SET slot = -7 WHERE key = 'k0'",),
+    "a slot far away": ("UPDATE entries SET slot = 1 << 50 WHERE key = 'k0'",),
+    "a size that is none": ("UPDATE entries SET size = 'much'",),
+    "a size below 0": ("UPDATE entries SET size = -1, charge = -5000000",),
+    "an id below 0": ("UPDATE entries SET id = -id",),
+    "a key that is no text": ("UPDATE entries SET key = x'ff' || id",),
+}
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_a_forged_row_is_set_aside(place: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    in_child(lambda: _with(place, fill))
+    forge(place, *ROWS[what])
+    make_a_way_out(place)
+    with opened(place, BUDGET) as store, caplog.at_level(logging.WARNING):
+        for number in range(6):
+            found = store.view("urls", f"k{number}")
+            assert found is None or bytes(found.view) == bytes([number]) * (300 * KiB)
+        store.entries()
+        with contextlib.suppress(Exception):
+            store.lease("urls", "k1")
+        store.put("values", "small", b"small")
+        try:
+            fill(store, 20)  # more than fits: everything that can go goes
+        except CatalogBroken as error:  # it cannot tell what is taken: the fronts open it anew
+            store.mend(error, store.mends)
+            fill(store, 20)
+        assert bytes(store.view("urls", "k19").view) == bytes([19]) * (300 * KiB)  # type: ignore[union-attr]
+        store.repair()
+    assert (place.parent / "outside" / "theirs").read_bytes() == b"theirs"
+    told = [record.getMessage() for record in caplog.records if "set aside" in record.getMessage()]
+    assert told
+    assert len(told) == len(set(told))  # once each
+    assert "Traceback" not in caplog.text
+    in_child(lambda: assert_settled(place, BUDGET))
+
+
+def _with(place: Path, act: Callable[[Store], object]) -> None:
+    with opened(place, BUDGET) as store:
+        act(store)
+
+
+def test_no_row_of_ours_is_in_doubt(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(place, BUDGET) as store:
+        fill(store, 20)
+        store.put("values", "small", b"small")
+        lease = store.lease("urls", "k19")
+        assert lease is not None
+        store.plant("directories", "d", [("inner/file", lease)]).close()
+        lease.close()
+        pack = store.make_pack("arrays", "a", 10)
+        pack.put(3, lambda value: [value], b"x" * 5000)
+        assert len(store._owners.living()) == 1
+        in_child(lambda: _with(place, lambda store: store.put("values", "other", b"other")))
+        assert store.check(deep=True) == []
+        pack.close()
+        del pack
+    assert "set aside" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "(77, NULL, 1, 'k', 77, 1, 4096, 4096, ?, 0, 1)",
+        "(77, NULL, 1, 'k', 'there', 1, 4096, 4096, '', 0, 1)",
+        "(77, NULL, 1, 'k', -9, 1, 4096, 4096, '', 0, 1)",
+        "(77, NULL, 1, 'k', 77, 1, 'all', 4096, '', 0, 1)",
+    ],
+)
+def test_a_forged_partial_is_set_aside(place: Path, row: str) -> None:
+    in_child(lambda: _with(place, lambda store: fill(store, 2)))
+    forge(place, f"INSERT INTO reservations VALUES {row}", *([LEAD_OUT] if "?" in row else []))
+    (place / "blobs/4d/000000000000004d").mkdir()
+    with opened(place, BUDGET) as store:
+        fill(store, 20)
+        store.repair()
+    assert (place.parent / "outside" / "theirs").read_bytes() == b"theirs"
+    in_child(lambda: assert_settled(place, BUDGET))
+
+
+@pytest.mark.parametrize("name", ["../../../outside/theirs", "/etc/hostname", "a//b", "", "a/./b", "x\0y"])
+def test_the_name_of_a_file_in_a_tree_leads_not_out_of_it(place: Path, name: str) -> None:
+    with opened(place, BUDGET) as store:
+        fill(store, 1)
+        lease = store.lease("urls", "k0")
+        assert lease is not None
+        store.plant("directories", "d", [("inner/file", lease)]).close()
+        lease.close()
+    forge(place, "UPDATE links SET name = ?", name)
+    with opened(place, BUDGET) as store:
+        tree = store.entry("directories", "d")
+        assert tree is not None
+        assert store.members(tree) == []
+        assert store.lease("directories", "d") is None
+        fill(store, 20)
+        store.repair()
+        assert store.check(deep=True) == []
+    assert (place.parent / "outside" / "theirs").read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("name", ["next_id", "next_slot"])
+@pytest.mark.parametrize("value", ["nothing", -5, 1 << 62])
+def test_a_catalog_that_cannot_tell_what_is_taken_is_made_anew(place: Path, name: str, value: object) -> None:
+    in_child(lambda: _with(place, fill))
+    forge(place, "UPDATE meta SET value = ? WHERE name = ?", value, name)
+    with opened(place, BUDGET) as store:
+        store.put("values", "new", bytes(9))
+        assert bytes(store.view("values", "new").view) == bytes(9)  # type: ignore[union-attr]
+
+
+def test_an_intent_of_more_than_anybody_writes_is_nobodys(place: Path) -> None:
+    in_child(lambda: _with(place, fill))
+    with open(place / "slots/000", "r+b") as file:
+        file.seek(24)
+        file.write((5).to_bytes(8, "little") + (1 << 62).to_bytes(8, "little"))
+    with opened(place, BUDGET) as store:
+        fill(store, 1)
+
+
+@pytest.mark.parametrize("where", ["blobs", "tmp", "slots", "locks", "blobs/xx"])
+def test_a_link_in_the_place_of_a_directory_leads_nowhere(place: Path, where: str) -> None:
+    """Put there while the root is open: what lies behind has the names of our files, and stays."""
+    with opened(place, BUDGET) as store:
+        fill(store)
+        entry = next(entry for entry in store.entries("urls") if entry.key == "k0")
+        there = place / where.replace("xx", f"{entry.id & 0xFF:02x}")
+        moved = place.parent / "moved"
+        there.rename(moved)
+        there.symlink_to(moved)
+        before = sorted(str(path) for path in moved.rglob("*"))
+        sizes = {path: os.stat(path).st_mtime_ns for path in before}
+        with contextlib.suppress(OSError):  # the cache fails; the caller is served past it
+            fill(store, 20)
+        with contextlib.suppress(OSError):
+            store.lease("urls", "k0")
+        assert sorted(str(path) for path in moved.rglob("*")) == before
+        if where not in ("locks", "slots"):  # these were mapped before
+            assert {path: os.stat(path).st_mtime_ns for path in before} == sizes
+
+
+def test_a_link_in_the_place_of_a_fan_is_made_anew_at_the_next_opening(place: Path) -> None:
+    in_child(lambda: _with(place, fill))
+    for fan in sorted((place / "blobs").iterdir()):
+        if any(fan.iterdir()):
+            fan.rename(place.parent / f"moved-{fan.name}")
+            fan.symlink_to(place.parent / f"moved-{fan.name}")
+    with opened(place, BUDGET) as store:
+        assert store.view("urls", "k0") is None
+        fill(store, 12)
+        store.repair()
+        assert store.check(deep=True) == []
+    assert len(list(place.parent.glob("moved-*/*"))) == 6
+
+
+def test_what_an_honest_process_left_is_not_doubted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of each kind of row that one that is killed leaves, its own among them."""
+    script = (
+        "import os, sys, forebay\n"
+        "cache = forebay.Cache(sys.argv[1], budget=64 << 20, min_free=0)\n"
+        "cache.put('k', b'v'); cache.put('large', bytes(50_000)); cache.samples('a', 4).put(0, b'sample')\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script, tmp_path / "root"], timeout=60, check=False).returncode == -9
+    with forebay.Cache(tmp_path / "root") as cache:
+        assert cache.put("more", b"v")
+        cache.prune().execute()
+        assert len(cache.entries()) == 4
+        assert cache.check(deep=True) == []
+    assert "written by another program" not in caplog.text

@@ -1,0 +1,128 @@
+"""The coldest are found in stripes of the table: few at a time, and exactly those."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay._engine import ranking
+from forebay._engine.ranking import Ranking, Scope
+from forebay._engine.slots import Slots
+from forebay._engine.store import Store
+from tests.harness import MiB, opened
+
+STRIPES = 16
+COUNT = 2000
+
+
+@pytest.fixture
+def store(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """2,000 small values, in a table that is looked at in 16 stripes, two at a time; used in an order of their own."""
+    for name, value in (("STRIPE", COUNT // STRIPES), ("AT_ONCE", 2), ("PICKED", 256), ("_SAMPLE", 8)):
+        monkeypatch.setattr(ranking, name, value)
+    with opened(quick_path / "root", 64 * MiB) as found:
+        found.put_many("v", [(f"k{n}", b"x" * 100) for n in range(COUNT)])
+        found.used = use_in_any_order(found)  # type: ignore[attr-defined]
+        yield found
+        assert found.check() == []
+
+
+def use_in_any_order(store: Store) -> list[str]:
+    """The keys, the coldest first."""
+    rng, entries = random.Random(17), store.entries("v")
+    ticks = rng.sample(range(1, 10 * COUNT), len(entries))
+    for entry, tick in zip(entries, ticks, strict=True):
+        store._slots.touch(entry.slot, 10**18 + tick)
+    return [entry.key for _, entry in sorted(zip(ticks, entries, strict=True), key=lambda pair: pair[0])]
+
+
+def full(store: Store) -> None:
+    """From now on each value that comes needs the room of another."""
+    usage = store.usage()
+    with store._catalog.write() as txn:
+        txn.run("UPDATE meta SET value = ? WHERE name = 'budget'", usage.used + 100)
+
+
+def keys(store: Store) -> set[str]:
+    return set(store.keys("v"))
+
+
+def test_a_put_looks_at_few_slots_however_many_there_are(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    stripe = Slots.stripe
+
+    def counting(self: Slots, number: int, stripes: int, top: int) -> Iterator[tuple[range, list[int]]]:
+        for slots, ticks in stripe(self, number, stripes, top):
+            looked[-1] += len(slots)
+            yield slots, ticks
+
+    monkeypatch.setattr(Slots, "stripe", counting)
+    full(store)
+    for n in range(1000):
+        looked.append(0)
+        store.put("v", f"new{n}", b"y" * 100)
+    assert len(keys(store)) <= COUNT + 1
+    assert max(looked) <= 3 * COUNT // STRIPES  # two stripes, and one of a rounded length
+    assert sum(looked) >= COUNT  # all were seen
+
+
+def test_exactly_the_coldest_go_once_all_were_looked_at(store: Store) -> None:
+    used = store.used  # type: ignore[attr-defined]
+    full(store)
+    scope = Scope()
+    for _ in range(STRIPES):
+        store._ranking.pick(scope)
+    for n in range(300):
+        store.put("v", f"new{n}", b"y" * 100)
+    gone = COUNT - sum(key in keys(store) for key in used)
+    assert gone >= 300
+    assert not keys(store) & set(used[:gone])
+
+
+def test_the_first_victims_of_a_process_are_of_the_coldest(store: Store) -> None:
+    used = store.used  # type: ignore[attr-defined]
+    full(store)
+    store.put("v", "new", b"y" * 100)
+    there = keys(store)
+    gone = {key for key in used if key not in there}
+    assert gone
+    assert gone <= set(used[: COUNT // 4])
+
+
+def test_what_cannot_go_is_passed_by_however_cold_it_is(store: Store) -> None:
+    used = store.used  # type: ignore[attr-defined]
+    for key in used[:-20]:
+        store.set_life("v", key, "pinned")
+    full(store)
+    for n in range(15):
+        store.put("v", f"new{n}", b"y" * 100)
+    assert set(used[:-20]) <= keys(store)
+    assert "new14" in keys(store)
+
+
+def test_a_small_space_among_many_entries_finds_its_own(store: Store) -> None:
+    for n in range(20):
+        store.put("small", f"s{n}", b"z" * 100)
+    _quota(store, 2000)
+    for n in range(30):
+        store.put("small", f"t{n}", b"z" * 100)
+    assert sorted(store.keys("small")) == sorted(f"t{n}" for n in range(10, 30))
+    assert len(keys(store)) == COUNT
+
+
+def _quota(store: Store, quota: int) -> None:
+    with store._catalog.write() as txn:
+        txn.run("UPDATE spaces SET quota = ? WHERE name = 'small'", quota)
+
+
+def test_what_was_found_again_while_it_is_taken_is_given_once(store: Store) -> None:
+    """One call gives many; none of them is gone before it ends."""
+    found = list(Ranking(store._catalog, store._slots).coldest(Scope()))
+    assert found == []
+    mine = Ranking(store._catalog, store._slots)
+    mine.pick(Scope())
+    given = [cold.id for cold in mine.coldest(Scope())]
+    assert len(given) == len(set(given)) > 0

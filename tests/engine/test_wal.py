@@ -1,0 +1,241 @@
+"""The write-ahead log has a bound, whoever writes and whoever stands still while he reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import struct
+from pathlib import Path
+
+import pytest
+
+from forebay._engine.catalog import connection
+from forebay._engine.catalog.wal import Wal
+from forebay._engine.store import Settings, Store
+from tests.harness import Gate, KiB, MiB, bytes_of, death_of, fork, fork_to_die, opened
+
+SOFT, STEP, RETIRE, REFUSE = 256 * KiB, 32 * KiB, 512 * KiB, 768 * KiB
+SETTINGS = Settings(budget=64 * MiB, min_free=0)
+
+
+@pytest.fixture
+def place(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root whose log may have a megabyte, here and in forked children."""
+    for name, value in (("KEEP", 0), ("SOFT", SOFT), ("STEP", STEP), ("RETIRE", RETIRE), ("REFUSE", REFUSE)):
+        monkeypatch.setattr(connection, name, value)
+    return quick_path / "root"
+
+
+def put_many(store: Store, count: int, name: str = "k", size: int = 12 * KiB) -> int:
+    """The largest size of the log meanwhile."""
+    log, largest = Wal(str(store.root.catalog), store.root.files), 0
+    for n in range(count):
+        store.put("v", f"{name}{n}", b"x" * size)
+        largest = max(largest, log.size())
+    return largest
+
+
+def sound(place: Path) -> bool:
+    return sqlite3.connect(place / "catalog.sqlite").execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def stand_still_in_a_statement(store: Store, here: Gate, on: Gate) -> list[tuple[int, str]]:
+    """Every row, by a statement that stops in the middle once."""
+    met = []
+
+    def stop() -> int:
+        if not met:
+            met.append(True)
+            here.open()
+            on.wait()
+        return 0
+
+    with store._catalog._mutex:
+        store._catalog._connection_locked().set_progress_handler(stop, 200)
+    return store._catalog.all("SELECT id, key FROM entries ORDER BY key")
+
+
+def test_many_short_processes_beside_an_idle_one(place: Path) -> None:
+    """No process commits often enough to think of the log by itself."""
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 1)
+        largest = 0
+        for n in range(24):
+
+            def work(n: int = n) -> int:
+                with opened(place) as other:
+                    return put_many(other, 4, f"p{n}-")
+
+            largest = max(largest, fork(work).result())
+        assert 24 * 4 * 12 * KiB > largest
+        assert largest < SOFT + 128 * KiB
+        assert store.check() == []
+
+
+def test_a_reader_that_stands_still_is_left_behind(place: Path) -> None:
+    """Its log goes on without it, and what it had read of the older pages is read again."""
+    here, on = Gate(), Gate()
+
+    def reader() -> list[tuple[int, str]]:
+        with opened(place) as store:
+            return stand_still_in_a_statement(store, here, on)
+
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 50)
+        child = fork(reader)
+        here.wait()
+        child.signal(signal.SIGSTOP)
+        largest = max(put_many(store, 200, "new"), put_many(store, 50))
+        assert largest < MiB
+        assert bytes_of(store, "new7") == b"x" * 12 * KiB
+        child.signal(signal.SIGCONT)
+        on.open()
+        rows = child.result()
+        assert rows == store._catalog.all("SELECT id, key FROM entries ORDER BY key")
+        assert store.check() == []
+    assert sound(place)
+
+
+def test_who_was_left_behind_and_closes_last_does_not_copy_an_old_log(place: Path) -> None:
+    """What closes a catalog last copies its log into the database: by the index that it has."""
+    here, on, still = Gate(), Gate(), Gate()
+
+    def idle() -> None:
+        store = Store.open(place, SETTINGS)
+        bytes_of(store, "k1")
+        here.open()
+        on.wait()
+        store.close()
+
+    def reader() -> None:
+        with opened(place) as store:
+            stand_still_in_a_statement(store, here, still)
+
+    def writer() -> None:
+        store = Store.open(place, SETTINGS)
+        put_many(store, 100)
+        here.open()
+        on.wait()
+
+    first = fork(writer)
+    here.wait()
+    waiting, stopped = fork(idle), fork(reader)
+    here.wait()
+    here.wait()
+    other = fork(lambda: put_many(Store.open(place, SETTINGS), 300, "new"))
+    assert other.result() < MiB
+    stopped.kill()
+    first.kill()
+    on.open()
+    waiting.result()  # the last one that has it open
+    assert sound(place)
+    with opened(place) as store:
+        assert bytes_of(store, "new299") == b"x" * 12 * KiB
+        assert store.check() == []
+
+
+def test_killed_at_each_step_of_leaving_a_reader_behind(place: Path) -> None:
+    """Whoever comes next goes on, to read and to write."""
+    here, on = Gate(), Gate()
+
+    def reader() -> None:
+        with opened(place) as store:
+            stand_still_in_a_statement(store, here, on)
+
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 20)
+        for step in range(6):
+            child = fork(reader)
+            here.wait()
+
+            def retiring(step: int = step) -> None:
+                with opened(place) as other, other._catalog.writer(), other._catalog._mutex:
+                    other._catalog._retire_index_locked()
+
+            dead = fork_to_die(step, retiring)
+            death = death_of(dead)
+            assert bytes_of(store, "k3") == b"x" * 12 * KiB
+            assert fork(lambda: _looks(place)).result() == b"x" * 12 * KiB
+            put_many(store, 2, f"s{step}")
+            child.kill()
+            if death is None:
+                break
+        assert step >= 2
+        assert store.check() == []
+    assert sound(place)
+
+
+def _looks(place: Path) -> bytes | None:
+    with opened(place) as store:
+        return bytes_of(store, "k3")
+
+
+def test_a_statement_that_is_always_overtaken_runs_under_the_writer_lock(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 5)
+        locked: list[bool] = []
+        tries = connection.Catalog._try_all
+
+        def trying(self: connection.Catalog, sql: str, values: tuple[object, ...]) -> list[object] | None:
+            locked.append(not self._writer._turn.acquire(blocking=False))
+            if not locked[-1]:
+                self._writer._turn.release()
+            return tries(self, sql, values) if locked[-1] else None
+
+        monkeypatch.setattr(connection.Catalog, "_try_all", trying)
+        assert len(store._catalog.all("SELECT id FROM entries")) == 5
+        assert locked == [False, False, False, True]
+
+
+def test_who_has_a_retired_index_can_neither_read_nor_copy_by_it(place: Path) -> None:
+    here, on = Gate(), Gate()
+
+    def other() -> str:
+        con = sqlite3.connect(place / "catalog.sqlite")
+        con.execute("SELECT count(*) FROM entries").fetchone()
+        here.open()
+        on.wait()
+        try:
+            con.execute("PRAGMA wal_checkpoint").fetchone()
+            return "copied"
+        except sqlite3.OperationalError as error:
+            return str(error)
+
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 5)
+        child = fork(other)
+        here.wait()
+        with store._catalog.writer(), store._catalog._mutex:
+            store._catalog._retire_index_locked()
+        on.open()
+        assert child.result() == "unable to open database file"
+
+
+def test_an_index_of_another_form_is_left_alone(place: Path) -> None:
+    """A later SQLite's, say."""
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 2)
+        index = Path(store._catalog._wal.index)
+        head = index.read_bytes()
+    other = place / "other"
+    Path(f"{other}-shm").write_bytes(struct.pack("=I", 4_007_000) + head[4:])
+    assert not Wal(str(other), store.root.files).retire_index()
+    assert os.path.exists(f"{other}-shm")
+
+
+def test_a_read_only_handle_of_the_same_process_goes_along(place: Path) -> None:
+    """SQLite lets the connections of a process share the index."""
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 20)
+        looking = Store.open(place, SETTINGS, read_only=True)
+        try:
+            assert bytes_of(looking, "k1") == b"x" * 12 * KiB
+            with store._catalog.writer(), store._catalog._mutex:
+                store._catalog._retire_index_locked()
+            put_many(store, 5, "later")
+            assert bytes_of(looking, "later3") == b"x" * 12 * KiB
+            assert bytes_of(store, "k7") == b"x" * 12 * KiB
+        finally:
+            looking.close()
+        assert store.check() == []
