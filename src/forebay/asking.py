@@ -23,9 +23,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """How one call wants an object. ``since``: serve what was validated at or after this (nanoseconds since 1970; 1: ever; -1: even if
-    it was invalidated). ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it.
-    ``force``: keep a local file in the cache too."""
+    """How one call wants an object. ``since``: serve what was validated at or after this (nanoseconds of the store's clock; 1: ever;
+    -1: even if it was invalidated). ``refresh``: and only what was validated since the call began, whatever the clock says.
+    ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it. ``force``: keep a local
+    file in the cache too."""
 
     since: int = 1
     offline: bool = False
@@ -37,6 +38,7 @@ class Ask:
     pin: bool = False
     on_wait: OnWait | None = None
     on_progress: Callable[[int, int | None], None] | None = None
+    refresh: bool = False
 
 
 class Expecting:
@@ -46,6 +48,7 @@ class Expecting:
         self._sink, self._url, self._etag = sink, url, etag
         self.partial: Partial | None = sink.partial
         self.write = sink.write
+        self.most = getattr(sink, "most", None)  # see `MemorySink`
 
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
         if not is_same_version(info.validator, self._etag):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from forebay import errors
 from forebay._engine.leases import Lease
 from forebay._model import ObjectInfo, Remote, Span, Transfer
 
@@ -31,10 +32,10 @@ class RangeFile(io.RawIOBase):
 
     ``count`` is told of each request. Raises `RemoteChanged` once the remote has another version."""
 
-    def __init__(self, remote: Remote, url: str, info: ObjectInfo, count: Callable[[Transfer], None]) -> None:
+    def __init__(self, remote: Remote, url: str, key: str, info: ObjectInfo, count: Callable[[Transfer], None]) -> None:
         assert info.size is not None
-        self._remote, self._url, self._size, self._at, self._count = remote, url, info.size, 0, count
-        self._validator = info.validator if info.strong else None
+        self._remote, self._url, self._key, self._size, self._at, self._count = remote, url, key, info.size, 0, count
+        self._validator = info.validator
 
     def readable(self) -> bool:
         return True
@@ -61,6 +62,9 @@ class RangeFile(io.RawIOBase):
             return 0
         data = self._remote.read(self._url, Span(self._at, wanted), validator=self._validator)
         self._count(Transfer(requests=1, received=len(data)))
+        if len(data) < wanted:
+            message = f"{self._key} is shorter than the {self._size:,} bytes that were told when it was opened"
+            raise errors.RemoteChanged(message, url=self._key)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)

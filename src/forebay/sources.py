@@ -10,13 +10,16 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 from forebay import errors
+from forebay._logs import logger
 from forebay.origin import Origin
-from forebay.places import Prefix, Reach, checked_name, info_of
+from forebay.places import Prefix, Reach, checked_name, info_of, is_name
 from forebay.places import Source as Source
 from forebay.places import SourceInfo as SourceInfo
 from forebay.remote import RemoteOptions
 from forebay.tars import TarSource as TarSource
 from forebay.tars import is_tar
+
+log = logger("forebay.sources")
 
 Decode: TypeAlias = Callable[[str, Any], Any]
 
@@ -47,8 +50,16 @@ class UrlSource:
         return self._reach.whole(self._url(key))
 
     def keys(self) -> Iterator[str]:
-        """All names, in the order of the remote. Raises `RemoteError`, for one of HTTP, which has no listings."""
-        return (self._prefix.name_of(info.url) for info in self._reach.list(self._prefix.folder))
+        """All names, in the order of the remote. What is no name below the prefix, such as ``../x``, is left out, and told once.
+        Raises `RemoteError`, for one of HTTP, which has no listings."""
+        told = False
+        for info in self._reach.list(self._prefix.folder):
+            name = self._prefix.name_of(info.url)
+            if is_name(name):
+                yield name
+            elif not told:
+                told = True
+                log.warning("%s: %r is no name below it: such names are left out", self.uri, name)
 
     def size(self, key: str) -> int | None:
         """Bytes of a local file; None where it would cost a request, or there is none."""

@@ -104,7 +104,7 @@ def test_retrying() -> None:
     call, work = Call(URL, RemoteOptions(backoff=0.001)), Failing(4)
     assert call.retrying(work) == "done"
     assert (work.calls, call.transfer.retries) == (5, 4)
-    with pytest.raises(errors.RemoteUnavailable, match=r"^https://host/a\?q=\w{32}: no luck, after 5 attempts and 0 bytes$"):
+    with pytest.raises(errors.RemoteUnavailable, match=r"^https://u=\w{32}@host/a\?q=\w{32}: no luck, after 5 attempts and 0 bytes$"):
         call.retrying(Failing(5))
 
 

@@ -352,26 +352,3 @@ def test_what_a_filesystem_raises_has_a_meaning(error: Exception, means: type[Ex
     told = helper.from_wire(helper.to_wire(trouble))
     assert isinstance(told, Trouble)
     assert (told.error, told.again, told.why, told.status) == (trouble.error, trouble.again, trouble.why, trouble.status)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cannot get https://me:SIKRIT@host/a?X-Amz-Signature=SIKRIT&X-Amz-Credential=SIKRIT",
-        "url='https://a.blob.core.windows.net/c/b?sv=1&sig=SIKRIT', message='no'",
-        "headers {'Authorization': 'Bearer SIKRIT', 'x': 1}",
-        "Authorization: Basic SIKRIT",
-        "aws_secret_access_key=SIKRIT, region=x",
-        '{"account_key": "SIKRIT", "password":"SIKRIT"}',
-        "token: SIKRIT",
-    ],
-)
-def test_what_is_told_holds_no_secret(text: str) -> None:
-    assert "SIKRIT" not in helper.redacted(text)
-
-
-@pytest.mark.parametrize(
-    "text", ["NoSuchKey: The specified key does not exist", "https://host/path/key of token", "[Errno 111] Connect call failed"]
-)
-def test_what_is_no_secret_is_told(text: str) -> None:
-    assert helper.redacted(text) == text

@@ -16,6 +16,8 @@ import pytest
 from forebay import errors
 from forebay._model import Span
 from forebay.remote import RemoteOptions
+from forebay.remote.connections import Place
+from forebay.remote.exchange import Exchange
 from forebay.remote.http import HttpRemote
 from forebay.testing import MemorySink, ScriptedServer
 
@@ -104,6 +106,53 @@ def test_a_redirect_to_a_host_of_netrc(server: ScriptedServer, tmp_path: Path, m
     server.put("/b", b"x")
     sent(server, server.put("/a", b"", redirect=server.url.replace("127.0.0.1", "localhost") + "/b"), token="t")
     assert server.requests[-1].headers["Authorization"] == basic("me", "pass")
+
+
+def test_netrc_stays_with_the_port(server: ScriptedServer, other: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    netrc(tmp_path, monkeypatch, "machine 127.0.0.1 login me password pass\nmachine localhost login me password pass\n")
+    with other:
+        for host in ("127.0.0.1", "localhost"):
+            sent(server, server.put("/a", b"", redirect=other.put("/b", b"x").replace("127.0.0.1", host)))
+            assert server.requests[-1].headers["Authorization"] == basic("me", "pass")
+            assert "Authorization" not in other.requests[-1].headers
+
+
+def test_credentials_come_back_with_a_redirect_home(server: ScriptedServer, other: ScriptedServer) -> None:
+    with other:
+        server.put("/c", b"x", require={"Authorization": basic("me", "pass")})
+        other.put("/b", b"", redirect=f"{server.url}/c")
+        url = server.put("/a", b"", redirect=f"{other.url}/b").replace("://", "://me:pass@")
+        for options in ({}, {"token": "t"}):
+            server.objects["/c"].require = {"Authorization": "Bearer t"} if options else {"Authorization": basic("me", "pass")}
+            sent(server, url, **options)
+            assert "Authorization" not in other.requests[-1].headers
+
+
+@pytest.mark.parametrize(
+    ("home", "target", "may"),
+    [
+        ("https://a", "http://a", False),
+        ("https://a", "https://a:8443", False),
+        ("http://a", "https://a", False),
+        ("https://a", "http://b", False),
+        ("https://a", "https://b", True),
+        ("https://a", "https://b:8443", False),
+        ("https://a:8443", "https://b:8443", True),
+        ("http://a", "http://b", True),
+        ("http://a:81", "http://b:82", False),
+        ("https://A", "http://a", False),
+        ("https://a.", "http://a", False),
+    ],
+)
+def test_whom_netrc_is_for(home: str, target: str, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schemes and ports that no server here can have."""
+    netrc(tmp_path, monkeypatch, "default login me password pass\n")
+    exchange = Exchange(RemoteOptions(token="t", headers={"Cookie": "c"}))
+    places = [Place.of(*url.split("://")) for url in (home, target)]
+    assert exchange._standing(places[0], "", places[0])["Authorization"] == "Bearer t"
+    away = exchange._standing(places[1], "", places[0])
+    assert away.get("Authorization") == (basic("me", "pass") if may else None)
+    assert "Cookie" not in away
 
 
 def test_signing(server: ScriptedServer) -> None:

@@ -11,8 +11,9 @@ import pytest
 from forebay import errors, remote
 from forebay._kernel import host
 from forebay._model import Partial, Span
-from forebay.remote.local import BLOCK, LocalRemote
+from forebay.remote.local import BLOCK, UNFINISHED, LocalRemote, _part, sweep
 from forebay.testing import MemorySink
+from tests.clocks import Clocks
 from tests.harness import fork
 
 BODY = os.urandom(3 * BLOCK + 17)
@@ -236,3 +237,18 @@ def test_delete(path: Path, local: LocalRemote) -> None:
     local.delete(f"{path}/below/it")
     with pytest.raises(errors.RemoteError):
         local.delete(str(path.parent))
+
+
+def test_what_is_being_written_is_no_leftover_though_the_clock_jumped(tmp_path: Path) -> None:
+    """P1 writes / the clock jumps by a day / P2 sweeps what nobody has written to for an hour."""
+    dead = tmp_path / f".x.0123{UNFINISHED}"
+    dead.write_bytes(b"half")
+    with Clocks() as clocks, _part(str(tmp_path / "y")) as (part, fd):
+        os.write(fd, b"half")
+        sweep(str(tmp_path))
+        assert dead.exists()
+        clocks.step(86_400 * 1_000_000_000)
+        sweep(str(tmp_path))
+        assert not dead.exists()
+        assert Path(part).read_bytes() == b"half"
+    assert os.listdir(tmp_path) == []

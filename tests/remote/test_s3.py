@@ -428,7 +428,7 @@ def test_credentials_are_refreshed(
 def test_without_botocore(no_aws: Path, s3: S3Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "botocore", None)
     monkeypatch.setitem(sys.modules, "botocore.exceptions", None)
-    with pytest.raises(errors.MissingExtra, match=r"forebay\[s3\]"):
+    with pytest.raises(errors.MissingExtra, match="extra 's3'"):
         s3.stat("s3://bucket/key")
 
 

@@ -12,13 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import ConfigError
-from forebay.remote.urls import canonical, local_path, scheme, suffix
+from forebay.remote.urls import canonical, key_on, local_path, scheme, suffix
 
-SIGNED_S3 = "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=AKIA%2F1&X-Amz-Date=20260101T000000Z&X-Amz-Expires=60&X-Amz-Signature=5ec3e7"
-SIGNED_GCS = "X-Goog-Algorithm=GOOG4-RSA-SHA256&X-Goog-Credential=5ec3e7&x-goog-signature=5ec3e7"
+SIGNED_S3 = (
+    "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=AKIA%2F5ec3e7&X-Amz-Date=20260101T000000Z&X-Amz-Expires=60"
+    "&X-Amz-SignedHeaders=host&X-Amz-Signature=5ec3e7"
+)
+SIGNED_GCS = SIGNED_S3.replace("Amz", "Goog").replace("AWS4-HMAC", "GOOG4-RSA")
 SIGNED_OLD = "AWSAccessKeyId=AKIA&Signature=5ec3e7%3D&Expires=17"
+SIGNED_OLD_GCS = "GoogleAccessId=me%40x&Signature=5ec3e7%3D&Expires=17"
 SIGNED_AZURE = "sv=2024-01-01&se=2026-01-01&sr=b&sp=r&sig=5ec3e7%3D"
+SIGNED_BY_POLICY = "sv=2024-01-01&sr=c&si=readers&sig=5ec3e7%3D"
+SIGNED_ACCOUNT = "sv=2024-01-01&ss=b&srt=o&sp=r&se=2026-01-01&spr=https&sig=5ec3e7%3D"
 SIGNED_CLOUDFRONT = "Policy=eyJ5ec3e7&Signature=5ec3e7&Key-Pair-Id=K2"
+SIGNED_CANNED = "Expires=17&Signature=5ec3e7&Key-Pair-Id=K2"
+SIGNED_HF = f"{SIGNED_CANNED}&Policy=eyJ5ec3e7"
+SIGNED = [
+    SIGNED_S3, SIGNED_GCS, SIGNED_OLD, SIGNED_OLD_GCS, SIGNED_AZURE, SIGNED_BY_POLICY, SIGNED_ACCOUNT, SIGNED_CLOUDFRONT, SIGNED_CANNED,
+    SIGNED_HF, f"{SIGNED_S3}&X-Amz-Security-Token=5ec3e7", f"{SIGNED_OLD}&x-amz-security-token=5ec3e7",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -29,15 +41,17 @@ SIGNED_CLOUDFRONT = "Policy=eyJ5ec3e7&Signature=5ec3e7&Key-Pair-Id=K2"
         ("http://h:80/a", "http://h/a"),
         ("http://h:443/a", "http://h:443/a"),
         ("https://h/a#part", "https://h/a"),
-        ("https://user:5ec3e7@h/a", "https://h/a"),
         ("https://h/a?", "https://h/a"),
         ("https://h/a%20b", "https://h/a%20b"),
         ("https://h/a b", "https://h/a b"),
         ("s3://Bucket/a#1", "s3://Bucket/a#1"),
-        ("s3://KEY:5ec3e7@bucket/a", "s3://bucket/a"),
+        ("s3://@bucket/a", "s3://bucket/a"),
+        ("https://@h/a", "https://h/a"),
+        ("https://h:443/a?", "https://h/a"),
+        ("zip://a.csv::HTTPS://H:443/a.zip#x", "zip://a.csv::https://h/a.zip"),
         ("hf://Org/Repo/a", "hf://Org/Repo/a"),
         ("abfs://box@account.dfs.core.windows.net/a", "abfs://box@account.dfs.core.windows.net/a"),
-        *((f"https://h/a?{signed}", "https://h/a") for signed in (SIGNED_S3, SIGNED_GCS, SIGNED_OLD, SIGNED_AZURE, SIGNED_CLOUDFRONT)),
+        *((f"https://h/a?{signed}", "https://h/a") for signed in SIGNED),
     ],
 )
 def test_key(url: str, key: str) -> None:
@@ -49,6 +63,17 @@ ALL_DIFFERENT = [
     "https://h/é", "https://h/e\u0301", "https://h/" + 200 * "x" + "1", "https://h/" + 200 * "x" + "2", "s3://h/a", "s3://h/a#1", "s3://h/a#2",
     "s3://h/a?versionId=1", "https://h/a?Expires=1", "https://h/a?Policy=x", "https://h/a?sv=1", "github://org:repo@main/a", "github://org:other@main/a",
     "ssh://me@h/a", "ssh://you@h/a", "/a", "/A", "/a b",
+    "https://alice@h/a", "https://bob@h/a", "https://Alice@h/a", "https://al%69ce@h/a", "https://alice:@h/a", "https://alice:1@h/a",
+    "https://alice:2@h/a", "https://alice@h:8443/a", "http://alice@h/a", "s3://h@h/a", "s3://h:1@h/a", "s3://h:2@h/a",
+    "https://h/a?sig=a&st=1", "https://h/a?sig=b&st=2", "https://h/a?sig=b&st=1", "https://h/a?sig=a", "https://h/a?sig=a&sv=1",
+    "https://h/a?signature=a&expires=1", "https://h/a?signature=b&expires=2", "https://h/a?Signature=a&Expires=1",
+    "https://h/a?Signature=b&Expires=2", "https://h/a?X-Amz-Signature=1", "https://h/a?X-Amz-Signature=2", "https://h/a?X-Amz-Meta=1",
+    "https://h/a?X-Amz-Meta=2", "https://h/a?v=1&v=2", "https://h/a?v=2&v=1", "https://h/a?v=1&v=1", "https://h/a?v=1&w=2",
+    "https://h/a?w=2&v=1", "https://h/a?v=", "https://h/a?v", "https://h/a?=v", "https://h/a?&v", "https://h/a?v&", "https://h/a?%76",
+    "https://h/a?V", "https://h/a?v;w", "https://h/a??v", f"https://h/b?{SIGNED_S3}",
+    f"https://h/a?{SIGNED_S3}&versionId=1", f"https://h/a?{SIGNED_S3}&versionId=2", f"https://h/a?{SIGNED_S3}&X-Amz-Meta=1&v",
+    f"s3://h/a?{SIGNED_S3}", f"s3://h/a?{SIGNED_S3}1", f"memory://h/a?{SIGNED_S3}", f"memory://h/a?{SIGNED_S3}1",
+    "zip://a::https://alice@h/a", "zip://a::https://bob@h/a", "zip://b::https://bob@h/a", "zip://a::https://bob@h/a?v",
 ]  # fmt: skip
 
 
@@ -69,17 +94,55 @@ def test_any_text_has_a_key(text: str) -> None:
         assert len(suffix(url)) <= 16
 
 
+@pytest.mark.parametrize("signed", SIGNED)
+def test_a_signature_that_is_not_whole_drops_nothing(signed: str) -> None:
+    pairs = signed.split("&")
+    for n, pair in enumerate(pairs):
+        name, _, value = pair.partition("=")
+        rest = [*pairs[:n], *pairs[n + 1 :]]
+        for broken in (
+            [*rest, f"{name}="],
+            [*rest, pair, pair],
+            [*rest, f"{name.swapcase()}={value}"],
+            [*rest, f"%{ord(name[0]):x}{name[1:]}={value}"],
+        ):
+            one = "https://h/a?" + "&".join(broken)
+            assert canonical(one) != canonical("https://h/a")
+            assert canonical(one) != canonical(f"{one}0")
+            assert "5ec3e7" not in canonical(one)
+
+
+@pytest.mark.parametrize("signed", [SIGNED_S3, SIGNED_GCS, SIGNED_OLD, SIGNED_OLD_GCS, SIGNED_AZURE, SIGNED_BY_POLICY, SIGNED_ACCOUNT])
+def test_without_one_of_its_parameters_it_is_no_signature(signed: str) -> None:
+    pairs = [pair for pair in signed.split("&") if not pair.startswith("spr=")]
+    for n in range(len(pairs)):
+        query = "&".join([*pairs[:n], *pairs[n + 1 :]])
+        assert canonical(f"https://h/a?{query}") != canonical("https://h/a")
+
+
+@pytest.mark.parametrize("query", ["token=5ec3e7&v=1", *(f"v=1&{signed}" for signed in SIGNED), *SIGNED])
 @pytest.mark.parametrize(
-    "url",
-    ["https://me:5ec3e7@h/a?token=5ec3e7&v=1", *(f"https://h/a?v=1&{s}" for s in (SIGNED_S3, SIGNED_GCS, SIGNED_OLD, SIGNED_AZURE))],
+    "start", ["https://me:5ec3e7@h/a", "https://5ec3e7@h/a", "s3://5ec3e7@h/a", "ftp://me:5ec3e7@h/a", "zip://a::http://5ec3e7@h/a"]
 )
-def test_no_secret_in_a_key(url: str) -> None:
-    assert "5ec3e7" not in canonical(url)
+def test_no_secret_in_a_key(start: str, query: str) -> None:
+    assert "5ec3e7" not in canonical(f"{start}?{query}")
 
 
-def test_a_signature_beside_a_query_does_not_change_the_key() -> None:
-    assert canonical(f"https://h/a?v=1&{SIGNED_S3}") == canonical("https://h/a?v=1")
-    assert canonical(f"https://h/a?{SIGNED_S3}&v=1") == canonical("https://h/a?v=1")
+@pytest.mark.parametrize("signed", SIGNED)
+def test_a_signature_beside_a_query_does_not_change_the_key(signed: str) -> None:
+    plain = canonical("https://h/a?v=1&w=2")
+    assert (
+        canonical(f"https://h/a?v=1&w=2&{signed}")
+        == canonical(f"https://h/a?{signed}&v=1&w=2")
+        == canonical(f"https://h/a?v=1&{signed}&w=2")
+        == plain
+    )
+
+
+@pytest.mark.parametrize("url", ["https://h/\ud800", "s3://b/\udc00\ud800", "/a/\ud800", "https://h/a?v=\ud800", "\ud800://h/a"])
+def test_half_a_character_is_no_url(url: str) -> None:
+    with pytest.raises(ConfigError, match="half a character"):
+        canonical(url)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +170,12 @@ def test_suffix(url: str, wanted: str) -> None:
     assert suffix(url) == wanted
 
 
+def test_the_key_of_a_path_of_a_filesystem_holds_no_secret() -> None:
+    key = key_on("http", f"https://me:5ec3e7@h/a?{SIGNED_S3}", "0")
+    assert key == f"http://{canonical('https://me:5ec3e7@h/a').partition('://')[2]}#0"
+    assert key_on("s3", "b/a?b", "0") == "s3://b/a?b#0"
+
+
 def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert local_path("a b") == local_path(Path("a b")) == local_path(f"file://{tmp_path}/a%20b") == f"{tmp_path}/a b"
@@ -116,11 +185,14 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_path(canonical(os.fsdecode(b"/\xff"))) == os.fsdecode(b"/\xff")
     with pytest.raises(ConfigError, match="other"):
         local_path("file://other/x")
+    with pytest.raises(ConfigError) as caught:
+        local_path("file://me:5ec3e7@other/x")
+    assert "5ec3e7" not in str(caught.value) + str(caught.value.facts)
 
 
 @pytest.mark.parametrize("ask", [canonical, local_path, scheme, suffix])
 def test_a_chain_of_fsspec_is_no_path(ask: Callable[[str], object]) -> None:
-    with pytest.raises(ConfigError, match=r"^s3://b/a is wanted, without the simplecache::"):
+    with pytest.raises(ConfigError, match=r"^s3://u=[0-9a-f]{32}@b/a is wanted, without the simplecache::"):
         ask("simplecache::s3://KEY:5ec3e7@b/a")
     assert scheme("zip://inner.csv::s3://b/a.zip") == "zip"  # fsspec's own way to look into an archive
     assert scheme("a::b") == "file"

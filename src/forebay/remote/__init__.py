@@ -1,9 +1,9 @@
 """Where bytes come from: `resolve` finds the `Remote` of a URL. Knows nothing of the engine.
 
-- `urls`: keys, suffixes, local paths
+- `urls`: keys, suffixes, local paths; `redaction`: texts without secrets
 - `base`: options, one call with its retries, the edge where foreign errors become ours
 - `transfer`: several ranges at once
-- `connections` < `answers` < `exchange` < `download` < `http`: one object over HTTP
+- `sockets` < `connections` < `answers` < `exchange` < `download` < `http`: one object over HTTP
 - `sigv4`, `aws`, `s3_answers` < `s3_upload` < `s3`: the same data plane, with AWS credentials and signatures
 - `local`: files of this host
 - `clients` < `helper` < `helper_process` < `filesystems`: fsspec and pyarrow, in a process of their own where a fork would break them
@@ -14,7 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 from forebay._model import Remote
+from forebay.remote.base import Hosts as Hosts
 from forebay.remote.base import RemoteOptions as RemoteOptions
+from forebay.remote.base import reaching as reaching
+from forebay.remote.redaction import redacted as redacted
 from forebay.remote.urls import canonical as canonical
 from forebay.remote.urls import is_url as is_url
 from forebay.remote.urls import key_on as key_on

@@ -19,8 +19,13 @@ from forebay.remote.base import Call, Trouble
 from forebay.remote.connections import Connections, network_errors
 
 SMALL = 64 << 10  # pieces are put together up to this: each block costs its taker more than a copy
+LARGE, SURE = 1 << 20, 32 << 10
+"""Of an object of more than so many bytes, so many have to come before its size is believed and room is made for all of it. Other ranges
+are asked for afterwards only, so it is no more than what comes at once."""
+MAX_SIZE = (1 << 63) - 1
 DRAIN = 64 << 10  # a body that nobody wants is read up to this, so that its connection can be kept
-_RANGE = re.compile(r"bytes\s+(\d+)-(\d+)/(\d+|\*)\Z", re.IGNORECASE)
+_RANGE = re.compile(r"bytes\s+([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)\Z", re.IGNORECASE)
+_SIZE = re.compile(r"[0-9]{1,19}\Z")
 
 
 class Answer:
@@ -30,7 +35,13 @@ class Answer:
 
     def __init__(self, response: BaseHTTPResponse, pool: Connections, call: Call, *, raw: bool = False) -> None:
         self.status, self.reason, self.headers = response.status, response.reason or "", response.headers
+        try:
+            stated_length(self.headers)
+        except Trouble:
+            response.close()
+            raise
         self.length = response.length_remaining
+        self._ahead = b""
         encoding = self.headers.get("Content-Encoding", "").strip().lower()
         self.encoding = "" if raw or encoding == "identity" else encoding
         self._response, self._pool, self.call, self._open = response, pool, call, True
@@ -88,12 +99,25 @@ class Answer:
         if trouble is not None:
             raise trouble
 
+    def secure(self, count: int) -> None:
+        """Wait for the first ``count`` bytes of the body, which `blocks` then gives. Raises `Trouble` if fewer come."""
+        ahead = bytearray()
+        try:
+            for block in self.blocks(count, count=False):
+                ahead += block
+            if len(ahead) < count:
+                raise Trouble(f"the connection was cut {(self.length or count) - len(ahead):,} bytes before the end")
+        except Trouble:
+            self.call.count(received=len(ahead))
+            raise
+        self._ahead = bytes(ahead)
+
     def _piece(self, size: int) -> bytes:
         """What is there, at most ``size`` bytes; waits for the first. Empty: the body has ended."""
+        if self._ahead:
+            piece, self._ahead = self._ahead[:size], self._ahead[size:]
+            return piece
         self.call.check()
-        options = self.call.options
-        if options.total_timeout is not None and self._sock is not None:
-            self._sock.settimeout(self.call.timeout(options.read_timeout))
         with network_errors:
             return self._response.read1(size, decode_content=False)
 
@@ -134,6 +158,18 @@ def _inflated(blocks: Iterator[bytes]) -> Iterator[bytes]:
         raise Trouble("its compressed body was cut")
 
 
+def stated_length(headers: Mapping[str, str]) -> int | None:
+    """What Content-Length says; None where it says nothing, or nothing that counts. Raises `Trouble` for what no length can be."""
+    stated = headers.get("Content-Length")
+    if stated is None or "Transfer-Encoding" in headers:
+        return None
+    several = {each.strip() for each in stated.split(",")}
+    text = several.pop()
+    if several or not _SIZE.match(text) or int(text) > MAX_SIZE:
+        raise Trouble(f"an answer of {stated[:40]!r} bytes", RemoteProtocolError, again=False)
+    return int(text)
+
+
 class Ranged(NamedTuple):
     """What an answer 206 holds: ``span`` of an object of ``total`` bytes, None where the server does not say."""
 
@@ -147,12 +183,14 @@ def ranged(answer: Answer, asked: Span) -> Ranged:
     found = _RANGE.match(said.strip())
     if found is not None:
         start, end, total = int(found[1]), int(found[2]) + 1, None if found[3] == "*" else int(found[3])
-        fits = start == asked.start and start < end <= min(asked.end, end if total is None else total)
+        fits = start == asked.start and start < end <= min(asked.end, end if total is None else total) and (total or 0) <= MAX_SIZE
         if fits and answer.length in (None, end - start):
             return Ranged(Span(start, end - start), total)
-    url = answer.call.url
+    url, said = answer.call.url, said[:80]
     raise RemoteProtocolError(
-        f"{url}: bytes {asked.start}-{asked.end - 1} asked for, {said!r} answered with {answer.length} bytes", url=url, status=answer.status
+        f"{url}: bytes {asked.start}-{asked.end - 1} asked for, {said!r} answered with {answer.length} bytes",
+        url=url,
+        status=answer.status,
     )
 
 
@@ -177,7 +215,7 @@ def is_etag(validator: str) -> bool:
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds from now; the header gives seconds or a date."""
     text = headers.get("Retry-After", "").strip()
-    if text.isdigit():
+    if _SIZE.match(text):
         return float(text)
     moment = _seconds(text)
     return None if moment is None else max(0.0, moment - time.time())

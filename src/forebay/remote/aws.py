@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import threading
@@ -13,12 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from forebay._logs import logger
 from forebay.errors import AccessDenied, ConfigError, MissingExtra
+from forebay.remote.redaction import redacted
 from forebay.remote.sigv4 import Keys
 
-log = logging.getLogger("forebay.remote.aws")
+log = logger("forebay.remote.aws")
 
 _REGION = re.compile(r"\bs3(?:-fips)?(?:\.dualstack)?[.-]([a-z]+(?:-[a-z]+)+-[0-9]+)\.amazonaws\.com")
+
+_OF_AWS = re.compile(r"(?:\A|\.)s3(?:[.-][a-z0-9-]+)*\.amazonaws\.com(?:\.cn)?\Z")
+_PORTS = {"http": 80, "https": 443}
 
 NONE_FOUND_KEPT = 60.0
 """Seconds for which credentials that were not found are not looked for again: it may take a second of time-outs."""
@@ -55,11 +59,14 @@ class Place:
 
     def is_ours(self, url: str) -> bool:
         """Whether a host to which S3 redirects may see a signature of ours."""
-        host = urlsplit(url).hostname or ""
+        there = urlsplit(url)
+        host, port = there.hostname or "", there.port or _PORTS.get(there.scheme)
         if self.endpoint is None:
-            return url.startswith("https://") and host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-        home = urlsplit(self.endpoint).hostname or ""
-        return host == home or host.endswith(f".{home}")
+            return (there.scheme, port) == ("https", 443) and _OF_AWS.search(host) is not None
+        home = urlsplit(self.endpoint)
+        if (there.scheme, port) != (home.scheme, home.port or _PORTS.get(home.scheme)):
+            return False
+        return host == home.hostname or host.endswith(f".{home.hostname}")
 
 
 def _of_aws(region: str, variant: str) -> str:
@@ -146,7 +153,7 @@ def _place_of(session: Any) -> Place:
     region = session.get_config_variable("region") or os.environ.get("AWS_REGION") or "us-east-1"
     endpoint = None if _is_on(str(session.get_config_variable("ignore_configured_endpoint_urls"))) else _endpoint(session, profile)
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"the S3 endpoint is {endpoint!r}: http://host or https://host is wanted")
+        raise ConfigError(f"the S3 endpoint is {redacted(repr(endpoint))}: http://host or https://host is wanted")
     style = dict(profile.get("s3") or {}).get("addressing_style", "auto")
     fips, dual = (_is_on(str(session.get_config_variable(f"use_{name}_endpoint"))) for name in ("fips", "dualstack"))
     return Place(endpoint.rstrip("/") if endpoint else None, region, style, "-fips" * fips + ".dualstack" * dual)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 from forebay import errors
+from forebay._logs import logger
 from forebay._model import Transfer
 from forebay.remote.urls import canonical
 
-log = logging.getLogger("forebay.remote")
+log = logger("forebay.remote")
 T = TypeVar("T")
 
 CHECK_TIMEOUT = 10.0
@@ -34,7 +38,7 @@ class RemoteOptions:
     """How remotes are asked. Hashable; pickles; its repr shows no secret.
 
     ``headers``, ``token`` (sent as ``Authorization: Bearer``): for every URL that is asked with these options, but not for
-    another host to which it redirects. Credentials of one host belong into ``~/.netrc`` (or ``$NETRC``).
+    another scheme, host or port to which it redirects. Credentials of one host belong into ``~/.netrc`` (or ``$NETRC``).
     ``connect_timeout``, ``read_timeout``: seconds; the latter counts from the last byte that came. ``total_timeout``: seconds for
     one call with all its retries, None: no limit. ``attempts``: tries of one request or range. ``backoff``: seconds before
     the second try, doubled from try to try up to 10 s, jittered; a Retry-After is waited for instead.
@@ -100,7 +104,8 @@ def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], float])
 
 class Trouble(Exception):
     """One attempt failed; if ``again``, another may go well. ``error``: the class to raise when no attempt is left; ``why``: in words,
-    without secrets; ``retry_after``: seconds that the remote wants to be left alone."""
+    without secrets; ``retry_after``: seconds that the remote wants to be left alone; ``silent``: time was up, or the network knows no way,
+    of which the latter is ``unreachable``."""
 
     def __init__(
         self,
@@ -110,9 +115,58 @@ class Trouble(Exception):
         again: bool = True,
         retry_after: float | None = None,
         status: int | None = None,
+        silent: bool = False,
+        unreachable: bool = False,
     ) -> None:
         super().__init__(why)
         self.why, self.error, self.again, self.retry_after, self.status = why, error, again, retry_after, status
+        self.silent, self.unreachable = silent, unreachable
+
+
+class Hosts(Protocol):
+    """Which hosts gave no answer lately: what all processes that share a cache know. Callable from any thread; raises nothing."""
+
+    def silent_since(self, host: str, patience: float) -> float | None:
+        """How many seconds ago it was found silent; None: it may be asked, by who would wait ``patience`` seconds."""
+
+    def heard(self, host: str) -> None:
+        """It answers."""
+
+    def silent(self, host: str, began: float, waited: float) -> None:
+        """A request that began then (monotonic) got no byte in ``waited`` seconds."""
+
+
+class _Reach(NamedTuple):
+    """``insists``: ask a silent host all the same."""
+
+    hosts: Hosts
+    insists: bool = False
+
+
+_reach: ContextVar[_Reach | None] = ContextVar("forebay_reach", default=None)
+
+
+_began: ContextVar[float | None] = ContextVar("forebay_began", default=None)
+
+
+@contextmanager
+def one_time_limit() -> Iterator[None]:
+    """Calls that begin meanwhile, in this thread, share one ``total_timeout``, which runs from now."""
+    token = _began.set(time.monotonic())
+    try:
+        yield
+    finally:
+        _began.reset(token)
+
+
+@contextmanager
+def reaching(hosts: Hosts | None, *, insists: bool = False) -> Iterator[None]:
+    """Calls of remotes that begin meanwhile, in this thread, know these hosts."""
+    token = _reach.set(None if hosts is None else _Reach(hosts, insists))
+    try:
+        yield
+    finally:
+        _reach.reset(token)
 
 
 class Stopped(Exception):
@@ -145,7 +199,9 @@ class Call:
         self.transfer = Transfer()
         self.moved: dict[str, str] = {}  # where redirects led: the next range need not go that way again
         self.connecting = Connecting()
-        self._began = time.monotonic()
+        self._began = _began.get() or time.monotonic()
+        self._reach = _reach.get()
+        self._approached: set[str] = set()
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards what follows, and the counts
         self._sockets: set[socket.socket] = set()
@@ -159,7 +215,7 @@ class Call:
         """This call from its beginning: with its counts and its deadline, but none of its threads."""
         self.abort()
         successor = Call(self._url, self.options)
-        successor.transfer, successor._began = self.transfer, self._began
+        successor.transfer, successor._began, successor._approached = self.transfer, self._began, self._approached
         return successor
 
     def __enter__(self) -> Self:
@@ -182,15 +238,44 @@ class Call:
             raise Stopped
         self.remaining()
 
+    @property
+    def until(self) -> float | None:
+        """When its time is over, by the monotonic clock; None without limit."""
+        limit = self.options.total_timeout
+        return None if limit is None else self._began + limit
+
     def remaining(self) -> float | None:
         """Seconds left, None without limit. Raises `RemoteTimeout` if there are none."""
-        limit = self.options.total_timeout
-        if limit is None:
+        if self.until is None:
             return None
-        left = self._began + limit - time.monotonic()
+        left = self.until - time.monotonic()
         if left <= 0:
-            raise self.failure(Trouble(f"not done in {limit:g} s", errors.RemoteTimeout), self.transfer.retries + 1)
+            raise self.failure(Trouble(f"not done in {self.options.total_timeout:g} s", errors.RemoteTimeout), self.transfer.retries + 1)
         return left
+
+    # -- hosts that do not answer ----------------------------------------------------------------------------------
+
+    def approach(self, host: str) -> None:
+        """Before the first request to a host: raises `RemoteTimeout` if it was just found silent. This call's own attempts go on."""
+        if self._reach is None or host in self._approached:
+            return
+        self._approached.add(host)
+        patience = self.timeout(min(self.options.connect_timeout, self.options.read_timeout))
+        ago = None if self._reach.insists else self._reach.hosts.silent_since(host, patience)
+        if ago is not None:
+            name = host.partition(" ")[0]
+            message = f"{self.url}: {name} gave no answer {ago:.1f} s ago, and is left alone some seconds; refresh=True asks now"
+            raise errors.RemoteTimeout(message, url=self.url, done=0, attempts=0)
+
+    def heard(self, host: str) -> None:
+        """An answer of the host came."""
+        if self._reach is not None:
+            self._reach.hosts.heard(host)
+
+    def unheard(self, host: str, began: float, *, sure: bool = False) -> None:
+        """A request that began then (monotonic) waited in vain for the first byte. ``sure``: the network says that there is no way."""
+        if self._reach is not None:
+            self._reach.hosts.silent(host, began, math.inf if sure else time.monotonic() - began)
 
     def timeout(self, seconds: float) -> float:
         """``seconds``, or what is left of the call if that is less."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import io
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, Protocol
 
+from forebay._logs import logger
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.errors import ConfigError, RemoteProtocolError, Unsupported
 
-log = logging.getLogger("forebay.remote.clients")
+log = logger("forebay.remote.clients")
 
 BLOCK = 1 << 20
 CHUNK, MAX_CHUNKS = 8 << 20, 5_000  # of uploads in parts
@@ -151,6 +151,8 @@ def fsspec_info(url: str, info: Mapping[str, Any]) -> ObjectInfo:
 
 
 def described(url: str, size: int | None, etag: str | None, modified: float | None) -> ObjectInfo:
+    if size is not None and not (isinstance(size, int) and 0 <= size < 1 << 63):
+        raise RemoteProtocolError(f"it is listed with {size!r} bytes", url=url)
     if etag is None and modified is not None:
         return ObjectInfo(url, size, f"{round(modified * 1_000_000)}-{size}", False, modified)
     return ObjectInfo(url, size, etag, etag is not None and not etag.startswith("W/"), modified)

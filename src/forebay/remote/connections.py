@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import errno
 import http.client
 import logging
 import os
 import re
 import ssl
 import threading
+import time
 import urllib.request
 import weakref
 from collections.abc import Mapping
@@ -21,10 +23,12 @@ from urllib3 import BaseHTTPResponse, HTTPConnectionPool, PoolManager, ProxyMana
 
 from forebay.errors import ConfigError, ForebayError, RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import Call, RemoteOptions, Trouble
+from forebay.remote.sockets import HTTPPool, HTTPSPool, Listening
 
 _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3}[^'\")]*)")
 MAX_PLACES = 100  # hosts with idle connections
-_PORTS = {"http": 80, "https": 443}
+PORTS = {"http": 80, "https": 443}
+UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH})
 _ONCE = Retry(False, redirect=False)
 
 _pools: weakref.WeakSet[Connections] = weakref.WeakSet()
@@ -43,11 +47,16 @@ class Place(NamedTuple):
         """Raises `ValueError` if that names no host."""
         return _place(scheme, netloc)
 
+    @property
+    def key(self) -> str:
+        """Its scheme, host and port."""
+        return f"{self.scheme}://{self.name}"
+
 
 @lru_cache(maxsize=1024)
 def _place(scheme: str, netloc: str) -> Place:
     parts = urlsplit(f"{scheme}://{netloc}")
-    host, port, usual = (parts.hostname or "").encode("idna").decode(), parts.port, _PORTS.get(scheme)
+    host, port, usual = (parts.hostname or "").encode("idna").decode(), parts.port, PORTS.get(scheme)
     if not host or not usual or port == 0:
         raise ValueError("no host, or no port that there is")
     name = f"[{host}]" if ":" in host else host
@@ -89,11 +98,20 @@ class Connections:
         patience = self._patience
         if call.remaining() is not None:
             patience = Timeout(connect=call.timeout(self._options.connect_timeout), read=call.timeout(self._options.read_timeout))
-        with call.connecting, network_errors, _unheard:
-            return pool.urlopen(
-                method, target, body, headers, retries=_ONCE, redirect=False, assert_same_host=False, timeout=patience,
-                preload_content=False, decode_content=False,
-            )  # fmt: skip
+        call.approach(place.key)
+        began = time.monotonic()
+        try:
+            with call.connecting, network_errors, _unheard, Listening(call) as request:
+                response = pool.urlopen(
+                    method, target, body, headers, retries=_ONCE, redirect=False, assert_same_host=False, timeout=patience,
+                    preload_content=False, decode_content=False,
+                )  # fmt: skip
+        except Trouble as trouble:
+            if trouble.silent and not request.heard:
+                call.unheard(place.key, began, sure=trouble.unreachable)
+            raise
+        call.heard(place.key)
+        return response
 
     def busy(self, count: int) -> None:
         """So many more (or less) connections are in use."""
@@ -121,7 +139,9 @@ class Connections:
             "num_pools": MAX_PLACES, "maxsize": self._options.connections, "block": False, "blocksize": self._options.buffer,
             "ca_certs": os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE"),
         }  # fmt: skip
-        return PoolManager(**how) if proxy is None else ProxyManager(proxy, proxy_headers=proxy_headers(proxy), **how)
+        manager = PoolManager(**how) if proxy is None else ProxyManager(proxy, proxy_headers=proxy_headers(proxy), **how)
+        manager.pool_classes_by_scheme = {"http": HTTPPool, "https": HTTPSPool}
+        return manager
 
     def proxy(self, place: Place) -> str | None:
         """The proxy that the environment named for ``place`` when it was first asked."""
@@ -194,7 +214,7 @@ def _trouble(error: exceptions.HTTPError) -> Trouble:
     if isinstance(error, exceptions.NameResolutionError):
         return Trouble("its host name cannot be resolved")
     if isinstance(error, exceptions.TimeoutError) and not isinstance(error, exceptions.NewConnectionError):
-        return Trouble("nothing came for too long", RemoteTimeout)
+        return Trouble("nothing came for too long", RemoteTimeout, silent=True)
     if isinstance(error, exceptions.ProxyError):
         said = _TUNNEL.search(str(cause))
         return Trouble(f"its proxy answers {said[1]}" if said else "its proxy cannot be reached", again=said is None or said[1] >= "5")
@@ -205,7 +225,9 @@ def _trouble(error: exceptions.HTTPError) -> Trouble:
         return Trouble("the connection was cut")
     if isinstance(cause, http.client.HTTPException) or isinstance(error, (exceptions.InvalidHeader, exceptions.InvalidChunkLength)):
         return Trouble("an answer that is not HTTP", RemoteProtocolError)
-    return Trouble(f"the connection failed: {getattr(cause, 'strerror', None) or type(cause or error).__name__}")
+    unreachable = getattr(cause, "errno", None) in UNREACHABLE
+    why = f"the connection failed: {getattr(cause, 'strerror', None) or type(cause or error).__name__}"
+    return Trouble(why, silent=unreachable, unreachable=unreachable)
 
 
 def _cause(error: exceptions.HTTPError) -> BaseException | None:

@@ -7,7 +7,7 @@ from functools import partial
 
 from forebay import errors
 from forebay._model import Buffer, ObjectInfo, Partial, Sink, Span
-from forebay.remote.answers import Answer, info_of, ranged
+from forebay.remote.answers import LARGE, SURE, Answer, info_of, ranged
 from forebay.remote.base import Call
 from forebay.remote.exchange import Exchange
 from forebay.remote.transfer import Work, parts, share
@@ -68,6 +68,8 @@ class Download:
 
     def _take_whole(self, answer: Answer) -> bool:
         size = answer.length if not answer.encoding else None
+        if size is not None and size > LARGE:
+            answer.secure(SURE)
         spans = self._begin(info_of(self._url, answer.headers, size))
         if size is not None and self._info.strong:
             if spans:
@@ -78,8 +80,12 @@ class Download:
 
     def _take_stream(self, answer: Answer) -> None:
         """A whole body in one go: where it is cut, the next attempt begins anew, since the rest may be another version's."""
-        at = 0
+        ask = getattr(self._sink, "most", None) if answer.encoding else None
+        at, most = 0, ask() if ask is not None else None
         for block in answer.content():
+            if most is not None and at + len(block) > most:
+                todo = "what it is compressed from may be of any size, and is read into memory up to the budget only"
+                raise errors.NoSpace.of(self._call.url, at + len(block), most, most, todo, hopeless=True)
             self._write(at, block)
             at += len(block)
 
@@ -93,6 +99,8 @@ class Download:
         if total is None or answer.encoding or not (info.strong or got.length == total):
             self._whole = True
             return True
+        if total > LARGE:
+            answer.secure(min(got.length, SURE))
         spans = self._begin(info)
         if not info.strong:
             self._take_stream(answer)

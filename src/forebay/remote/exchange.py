@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import netrc
 import os
 import re
@@ -11,11 +10,12 @@ from typing import TypeAlias
 from urllib.parse import unquote, urljoin, urlsplit
 
 from forebay import errors
+from forebay._logs import escaped, logger
 from forebay.remote.answers import Answer, retry_after
 from forebay.remote.base import Call, RemoteOptions, Trouble
-from forebay.remote.connections import Connections, Place, basic
+from forebay.remote.connections import PORTS, Connections, Place, basic
 
-log = logging.getLogger("forebay.remote")
+log = logger("forebay.remote")
 
 Sign: TypeAlias = Callable[[str, str, Mapping[str, str]], tuple[str, Mapping[str, str]]]
 """(method, URL, headers) -> where to send it and with which headers. Called for every request, and for where a redirect leads;
@@ -38,12 +38,12 @@ class Exchange:
         self.options = options
         self.pool = Connections(options)
         self._sign, self._judge, self._raw = sign, judge, raw
-        self._known: dict[tuple[Place, str, bool], dict[str, str]] = {}
+        self._known: dict[tuple[Place, str, bool, bool], dict[str, str]] = {}
 
     def ask(
         self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None
     ) -> Answer:
-        """The answer, if its status is in ``ok``. Follows redirects; takes the user's credentials to no other host.
+        """The answer, if its status is in ``ok``. Follows redirects; takes the user's credentials to no other scheme, host or port.
         Raises `RemoteError`, or `Trouble` where another attempt may go well."""
         moved = call.moved.get(url) if method == "GET" else None
         if moved is not None:
@@ -57,12 +57,14 @@ class Exchange:
         self, call: Call, method: str, url: str, target: str, headers: Mapping[str, str], ok: Container[int], body: bytes | None
     ) -> Answer:
         """Ask ``target``, on behalf of ``url``, and wherever that redirects to."""
-        home = None
+        home, own = None, ""
         for hop in range(MAX_HOPS):
             where, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
             place, user, name = _split(call, where)
-            home = home or (place if self._sign or target is url else _split(call, url)[0])
-            standing = self._standing(place, user, at_home=place == home)
+            if home is None:
+                home, own, _ = (place, user, "") if self._sign or target is url else _split(call, url)
+            at_home = place == home  # the same scheme, host and port
+            standing = self._standing(place, user or (own if at_home else ""), home)
             answer = self._send(call, method, place, name, {**standing, **signed}, body)
             if answer.status in ok:
                 if hop and self._sign is None:
@@ -83,32 +85,33 @@ class Exchange:
         call.count(requests=1)
         return Answer(self.pool.ask(call, place, method, target, headers, body), self.pool, call, raw=self._raw)
 
-    def _standing(self, place: Place, user: str, *, at_home: bool) -> dict[str, str]:
-        """What goes with every request: our headers and the user's; to another host than the first only what netrc has for that one."""
-        key = (place, user, at_home)
+    def _standing(self, place: Place, user: str, home: Place) -> dict[str, str]:
+        """What goes with every request: our headers and the user's; to another place than the first only what netrc has for that one."""
+        may = place == home or _may_have_its_own(place, home)
+        key = (place, user, place == home, may)
         found = self._known.get(key)
         if found is None:
             if len(self._known) > 1000:
                 self._known.clear()
-            found = self._known[key] = self._find_standing(place, user, at_home)
+            found = self._known[key] = self._find_standing(place, user, place == home, may)
         return found
 
-    def _find_standing(self, place: Place, user: str, at_home: bool) -> dict[str, str]:
+    def _find_standing(self, place: Place, user: str, at_home: bool, may: bool) -> dict[str, str]:
         mine = dict(self.options.headers) if at_home else {}
         names = {name.lower() for name in mine}
         own = OWN if self._sign else {"Host": place.name, **OWN}  # the host is a part of what is signed
         found = {name: value for name, value in own.items() if name.lower() not in names}
         if self._sign is None and "authorization" not in names:
-            found |= self._credentials(place, user, at_home)
+            found |= self._credentials(place, user, at_home, may)
         return found | mine
 
-    def _credentials(self, place: Place, user: str, at_home: bool) -> dict[str, str]:
+    def _credentials(self, place: Place, user: str, at_home: bool, may: bool) -> dict[str, str]:
         if at_home and self.options.token:
             return {"Authorization": f"Bearer {self.options.token}"}
         if user:
             name, _, password = user.partition(":")
             return {"Authorization": basic(unquote(name), unquote(password))}
-        known = _netrc(place.host) if self.options.netrc else None
+        known = _netrc(place.host) if self.options.netrc and may else None
         return {"Authorization": basic(*known)} if known else {}
 
     def _refusal(self, call: Call, url: str, answer: Answer) -> Exception:
@@ -121,7 +124,7 @@ class Exchange:
 
 def meaning(url: str, status: int, reason: str, headers: Mapping[str, str]) -> Exception:
     """What a refusing status means. ``url``: without secrets."""
-    said = f"the remote answers {status} {reason}".rstrip()
+    said = f"the remote answers {status} {escaped(reason[:100])}".rstrip()
     if status in TRY_AGAIN:
         return Trouble(said, retry_after=retry_after(headers), status=status)
     if status in (401, 403):
@@ -132,6 +135,13 @@ def meaning(url: str, status: int, reason: str, headers: Mapping[str, str]) -> E
     if status < 400 or status in (412, 416):
         return errors.RemoteProtocolError(f"{url}: {said}, which does not fit the question", url=url, status=status)
     return errors.RemoteError(f"{url}: {said}", url=url, status=status)
+
+
+def _may_have_its_own(place: Place, home: Place) -> bool:
+    """Whether a place that a redirect leads to may be told what netrc has for its host. netrc names hosts only: so not another port or
+    scheme of the host that was asked, and nothing goes in clear that a request in clear did not lead to."""
+    usual = place.port in (home.port, PORTS[place.scheme])
+    return place.host != home.host and usual and (place.scheme == "https" or home.scheme == "http")
 
 
 def _split(call: Call, url: str) -> tuple[Place, str, str]:

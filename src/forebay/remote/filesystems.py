@@ -6,24 +6,26 @@ process; all others in a helper process (`forebay.remote.helper`), one for each 
 
 from __future__ import annotations
 
+import hashlib
 import json
-import logging
 import os
 import pickle
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from forebay._logs import logger
 from forebay._model import Buffer, ObjectInfo, Sink, Source, Span, Transfer
-from forebay.errors import NotFound, RemoteChanged, RemoteError, RemoteProtocolError, SourceChanged, Unsupported
+from forebay.errors import NotFound, RemoteChanged, RemoteError, RemoteProtocolError, RemoteTimeout, SourceChanged, Unsupported
 from forebay.remote import helper
 from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.clients import BLOCK, Sent, client_of
 from forebay.remote.helper_process import channel, helper_errors
 from forebay.remote.transfer import parts, share
 
-log = logging.getLogger("forebay.remote.filesystems")
+log = logger("forebay.remote.filesystems")
 T = TypeVar("T")
 
 CHANGES = 2  # an object that changes more often while it is fetched is given up
@@ -31,6 +33,8 @@ SLOWEST = 100_000
 """Bytes a second. The helper tells nothing of a range before it has it whole, so a range may take so much longer than ``read_timeout``."""
 
 HERE = frozenset({"file", "local", "memory", "mock", "data"})  # no connections: forks do no harm, and `memory` is in this process only
+_LOOKING = frozenset({"stat", "list", "parallel"})
+"""What a filesystem answers soon, if it does: of a range nothing is heard before all of it is there."""
 WRAPPERS = frozenset({"zip", "tar", "libarchive", "dir"})  # as good as what they wrap
 
 
@@ -122,9 +126,10 @@ class FilesystemRemote:
         call.transfer.resumed += size - sum(span.length for span in spans)
         # where a range costs as much as all that lies before it, each span is one stream
         parallel = self._way(url).parallel(call, url)
-        pieces = list(parts(spans, self._options.part if parallel else max(size, 1)))
-        work = (lambda piece=piece: self._range(call, url, piece, sink) for piece in pieces)
-        share(work, min(self._options.streams, len(pieces)) - 1 if parallel else 0, call)
+        part = self._options.part if parallel else max(size, 1)
+        count = sum(-(-span.length // part) for span in spans)
+        work = (lambda piece=piece: self._range(call, url, piece, sink) for piece in parts(spans, part))
+        share(work, min(self._options.streams, count) - 1 if parallel else 0, call)
 
     def _range(self, call: Call, url: str, span: Span, sink: Sink) -> None:
         """Brings ``span``, from where the last attempt ended."""
@@ -328,6 +333,7 @@ class There:
 
     def __init__(self, filesystem: bytes) -> None:
         self._filesystem = filesystem
+        self._name = hashlib.blake2s(filesystem, digest_size=8).hexdigest()  # its settings say where its hosts are
 
     def stat(self, call: Call, url: str) -> ObjectInfo:
         return ObjectInfo(*self._items(call, "stat", url)[0])
@@ -364,6 +370,11 @@ class There:
 
     def _ask(self, call: Call, patience: float, *request: str | int, body: bytes | None = None) -> Iterator[bytearray]:
         """The answer's items or blocks. ``patience``: seconds for each. ``body``: what is sent behind the request."""
+        verb, url = str(request[0]), str(request[1])
+        host = f"{'/'.join(url.split('/')[:3])} {self._name}" if verb in _LOOKING else ""
+        if host:
+            call.approach(host)
+        began, heard = time.monotonic(), False
         with channel(call) as answers:
             with helper_errors():
                 helper.send(answers, helper.REQUEST, json.dumps(request).encode())
@@ -371,9 +382,17 @@ class There:
                 if body is not None:
                     helper.send(answers, helper.REQUEST, body)
             while True:
-                with helper_errors():
-                    answers.settimeout(call.timeout(patience))
-                    kind, payload = helper.receive(answers)
+                try:
+                    with helper_errors():
+                        answers.settimeout(call.timeout(patience))
+                        kind, payload = helper.receive(answers)
+                except Trouble as trouble:
+                    if trouble.error is RemoteTimeout and host and not heard:
+                        call.unheard(host, began)
+                    raise
+                if host and not heard:
+                    heard = True
+                    call.heard(host)
                 if kind == helper.ERROR:
                     raise helper.from_wire(payload)
                 if kind == helper.END:

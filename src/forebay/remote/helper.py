@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import pickle
-import re
 import select
 import signal
 import socket
@@ -23,21 +21,18 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from forebay import errors
+from forebay._logs import logger
 from forebay._model import Buffer, Span
 from forebay.remote.base import Trouble
 from forebay.remote.clients import BLOCK, Client, client_of
-from forebay.remote.urls import canonical
+from forebay.remote.redaction import redacted
 
-log = logging.getLogger("forebay.remote.helper")
+log = logger("forebay.remote.helper")
 
 HEADER = struct.Struct("!cQ")
 REQUEST, ITEM, DATA, ERROR, END = b"Q", b"I", b"D", b"E", b"."
 
 CONFLICT = "it is there already: nothing was written"
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
-_NAMES = r"[\w-]*(?:token|password|passwd|secret|signature|credential|(?:access|account|api|secret)[_-]?key(?:[_-]?id)?)"
-_SECRET = re.compile(rf"(?i)((?:\b{_NAMES}\W?\s*[=:]|\bbearer\b|\bbasic\b)\s*[\"']?)[^\s&'\",;)]+")
 
 
 def send(channel: socket.socket, kind: bytes, payload: Buffer = b"") -> None:
@@ -85,6 +80,8 @@ def meaning(error: Exception) -> Trouble | errors.MissingExtra:
             return Trouble(f"nothing came for too long ({why})", errors.RemoteTimeout)
         case errors.RemoteError():
             return Trouble(redacted(str(error)), type(error), again=False)
+        case ImportError(name="fsspec"):
+            return errors.MissingExtra.of("this URL", "fsspec")
         case ImportError():
             return errors.MissingExtra(f"a package is missing ({why})", extra="fsspec")
         case ValueError() | TypeError() | AttributeError() | LookupError() | NotImplementedError():
@@ -106,11 +103,6 @@ def status_of(error: BaseException | None) -> int | None:
     if isinstance(told, dict):
         return cast("int | None", told.get("ResponseMetadata", {}).get("HTTPStatusCode"))
     return next((status for name in ("status", "code") if isinstance(status := getattr(error, name, None), int)), None)
-
-
-def redacted(text: str) -> str:
-    """``text`` without the secrets that its URLs, headers and settings hold."""
-    return _SECRET.sub(r"\1...", _URL.sub(lambda found: canonical(found[0]), text))
 
 
 def to_wire(error: Trouble | errors.MissingExtra) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import subprocess
@@ -13,10 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from forebay._kernel import host
+from forebay._logs import logger
 from forebay.errors import RemoteTimeout
 from forebay.remote.base import Call, Trouble
 
-log = logging.getLogger("forebay.remote.helper_process")
+log = logger("forebay.remote.helper_process")
 
 
 @contextmanager

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 
 from forebay import errors
-from forebay._model import ObjectInfo, Sink, Source, Span, Transfer
-from forebay.remote.answers import info_of, is_etag, is_same, ranged
+from forebay._model import Buffer, ObjectInfo, Sink, Source, Span, Transfer
+from forebay.remote.answers import info_of, is_etag, is_same, ranged, stated_length
 from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.download import Download, changed
 from forebay.remote.exchange import Exchange, Judge, Sign
 from forebay.remote.urls import canonical
 
+MAX_REPLY = 64 << 20
+_MOMENT = re.compile(r"[0-9]{1,11}\Z")
 CHANGES = 2  # an object that changes more often while it is fetched is given up
 
 
@@ -50,7 +53,7 @@ class HttpRemote:
             if answer.status == 304:
                 return None
             if answer.status == 200:
-                return info_of(url, answer.headers, _length(answer.headers) if not answer.encoding else None)
+                return info_of(url, answer.headers, stated_length(answer.headers) if not answer.encoding else None)
         asked = {**conditions, "Range": "bytes=0-0"}
         with self._exchange.ask(call, "GET", url, asked, ok=(200, 206, 304, 416)) as answer:
             if answer.status == 304:
@@ -98,12 +101,12 @@ class HttpRemote:
                 answer.drain()
                 raise changed(call.url)
             size = ranged(answer, span).total if answer.status == 206 else answer.length
-            if validator is not None and info_of(url, answer.headers, size).validator != validator:
+            if validator is not None and not is_same(info_of(url, answer.headers, size).validator, validator):
                 raise changed(call.url)
             if answer.encoding and answer.status == 206:
                 raise errors.RemoteProtocolError(f"{call.url}: a range of a compressed body tells nothing", url=call.url, status=206)
             if answer.encoding:
-                return b"".join(map(bytes, answer.content()))[span.start : span.end]
+                return _cut_out(answer.content(), span)
             if answer.status == 200:
                 answer.skip(span.start)
             data = b"".join(answer.blocks(span.length))
@@ -145,7 +148,7 @@ class HttpRemote:
 
         def once() -> Reply:
             with self._exchange.ask(call, method, url, headers or {}, ok=ok, body=body) as answer:
-                return Reply(answer.status, answer.headers, b"".join(map(bytes, answer.content())))
+                return Reply(answer.status, answer.headers, _small(call, answer.content()))
 
         return call.retrying(once)
 
@@ -162,9 +165,25 @@ def _conditions(known: str | None) -> dict[str, str]:
     if is_etag(known):
         return {"If-None-Match": known}
     seconds = known.partition("-")[0]
-    return {"If-Modified-Since": formatdate(int(seconds), usegmt=True)} if seconds.isdigit() else {}
+    return {"If-Modified-Since": formatdate(int(seconds), usegmt=True)} if _MOMENT.match(seconds) else {}
 
 
-def _length(headers: Mapping[str, str]) -> int | None:
-    text = headers.get("Content-Length", "")
-    return int(text) if text.isdigit() else None
+def _cut_out(blocks: Iterator[Buffer], span: Span) -> bytes:
+    """``span`` of what comes, and no more in memory."""
+    found, at = bytearray(), 0
+    for block in blocks:
+        found += memoryview(block)[max(0, span.start - at) : max(0, span.end - at)]
+        at += len(block)
+        if at >= span.end:
+            break
+    return bytes(found)
+
+
+def _small(call: Call, blocks: Iterator[Buffer]) -> bytes:
+    body = bytearray()
+    for block in blocks:
+        body += block
+        if len(body) > MAX_REPLY:
+            message = f"{call.url}: an answer of more than {MAX_REPLY:,} bytes where a small one is due"
+            raise errors.RemoteProtocolError(message, url=call.url)
+    return bytes(body)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from forebay import errors
-from forebay._kernel import host
+from forebay._kernel import host, locks
 from forebay._model import Buffer, CloningSink, ObjectInfo, Sink, Source, Span, Transfer
 from forebay.remote.urls import canonical, local_path
 
@@ -31,13 +31,28 @@ def is_unfinished(name: str) -> bool:
 
 
 def sweep(folder: str) -> None:
-    """Remove below a directory what writers left there that died: what nobody has written to for an hour."""
+    """Remove below a directory what writers left there that died: what nobody has written to for an hour, as far as the clock can tell,
+    nor has locked."""
     old = time.time() - STALE
     for place, _, names in os.walk(folder):
         for path in (os.path.join(place, name) for name in names if is_unfinished(name)):
             with suppress(FileNotFoundError):
-                if os.stat(path).st_mtime < old:
+                if os.stat(path).st_mtime < old and not _is_being_written(path):
                     os.unlink(path)
+
+
+def _is_being_written(path: str) -> bool:
+    """Whether a living process of this host has the file locked: the clock may have jumped since it wrote last."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except PermissionError:
+        return False
+    try:
+        return locks.locked_at(fd, 0) is not None
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(fd)
 
 
 def prune(folder: str, names: Iterable[str]) -> None:
@@ -208,6 +223,8 @@ def _part(path: str) -> Iterator[tuple[str, int]]:
     part = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}")
     fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
+        with suppress(OSError):  # a file system without locks
+            locks.take(fd, 0)
         yield part, fd
     finally:
         os.close(fd)

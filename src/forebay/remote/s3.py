@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Self, TypeVar
 from urllib.parse import quote, urlencode
 
 from forebay import errors
+from forebay._logs import logger
 from forebay._model import ObjectInfo, Sink, Source, Span, Transfer
 from forebay.remote import sigv4
 from forebay.remote.aws import Account
-from forebay.remote.base import Call, RemoteOptions, Trouble
+from forebay.remote.base import Call, RemoteOptions, Trouble, one_time_limit
 from forebay.remote.http import HttpRemote, Reply
-from forebay.remote.s3_answers import conflict, listed, text_of, xml_of
+from forebay.remote.s3_answers import Pages, conflict, listed, text_of, xml_of
 from forebay.remote.s3_upload import Upload
 from forebay.remote.urls import canonical, scheme
 
-log = logging.getLogger("forebay.remote.s3")
+log = logger("forebay.remote.s3")
 T = TypeVar("T")
 
 QUERY = ":query"
@@ -93,13 +93,14 @@ class S3Remote:
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`. A request for each 1,000 objects, sent when they are wanted."""
         bucket, prefix, _ = Name.of(url)
-        query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
+        query, pages = {"list-type": "2", "encoding-type": "url", "prefix": prefix}, Pages(url)
         while True:
             page = xml_of(url, self.request("GET", f"s3://{bucket}/", query=query))
             yield from (listed(bucket, found) for found in page.iterfind("{*}Contents"))
             token = page.findtext("{*}NextContinuationToken")
             if not token:
                 return
+            pages.check(page.findtext("{*}Contents/{*}Key"), token)
             query["continuation-token"] = token
 
     def write(
@@ -181,7 +182,8 @@ class S3Remote:
 
 def _at_home(ask: Callable[[], T]) -> T:
     """``ask()``; once more where the first answer told in which region the bucket lies."""
-    try:
-        return ask()
-    except _Moved:
-        return ask()
+    with one_time_limit():
+        try:
+            return ask()
+        except _Moved:
+            return ask()

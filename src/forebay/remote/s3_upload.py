@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,14 +11,15 @@ from typing import NamedTuple, Protocol
 from xml.sax.saxutils import escape
 
 from forebay import errors
+from forebay._logs import logger
 from forebay._model import ObjectInfo, Source
 from forebay.remote.base import Call, RemoteOptions
 from forebay.remote.http import Reply
-from forebay.remote.s3_answers import conflict, key_of, xml_of
+from forebay.remote.s3_answers import Pages, conflict, key_of, number_in, xml_of
 from forebay.remote.transfer import share
 from forebay.remote.urls import canonical
 
-log = logging.getLogger("forebay.remote.s3_upload")
+log = logger("forebay.remote.s3_upload")
 
 MAX_PARTS = 10_000
 MIN_PART = 5 << 20
@@ -124,13 +124,14 @@ class Upload:
 
     def _parts_of(self, call: Call, upload_id: str) -> dict[int, str]:
         parts: dict[int, str] = {}
-        query = {"uploadId": upload_id}
+        query, pages = {"uploadId": upload_id}, Pages(self._url)
         while True:
             page = xml_of(self._url, self._request("GET", self._url, query=query, call=call))
-            parts |= {int(e.findtext("{*}PartNumber", "")): e.findtext("{*}ETag", "").strip('"') for e in page.iterfind("{*}Part")}
+            parts |= {number_in(self._url, e, "PartNumber"): e.findtext("{*}ETag", "").strip('"') for e in page.iterfind("{*}Part")}
             query["part-number-marker"] = page.findtext("{*}NextPartNumberMarker", "")
             if page.findtext("{*}IsTruncated") != "true" or not query["part-number-marker"]:
                 return parts
+            pages.check(page.findtext("{*}Part/{*}PartNumber"), query["part-number-marker"])
 
     def _send_parts(self, call: Call, begun: Begun, bodies: Iterator[bytes]) -> dict[int, str]:
         etags: dict[int, str] = {}

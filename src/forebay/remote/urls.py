@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 from urllib.parse import quote, unquote_to_bytes
-
-import xxhash
 
 from forebay.errors import ConfigError
 
@@ -14,15 +15,45 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::.*://")
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,15}\Z")
 _HASHED = re.compile(r"q=[0-9a-f]{32}\Z")
+_HASHED_USER = re.compile(r"u=[0-9a-f]{32}\Z")
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".z"}
 _PORTS = {"http": ":80", "https": ":443"}
+_KNOWN = {*_PORTS, "s3"}
 
-# Parameters that sign a URL: other values of them name the same object.
-_SIGNING = ("x-amz-", "x-goog-")
-_KEYED = {"awsaccesskeyid", "googleaccessid", "key-pair-id", "signature"}
-_WITH_KEY = _KEYED | {"expires", "policy"}
-_AZURE = {"sv", "sig", "se", "st", "sr", "sp", "spr", "sip", "si", "ss", "srt", "sdd", "ses", "saoid", "suoid", "scid"}
-_AZURE |= {"skoid", "sktid", "skt", "ske", "sks", "skv"}
+
+class _Signature(NamedTuple):
+    """A way to sign HTTP URLs: names of parameters that are all there, of which one is, and that may be there. Other values of them name
+    the same object. Only a whole set is one: ``sig`` alone means whatever a server likes."""
+
+    all_of: frozenset[str]
+    one_of: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, all_of: str, one_of: str = "", optional: str = "") -> Self:
+        return cls(frozenset(all_of.split()), frozenset(one_of.split()), frozenset(optional.split()))
+
+    def taken(self, pairs: Sequence[tuple[str, str]]) -> frozenset[str]:
+        """The names of the parameters that sign: none unless the set is whole, with each parameter once and none empty."""
+        every = self.all_of | self.one_of | self.optional
+        mine = [(name, value) for name, value in pairs if name in every]
+        names = frozenset(name for name, _ in mine)
+        whole = self.all_of <= names and (not self.one_of or not self.one_of.isdisjoint(names))
+        return names if whole and len(names) == len(mine) and all(value for _, value in mine) else frozenset()
+
+
+_AMZ = "X-Amz-Algorithm X-Amz-Credential X-Amz-Date X-Amz-Expires X-Amz-SignedHeaders X-Amz-Signature"
+_SAS_MAY = "st spr sip sdd ses saoid suoid scid skoid sktid skt ske sks skv"
+_SIGNATURES = (
+    _Signature.of(_AMZ, optional="X-Amz-Security-Token X-Amz-Content-Sha256 X-Amz-S3session-Token"),
+    _Signature.of(_AMZ.replace("Amz", "Goog")),
+    _Signature.of("AWSAccessKeyId Signature Expires", optional="x-amz-security-token"),
+    _Signature.of("GoogleAccessId Signature Expires"),
+    _Signature.of("Signature Key-Pair-Id", one_of="Expires Policy", optional="Hash-Algorithm"),  # CloudFront, and so Hugging Face
+    _Signature.of("sv sr sp se sig", optional=_SAS_MAY),  # Azure: of one service
+    _Signature.of("sv sr si sig", optional=f"sp se {_SAS_MAY}"),  # of a stored policy
+    _Signature.of("sv ss srt sp se sig", optional=_SAS_MAY),  # of an account
+)
 
 
 def scheme(url: str) -> str:
@@ -42,56 +73,72 @@ def is_url(text: str) -> bool:
 def canonical(url: str | os.PathLike[str]) -> str:
     """The key of a URL: the same for all spellings of one object, and free of secrets. ``canonical(canonical(u)) == canonical(u)``.
 
-    Scheme and host in lower case; default port, fragment, user info and signatures dropped; any other query replaced by its
-    hash; all other bytes as they are. A path becomes an absolute ``file://`` URL. In schemes other than HTTP, ``#`` and the
-    case of what stands for the host may tell objects apart, and stay."""
+    Scheme and host in lower case; default port, fragment and whole sets of signature parameters dropped; user info, and any other query,
+    replaced by its hash; all other bytes as they are. A path becomes an absolute ``file://`` URL. In schemes other than HTTP, ``#``,
+    whatever stands in the query, and the case of what stands for the host may tell objects apart, and stay. Raises `ConfigError`."""
     text = os.fspath(url)
+    if not text.isascii():
+        _check_text(text)
     path = local_path(text)
     if path is not None:
         return "file://" + quote(os.fsencode(path))
     kind = scheme(text)
+    if "::" in text and kind not in _KNOWN:  # a chain of fsspec's: `zip://a.csv::s3://bucket/a.zip`
+        first, *links = text.split("::")
+        return "::".join([_one(kind, first), *(canonical(link) if _SCHEME.match(link) else link for link in links)])
+    return _one(kind, text)
+
+
+def _one(kind: str, text: str) -> str:
     rest = text[len(kind) + 3 :]
     if kind in _PORTS:
         rest = rest.partition("#")[0]
     rest, _, query = rest.partition("?")
     host, slash, name = rest.partition("/")
-    return f"{kind}://{_host(kind, host)}{slash}{name}{_query(query)}"
+    return f"{kind}://{_host(kind, host)}{slash}{name}{_query(kind, query)}"
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        shown = text.encode("utf-8", "backslashreplace").decode()
+        raise ConfigError(f"{shown.partition('?')[0]} is no URL and no path: it holds half a character, at {error.start}") from None
 
 
 def _host(kind: str, host: str) -> str:
     user, at, host = host.rpartition("@")
     if kind in _PORTS:
-        return host.lower().removesuffix(_PORTS[kind])
-    if kind == "s3" or not at:
-        return host
+        host = host.lower().removesuffix(_PORTS[kind])
+    if not user:
+        return host if kind in _KNOWN else f"{at}{host}"
+    if kind in _KNOWN:  # who asks may be given other bytes; a token may stand in the place of the user
+        return f"{user if _HASHED_USER.match(user) else f'u={_hash(user)}'}@{host}"
     # `abfs://container@account` and `github://org:repo@sha` say there which object is meant; a password may be there too
     return f"{_hash(user) if ':' in user else user}@{host}"
 
 
-def _query(query: str) -> str:
+def _query(kind: str, query: str) -> str:
     if _HASHED.match(query):
         return f"?{query}"
-    pairs = [pair for pair in query.split("&") if pair]
-    names = {_name(pair) for pair in pairs}
-    drop: set[str] = set()
-    if names & _KEYED:
-        drop |= _WITH_KEY
-    if "sig" in names:
-        drop |= _AZURE
-    kept = [pair for pair in pairs if not _name(pair).startswith(_SIGNING) and _name(pair) not in drop]
-    return f"?q={_hash('&'.join(kept))}" if kept else ""
-
-
-def _name(pair: str) -> str:
-    return pair.partition("=")[0].lower()
+    pairs = query.split("&")
+    if kind in _PORTS:  # what else has a query has no signatures in it
+        named = [(name, value) for name, _, value in (pair.partition("=") for pair in pairs)]
+        drop = frozenset[str]().union(*(signature.taken(named) for signature in _SIGNATURES))
+        pairs = [pair for pair, (name, _) in zip(pairs, named, strict=True) if name not in drop]
+    rest = "&".join(pairs)
+    return f"?q={_hash(rest)}" if rest else ""
 
 
 def _hash(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogateescape"))
+    # it hides secrets, so it must not be one that can be turned around
+    return hashlib.blake2s(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def key_on(kind: str, path: str, identity: str) -> str:
     """The key of a path on a filesystem object. ``kind``: the scheme of its URLs; ``identity``: what tells it from others."""
+    if _SCHEME.match(path) and scheme(path) in _PORTS:
+        path = canonical(path)  # the others have no secrets in their paths
     return f"{kind}://{(path.partition('://')[2] or path).lstrip('/')}#{identity}"
 
 
@@ -125,5 +172,6 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
         return os.path.abspath(text)
     host, _, path = text[len("file://") :].partition("/")
     if host.lower() not in ("", "localhost"):
-        raise ConfigError(f"{text!r} names a file of the host {host!r}: only local files can be opened; write file:///path", url=text)
+        shown = f"file://{host.rpartition('@')[2]}/{path}"  # a password may stand before the host
+        raise ConfigError(f"{shown!r} names a file of another host: only local files can be opened; write file:///path", url=shown)
     return os.path.abspath(b"/" + unquote_to_bytes(path)).decode("utf-8", "surrogateescape")

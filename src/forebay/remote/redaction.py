@@ -1,0 +1,30 @@
+"""The one place where secrets are taken out of texts that people will read."""
+
+from __future__ import annotations
+
+import re
+
+from forebay.errors import ConfigError
+from forebay.remote.urls import canonical
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+_END = re.compile(r"[:,.;!)\]}]+\Z")
+_NAMES = r"[\w-]*(?:token|password|passwd|secret|signature|credential|(?:access|account|api|secret)[_-]?key(?:[_-]?id)?)"
+_NAMES = rf"(?:{_NAMES}|sig|awsaccesskeyid|googleaccessid|key-pair-id|policy)"
+_SECRET = re.compile(rf"(?i)((?:\b{_NAMES}\W?\s*[=:]|\bbearer\b|\bbasic\b)\s*[\"']?)[^\s&'\",;)]+")
+
+
+def redacted(text: str) -> str:
+    """``text`` without the secrets in it: each URL as its key (no password, no signature, a query by its hash), and ``...`` for the
+    values of headers and settings that hold secrets. Raises nothing. Idempotent."""
+    return _SECRET.sub(r"\1...", _URL.sub(_shown, text))
+
+
+def _shown(found: re.Match[str]) -> str:
+    url = found[0]
+    end = _END.search(url)
+    tail = end[0] if end else ""
+    try:
+        return canonical(url.removesuffix(tail)) + tail
+    except ConfigError:
+        return f"{url.partition('://')[0]}:..."

@@ -1,0 +1,187 @@
+"""Nothing that a server claims is believed before the bytes come: lengths, ranges, what a compressed body becomes."""
+
+from __future__ import annotations
+
+import gzip
+import socket
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay._model import Span
+from forebay.remote import RemoteOptions
+from forebay.remote.http import HttpRemote
+from forebay.sources import UrlSource
+from forebay.testing import MemorySink, ScriptedServer
+from tests.servers.raw import RawServer
+from tests.servers.raw import raw as raw
+
+QUICK = RemoteOptions(attempts=2, backoff=0.001, read_timeout=5, connect_timeout=5)
+BUDGET = 100_000_000
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> forebay.Cache:
+    return forebay.Cache(tmp_path / "root", budget=BUDGET, min_free=0, remote_options=QUICK)
+
+
+def doors(cache: forebay.Cache, url: str) -> list[object]:
+    """The ways by which an object is read."""
+    return [
+        lambda: cache.read(url), lambda: cache.read(url, bypass=True), lambda: cache.local(url).close(),
+        lambda: cache.open(url, bypass=True).read(),
+        lambda: UrlSource(url.rpartition("/")[0], options=QUICK)[url.rpartition("/")[2]],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", [6, 4 << 30, 1 << 50, (1 << 63) - 1])
+def test_memory_grows_as_bytes_come(small: forebay.Cache, raw: RawServer, claim: int) -> None:
+    raw.says(f"Content-Length: {claim}", 'ETag: "1"', body=b"12345")
+    with small:
+        small.put("kept", bytes(1 << 20))
+        tracemalloc.start()
+        for door in doors(small, f"{raw.url}/a"):
+            with pytest.raises((errors.RemoteUnavailable, errors.NoSpace)):
+                door()  # type: ignore[operator]
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 40 << 20
+        assert small.get("kept") is not None
+        assert small.check(deep=True) == []
+
+
+@pytest.mark.parametrize(
+    "claim",
+    ["1" + 20 * "0", "9" * 5000, str(1 << 63), "-5", "+5", "5_0", "0x5", "5.0", "five", "", "5, 6", "²", "5\r\nContent-Length: 6", "5,"],
+)
+def test_a_length_that_cannot_be(small: forebay.Cache, raw: RawServer, claim: str) -> None:
+    raw.says(f"Content-Length: {claim}", 'ETag: "1"', body=b"12345")
+    with small:
+        for door in [
+            *doors(small, f"{raw.url}/a"),
+            lambda: HttpRemote(QUICK).stat(f"{raw.url}/a"),
+            lambda: HttpRemote(QUICK).read(f"{raw.url}/a", Span(0, 5)),
+        ]:
+            with pytest.raises(errors.RemoteError):
+                door()  # type: ignore[operator]
+
+
+def test_the_words_of_a_status_cannot_forge_a_line(raw: RawServer) -> None:
+    raw.answer = lambda connection, head: connection.sendall(b"HTTP/1.1 400 No\x1b[2J\x85 x\r\nContent-Length: 0\r\n\r\n")
+    with pytest.raises(errors.RemoteError, match=r"400 No\\x1b\[2J") as caught:
+        HttpRemote(QUICK).fetch(f"{raw.url}/a", MemorySink())
+    assert str(caught.value).isprintable()
+
+
+def test_a_length_that_is_said_twice_is_one(raw: RawServer) -> None:
+    raw.says("Content-Length: 5, 5", 'ETag: "1"', body=b"12345")
+    sink = MemorySink()
+    HttpRemote(QUICK).fetch(f"{raw.url}/a", sink)
+    assert sink.data == b"12345"
+
+
+@pytest.mark.parametrize("total", ["1" + 20 * "0", "9" * 5000, str(1 << 63), "-1", "²", "4", "0x10"])
+def test_a_range_of_what_cannot_be(small: forebay.Cache, server: ScriptedServer, total: str) -> None:
+    url = server.put("/a", b"12345", content_range=f"bytes 0-4/{total}".encode().decode("latin-1"))
+    with small, pytest.raises(errors.RemoteProtocolError):
+        small.read(url)
+
+
+def test_a_claim_alone_evicts_nothing(small: forebay.Cache, raw: RawServer) -> None:
+    """Of a range, too: room for all of it is made when the first of it came."""
+    size = BUDGET - (8 << 20)
+
+    def answer(connection: socket.socket, head: bytes) -> None:
+        lines = ["HTTP/1.1 206 Partial", 'ETag: "1"', f"Content-Range: bytes 0-{(8 << 20) - 1}/{size}", f"Content-Length: {8 << 20}"]
+        if b"Range" not in head:
+            lines = ["HTTP/1.1 200 OK", 'ETag: "1"', f"Content-Length: {size}"]
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + bytes(1000))
+
+    raw.answer = answer
+    with small:
+        for number in range(10):
+            small.put(f"kept {number}", bytes(9_000_000))
+        for door in doors(small, f"{raw.url}/a"):
+            with pytest.raises(errors.RemoteError):
+                door()  # type: ignore[operator]
+        assert [number for number in range(10) if small.get(f"kept {number}") is None] == []
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_bomb_is_bounded(small: forebay.Cache, raw: RawServer, encoding: str) -> None:
+    body = _bomb(3 * BUDGET, encoding)
+    assert len(body) < 1 << 20
+    raw.says(f"Content-Length: {len(body)}", f"Content-Encoding: {encoding}", 'ETag: "1"', body=body)
+    with small:
+        for door in [
+            lambda: small.read(f"{raw.url}/a"),
+            lambda: small.local(f"{raw.url}/a"),
+            lambda: small.read(f"{raw.url}/a", bypass=True),
+        ]:
+            with pytest.raises(errors.NoSpace):
+                door()
+        assert HttpRemote(QUICK).read(f"{raw.url}/a", Span(7, 9)) == bytes(9)  # no more than is wanted
+        assert small.check(deep=True) == []
+
+
+def test_what_is_compressed_and_fits_is_read(small: forebay.Cache, raw: RawServer) -> None:
+    body = gzip.compress(b"x" * 1_000_000)
+    raw.says(f"Content-Length: {len(body)}", "Content-Encoding: gzip", body=body)
+    with small:
+        assert small.read(f"{raw.url}/a") == b"x" * 1_000_000
+        assert small.read(f"{raw.url}/a", bypass=True) == b"x" * 1_000_000
+
+
+def _bomb(size: int, encoding: str) -> bytes:
+    packer = zlib.compressobj(9, wbits=31 if encoding == "gzip" else 15)
+    block = bytes(1 << 20)
+    return b"".join(packer.compress(block) for _ in range(size >> 20)) + packer.flush()
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, gzip"])
+def test_what_is_not_decoded_is_said(small: forebay.Cache, raw: RawServer, encoding: str) -> None:
+    raw.says("Content-Length: 5", f"Content-Encoding: {encoding}", body=b"12345")
+    with small, pytest.raises(errors.RemoteProtocolError, match="only identity"):
+        small.read(f"{raw.url}/a")
+
+
+@pytest.mark.parametrize("size", [4 << 30, 1 << 50])
+def test_a_head_that_lies(small: forebay.Cache, raw: RawServer, size: int) -> None:
+    def answer(connection: socket.socket, head: bytes) -> None:
+        if head.startswith(b"HEAD"):
+            connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n".encode())
+        else:
+            connection.sendall(b"HTTP/1.1 206 Partial\r\nContent-Length: 5\r\nContent-Range: bytes 0-4/5\r\n\r\n12345")
+
+    raw.answer = answer
+    with small, small.open(f"{raw.url}/a", bypass=True) as file, pytest.raises(errors.RemoteChanged, match="shorter"):
+        file.read()
+
+
+VERSIONS = [
+    {"etag": 'W/"1"'}, {"etag": None, "modified": 1.5e9}, {"etag": '"1"'}, {"etag": 'W/"1"', "conditions": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", VERSIONS, ids=str)
+def test_open_past_the_cache_reads_one_version(small: forebay.Cache, server: ScriptedServer, first: dict[str, object]) -> None:
+    size = 6 << 20
+    url = server.put("/a", b"a" * size, **first)  # type: ignore[arg-type]
+    second = {**first, "etag": first["etag"] and str(first["etag"]).replace("1", "2"), "modified": 1.7e9}
+    with small, small.open(url, bypass=True) as file:
+        assert file.read(10) == b"a" * 10
+        server.put("/a", b"b" * size, **second)  # type: ignore[arg-type]
+        with pytest.raises(errors.RemoteChanged):
+            file.read()
+
+
+def test_a_weak_etag_that_stays_is_one_version(small: forebay.Cache, server: ScriptedServer) -> None:
+    url = server.put("/a", b"a" * (6 << 20), etag='W/"1"')
+    with small, small.open(url, bypass=True) as file:
+        assert file.read(10) == b"a" * 10
+        server.objects["/a"].etag = '"1"'  # as nginx tells it, where it does not compress
+        assert file.read() == b"a" * ((6 << 20) - 10)

@@ -1,0 +1,55 @@
+"""What people read holds no secret."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.remote import redacted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cannot get https://me:SIKRIT@host/a?X-Amz-Signature=SIKRIT&X-Amz-Credential=SIKRIT",
+        "url='https://a.blob.core.windows.net/c/b?sv=1&sig=SIKRIT', message='no'",
+        "headers {'Authorization': 'Bearer SIKRIT', 'x': 1}",
+        "Authorization: Basic SIKRIT",
+        "aws_secret_access_key=SIKRIT, region=x",
+        '{"account_key": "SIKRIT", "password":"SIKRIT"}',
+        "token: SIKRIT",
+        "no such object: s3://AKIA:SIKRIT@bucket/a.bin: see the docs",
+        "(ftp://me:SIKRIT@host/a), [https://SIKRIT@host/a]",
+        "zip://a.csv::https://me:SIKRIT@host/a.zip?sig=SIKRIT is damaged",
+        "zip://a::b::s3://me:SIKRIT@bucket/k",
+        "simplecache::s3://me:SIKRIT@bucket/k",
+        "https://host/a?AWSAccessKeyId=SIKRIT&Signature=SIKRIT&Expires=1",
+        "a name with a blank: https://host/a b?sig=SIKRIT&Policy=SIKRIT",
+        "https://host/a#SIKRIT",
+        "file://me:SIKRIT@host/a",
+    ],
+)
+def test_what_is_told_holds_no_secret(text: str) -> None:
+    assert "SIKRIT" not in redacted(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NoSuchKey: The specified key does not exist",
+        "https://host/path/key of token",
+        "[Errno 111] Connect call failed",
+        "see https://host/a: it is https://host/b.",
+        "s3://b/k#1",
+        "/a/b?c=d",
+    ],
+)
+def test_what_is_no_secret_is_told(text: str) -> None:
+    assert redacted(text) == text
+
+
+@given(st.text())
+def test_any_text_can_be_told(text: str) -> None:
+    for each in (text, f"https://{text}", f"s3://{text}", f"zip://a::{text}", f"file://{text}"):
+        assert redacted(redacted(each)) == redacted(each)
