@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,9 +111,166 @@ def test_arrays_come_back(array: Any) -> None:
     check_same(there_and_back("numpy", array), array if array.flags.forc else np.ascontiguousarray(array))
 
 
-@pytest.mark.parametrize("value", [3, [1.5, 2.5], [[1, 2], [3, 4]], "text", True, (), np.float32(2)])
-def test_what_becomes_an_array(value: Any) -> None:
-    check_same(there_and_back("numpy", value), np.asarray(value))
+@pytest.mark.parametrize("value", [3, [1.5, 2.5], [[1, 2], [3, 4]], "text", True, (), np.float32(2), (np.ones(3), 7), {"a": np.ones(3)}])
+def test_what_is_no_array_is_refused_with_the_codec_that_fits(value: Any) -> None:
+    with pytest.raises(errors.ConfigError, match=r"codec='numpy' stores one numpy.ndarray, and the value is a .*: use codec='pytree'"):
+        codec("numpy").encode(value)
+
+
+def test_a_tensor_is_no_array() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(errors.ConfigError, match=r"a torch\.Tensor: use codec='pytree'"):
+        codec("numpy").encode(torch.ones(3))
+
+
+def test_a_mapped_array_is_one(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "array", np.uint8, "w+", shape=(3, 5))
+    mapped[:] = 7
+    check_same(there_and_back("numpy", mapped), np.asarray(mapped))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fits"),
+    [("raw", "text", "pytree"), ("raw", object(), "pickle"), ("json", (1,), "pytree"), ("json", b"", "raw"), ("json", np.ones(2), "numpy")],
+)
+def test_a_refusal_names_the_codec_that_fits(name: str, value: Any, fits: str) -> None:
+    with pytest.raises(errors.ConfigError, match=f"codec='{name}'.*use codec='{fits}'"):
+        codec(name).encode(value)
+
+
+# pytree
+
+
+PLAIN = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(st.characters(exclude_categories=())), st.binary(),
+    st.complex_numbers(allow_nan=False), st.binary().map(bytearray), st.sampled_from(["\ud83d\ude00", -(1 << 70)]),
+    st.sampled_from([1 << 10_000, float("inf")]),
+)  # fmt: skip
+KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.tuples(st.integers(), st.text())
+TREES = st.recursive(
+    PLAIN,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.just(()) | st.dictionaries(KEYS, inner),
+    max_leaves=8,
+)
+
+
+def kinds(value: Any) -> Any:
+    """A value with the types of all that is in it: True is not 1."""
+    if isinstance(value, (list, tuple)):
+        return type(value), [kinds(item) for item in value]
+    if isinstance(value, dict):
+        return dict, [(kinds(key), kinds(item)) for key, item in value.items()]
+    return type(value), value
+
+
+@quick
+@hypothesis.given(TREES)
+def test_plain_values_come_back(value: Any) -> None:
+    assert kinds(there_and_back("pytree", value)) == kinds(value)
+
+
+@quick
+@hypothesis.given(st.lists(ARRAYS, max_size=4))
+def test_arrays_in_a_tree_come_back_as_views(arrays: list[Any]) -> None:
+    record = Record(codec("pytree").encode(({"all": [(a, "name", b"x") for a in arrays]}, 3)))
+    back, label = codec("pytree").decode(record.data, record.private)
+    assert (label, len(back["all"])) == (3, len(arrays))
+    for (new, name, tail), old in zip(back["all"], arrays, strict=True):
+        check_same(new, old if old.flags.forc else np.ascontiguousarray(old))
+        assert (name, tail) == ("name", b"x")
+        assert not new.nbytes or lies_in(new, record.data)
+    assert record.copies == 0
+
+
+@pytest.mark.parametrize("scalar", [np.int64(-3), np.float16(0.5), np.bool_(True), np.str_("é"), np.bytes_(b"a\0b"), np.complex64(1j)])
+def test_numbers_of_numpy_stay_what_they_are(scalar: Any) -> None:
+    back = there_and_back("pytree", (scalar, {scalar: 1}))
+    assert (type(back[0]), back[0].dtype, back[0]) == (type(scalar), scalar.dtype, scalar)
+    assert list(back[1]) == [scalar]
+    when = np.datetime64("2026-01-02", "D")
+    assert there_and_back("pytree", [when, np.str_("")]) == [when, np.str_("")]
+
+
+@pytest.mark.parametrize("numbers", [0, 10, 1 << 20])
+def test_tensors_in_a_tree_may_be_written_to(numbers: int) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(numbers * 2, dtype=torch.bfloat16).reshape(2, -1)
+    record = Record(codec("pytree").encode({"x": tensor, "t": tensor.T, "y": 3}))
+    back = codec("pytree").decode(record.data, record.private)
+    for name, old in (("x", tensor), ("t", tensor.T)):
+        assert torch.equal(back[name], old)
+        assert (back[name].stride(), back[name].dtype) == (old.stride(), old.dtype)
+    back["x"].zero_()
+    assert torch.equal(codec("pytree").decode(record.data, record.private)["x"], tensor)
+    grad = there_and_back("pytree", torch.nn.Parameter(torch.ones(3)))
+    assert type(grad) is torch.nn.Parameter
+    assert grad.requires_grad
+
+
+def test_over_writable_memory_all_of_a_tree_is_writable() -> None:
+    torch = pytest.importorskip("torch")
+    data = Record(codec("pytree").encode((np.zeros(3), torch.zeros(1 << 20)))).private()
+    array, tensor = codec("pytree").decode(data, lambda: pytest.fail("a second copy"))
+    array[0], tensor[0] = 1, 1
+    again = codec("pytree").decode(data.toreadonly(), lambda: memoryview(bytearray(data)))
+    assert (again[0][0], again[1][0]) == (1, 1)
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        (object(), "the value is a object"),
+        ((1, {"a": [datetime.date(2026, 1, 2)]}), r"value\[1\]\['a'\]\[0\] is a datetime.date"),
+        (subprocess.CompletedProcess("x", 0), "is a subprocess.CompletedProcess"),
+        (time.gmtime(0), "is a time.struct_time"),
+        ({1, 2}, "is a set"),
+        (Text("a"), r"is a .*Text"),
+        ([np.array([None])], r"value\[0\] is an array of dtype object"),
+        (np.ma.masked_array([1, 2], [True, False]), "MaskedArray"),
+        ({frozenset(): 1}, "the frozenset frozenset.* as a key"),
+        ({(1, object()): 1}, "object"),
+    ],
+)
+def test_what_no_tree_can_hold_is_refused(value: Any, where: str) -> None:
+    with pytest.raises(errors.ConfigError, match=f"codec='pytree'.*{where}.*codec='pickle'"):
+        codec("pytree").encode(value)
+
+
+def test_a_list_that_lies_in_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(errors.ConfigError, match="lies in itself"):
+        codec("pytree").encode(value)
+
+
+def tree(structure: str, memory: bytes = b"", mark: bytes = b"fby1") -> bytes:
+    text = structure.encode()
+    front = mark + len(text).to_bytes(4, "little") + text
+    return front + bytes(-len(front) % 64) + memory if memory else front
+
+
+DAMAGED_TREES = [
+    b"", b"fby1", tree("1", mark=b"fbp1"), tree("1") + b"x", tree("1")[:-1], tree("{"), tree('{"a":1}')[:-1], tree("[]"), tree('["?"]'),
+    tree('["{",[1]]'), tree('["{",[["[",1]],1]'), tree('["a","x"]'), tree("""["a","('|O',(1,),'C')"]""", bytes(8)),
+    tree("""["a","('<i4',(2,),'C')"]""", bytes(7)), tree("""["a","('<i4',(2,),'C')"]""", bytes(9)), tree('["a"]'), tree('["a",7]'),
+    tree('["n","|O","00"]'), tree('["n","<i4","00"]'), tree('["n","<i4","zz"]'), tree('["b",-1]'), tree('["b",1e9]'), tree('["b","x"]'),
+    tree('["b",9223372036854775807]', b"x"), tree('["i","x"]'), tree('["s","zz"]'), tree('["c","a",1]'), tree("[" * 100_000),
+    tree('[["("]]'),
+    tree('["t",4,"float32",[1],[1],false,false]', b"123"), tree('["t",4,"load",[1],[1],false,false]', b"1234"),
+    tree('["t",4,"float32",[9],[1],false,false]', b"1234"), tree('["t",4,"float32",[-1],[1],false,false]', b"1234"), tree('["t"]'),
+    tree('["t",4,"float32",[1],[1],true]', b"1234"), tree('["t",4,"__name__",[1],[1],false,false]', b"1234"), tree('["\\ud800"]'),
+    tree("é"),
+]  # fmt: skip
+
+
+def test_a_damaged_tree_is_told() -> None:
+    for payload in DAMAGED_TREES:
+        with pytest.raises(errors.Damaged):
+            print(payload[:100], codec("pytree").decode(memoryview(payload), lambda payload=payload: memoryview(bytearray(payload))))
 
 
 ALIGNED = np.dtype([("a", "u1"), ("b", ">f8", (2, 2)), ("é", "M8[ms]")], align=True)
@@ -156,14 +314,13 @@ def odd_dtype() -> Any:
     "value",
     [
         np.array([{}, None]),
-        {"a": 1},
         np.zeros(2, [("a", "O")]),
         np.ma.masked_array([1, 2], [True, False]),
         np.zeros(2, odd_dtype()),
         np.array(["a", "long word" * 9], np.dtypes.StringDType()) if hasattr(np.dtypes, "StringDType") else np.array([None]),
         np.zeros(2, [(f"{i}" * 300, "u1") for i in range(80)]),
     ],
-    ids=["objects", "a dict", "objects in a field", "masked", "fields out of order", "strings of any length", "a long description"],
+    ids=["objects", "objects in a field", "masked", "fields out of order", "strings of any length", "a long description"],
 )
 def test_numpy_sends_the_rest_to_pickle(value: Any) -> None:
     with pytest.raises(errors.ConfigError, match="codec='pickle'"):
@@ -407,7 +564,7 @@ class Impostor(Json):
     "which", ["jpeg", "", None, 3, b"raw", Json, json, object(), [], Impostor()], ids=lambda which: type(which).__name__
 )
 def test_what_is_no_codec_is_told(which: Any) -> None:
-    with pytest.raises(errors.ConfigError, match=r"'raw', 'numpy', 'arrow', 'json', 'pickle'|cannot have the name"):
+    with pytest.raises(errors.ConfigError, match=r"'raw', 'numpy', 'pytree', 'arrow', 'json', 'pickle'|cannot have the name"):
         codec(which)
 
 

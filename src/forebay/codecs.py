@@ -7,10 +7,8 @@ NumPy, PyTorch, PyArrow and cloudpickle are optional, and imported only where a 
 
 from __future__ import annotations
 
-import ast
 import functools
 import io
-import math
 import pickle
 import struct
 import sys
@@ -19,26 +17,25 @@ from types import ModuleType
 from typing import Any, cast
 
 from forebay import errors
-from forebay._codecs import by_value
+from forebay._codecs import arrays, by_value
+from forebay._codecs.arrays import MAPPED_FROM as MAPPED_FROM
 from forebay._codecs.base import ALIGNMENT as ALIGNMENT
 from forebay._codecs.base import Codec as Codec
 from forebay._codecs.base import Named
 from forebay._codecs.base import damaged as _damaged
 from forebay._codecs.plain import Arrow, Json, needs_pyarrow
+from forebay._codecs.pytree import Pytree, fitting
 from forebay._model import Buffer
-
-# Smaller tensors are copied: the page faults of a private mapping take longer than that (150 KB read: 60 us, copied and read: 20).
-MAPPED_FROM = 512 * 1024
 
 
 def codec(which: str | object) -> Codec:
-    """The codec named ``raw``, ``numpy``, ``arrow``, ``json`` or ``pickle``, or one over any object with ``encode(value)`` -> bytes-like
-    and ``decode(memoryview)`` -> value. The name of such a one is its ``name`` if that is a str, else that of its class.
+    """The codec named ``raw``, ``numpy``, ``pytree``, ``arrow``, ``json`` or ``pickle``, or one over any object with ``encode(value)`` ->
+    bytes-like and ``decode(memoryview)`` -> value. The name of such a one is its ``name`` if that is a str, else that of its class.
     Raises `ConfigError` for anything else, `MissingExtra` for ``numpy`` without NumPy and ``arrow`` without PyArrow."""
     if isinstance(which, (Named, _Custom)):
         return cast(Codec, which)
     if which == "numpy":
-        _numpy()
+        arrays.numpy()
     if which == "arrow":
         needs_pyarrow()
     if isinstance(which, str) and which in _NAMED:
@@ -47,11 +44,16 @@ def codec(which: str | object) -> Codec:
     if isinstance(which, (str, type, ModuleType)) or not all(map(callable, methods)):
         what = f"the {type(which).__name__} {which!r}"
         raise errors.ConfigError(
-            f"{what} is no codec: give 'raw', 'numpy', 'arrow', 'json', 'pickle', or an object with the methods encode and decode",
+            f"{what} is no codec: give {', '.join(map(repr, _NAMED))}, or an object with the methods encode and decode",
             name="codec",
             value=what,
         )
     return _Custom(which)
+
+
+def default_codec(*, others_can_write: bool) -> Codec:
+    """The one for any values: ``pickle``; in a root that others can write to ``pytree``: a pickle of theirs would run as this user."""
+    return _NAMED["pytree" if others_can_write else "pickle"]
 
 
 def as_bytes(data: Buffer) -> memoryview:
@@ -69,7 +71,10 @@ class _Raw(Named):
     name = "raw"
 
     def encode(self, value: Any) -> Sequence[Buffer]:
-        return (value if type(value) is bytes else as_bytes(value),)
+        try:
+            return (value if type(value) is bytes else as_bytes(value),)
+        except errors.ConfigError as error:
+            raise _refused(f"codec='raw' stores bytes, and this {type(value).__name__} is not bytes-like", value) from error
 
     def decode(self, data: memoryview, private: Callable[[], memoryview]) -> memoryview:
         return data
@@ -108,13 +113,18 @@ class _Numpy(Named):
     name = "numpy"
 
     def encode(self, value: Any) -> Sequence[Buffer]:
-        np = _numpy()
-        if isinstance(value, np.ma.MaskedArray):
-            raise _use_pickle("a masked array")
-        head, memory = _taken_apart(np.asarray(value))
+        np = arrays.numpy()
+        if type(value) not in (np.ndarray, np.memmap):
+            kind = f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
+            raise _refused(f"codec='numpy' stores one numpy.ndarray, and the value is {kind}", value)
+        try:
+            head, memory = arrays.taken_apart(value)
+        except arrays.Odd as odd:
+            raise _refused(f"codec='numpy' cannot store {odd}", value) from odd
         blocks = -(-(1 + len(head)) // _BLOCK.size)
         if blocks > 255:
-            raise _use_pickle(f"an array whose dtype and shape take {len(head):,} bytes to tell")
+            what = f"an array whose dtype and shape take {len(head):,} bytes to tell"
+            raise errors.ConfigError(f"codec='numpy' cannot store {what}: use codec='pickle'", name="codec", value="numpy")
         return bytes((blocks,)) + head.ljust(blocks * _BLOCK.size - 1), memory
 
     def decode(self, data: memoryview, private: Callable[[], memoryview]) -> Any:
@@ -123,67 +133,14 @@ class _Numpy(Named):
         except struct.error as error:
             raise _damaged("it has no head") from error
         length = len(block) * block[0]
-        ndarray, shape, dtype, order, size = _parsed(block[1:] if block[0] == 1 else bytes(data[1:length]))
+        ndarray, shape, dtype, order, size = arrays.parsed(block[1:] if block[0] == 1 else bytes(data[1:length]))
         if len(data) != length + size:
             raise _damaged(f"an array of {size:,} bytes has {len(data) - length:,}")
         return ndarray(shape, dtype, data, length, None, order)
 
 
-def _taken_apart(array: Any) -> tuple[bytes, memoryview]:
-    """Head and memory of an array, which is copied if it is not contiguous. Raises `ConfigError` for a dtype without a description."""
-    order = "F" if array.flags.fnc else "C"
-    head = _head(array.dtype, array.shape, order)
-    return head, memoryview(array.ravel(order).view("u1")) if array.nbytes else memoryview(b"")
-
-
-@functools.lru_cache(1024)
-def _head(dtype: Any, shape: tuple[int, ...], order: str) -> bytes:
-    try:
-        descr = dtype.str if dtype.names is None else dtype.descr
-        known = _numpy().lib.format.descr_to_dtype(descr) == dtype
-    except (ValueError, TypeError) as error:
-        raise _use_pickle(f"an array of dtype {dtype}") from error
-    # Fields may lie out of order, and the dtypes of other packages tell themselves as plain bytes.
-    if dtype.hasobject or not known:
-        raise _use_pickle(f"an array of dtype {dtype}")
-    return repr((descr, shape, order)).encode()
-
-
-@functools.lru_cache(1024)
-def _parsed(head: bytes) -> tuple[Any, tuple[int, ...], Any, str, int]:
-    """The class ndarray; shape, dtype and order for it; an array's bytes. Remembered: to parse a head takes 20 times the rest."""
-    np = _numpy()
-    try:
-        descr, shape, order = ast.literal_eval(head.decode().rstrip())
-        dtype = np.lib.format.descr_to_dtype(descr)
-        # NumPy would take pointers of objects from a buffer.
-        if dtype.hasobject or order not in ("C", "F") or any(type(n) is not int for n in shape):
-            raise ValueError("not what encode writes")
-        # One element seen everywhere: what NumPy refuses in a shape it refuses here.
-        np.ndarray(shape, dtype, bytes(dtype.itemsize), 0, (0,) * len(shape))
-    except (ValueError, TypeError, SyntaxError, KeyError, IndexError, MemoryError, RecursionError) as error:
-        raise _damaged(f"no array begins with {head[:80]!r}") from error
-    return np.ndarray, tuple(shape), dtype, order, math.prod(shape) * dtype.itemsize
-
-
-def _use_pickle(what: str) -> errors.ConfigError:
-    return errors.ConfigError(f"{what} cannot be stored by codec='numpy': use codec='pickle'", name="codec", value="numpy")
-
-
-@functools.cache
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ModuleNotFoundError as error:
-        raise errors.MissingExtra("arrays need NumPy, which is not installed: pip install numpy", extra="numpy") from error
-    return numpy
-
-
-@functools.cache
-def _torch() -> Any:
-    import torch
-
-    return torch
+def _refused(why: str, value: Any) -> errors.ConfigError:
+    return errors.ConfigError(f"{why}: use codec={fitting(value)!r}", name="codec", value=type(value).__name__)
 
 
 # Objects
@@ -328,49 +285,26 @@ def _reduce_array(pickler: _Pickler, array: Any) -> Any:
     if array.dtype.metadata:
         return NotImplemented
     try:
-        head, memory = _taken_apart(array)
-    except errors.ConfigError:
+        head, memory = arrays.taken_apart(array)
+    except arrays.Odd:
         return NotImplemented  # a dtype that NumPy pickles better
     return _array, (head, pickler.out_of_band(memory, private=False))
 
 
 def _array(head: bytes, memory: Any) -> Any:
     """Named in stored pickles: neither the name nor the arguments may change."""
-    ndarray, shape, dtype, order, _ = _parsed(head)
+    ndarray, shape, dtype, order, _ = arrays.parsed(head)
     return ndarray(shape, dtype, memory, 0, None, order)
 
 
 def _reduce_tensor(pickler: _Pickler, tensor: Any) -> Any:
-    torch = _torch()
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized or tensor.__dict__:
-        return NotImplemented
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if not (plain.is_contiguous() or _dense(plain)):
-        plain = plain.contiguous()
-    flat = plain.as_strided((plain.numel(),), (1,))
-    memory = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
-    dtype = str(plain.dtype).removeprefix("torch.")
-    about = (dtype, tuple(plain.shape), plain.stride(), tensor.requires_grad, type(tensor) is torch.nn.Parameter)
-    return _tensor, (pickler.out_of_band(memory, private=True), *about)
-
-
-def _dense(tensor: Any) -> bool:
-    """Whether its elements lie side by side in some order of the dimensions, so that its strides can be kept."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    apart = arrays.tensor_apart(tensor)
+    return NotImplemented if apart is None else (_tensor, (pickler.out_of_band(apart[1], private=True), *apart[0]))
 
 
 def _tensor(memory: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool, parameter: bool) -> Any:
     """Named in stored pickles: neither the name nor the arguments may change."""
-    torch = _torch()
-    kind = getattr(torch, dtype)
-    tensor = torch.frombuffer(memory, dtype=kind) if len(memory) else torch.empty(0, dtype=kind)
-    tensor.as_strided_(shape, strides)
-    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_() if requires_grad else tensor
+    return arrays.tensor_of(memory, dtype, shape, strides, requires_grad, parameter)
 
 
-_NAMED: dict[str, Codec] = {c.name: c for c in (_Raw(), _Numpy(), Arrow(), Json(), _Pickle())}
+_NAMED: dict[str, Codec] = {c.name: c for c in (_Raw(), _Numpy(), Pytree(), Arrow(), Json(), _Pickle())}

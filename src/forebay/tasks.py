@@ -13,7 +13,7 @@ from forebay._config import parse_size
 from forebay._tasks import bypass
 from forebay._tasks.bypass import Bypass
 from forebay._tasks.values import Values
-from forebay.codecs import Codec
+from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
 from forebay.origin import DIRECTORIES, LISTINGS, URLS, Origin
 
@@ -55,15 +55,17 @@ class Tasks:
     Callable from any thread; usable in both processes after a fork; pickled to another process it is the same store, with the same
     configuration and providers. What was read stays good after an eviction. Faults of the cache never reach the caller."""
 
-    def __init__(self, values: Values, config: Config | None = None, bypass: Bypass | None = None) -> None:
+    _copy = False
+
+    def __init__(self, values: Values, config: Config | None = None, bypass: Bypass | None = None, copy: bool = False) -> None:
         self.name = values.space
-        self._values = values
+        self._values, self._copy = values, copy
         self._config: Any = config  # of other kinds of `Tasks`, properties
         self._bypass: Any = Bypass(config) if bypass is None else bypass
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = self._values
-        return _arrive, (self._home.__reduce__(), self.name, values.codec, self._config, self._bypass)
+        return _arrive, (self._home.__reduce__(), self.name, values.codec, self._config, self._bypass, self._copy)
 
     def __forebay_content__(self) -> str:
         """As an argument: where something is kept does not change what a function gives."""
@@ -82,14 +84,15 @@ class Tasks:
         """Keep a value under a tag, in place of what was there, in one step. ``pin``: it is never evicted.
 
         False, with one warning, where it cannot be kept: larger than the budget (then nothing is evicted for it), no room, not to be
-        encoded; then what was there stays."""
+        pickled; then what was there stays. Raises `ConfigError` for a value of a kind that the codec does not take."""
         return self._values.keep(_key(tag), value, pin=pin)
 
-    def read(self, tag: str) -> tuple[bool, Any]:
+    def read(self, tag: str, *, copy: bool | None = None) -> tuple[bool, Any]:
         """``(True, value)``, or ``(False, None)`` where there is none: in one step, so that nothing can go in between.
 
-        Arrays are read-only views of the mapping; they stay good after an eviction. ``tag``: also what ``fn.tag_of()`` gives."""
-        found = self._values.look(_key(tag))
+        Arrays are read-only views of the mapping; they stay good after an eviction. ``copy``: of the caller's own, which may be written
+        to; by default as the handle was made. ``tag``: also what ``fn.tag_of()`` gives."""
+        found = self._values.look(_key(tag), copy=self._copy if copy is None else copy)
         return (True, found[0]) if found is not None else (False, None)
 
     def has(self, tag: str) -> bool:
@@ -156,7 +159,7 @@ class Tasks:
     @overload
     def cached(
         self, fn: Callable[P, R], /, *, tag: str | Callable[..., str] | None = None, version: str | int | None = None,
-        ignore: tuple[str, ...] | str = (),
+        ignore: tuple[str, ...] | str = (), copy: bool | None = None,
     ) -> Cached[P, R]: ...  # fmt: skip
 
     @overload
@@ -165,20 +168,23 @@ class Tasks:
     @overload
     def cached(
         self, fn: None = None, /, *, tag: str | Callable[..., str] | None = None, version: str | int | None = None,
-        ignore: tuple[str, ...] | str = (),
+        ignore: tuple[str, ...] | str = (), copy: bool | None = None,
     ) -> Decorator: ...  # fmt: skip
 
     def cached(
         self, fn: Any = None, /, *, tag: str | Callable[..., str] | None = None, version: str | int | None = None,
-        ignore: tuple[str, ...] | str = (),
+        ignore: tuple[str, ...] | str = (), copy: bool | None = None,
     ) -> Any:  # fmt: skip
         """A decorator: the function's output is kept, and a call with the same arguments does not run it again.
 
         ``tag``: a format string over the arguments (``"iter-{step}"``), a callable over them, or by default a stable digest of them.
-        ``version``: part of the key: change it when the function changes. ``ignore``: parameters that do not count."""
+        The function is known by its name and its code; ``version``: stands for the code: change it when the function changes. ``ignore``:
+        parameters that do not count. ``copy``: outputs are the caller's own, and may be written to, whether they were computed or kept;
+        by default as the handle was made: read-only where they lie over the mapping. Raises `ConfigError`; a call does, too, where no tag
+        can be made, or the codec does not take the output."""
         from forebay._tasks.cached import decorate
 
-        return decorate(self, fn, tag, version, ignore)
+        return decorate(self, fn, tag, version, ignore, self._copy if copy is None else copy)
 
     def set_provider(self, name: str, provider: Callable[..., Any]) -> None:
         """What runs in place of the function ``name`` where the configuration replays it: ``provider(tag, data_path, *args, **kwargs)``."""
@@ -189,15 +195,16 @@ class Tasks:
         self._bypass.set_condition(name, cond)
 
 
-def open_tasks(origin: Origin, home: Any, name: str, codec: Any, config: Any, budget: int | str | None) -> Tasks:
+def open_tasks(origin: Origin, home: Any, name: str, codec: Any, config: Any, budget: int | str | None, copy: bool = False) -> Tasks:
     """See `Cache.tasks`."""
     if name in TAKEN:
         raise errors.ConfigError(f"the name {name!r} is taken by the cache itself: choose another one", name="name", value=name)
-    chosen, parsed = codec_of(codec), _parsed(config)
+    chosen = codec_of(codec) if codec is not None else default_codec(others_can_write=origin.others_can_write)
+    parsed = _parsed(config)
     home.space(name, quota=None if budget is None else parse_size(budget, total=home.budget, name="budget"))
     values = Values(origin, home, name, chosen)
     _open[str(home.path), name, chosen.name] = values
-    return Tasks(values, parsed)
+    return Tasks(values, parsed, copy=copy)
 
 
 _open: weakref.WeakValueDictionary[tuple[str, str, str], Values] = weakref.WeakValueDictionary()
@@ -205,7 +212,9 @@ _arrived: dict[tuple[str, str, str], Values] = {}
 """What this process has open, by root, space and codec. What came by pickle alone stays open: the next that comes is the same."""
 
 
-def _arrive(how: tuple[Any, ...], name: str, codec: Codec, config: Config | None, bypass: Bypass) -> Tasks:
+def _arrive(
+    how: tuple[Any, ...], name: str, codec: Codec, config: Config | None, bypass: Bypass, copy: bool = False
+) -> Tasks:  # fmt: skip
     """A handle that came from another process: with what is open here already, if it is the same. ``how``: to open its cache."""
     opener, given = how[:2]
     key = str(given[0]), name, codec.name
@@ -213,7 +222,7 @@ def _arrive(how: tuple[Any, ...], name: str, codec: Codec, config: Config | None
     if values is None or values.home.closed or values.home.__reduce__()[1] != given:
         home = opener(*given)
         values = _open[key] = _arrived[key] = Values(home._origin, home, name, codec)
-    return Tasks(values, config, bypass)
+    return Tasks(values, config, bypass, copy)
 
 
 def _parsed(config: Any) -> Config | None:

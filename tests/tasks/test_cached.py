@@ -100,6 +100,90 @@ def test_arrays_come_as_views(tasks: Tasks) -> None:
     assert found.sum() == sum(range(100_000))
 
 
+SIZES = [10, 10_000, 300_000]
+"""Of arrays that are kept as a row, as a small file, and as a file."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_who_computes_gets_what_a_hit_gives(tasks: Tasks, journal: Journal, size: int, is_async: bool) -> None:
+    """Else a program that changes an output in place passes in its first run, and fails in its second."""
+    made: list[Any] = []
+
+    def work() -> Any:
+        journal.note()
+        made.append({"a": np.arange(size), "l": [1]})
+        return made[0]
+
+    async def awork() -> Any:
+        return work()
+
+    call: Callable[[], Any] = tasks.cached(work)
+    if is_async:
+        cached = tasks.cached(awork)
+        call = lambda: asyncio.run(cached())  # noqa: E731
+    for found in (call(), call()):
+        assert found is not made[0]
+        assert not found["a"].flags.writeable
+        np.testing.assert_array_equal(found["a"], np.arange(size))
+    assert made[0]["a"].flags.writeable
+    assert len(journal) == 1
+    stats = tasks.stats()
+    assert (stats.hits, stats.misses, stats.waits) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_copy_is_the_callers_own(cache: forebay.Cache, journal: Journal, size: int) -> None:
+    def work() -> Any:
+        journal.note()
+        return np.zeros(size)
+
+    plain, copies = cache.tasks("flow"), cache.tasks("flow", copy=True)
+    for function in (copies.cached(work), plain.cached(work, copy=True), pickle.loads(pickle.dumps(copies)).cached(work)):
+        for _ in range(2):
+            found = function()
+            assert not found.any()
+            found += 1
+        function.evict()  # type: ignore[attr-defined]
+    assert len(journal) == 3
+    assert not copies.cached(work, copy=False)().flags.writeable
+    tag = plain.cached(work).tag_of()
+    for found in (copies.read(tag)[1], plain.read(tag, copy=True)[1]):
+        found += 1
+    for found in (plain.read(tag)[1], copies.read(tag, copy=False)[1]):
+        assert not found.any()
+        with pytest.raises(ValueError, match="read-only"):
+            found += 1
+
+
+@pytest.mark.parametrize("codec", ["raw", "numpy"])
+def test_copies_by_other_codecs(cache: forebay.Cache, codec: str) -> None:
+    tasks = cache.tasks("flow", codec=codec)
+    work = tasks.cached(lambda: b"x" * 8 if codec == "raw" else np.zeros(8, "u1"), copy=True)
+    for _ in range(2):
+        memoryview(work())[0] = 7
+    assert memoryview(tasks.read(work.tag_of())[1])[0] == (0 if codec == "numpy" else ord("x"))
+
+
+def test_a_replayed_output_is_as_a_hit(cache: forebay.Cache) -> None:
+    config = {"bypass": {"simulate": True}, "cache": {"simulate": True}}
+    tasks = cache.tasks("flow", config=config)
+    tasks.set_provider("simulate", lambda tag, data_path, step: np.zeros(step))
+
+    @tasks.cached(tag="{step}")
+    def simulate(step: int) -> Any:
+        raise AssertionError
+
+    assert not simulate(3).flags.writeable
+
+
+def test_where_it_is_not_kept_the_output_is_as_it_was_made(cache: forebay.Cache, caplog: pytest.LogCaptureFixture) -> None:
+    work = cache.tasks("flow", budget=1 << 20).cached(lambda: np.zeros(1 << 20))
+    with caplog.at_level(logging.WARNING, "forebay"):
+        assert work().flags.writeable
+    assert len(caplog.records) == 1
+
+
 def test_a_later_process_hits(cache: forebay.Cache, journal: Journal) -> None:
     def again() -> int:
         @cache.tasks("flow").cached(tag="iter-{step}")
@@ -784,7 +868,7 @@ def test_replay_from_the_cache(cache: forebay.Cache, journal: Journal) -> None:
     simulate = counting(tasks, journal, tag="iter-{step}")
     tasks.set_provider("simulate", tasks.from_cache)
     assert simulate(3) == 3
-    with pytest.raises(errors.NotCached, match=r"'iter-4'.*simulate:iter-4"):
+    with pytest.raises(errors.NotCached, match=r"'iter-4'.*simulate#[0-9a-f]{16}:iter-4"):
         simulate(4)
     tasks.set_condition("simulate", tasks.if_cached)
     assert simulate(4) == 4
@@ -837,7 +921,7 @@ def test_what_is_neither_listed_nor_replayed_costs_nothing(cache: forebay.Cache)
 FLOW = """
 import concurrent.futures, multiprocessing, os, pickle, sys, threading
 import forebay
-cache = forebay.Cache(sys.argv[1] if len(sys.argv) > 1 else os.environ["PLACE"], budget="10MB", min_free=0)
+cache = forebay.Cache(sys.argv[1] if len(sys.argv) > 1 else os.environ["PLACE"], budget=10_000_000, min_free=0)
 tasks = cache.tasks("flow")
 
 def note(word):

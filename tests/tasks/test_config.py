@@ -210,6 +210,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(errors.MissingExtra, match=r"forebay\[tasks\]"):
+    with pytest.raises(errors.MissingExtra, match="extra 'tasks'"):
         load(written(tmp_path / "flow.yaml", "cache: {}"))
     assert load({"cache": {"f": True}}).caches("f")

@@ -571,7 +571,7 @@ def test_what_tells_functions_of_one_name_apart() -> None:
     assert as_own(makes(1, [], Fixed(1))) not in (first, as_own(makes(1, [], Fixed(2))))
     assert as_own(makes(1, [], Colour.RED)) != as_own(makes(1, [], Colour.BLUE))
     assert as_own(makes(1, [], makes(1, []))) != as_own(makes(1, [], makes(2, [])))
-    assert as_own(named) == b""
+    assert as_own(named) == b""  # its code is part of its key
     assert as_own(lambda x: x) != as_own(lambda x: -x)
     assert as_own(functools.partial(named, 1)) != as_own(functools.partial(named, 2))
 

@@ -18,9 +18,15 @@ import pytest
 
 from forebay import errors
 from forebay._tasks.binding import Naming
+from forebay._tasks.identity import code_of
 from forebay._tasks.naming import Tag, identity_of, key_of
 
 HERE = __name__
+
+
+def keys_of(function: Callable[..., Any]) -> str:
+    """What the keys of its calls begin with."""
+    return f"{identity_of(function)}#{code_of(function)[0].digest}:"
 
 
 def plain(a: int, b: int = 2, *, c: int = 3) -> None:
@@ -71,14 +77,16 @@ def test_a_tag_is_a_str_that_knows_its_key() -> None:
 
 
 def test_s35_keys_stay_apart() -> None:
-    parts = ["f", "f:a", "f@1", "f%3A", "f%", ""]
-    keys = {key_of(identity, version, tag) for identity in parts for version in (None, *parts) for tag in ("", "a", ":a", "@1:a", "1:a")}
-    assert len(keys) == len(parts) * (1 + len(parts)) * 5
+    parts, tags = ["f", "f:a", "f@1", "f%3A", "f%", "f#ab", ""], ("", "a", ":a", "@1:a", "1:a")
+    keys = {key_of(identity, version, tag) for identity in parts for version in (None, *parts) for tag in tags}
+    keys |= {key_of(identity, None, tag, code) for identity in parts for code in ("ab", "cd") for tag in tags}
+    assert len(keys) == len(parts) * (1 + len(parts) + 2) * 5
 
 
 def test_keys_read_well() -> None:
     assert key_of("flow.build", None, "iter-3") == "flow.build:iter-3"
-    assert key_of("flow.build", "2", "iter-3") == "flow.build@2:iter-3"
+    assert key_of("flow.build", "2", "iter-3") == key_of("flow.build", "2", "iter-3", "0f") == "flow.build@2:iter-3"
+    assert key_of("flow.build", None, "iter-3", "0f") == "flow.build#0f:iter-3"
     assert Naming(plain, "s{a}", version=3).tag_of((1,), {}).key == f"{HERE}.plain@3:s1"
 
 
@@ -146,7 +154,7 @@ import pickle, sys
 from forebay._tasks.naming import identity_of
 naming, cfg, digest = pickle.load(sys.stdin.buffer)
 assert naming.call((cfg,), {}).digest == digest
-print(naming.tag_of((cfg,), {}).key.partition(":")[0], identity_of(naming.function), identity_of(type(cfg)))
+print(naming.tag_of((cfg,), {}).key.partition("#")[0], identity_of(naming.function), identity_of(type(cfg)))
 """
 
 
@@ -272,7 +280,7 @@ def test_tags_by_rule(rule: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     assert found is not None
     assert found.tag == tag == naming.tag_of(args, kwargs)
     assert found.tag.given
-    assert found.tag.key == f"{HERE}.varied:{tag}"
+    assert found.tag.key == f"{keys_of(varied)}{tag}"
 
 
 def test_a_tag_from_within_an_argument() -> None:
@@ -314,17 +322,44 @@ def test_the_default_tag_is_the_digest() -> None:
     assert found.tag == Naming(plain, None).tag_of((1,), {})
 
 
+class Named:
+    def __str__(self) -> str:
+        return "a name"
+
+
+@pytest.mark.parametrize("rule", ["g-{cfg}", "g-{0}", "{cfg!r}", "{cfg!s:>60}", "{step}{cfg}", lambda cfg, step: f"g-{cfg}"])
+@pytest.mark.parametrize("cfg", [object(), Model(3), lambda: 3, plain, Model(3).fit])
+def test_a_tag_that_shows_an_address_is_refused(rule: Any, cfg: Any) -> None:
+    naming = Naming(configured, rule)
+    for call in (naming.call, naming.quick, naming.tag_of):
+        with pytest.raises(errors.ConfigError, match=r"configured: the tag .* shows where .*lies in memory.*leave tag= out"):
+            call((cfg, 1), {})
+
+
+def test_the_address_of_what_lies_within_is_refused_too() -> None:
+    for cfg in ([object()], {"a": Model(1)}):
+        with pytest.raises(errors.ConfigError, match=r"\{cfg\}.*lies in memory"):
+            Naming(configured, "g-{cfg}").tag_of((cfg, 1), {})
+
+
+def test_what_names_itself_makes_a_tag() -> None:
+    for cfg, text in ((Named(), "a name"), (Model, f"{Model}"), ("<x at 0x7fffffff>", "<x at 0x7fffffff>"), (3.5, "3.5")):
+        assert Naming(configured, "g-{cfg}").tag_of((cfg, 1), {}) == f"g-{text}"
+    assert Naming(configured, "g-{cfg.size}").tag_of((Model(3), 1), {}) == "g-3"
+    assert Naming(configured, lambda cfg, step: cfg).tag_of(("<x at 0x7fffffff>", 1), {}) == "<x at 0x7fffffff>"
+
+
 def test_an_explicit_tag_comes_first() -> None:
     for rule in (None, "s{a}"):
         found = Naming(plain, rule).call((1,), {}, tag="mine")
         assert found is not None
-        assert (found.tag, found.tag.key, found.tag.given) == ("mine", f"{HERE}.plain:mine", True)
+        assert (found.tag, found.tag.key, found.tag.given) == ("mine", f"{keys_of(plain)}mine", True)
 
 
 def test_a_tag_that_is_no_valid_unicode() -> None:
     found = Naming(plain, "{a}é").call(("\udc80",), {})
     assert found is not None
-    assert (found.tag, found.tag.key) == ("\udc80é", f"{HERE}.plain:\\udc80é")
+    assert (found.tag, found.tag.key) == ("\udc80é", f"{keys_of(plain)}\\udc80é")
     assert found.tag.key == Naming(plain, "{a}é").tag_of(("\udc80",), {}).key
 
 

@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 from forebay import errors
-from forebay._model import Buffer
+from forebay._model import Buffer, Item
 
 ALIGNMENT = 64
 
 
-class Codec(Protocol):
+class Codec(Protocol[Item]):
     """How values are stored. ``name`` is stored with them: another name is another codec."""
 
     name: str
 
-    def encode(self, value: Any) -> Sequence[Buffer]:
+    def encode(self, value: Item) -> Sequence[Buffer]:
         """The pieces of the payload, in order, padding included. They may be views of ``value``: write them before it changes.
         Raises `ConfigError` for a value that this codec cannot store, and whatever the value's own code raises."""
 
-    def decode(self, data: memoryview, private: Callable[[], memoryview]) -> Any:
+    def decode(self, data: memoryview, private: Callable[[], memoryview]) -> Item:
         """The value of a payload. What lies over ``data`` is read-only where ``data`` is.
 
         ``private``: gives the same payload writable, with stores that stay with this value; called at most once, where needed.

@@ -9,6 +9,7 @@ from typing import Any
 
 from forebay import errors
 from forebay._codecs.base import ALIGNMENT, Named, damaged
+from forebay._codecs.pytree import fitting
 from forebay._model import Buffer
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -22,7 +23,7 @@ class Json(Named):
     def encode(self, value: Any) -> Sequence[Buffer]:
         odd = _odd(value, "the value")
         if odd:
-            message = f"{odd}, which codec='json' would not give back as it is: use lists, dicts by str and plain values, or codec='pickle'"
+            message = f"{odd}, which codec='json' would not give back as it is: use codec={fitting(value)!r}, or other values"
             raise errors.ConfigError(message, name="codec", value="json")
         return (json.dumps(value, separators=(",", ":")).encode(),)
 
@@ -61,7 +62,9 @@ class Arrow(Named):
     def encode(self, value: Any) -> Sequence[Buffer]:
         arrow = needs_pyarrow()
         if not isinstance(value, (arrow.Table, arrow.RecordBatch)):
-            message = f"codec='arrow' stores a pyarrow.Table or RecordBatch, and this is a {type(value).__name__}: use codec='pickle'"
+            message = (
+                f"codec='arrow' stores a pyarrow.Table or RecordBatch, and this is a {type(value).__name__}: use codec={fitting(value)!r}"
+            )
             raise errors.ConfigError(message, name="codec", value="arrow")
         sink = _Pieces([_HEADS[b"Table" if isinstance(value, arrow.Table) else b"RecordBatch"]])
         with arrow.PythonFile(sink, mode="w") as file, arrow.ipc.new_stream(file, value.schema) as writer:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 import string
 import types
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 
 from forebay import errors
+from forebay._logs import logger
 from forebay._tasks.hashing import Unstable, as_own, kind_of, written
-from forebay._tasks.naming import Tag, arrived, encodable, identity_of, prefix_of
+from forebay._tasks.identity import Code, Use, code_of
+from forebay._tasks.naming import Tag, any_code_of, arrived, encodable, identity_of, prefix_of
 
-log = logging.getLogger("forebay.tasks")
+log = logger("forebay.tasks")
 
 TagRule = str | Callable[..., str] | None
 _VAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -35,17 +36,22 @@ class Call:
 class Naming:
     """How the calls of one function are told apart. Callable from any thread; pickles where the function does.
 
-    ``name``: as a configuration calls it; ``identity``: as its keys do. Raises `ConfigError` for a rule that cannot work."""
+    ``name``: as a configuration calls it; ``identity``: as its keys do, with its code or the version that stands for it. ``code``: as the
+    process found it that sent the function here. Raises `ConfigError` for a rule that cannot work."""
 
     def __init__(
         self, function: Callable[..., Any], tag: TagRule, version: object = None, ignore: str | tuple[str, ...] = (),
-        identity: str | None = None,
+        identity: str | None = None, code: Code | None = None,
     ) -> None:  # fmt: skip
         self.function, self.version = function, None if version is None else str(version)
         self.identity = identity or identity_of(function)
         self.name: str = getattr(function, "__name__", None) or self.identity.rpartition(".")[2]
         self._rule, self._ignore = tag, (ignore,) if isinstance(ignore, str) else tuple(ignore)
-        self._prefix = prefix_of(self.identity, self.version)
+        self._sent = code
+        # What keys begin with, the code, and what that depends on. With a version nothing is looked up; else at the first call.
+        self._known: tuple[str, Code | None, tuple[Use, ...]] | None = None
+        if self.version is not None:
+            self._known = prefix_of(self.identity, self.version), None, ()
         self._told: set[str] = set()
         self._own: bytes | None = None
         self._parameters = _parameters_of(function)
@@ -60,7 +66,44 @@ class Naming:
         _live.setdefault(_key(*self._parts), self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, self._parts
+        return _arrive, (*self._parts, self.code)
+
+    # -- code ------------------------------------------------------------------------------------------------------
+
+    @property
+    def code(self) -> Code | None:
+        """The function's code, as it is now; None where a version stands for it."""
+        self._prefix()
+        return self._known[1] if self._known is not None else None
+
+    def content(self) -> tuple[str, str | None, str]:
+        """What stands for the function where it is an argument."""
+        code = self.code
+        return self.identity, self.version, code.digest if code is not None else ""
+
+    def _prefix(self) -> str:
+        """What the keys of this function begin with."""
+        known = self._known
+        if known is not None:
+            for lived_in, name, value in known[2]:
+                if lived_in.get(name) is not value:
+                    break
+            else:
+                return known[0]
+        code, uses = code_of(self.function, self._sent)
+        prefix = prefix_of(self.identity, None, code.digest)
+        self._known = prefix, code, uses
+        return prefix
+
+    def tell_if_changed(self, has_any: Callable[[str], bool]) -> None:
+        """Say once, before a call runs, that outputs are kept which other code gave. ``has_any``: whether a key begins so."""
+        if self.version is not None or not self._say("changed"):
+            return
+        prefix, any_code = encodable(self._prefix()), encodable(any_code_of(self.identity))
+        if not has_any(prefix) and has_any(any_code):
+            log.info(
+                "%s has other code than when its outputs were kept: it runs again, and they are found no more (%s)", self.identity, prefix
+            )
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -81,7 +124,7 @@ class Naming:
         if found is None:
             return None
         said, digest = found
-        return encodable(self._prefix + (digest if said is None else said)), digest
+        return encodable(self._prefix() + (digest if said is None else said)), digest
 
     def _apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], said: str | None) -> tuple[str | None, str] | None:
         """The tag, if there is one, and the digest."""
@@ -104,7 +147,7 @@ class Naming:
 
     def _tag(self, said: str | None, digest: str) -> Tag:
         name = digest if said is None else said
-        return Tag(name, encodable(self._prefix + name), given=said is not None)
+        return Tag(name, encodable(self._prefix() + name), given=said is not None)
 
     def tag_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tag:
         """The tag of the call with these arguments. Raises `ConfigError` where there is none, TypeError as the call would."""
@@ -192,9 +235,12 @@ class Naming:
         if self._others is not None:
             named = {**named, **named[self._others]}
         try:
-            return self._format(*listed, **named)
+            said: str = self._format(*listed, **named)
         except Exception as error:
             raise self._bad_format(f"{type(error).__name__}: {error}", tuple(named)) from error
+        if _ADDRESS.search(said):
+            _Shown(self._refuse_address).vformat(str(self._rule), listed, named)
+        return said
 
     def _computed(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         assert callable(self._rule)
@@ -202,7 +248,21 @@ class Naming:
         if not isinstance(said, str):
             message = f"{self.identity}: its tag= gave the {type(said).__name__} {said!r}, where a str is wanted"
             raise errors.ConfigError(message, name="tag", value=repr(said))
+        for address in set(_ADDRESS.findall(said)):
+            for name, value in zip(self._parameters, values, strict=True):
+                if not isinstance(value, str) and address in f"{value} {value!r}":
+                    self._refuse_address(value, name)
         return said
+
+    def _refuse_address(self, value: Any, field: str) -> NoReturn:
+        """Else the tag would be another one in each process, and could be that of another object later in this one."""
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        rule = self._rule if isinstance(self._rule, str) else "function"
+        message = (
+            f"{self.identity}: the tag {rule!r} shows where {field!r} (a {kind}) lies in memory, which is elsewhere in each process: name "
+            f"what tells it apart, such as {{{field}.name}}, give its class a __str__, or leave tag= out: then its content counts"
+        )
+        raise errors.ConfigError(message, name="tag", value=kind)
 
     def _check_format(self, rule: str) -> None:
         """What can be known before the first call: whether each field is an argument."""
@@ -242,11 +302,13 @@ class Naming:
         return first
 
 
-def _arrive(function: Any, rule: TagRule, version: str | None, ignore: tuple[str, ...], identity: str) -> Naming:
+def _arrive(
+    function: Any, rule: TagRule, version: str | None, ignore: tuple[str, ...], identity: str, code: Code | None = None
+) -> Naming:  # fmt: skip
     """The naming that this process has for the function already, if it has one: it looked at it once, and says what it says once."""
     arrived(function, identity)
     found = _live.get(_key(function, rule, version, ignore, identity))
-    return found if found is not None else Naming(function, rule, version, ignore, identity)
+    return found if found is not None else Naming(function, rule, version, ignore, identity, code)
 
 
 def _key(function: Any, rule: TagRule, *rest: Any) -> tuple[Any, ...]:
@@ -285,6 +347,27 @@ def _binder(name: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[
     made.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
     made.__name__ = made.__qualname__ = name
     return made
+
+
+_ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{4,}")
+
+
+class _Shown(string.Formatter):
+    """Formats as `str.format` does, and looks at each field: ``refuse`` is called for an object that is shown by its address."""
+
+    def __init__(self, refuse: Callable[[Any, str], NoReturn]) -> None:
+        self._refuse, self._field = refuse, ""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        found = super().get_field(field_name, args, kwargs)
+        self._field, self._value = field_name, found[0]
+        return found
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        text = super().format_field(value, format_spec)
+        if not isinstance(self._value, str) and _ADDRESS.search(text):
+            self._refuse(self._value, self._field)
+        return text
 
 
 def _fields(rule: str) -> list[str]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forebay import errors
+from forebay._logs import logger
 
 if TYPE_CHECKING:
     from forebay._tasks.config import Config, Rule
 
-log = logging.getLogger("forebay.tasks")
+log = logger("forebay.tasks")
 
 Provider = Callable[..., Any]
 """Called as ``provider(tag, data_path, *args, **kwargs)``; what it gives takes the place of the function's output."""

@@ -30,16 +30,18 @@ class Tasks(Protocol):
     def _count(self, name: str, n: int = 1) -> None: ...
 
 
-def decorate(tasks: Tasks, function: Any = None, tag: TagRule = None, version: object = None, ignore: str | tuple[str, ...] = ()) -> Any:
+def decorate(
+    tasks: Tasks, function: Any = None, tag: TagRule = None, version: object = None, ignore: str | tuple[str, ...] = (), copy: bool = False
+) -> Any:  # fmt: skip
     """See `Tasks.cached`. Without a function: a decorator."""
     if function is None:
-        return functools.partial(decorate, tasks, tag=tag, version=version, ignore=ignore)
+        return functools.partial(decorate, tasks, tag=tag, version=version, ignore=ignore, copy=copy)
     if isinstance(function, classmethod):
-        return _OfClass(decorate(tasks, function.__func__, tag, version, ignore))
+        return _OfClass(decorate(tasks, function.__func__, tag, version, ignore, copy))
     if isinstance(function, staticmethod):
-        return staticmethod(decorate(tasks, function.__func__, tag, version, ignore))
+        return staticmethod(decorate(tasks, function.__func__, tag, version, ignore, copy))
     if isinstance(function, types.MethodType):
-        return Bound(decorate(tasks, function.__func__, tag, version, ignore), function.__self__)
+        return Bound(decorate(tasks, function.__func__, tag, version, ignore, copy), function.__self__)
     if not callable(function):
         message = f"{function!r} cannot be cached: it is no function. Options are given by name: @tasks.cached(tag=...)"
         raise errors.ConfigError(message, name="function", value=repr(function))
@@ -47,7 +49,7 @@ def decorate(tasks: Tasks, function: Any = None, tag: TagRule = None, version: o
     if _is(function, inspect.isgeneratorfunction) or _is(function, inspect.isasyncgenfunction):
         message = f"{naming.identity} cannot be cached: it yields its output piece by piece. Let it return a list"
         raise errors.ConfigError(message, name="function", value=naming.identity)
-    return _made(tasks, naming)
+    return _made(tasks, naming, copy)
 
 
 class Decorator(Protocol):
@@ -69,22 +71,22 @@ class Cached(Generic[P, R_co]):
     __name__: str
     __qualname__: str
 
-    def __init__(self, tasks: Tasks, naming: Naming) -> None:
+    def __init__(self, tasks: Tasks, naming: Naming, copy: bool) -> None:
         functools.update_wrapper(self, naming.function, updated=())
         if isinstance(naming.function, types.FunctionType):
             self.__dict__.update((name, value) for name, value in vars(naming.function).items() if not hasattr(Cached, name))
         self.__name__ = naming.name
         self.__qualname__ = naming.identity if not hasattr(naming.function, "__qualname__") else naming.function.__qualname__
         self.__wrapped__: Callable[..., Any] = naming.function
-        self._tasks, self._naming, self._values, self._config = tasks, naming, tasks._values, tasks._config
+        self._tasks, self._naming, self._values, self._config, self._copy = tasks, naming, tasks._values, tasks._config, copy
         self._is_left_alone = self._config is not None and not (self._is_listed(self._config) or tasks._bypass.concerns(naming.name))
 
     def __reduce__(self) -> tuple[Any, ...]:
         _make_reachable(self)
-        return _made, (self._tasks, self._naming)
+        return _made, (self._tasks, self._naming, self._copy)
 
     def __forebay_content__(self) -> Any:
-        return self._naming.identity, self._naming.version
+        return self._naming.content()
 
     def __repr__(self) -> str:
         return f"<forebay cached function {self._naming.identity}>"
@@ -131,11 +133,12 @@ class Cached(Generic[P, R_co]):
 
     def _kept(self, key: str, digest: str, args: tuple[Any, ...], kwargs: dict[str, Any], pin: bool = False) -> Any:
         who = self._naming.identity
-        found = self._values.look(key, digest, who=who)
+        found = self._values.look(key, digest, who=who, copy=self._copy)
         if found is not None:
             return found[0]
+        self._naming.tell_if_changed(self._values.has_any)
         run = functools.partial(self._run, args, kwargs)
-        return self._values.single(key, digest, run, pin=pin, who=who, looked=True)
+        return self._values.single(key, digest, run, pin=pin, who=who, looked=True, copy=self._copy)
 
     def _by_config(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_left_alone:
@@ -158,7 +161,9 @@ class Cached(Generic[P, R_co]):
     def _replayed(self, value: Any, replay: Replay, call: Call | None, pin: bool) -> Any:
         self._tasks._count("replays")
         if call is not None and not replay.is_from_cache:
-            self._values.keep(call.tag.key, value, digest=call.digest, pin=pin, who=self._naming.identity)
+            who = self._naming.identity
+            found = self._values.kept(call.tag.key, value, digest=call.digest, pin=pin, who=who, copy=self._copy)
+            return value if found is None else found[0]
         return value
 
     def _is_listed(self, config: Config) -> bool:
@@ -174,8 +179,8 @@ class AsyncCached(Cached[P, R_co]):
     __defaults__ = property(lambda self: self.__wrapped__.__defaults__)
     __kwdefaults__ = property(lambda self: self.__wrapped__.__kwdefaults__)
 
-    def __init__(self, tasks: Tasks, naming: Naming) -> None:
-        super().__init__(tasks, naming)
+    def __init__(self, tasks: Tasks, naming: Naming, copy: bool) -> None:
+        super().__init__(tasks, naming, copy)
         mark = getattr(inspect, "markcoroutinefunction", None)
         if mark is not None:
             mark(self)
@@ -202,8 +207,12 @@ class AsyncCached(Cached[P, R_co]):
             return self._replayed(value, replay, call if keeps else None, pin)
         if call is None or not keeps:
             return await self._run(args, kwargs)
-        run = functools.partial(self._run, args, kwargs)
-        return await self._values.single_async(call.tag.key, call.digest, run, pin=pin, who=self._naming.identity)
+        run, who = functools.partial(self._run, args, kwargs), self._naming.identity
+        found = self._values.look(call.tag.key, call.digest, who=who, copy=self._copy)
+        if found is not None:
+            return found[0]
+        self._naming.tell_if_changed(self._values.has_any)
+        return await self._values.single_async(call.tag.key, call.digest, run, pin=pin, who=who, looked=True, copy=self._copy)
 
 
 class Bound:
@@ -266,9 +275,9 @@ def _dressed(cached: Cached[..., Any], method: Any) -> Any:
     return method
 
 
-def _made(tasks: Tasks, naming: Naming) -> Cached[..., Any]:
+def _made(tasks: Tasks, naming: Naming, copy: bool = False) -> Cached[..., Any]:
     kind = AsyncCached if _is(naming.function, inspect.iscoroutinefunction) else Cached
-    return kind(tasks, naming)
+    return kind(tasks, naming, copy)
 
 
 def _is(function: Any, question: Callable[[Any], bool]) -> bool:

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import pathlib
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from forebay._tasks.code import is_installed, shape_of, written
 from forebay._tasks.naming import place_of
 from forebay._tasks.writing import Unstable, Writer, kind_text, sized, text
 
@@ -19,11 +21,13 @@ Part = Callable[[Writer, Any], bytes]
 
 
 def _function(writer: Writer, value: Any) -> bytes:
-    """By name; by its code and what it closes over where the name could be another's, too."""
+    """By name, and by its code unless it is of an installed package; with what it closes over where it has no name of its own."""
     name = place_of(value)
-    if "<" not in value.__qualname__:
-        return b"A" + text(name)
-    return b"L" + text(name) + writer.write((value.__code__, value.__defaults__, value.__kwdefaults__)) + closure_of(writer, value)
+    if "<" in value.__qualname__:
+        return (
+            b"L" + text(name) + written(value).code + writer.write((value.__defaults__, value.__kwdefaults__)) + closure_of(writer, value)
+        )
+    return b"A" + text(name) + (b"" if is_installed(value.__code__.co_filename) else written(value).code)
 
 
 def closure_of(writer: Writer, value: Any) -> bytes:
@@ -38,9 +42,9 @@ def cells_of(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
 
 
-def _code(writer: Writer, value: types.CodeType) -> bytes:
-    names = (value.co_names, value.co_varnames, value.co_freevars, value.co_argcount, value.co_kwonlyargcount, value.co_flags)
-    return b"C" + sized(b"b", value.co_code) + writer.write(value.co_consts) + writer.write(names)
+def _path(writer: Writer, value: Any) -> bytes:
+    """As text: versions of Python take it apart in several ways."""
+    return b"p" + kind_text(type(value)) + text(str(value))
 
 
 def _dataclass(writer: Writer, value: Any) -> bytes:
@@ -100,7 +104,9 @@ _PARTS: dict[type, Part] = {
     set: lambda writer, value: writer.unordered(b"S", map(writer.write, value)),
     frozenset: lambda writer, value: writer.unordered(b"Z", map(writer.write, value)),
     types.FunctionType: _function,
-    types.CodeType: _code,
+    types.CodeType: lambda writer, value: b"C" + sized(b"b", shape_of(value)),
+    pathlib.PosixPath: _path,
+    pathlib.PurePosixPath: _path,
     types.ModuleType: lambda writer, value: b"G" + text(value.__name__),
     type: lambda writer, value: b"K" + text(place_of(value)),
     memoryview: _memory,

@@ -16,8 +16,9 @@ from typing import Any
 import xxhash
 
 from forebay._tasks import contents
+from forebay._tasks.code import written as written_code
 from forebay._tasks.contents import register as register
-from forebay._tasks.naming import module_of, place_of
+from forebay._tasks.naming import place_of
 from forebay._tasks.writing import QUICK, Writer, flat, kind_text, text
 from forebay._tasks.writing import Unstable as Unstable
 
@@ -63,8 +64,8 @@ def kind_of(value: Any) -> bytes:
 
 
 def as_own(function: Any) -> bytes:
-    """What of a function its name does not tell: what it closes over, the code of a lambda, what a partial or an object that can be
-    called brings. Not the code of a function with a name in a file: that is what versions are for. Raises `Unstable`.
+    """What neither the name nor the code of a function tells: what it closes over, what a partial or an object that can be called
+    brings. Of a lambda the code, since a version does not tell it from another. Raises `Unstable`.
 
     Of what it closes over only values that cannot change count: lists, counters and clients are what it works with, not what it is."""
     writer, out = Writer(contents.writer_of), b""
@@ -77,31 +78,30 @@ def as_own(function: Any) -> bytes:
 
 
 def _own(writer: Writer, function: Any, seen: set[int]) -> bytes:
-    has_place = function.__name__ != "<lambda>" and module_of(function) != "__main__"  # typed in by hand: it is known by no file
-    out = b"" if has_place else writer.write(function.__code__)
+    out = b"" if function.__name__ != "<lambda>" else written_code(function).code
     if function.__closure__:
         seen.add(id(function))
         rebound = _rebound(function.__code__)
         for name, content in contents.cells_of(function):
             if name not in rebound:
-                out += writer.write(name) + _lasting(writer, content, seen)
+                out += writer.write(name) + lasting(writer, content, seen)
     return out
 
 
-def _lasting(writer: Writer, value: Any, seen: set[int]) -> bytes:
+def lasting(writer: Writer, value: Any, seen: set[int]) -> bytes:
     """A value that cannot change; nothing for any other."""
     kind: Any = type(value)
     is_plain = kind in QUICK and kind is not bytearray
-    if is_plain or isinstance(value, (type, enum.Enum)) or f"{kind.__module__}.{kind.__qualname__}" in LASTING:
+    if is_plain or issubclass(kind, (type, enum.Enum)) or place_of(kind) in LASTING:
         return writer.write(value)
     if kind is tuple or kind is frozenset:
-        parts = [_lasting(writer, item, seen) for item in value]
+        parts = [lasting(writer, item, seen) for item in value]
         return b"(" + b"".join(parts if kind is tuple else sorted(parts)) + b")" if all(parts) else b""
     if kind is types.FunctionType and id(value) not in seen:
-        local = writer.write(value.__code__) + _own(writer, value, seen) if "<" in value.__qualname__ else b""
+        local = written_code(value).code + _own(writer, value, seen) if "<" in value.__qualname__ else b""
         return b"A" + text(place_of(value)) + local
     if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
-        return kind_text(kind) + _lasting(writer, tuple(getattr(value, f.name, None) for f in dataclasses.fields(value)), seen)
+        return kind_text(kind) + lasting(writer, tuple(getattr(value, f.name, None) for f in dataclasses.fields(value)), seen)
     return b""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import pickle
 import re
@@ -11,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from forebay import errors
+from forebay._logs import logger
 from forebay._tasks.values import Values
 
-log = logging.getLogger("forebay.tasks")
+log = logger("forebay.tasks")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{0,80}_[0-9a-f]{16}\.pkl")
 
@@ -24,7 +25,10 @@ def import_chia(values: Values, directory: str | os.PathLike[str], *, overwrite:
     for path in _oldest_first(Path(directory)):
         found = _loaded(path)
         if found is not None and (overwrite or not values.has(found[0])):
-            taken += values.keep(found[0], found[1])
+            try:
+                taken += values.keep(found[0], found[1])
+            except errors.ConfigError as error:
+                log.warning("%s is not taken over: %s", path, str(error))
     return taken
 
 

@@ -31,14 +31,22 @@ class Tag(str):
         return Tag, (str(self), self.key, self.given)
 
 
-def key_of(identity: str, version: str | None, tag: str) -> str:
-    """The key of one call's output: ``module.qualname:tag``, or ``module.qualname@version:tag``."""
-    return f"{prefix_of(identity, version)}{tag}"
+def key_of(identity: str, version: str | None, tag: str, code: str = "") -> str:
+    """The key of one call's output: ``module.qualname#code:tag``, or ``module.qualname@version:tag``."""
+    return f"{prefix_of(identity, version, code)}{tag}"
 
 
-def prefix_of(identity: str, version: str | None) -> str:
-    """What the keys of a function begin with. Two functions, or versions, never share it."""
-    return f"{_plain(identity)}:" if version is None else f"{_plain(identity)}@{_plain(version)}:"
+def prefix_of(identity: str, version: str | None, code: str = "") -> str:
+    """What the keys of a function begin with. Two functions, or versions, never share it. ``code``: a digest, for which a version stands
+    where there is one; empty where there is none of either."""
+    if version is not None:
+        return f"{_plain(identity)}@{_plain(version)}:"
+    return f"{_plain(identity)}#{code}:" if code else f"{_plain(identity)}:"
+
+
+def any_code_of(identity: str) -> str:
+    """What the keys of a function begin with, whatever its code."""
+    return f"{_plain(identity)}#"
 
 
 def identity_of(function: Any) -> str:
@@ -66,7 +74,7 @@ def module_of(named: Any) -> str:
     if not isinstance(module, str):
         return "builtins"
     if module not in SCRIPT:
-        return module
+        return "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
     if _sender is not None:
         return _sender
     lived_in: dict[str, Any] = getattr(named, "__globals__", None) or vars(sys.modules.get("__main__", sys))
@@ -95,4 +103,4 @@ def encodable(key: str) -> str:
 
 def _plain(part: str) -> str:
     """A part of a key without the marks that end one."""
-    return part.replace("%", "%25").replace(":", "%3A").replace("@", "%40")
+    return part.replace("%", "%25").replace(":", "%3A").replace("@", "%40").replace("#", "%23")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import base64
-import logging
 import pickle
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.memo import Remembered
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
-from forebay._kernel import host
-from forebay.codecs import Codec
+from forebay._kernel import host, waits
+from forebay._logs import logger
+from forebay._model import Buffer
+from forebay.codecs import MAPPED_FROM, Codec
 from forebay.origin import Origin
 
-log = logging.getLogger("forebay.tasks")
+log = logger("forebay.tasks")
 T = TypeVar("T")
 
 COUNTED = ("hits", "misses", "runs", "replays", "waits", "store_failures", "damaged")
@@ -33,10 +34,15 @@ class Values:
 
     def __init__(self, origin: Origin, home: Any, space: str, codec: Codec) -> None:
         self._origin, self.home, self.space, self.codec = origin, home, space, codec
-        self._quick = origin.store.finder(space)
+        self._bind()
         self._told: set[tuple[str, str]] = set()
         self.counted = dict.fromkeys(COUNTED, 0)
         host.at_fork(self)
+
+    def _bind(self) -> None:
+        self._bound = self._origin.current()
+        self._passes = self._origin.reopening is not None  # and looks again at each call
+        self._quick = self._bound.finder(self.space)
 
     def before_fork(self) -> None:
         """Nothing is to be done."""
@@ -49,18 +55,18 @@ class Values:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def look(self, key: str, digest: str | None = None, *, who: str = "") -> tuple[Any] | None:
+    def look(self, key: str, digest: str | None = None, *, who: str = "", copy: bool = False) -> tuple[Any] | None:
         """The value of a key, in a tuple, since it may be None; None where there is none. A hit is counted, and is a use.
 
         ``digest``: of the arguments that it must have been made of; stored under others, it is a miss, which is said once. ``who``: what
-        a message calls it, if not by its key. Raises `Closed`."""
-        found = self._look(key, digest, who)
+        a message calls it, if not by its key. ``copy``: over memory of the caller's own, which may be written to. Raises `Closed`."""
+        found = self._look(key, digest, who, copy)
         if found is None:
             self.counted["misses"] += 1
             self._origin.store.count("misses")
         return found
 
-    def _look(self, key: str, digest: str | None, who: str) -> tuple[Any] | None:
+    def _look(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
         store = self._store()
         found = self._quick(key)
         if found is None:
@@ -70,7 +76,7 @@ class Values:
         meta = found.entry.meta
         if meta != (self.codec.name if digest is None else f"{self.codec.name} {digest}") and not self._is_ours(key, meta, digest, who):
             return None
-        value = self._decoded(store, key, found, who)
+        value = self._decoded(store, key, found, who, copy)
         if value is not None:
             store.touch(found.entry)
             self._origin.store.count_hit(found.size)
@@ -80,7 +86,8 @@ class Values:
     def _slowly(self, store: Store | PassThrough, key: str) -> tuple[Store | PassThrough, Remembered | None]:
         """By the catalog: here, else in the root upstream; and which of them has it."""
         try:
-            found = store.view(self.space, key)
+            with waits.patience(self._origin.timeout):
+                found = store.view(self.space, key)
             if found is None and (above := self._origin.upstream) is not None:
                 return above, above.view(self.space, key)
         except errors.CacheFault as error:
@@ -99,8 +106,11 @@ class Values:
             return False
         return True
 
-    def _decoded(self, store: Store | PassThrough, key: str, found: Remembered, who: str) -> tuple[Any] | None:
+    def _decoded(self, store: Store | PassThrough, key: str, found: Remembered, who: str, copy: bool) -> tuple[Any] | None:
         try:
+            if copy:
+                own = memoryview(bytearray(found.view)) if found.size < MAPPED_FROM else store.private(found)
+                return (self.codec.decode(own, lambda: own),)
             return (self.codec.decode(found.view, lambda: store.private(found)),)
         except (AttributeError, ImportError) as error:
             # Of a class that is not there in this program; it may be in another one.
@@ -125,27 +135,65 @@ class Values:
     def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "") -> bool:
         """Keep a value under a key, in place of what was there. False where it cannot be kept, with one warning: then what was there stays.
 
-        ``pin``: it is never evicted. Raises `Closed`, and what the value's own code raises that is no Exception."""
+        ``pin``: it is never evicted. Raises `ConfigError` for a value of a kind that the codec does not take, `Closed`, and what the
+        value's own code raises that is no Exception."""
+        return self._keep(key, value, digest=digest, pin=pin, who=who) is not None
+
+    def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "", copy: bool = False) -> tuple[Any] | None:
+        """Keep a value; gives it as the next reader will get it, so that who made it sees no other. None where it is not kept.
+        See `keep` and `look`."""
+        pieces = self._keep(key, value, digest=digest, pin=pin, who=who)
+        if pieces is None:
+            return None
+        store, found = self._store(), self._stored(key)
+        if found is not None and found.entry.meta == self._meta(digest):
+            return self._decoded(store, key, found, who, copy)
+        own = memoryview(bytearray(b"".join(pieces)))  # another one has put its own there since
+        return (self.codec.decode(own if copy else own.toreadonly(), lambda: own),)
+
+    def _keep(self, key: str, value: Any, *, digest: str, pin: bool, who: str) -> Sequence[Buffer] | None:
+        """What a value was stored as; None where it is not kept."""
+        store, pieces = self._store(), self._encoded(key, value, who)
+        if pieces is None:
+            return None
+        try:
+            with waits.patience(self._origin.timeout):
+                store.put_pieces(self.space, key, pieces, life="pinned" if pin else "cached", meta=self._meta(digest))
+        except errors.CacheFault as error:
+            if not isinstance(store, PassThrough):  # else it was asked for, or told when the root could not be opened
+                self._not_kept(key, who, str(error), error)
+            return None
+        return pieces
+
+    def _encoded(self, key: str, value: Any, who: str) -> Sequence[Buffer] | None:
+        try:
+            return self.codec.encode(value)
+        except errors.ConfigError as error:
+            if who:
+                error.add_note(f"What {who} gave is not kept.")
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is taken apart
+            self._not_kept(key, who, f"its value cannot be stored by the codec {self.codec.name!r}: {error}", error)
+            return None
+
+    def _meta(self, digest: str | None) -> str:
+        return f"{self.codec.name} {digest}" if digest else self.codec.name
+
+    def _stored(self, key: str) -> Remembered | None:
+        """What lies under a key in this root, without a use of it."""
         store = self._store()
         try:
-            pieces = self.codec.encode(value)
-        except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is taken apart
-            return self._not_kept(key, who, f"its value cannot be stored by the codec {self.codec.name!r}: {error}", error)
-        meta = f"{self.codec.name} {digest}" if digest else self.codec.name
-        try:
-            store.put_pieces(self.space, key, pieces, life="pinned" if pin else "cached", meta=meta)
+            with waits.patience(self._origin.timeout):
+                return self._quick(key) or store.view(self.space, key)
         except errors.CacheFault as error:
-            if isinstance(store, PassThrough):
-                return False  # asked for, or told when the root could not be opened
-            return self._not_kept(key, who, str(error), error)
-        return True
+            self._origin.fall_back(error, f"{self.space}:{key}")
+            return None
 
-    def _not_kept(self, key: str, who: str, why: str, error: Exception) -> bool:
+    def _not_kept(self, key: str, who: str, why: str, error: Exception) -> None:
         self.counted["store_failures"] += 1
         self._origin.store.count("store_failures")
         kind = f"{type(error).__name__} {getattr(error, 'limit', '')}"
         self._say(who, kind, f"what {who} gave is not kept: {why}" if who else f"{self.space}:{key} is not kept: {why}")
-        return False
 
     def _say(self, name: str, kind: str, message: str) -> None:
         """Told once a process for each name and kind."""
@@ -159,25 +207,27 @@ class Values:
 
     def single(
         self, key: str, digest: str | None, make: Callable[[], T], *, timeout: float | None = None, pin: bool = False, who: str = "",
-        looked: bool = False,
+        looked: bool = False, copy: bool = False,
     ) -> T:  # fmt: skip
         """The value of a key; else what ``make`` gives, kept: of all threads and processes of the node one runs it.
 
-        What it raises reaches all who waited, and is not kept. Where the value cannot be kept, those who waited run ``make`` themselves,
-        side by side; so does who has waited ``timeout`` seconds, or may not wait. ``looked``: the caller has just seen that it is not
-        there."""
-        found = None if looked else self.look(key, digest, who=who)
+        It comes as `look` gives it. What ``make`` raises reaches all who waited, and is not kept. Where the value cannot be kept, those
+        who waited run ``make`` themselves, side by side; so does who has waited ``timeout`` seconds, or may not wait. ``looked``: the
+        caller has just seen that it is not there. Raises `ConfigError` for a value of a kind that the codec does not take."""
+        found = None if looked else self.look(key, digest, who=who, copy=copy)
         if found is not None:
             return found[0]  # type: ignore[no-any-return]
-        attempt = _Attempt(self, key, digest, pin, who)
+        attempt = _Attempt(self, key, digest, pin, who, copy)
 
         def run() -> tuple[Any]:
-            with attempt:
+            with attempt, waits.patience(None, afresh=True):
                 value = make()
             return attempt.made(value)
 
+        timeout = self._patience(timeout)
         try:
-            return self._store().single(self.space, attempt.call, attempt.look, run, timeout=self._patience(timeout))[0]  # type: ignore[no-any-return]
+            with waits.patience(timeout):
+                return self._store().single(self.space, attempt.call, attempt.look, run, timeout=timeout)[0]  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
             final = attempt.final(error)
         if final is not None:
@@ -186,23 +236,25 @@ class Values:
 
     async def single_async(
         self, key: str, digest: str | None, make: Callable[[], Awaitable[T]], *, timeout: float | None = None, pin: bool = False,
-        who: str = "", looked: bool = False,
+        who: str = "", looked: bool = False, copy: bool = False,
     ) -> T:  # fmt: skip
         """`single` for a coroutine: the event loop goes on while another makes the value."""
         import asyncio  # whoever awaits this has it
 
-        found = None if looked else self.look(key, digest, who=who)
+        found = None if looked else self.look(key, digest, who=who, copy=copy)
         if found is not None:
             return found[0]  # type: ignore[no-any-return]
-        attempt = _Attempt(self, key, digest, pin, who)
+        attempt = _Attempt(self, key, digest, pin, who, copy)
 
         async def run() -> tuple[Any]:
-            with attempt:
+            with attempt, waits.patience(None, afresh=True):
                 value = await make()
             return await asyncio.to_thread(attempt.made, value)  # a large one takes long to be written
 
+        timeout = self._patience(timeout)
         try:
-            got = await self._store().single_async(self.space, attempt.call, attempt.look, run, timeout=self._patience(timeout))
+            with waits.patience(timeout):
+                got = await self._store().single_async(self.space, attempt.call, attempt.look, run, timeout=timeout)
             return got[0]  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
             final = attempt.final(error)
@@ -211,7 +263,7 @@ class Values:
         return attempt.result[0] if attempt.result else await make()
 
     def _patience(self, timeout: float | None) -> float | None:
-        return getattr(self.home, "_timeout", None) if timeout is None else timeout
+        return self._origin.timeout if timeout is None else timeout
 
     # -- names -----------------------------------------------------------------------------------------------------
 
@@ -220,12 +272,21 @@ class Values:
         above = self._origin.upstream
         return self._store().entry(self.space, key) is not None or (above is not None and above.entry(self.space, key) is not None)
 
+    def has_any(self, prefix: str) -> bool:
+        """Whether a key begins so."""
+        try:
+            return self._store().has_any(self.space, prefix)
+        except errors.CacheFault as error:
+            self._origin.fall_back(error, f"{self.space}:{prefix}")
+            return False
+
     def evict(self, key: str) -> bool:
         """Remove a key, pinned or not. False if there is none, or it cannot be removed."""
         store = self._store()
         entry = store.entry(self.space, key)
         try:
-            return entry is not None and store.discard(entry)
+            with waits.patience(self._origin.timeout):
+                return entry is not None and store.discard(entry)
         except errors.CacheFault as error:
             self._origin.warn(f"evict {type(error).__name__}", "%s is not removed: %s", f"{self.space}:{key}", error)
             return False
@@ -233,7 +294,8 @@ class Values:
     def flush(self) -> int:
         """Remove all that are not pinned; gives how many went."""
         try:
-            return self._store().clear(self.space)
+            with waits.patience(self._origin.timeout):
+                return self._store().clear(self.space)
         except errors.CacheFault as error:
             self._origin.warn(f"flush {type(error).__name__}", "%s is not flushed: %s", self.space, error)
             return 0
@@ -257,14 +319,16 @@ class Values:
     def _store(self) -> Store | PassThrough:
         if self.home is not None and self.home.closed:
             raise errors.Closed.of("cache")
-        return self._origin.store
+        if self._passes:
+            self._bind()
+        return self._bound
 
 
 class _Attempt:
     """One call that found nothing: what it saw, made and failed with."""
 
-    def __init__(self, values: Values, key: str, digest: str | None, pin: bool, who: str) -> None:
-        self._values, self._key, self._digest, self._pin, self._who = values, key, digest, pin, who
+    def __init__(self, values: Values, key: str, digest: str | None, pin: bool, who: str, copy: bool) -> None:
+        self._values, self._key, self._digest, self._pin, self._who, self._copy = values, key, digest, pin, who, copy
         # What is waited for, and fails: calls with other arguments may have the same key.
         self.call = key if digest is None or key.endswith(digest) else f"{key} {digest}"
         self._failed: Exception | None = None
@@ -272,7 +336,7 @@ class _Attempt:
 
     def look(self) -> tuple[Any] | None:
         """Under the call's lock: what another made meanwhile."""
-        found = self._values._look(self._key, self._digest, self._who)
+        found = self._values._look(self._key, self._digest, self._who, self._copy)
         if found is not None:
             self._values.counted["waits"] += 1
         return found
@@ -280,10 +344,13 @@ class _Attempt:
     def made(self, value: T) -> tuple[T]:
         values = self._values
         self.result = (value,)
-        if not values.keep(self._key, value, digest=self._digest or "", pin=self._pin, who=self._who):
+        found = values.kept(self._key, value, digest=self._digest or "", pin=self._pin, who=self._who, copy=self._copy)
+        if found is None:
             # Those who wait would make it one after the other, each in vain.
             values._origin.store.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))
-        return (value,)
+        else:
+            self.result = found
+        return self.result
 
     def final(self, error: Exception) -> Exception | None:
         """What is for the caller: what was to be run raised it, here or elsewhere. None: the cache cannot help."""

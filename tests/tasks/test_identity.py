@@ -1,0 +1,359 @@
+"""A function's code is part of its identity: which changes count, which do not, and where the code is had from."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import linecache
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay._tasks.binding import Naming
+from forebay._tasks.code import tree_of
+from forebay._tasks.hashing import digest_of
+from forebay._tasks.identity import Code, code_of
+
+BODY = """
+import functools
+SCALE = 2
+TABLE = {"a": [1, 2]}
+def helper(x):
+    return x + 1
+def other(x):
+    return x
+class Model:
+    def fit(self, x):
+        return x * SCALE
+def f(x: int) -> int:
+    '''Says nothing.'''
+    # nor does this
+    return helper(x) * SCALE + TABLE["a"][0]
+"""
+
+
+def module(text: str, path: Path, name: str = "flow") -> types.ModuleType:
+    """A module with this text, imported from a file: never from bytecode, which two texts of one length and second would share."""
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    made = importlib.util.module_from_spec(spec)
+    exec(compile(text, path, "exec", dont_inherit=True), vars(made))
+    return made
+
+
+@pytest.fixture
+def digest(tmp_path: Path) -> Callable[..., str]:
+    numbers = iter(range(1000))
+
+    def found(text: str, name: str = "f") -> str:
+        made: Any = module(text, tmp_path / f"flow{next(numbers)}.py")
+        return code_of(functools.reduce(getattr, name.split("."), made))[0].digest
+
+    return found
+
+
+# -- what counts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("'''Says nothing.'''", "'''Says\n    less.'''"),
+        ("    '''Says nothing.'''\n", ""),
+        ("# nor does this", "pass"),
+        ('return helper(x) * SCALE + TABLE["a"][0]', 'return (helper( x )*SCALE\n        + TABLE["a"] [0])'),
+        ('TABLE["a"]', "TABLE['a']"),
+        ("def f(x", "\n\ndef f(x"),
+        ("def other(x):\n    return x", "def other(x):\n    return -x"),
+        ("SCALE = 2", "SCALE = 2  # twice"),
+        ("SCALE = 2", "SCALE = 1 + 1"),
+        ("    return x + 1", "    'Adds.'\n    return x + 1"),
+    ],
+)
+def test_what_makes_no_difference(digest: Callable[..., str], old: str, new: str) -> None:
+    assert BODY.count(old) == 1
+    assert digest(BODY) == digest(BODY.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return helper(x) * SCALE + ", "return helper(x) * SCALE - "),
+        ("(x: int)", "(x: int, y=1)"),
+        ("SCALE = 2", "SCALE = 3"),
+        ("SCALE = 2", "SCALE = 2.0"),
+        ('{"a": [1, 2]}', '{"a": [1, 3]}'),
+        ("return x + 1", "return x + 2"),
+        ("def f(x", "@functools.lru_cache\ndef helper(x):\n    return x - 1\ndef f(x"),
+    ],
+)
+def test_what_makes_another_function(digest: Callable[..., str], old: str, new: str) -> None:
+    assert BODY.count(old) == 1
+    assert digest(BODY) != digest(BODY.replace(old, new))
+
+
+def test_methods_partials_and_objects_have_the_code_of_what_runs(digest: Callable[..., str]) -> None:
+    text = (
+        BODY
+        + "bound = Model().fit\npart = functools.partial(f, 1)\nobj = type('Obj', (), {'__call__': f})()\nquick = functools.lru_cache(f)\n"
+    )
+    assert digest(text, "Model.fit") == digest(text, "bound") != digest(text)
+    assert digest(text) == digest(text, "part") == digest(text, "obj") == digest(text, "quick")
+    assert digest(text, "Model.fit") != digest(text.replace("return x * SCALE", "return x / SCALE"), "Model.fit")
+    assert digest("from math import sin", "sin") == ""
+
+
+DECORATED = """
+import functools
+def times(n, wraps):
+    def decorate(fn):
+        def wrapper(*args):
+            return fn(*args) * n
+        return functools.wraps(fn)(wrapper) if wraps else wrapper
+    return decorate
+@times(2, {wraps})
+def f(x):
+    return x{rest}
+"""
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+def test_what_a_decorator_wraps_counts_and_so_does_the_wrapper(digest: Callable[..., str], wraps: bool) -> None:
+    first, other = (DECORATED.format(wraps=wraps, rest=rest) for rest in ("", " + 1"))
+    assert digest(first) == digest(first) != digest(other)
+    assert digest(first) != digest(first.replace(" * n", " ** n"))
+    first = first.replace("return x", "return TABLE[x]") + "TABLE = [1, 2]\n"  # of what is wrapped, not of the wrapper
+    assert digest(first) != digest(first.replace("[1, 2]", "[1, 3]"))
+
+
+def test_lambdas_on_one_line_are_told_apart(digest: Callable[..., str]) -> None:
+    text = "f, g, h = lambda x: x + 1, lambda x: x + 2, lambda x: (lambda y: y + x)"
+    assert len({digest(text), digest(text, "g"), digest(text, "h")}) == 3
+    assert digest(text) == digest("f = (\n    lambda x:  # one\n    x + 1)") == digest("f = lambda x: x + 1  # two")
+    assert digest_of(eval("lambda x: x + 1")) == digest_of(eval("lambda x: x + 1")) != digest_of(eval("lambda x: x + 2"))
+
+
+def test_what_a_call_gave_is_no_constant(digest: Callable[..., str]) -> None:
+    """Else each process would have another function."""
+    text = "import os, time\nBEGAN = time.time_ns()\nPID = os.getpid()\nCOUNT = 0\ndef f(x):\n    return BEGAN, PID, COUNT\n"
+    text += "def g():\n    global COUNT\n    COUNT += 1\n"
+    assert digest(text) == digest(text)
+    assert digest(text.replace("COUNT = 0", "COUNT = 5")) == digest(text)
+
+
+def test_a_list_that_was_changed_meanwhile_does_not_count(tmp_path: Path) -> None:
+    made: Any = module("LIST = [1]\ndef f():\n    return LIST\n", tmp_path / "flow.py")
+    first = code_of(made.f)[0].digest
+    made.LIST.append(2)
+    assert code_of(made.f)[0].digest not in (first, "")
+
+
+def test_a_constant_counts_as_it_is_at_the_call(tmp_path: Path) -> None:
+    made: Any = module("for lr in (1, 2, 1):\n    pass\ndef f():\n    return lr\n", tmp_path / "flow.py")
+    naming = Naming(made.f, "t")
+    keys = []
+    for made.lr in (1, 2, 1):
+        keys.append(naming.tag_of((), {}).key)
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_a_function_among_the_arguments_counts_with_its_code(tmp_path: Path) -> None:
+    one, two = (module(f"def loss(x):\n    return x * {n}\n", tmp_path / f"{n}.py") for n in (1, 2))
+    again = module("def loss(x):\n    # the same\n    return x * 1\n", tmp_path / "3.py")
+    assert digest_of(one.loss) == digest_of(again.loss) != digest_of(two.loss)
+    assert digest_of(textwrap.dedent) == digest_of(textwrap.dedent) != digest_of(textwrap.indent)
+
+
+class Proxy:
+    """As some packages have them: it stands for what is there now, and nothing is."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("working outside of a context")
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("working outside of a context")
+
+
+def test_odd_objects_break_no_call(tmp_path: Path) -> None:
+    made: Any = module("from unittest.mock import call\nPROXY = [1]\ndef f():\n    return call, PROXY\n", tmp_path / "flow.py")
+    first = code_of(made.f)[0].digest
+    made.PROXY = Proxy()
+    assert code_of(made.f)[0].digest not in (first, "")
+    proxy = Proxy()
+    assert Naming(lambda: proxy, "t").call((), {}) is not None
+
+
+# -- where it is had from ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_was_edited_since_is_not_believed(tmp_path: Path) -> None:
+    """The old code runs: what it gives must not be found by those who run the new one."""
+    text = "def f(x):\n    return x + 1\n"
+    old = module(text, tmp_path / "flow.py")
+    new = module(text.replace("1", "2"), tmp_path / "flow.py")
+    assert code_of(old.f)[0].digest != code_of(new.f)[0].digest
+    (tmp_path / "flow.py").unlink()
+    assert code_of(module(text, tmp_path / "again.py").f)[0].digest not in (code_of(old.f)[0].digest, "")
+
+
+def test_without_a_source_the_bytecode_counts() -> None:
+    def made(text: str) -> Any:
+        found: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(text, "<string>", "exec"), found)
+        return code_of(found["f"])[0].digest
+
+    assert made("def f(x): return x") == made("\ndef f(x):\n  return x") != made("def f(x): return -x")
+    assert made("N = 1\ndef f(x): return N") != made("N = 2\ndef f(x): return N")
+
+
+def test_a_cell_of_a_notebook_has_its_source() -> None:
+    """IPython puts it where `linecache` finds it; the constant lies in another cell."""
+    found: dict[str, Any] = {"__name__": "__main__"}
+
+    def run(number: int, text: str) -> str:
+        name = f"<cell {number}>"
+        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+        exec(compile(text, name, "exec"), found)
+        return code_of(found["f"])[0].digest if "f" in found else ""
+
+    run(1, "N = 1")
+    first = run(2, "def f(x):\n    return x + N\n")
+    assert first == run(3, "def f(x):\n    # told\n    return x + N\n") != run(4, "def f(x):\n    return x - N\n")
+    run(5, "N = 2")
+    assert first != run(6, "def f(x):\n    return x + N\n")
+
+
+def test_who_sends_a_function_tells_its_code(tmp_path: Path) -> None:
+    made = module(BODY, tmp_path / "flow.py")
+    code = code_of(made.f)[0]
+    assert code_of(made.f, Code("told", code.mark, code.names))[0].digest == "told"
+    assert code_of(made.f, Code("told", "another", code.names))[0].digest == code.digest
+    made.SCALE = 3  # type: ignore[attr-defined]
+    assert code_of(made.f, Code("told", code.mark, code.names))[0].digest not in ("told", code.digest)
+
+
+SAMPLE = r'''
+def f(a, /, b: "int" = -1, *c, d=1.5e300, **e) -> None:
+    """Told."""
+    x: list[int] = [*c, a if b else 1_000_000_000_000_000_000_000, b"\x00", 2j, ..., None]
+    y = f"{a!r:>{b}} {{}} é\u0378 {b=} {'n'}" f"{x}" "tail"
+    with open(a) as g, open(b):
+        pass
+    try:
+        async def h(): return [i async for i in x if (z := i)]
+    except* (ValueError, OSError) as error:
+        raise error from None
+    match x:
+        case [1, *_] | {"k": str() as s, **rest} if rest: return lambda q=1: (yield)
+    class C(object, metaclass=type):
+        "Doc."
+        v = "w"
+    del x[1:2, ::3]
+    return {**e, 'k': {1, 2}}
+'''
+SAMPLE_TREE = "0bde1f2ae06a4de0"
+"""The same on each version from 3.11 on: another number is another key for each function of each user."""
+
+
+def test_the_tree_is_the_same_on_each_version_of_python() -> None:
+    import xxhash
+
+    assert xxhash.xxh3_64_hexdigest(tree_of(ast.parse(SAMPLE).body[0])) == SAMPLE_TREE
+
+
+OTHERS = {path for path in (shutil.which(f"python3.{n}") for n in (11, 12, 13, 14)) if path is not None and "shims" not in path}
+OTHERS |= {str(path) for n in (11, 12, 13, 14) for path in Path.home().glob(f".pyenv/versions/3.{n}.*/bin/python")}
+ELSEWHERE = """
+import ast, sys, types
+sys.modules["xxhash"] = types.ModuleType("xxhash")
+from forebay._tasks.code import tree_of
+sys.stdout.buffer.write(tree_of(ast.parse(sys.stdin.read()).body[0]))
+"""
+
+
+@pytest.mark.parametrize("python", sorted(OTHERS))
+def test_other_versions_agree(python: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(forebay.__file__).parents[1]), "PYTHONUTF8": "1"}
+    done = subprocess.run([python, "-c", ELSEWHERE], input=SAMPLE.encode(), capture_output=True, timeout=60, check=False, env=environment)
+    if done.returncode and b"not found" in done.stderr:
+        pytest.skip(f"{python} runs no Python")
+    assert done.stdout == tree_of(ast.parse(SAMPLE).body[0]), done.stderr
+
+
+# -- two processes -----------------------------------------------------------------------------------------------------
+
+
+TRAIN = """
+import logging, sys, forebay
+logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+cache = forebay.Cache(sys.argv[1], budget="64MiB", min_free=0)
+tasks = cache.tasks("flow")
+
+@tasks.cached{how}
+def features(split):
+    print("ran", end=" ")
+    return {body}
+
+print(features("train"), features("train"))
+"""
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., tuple[str, str]]:
+    """Runs a script called train.py, in a process of its own; gives what it printed, and what it logged."""
+
+    def run(body: str, where: str = "a", how: str = "", also: str = "") -> tuple[str, str]:
+        script = tmp_path / where / "train.py"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(TRAIN.format(body=body, how=how) + also)
+        command = [sys.executable, str(script), str(tmp_path / "root")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip(), done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("how", ["", "(tag='features-{split}')"])
+def test_two_scripts_of_one_name_have_results_of_their_own(train: Callable[..., tuple[str, str]], how: str) -> None:
+    assert train("'a'", "a", how)[0] == "ran a a"
+    assert train("'b'", "b", how)[0] == "ran b b"
+    assert train("'a'", "a", how)[0] == "a a"
+    assert train("'b'", "b", how)[0] == "b b"
+
+
+def test_a_changed_body_runs_again_and_says_so_once(train: Callable[..., tuple[str, str]]) -> None:
+    message = "train.features has other code than when its outputs were kept: it runs again"
+    assert message not in train("1")[1]
+    printed, logged = train("2", also="features('test')\n")
+    assert printed == "ran 2 2\nran"
+    assert logged.count(message) == 1
+    assert train("2  # a remark")[0] == "2 2"
+    assert message not in train("2", also="features('other')\n")[1]
+    assert train("1") == ("1 1", "")  # back again: it is still there
+
+
+def test_a_version_stands_for_the_code(train: Callable[..., tuple[str, str]]) -> None:
+    assert train("1", how="(version=7)")[0] == "ran 1 1"
+    assert train("2", how="(version=7)") == ("1 1", "")
+    assert train("2", how="(version=8)") == ("ran 2 2", "")
+
+
+def test_what_other_code_gave_is_told_at_info(cache: forebay.Cache, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    one, two = (module(f"def f(x):\n    return x + {n}\n", tmp_path / f"{n}.py") for n in (1, 2))
+    tasks = cache.tasks("flow")
+    with caplog.at_level(logging.INFO, "forebay"):
+        assert [tasks.cached(one.f)(0), tasks.cached(two.f)(0), tasks.cached(one.f)(0), tasks.cached(two.f, version=1)(0)] == [1, 2, 1, 2]
+    assert [(r.levelname, "other code" in r.getMessage()) for r in caplog.records] == [("INFO", True)]
