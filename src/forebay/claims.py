@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -281,20 +282,34 @@ class ClaimInfo:
 
 
 def list_claims() -> list[ClaimInfo]:
-    """The claims of this node, of all users and jobs, live and dead, by their number. Raises `RootRefused`."""
-    registry = _known()
-    return [] if registry is None else [_info(seen) for seen in registry.look()]
+    """The claims of this node, of all users and jobs, live and dead, by their number. Raises `RootError`."""
+    with _looking():
+        registry = _known()
+        return [] if registry is None else [_info(seen) for seen in registry.look()]
 
 
 def prune_claims() -> list[ClaimInfo]:
     """Free now what dead jobs of this user left; the user's next claim would do the same. Gives what was freed; a claim that any living
-    process has is never touched. Raises `RootRefused`, `WaitTimeout`."""
-    registry = _known()
-    if registry is None:
-        return []
-    dead = [_info(seen) for seen in registry.look() if not seen.live]
-    freed = {(seen.prefix, seen.uid) for seen in registry.prune()}
-    return [info for info in dead if (info.prefix, info.uid) in freed]
+    process has is never touched. Raises `RootError`, `WaitTimeout`."""
+    with _looking():
+        registry = _known()
+        if registry is None:
+            return []
+        dead = [_info(seen) for seen in registry.look() if not seen.live]
+        freed = {(seen.prefix, seen.uid) for seen in registry.prune()}
+        return [info for info in dead if (info.prefix, info.uid) in freed]
+
+
+@contextmanager
+def _looking() -> Iterator[None]:
+    """What the system refuses, such as one more open file, as a `RootError`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, errors.ForebayError):
+            raise
+        path = str(default_registry())
+        raise errors.RootError(f"the claims in {path} cannot be looked at: {error.strerror}", path=path) from error
 
 
 def _known() -> Registry | None:

@@ -26,6 +26,7 @@ from forebay._claims.members import House
 from forebay._kernel import host, waits
 from tests.claims import houses
 from tests.claims.houses import leaving
+from tests.clocks import Clocks
 from tests.harness import Child, Crew, Gate, death_of, fork, fork_to_die
 
 NAME = "start"
@@ -271,6 +272,24 @@ def test_the_late_are_told_and_then_it_is_usable(place: Path, house: House, crew
             assert time.monotonic() < deadline
     told, _ = third.result()
     assert told == (names, pytest.approx(0, abs=SOON))
+
+
+def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, house: House, crew: Crew) -> None:
+    """All join / the clock is set back / the round breaks: that was after they joined, whatever the time was."""
+    go = Gate()
+    with Clocks(together=True) as clocks:
+        late = crew(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), broken(barrier)[0])[2]))
+        killed = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
+        barrier = Barrier(house, NAME)
+        barrier.wait(3, LONG)
+        comes_to_wait(house, 1)
+        clocks.step(-3600 * 1_000_000_000)
+        killed.kill()
+        names = [f"rank 1 (process {killed.pid})"]
+        assert broken(barrier)[0] == names
+        assert broken(barrier)[0] == names, "before the late one knows, there is no other round"
+        go.open()
+        assert late.result() == names
 
 
 @pytest.mark.parametrize("end", ["killed", "left"])

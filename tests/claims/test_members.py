@@ -20,6 +20,7 @@ from forebay._claims.table import CLAIM, Gone, Member
 from forebay._kernel import locks
 from tests.claims import houses
 from tests.harness import Crew, Gate
+from tests.items import until
 from tests.kernel.children import Child, Line, fork_in_c
 
 
@@ -160,7 +161,8 @@ def test_who_becomes_another_program_has_left(place: Path, house: House) -> None
         child.say()
         while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
             pass
-        assert [member.state for member in house.members.records() if member.pid == child.pid][-1] == "left"
+        # The kernel names the new program a moment before it closes the old one's files.
+        until(lambda: [member.state for member in house.members.records() if member.pid == child.pid][-1] == "left")
         child.kill()
 
 

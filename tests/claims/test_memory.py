@@ -364,3 +364,20 @@ def test_without_numpy(place: Path, house: House) -> None:
         return str(caught.value)
 
     assert "numpy" in fork(bare).result()
+
+
+def test_a_link_in_the_place_of_a_claims_directory_is_not_followed(house: House, tmp_path: Path) -> None:
+    """Whoever owns the registry can put one there: nothing is made where it leads."""
+    theirs = tmp_path / "home"
+    theirs.mkdir()
+    kept = house.directory.with_name("kept")
+    house.directory.rename(kept)
+    house.directory.symlink_to(theirs)
+    try:
+        with pytest.raises(errors.ForebayError):
+            memory.array(house, "new", 3, "int64")
+        assert list(theirs.iterdir()) == []
+    finally:
+        house.directory.unlink()
+        kept.rename(house.directory)
+    assert len(memory.array(house, "new", 3, "int64")) == 3

@@ -11,8 +11,10 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._claims import place
 from forebay._claims.place import LOCK
 from forebay._claims.registry import Registry
+from forebay._kernel import locks
 from tests.claiming import REMOTE, alone
 from tests.harness import Crew
 
@@ -46,3 +48,12 @@ def test_a_lock_that_is_not_everybodys_is_told(node: Registry, registry: Path, c
         return str(caught.value)
 
     assert "Permission denied" in crew(claim).result()
+
+
+def test_the_holder_of_the_lock_is_named_where_proc_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = tmp_path / "claims"
+    place.prepare(registry)
+    monkeypatch.setattr(locks, "holders", lambda path, offset: ())
+    with place.locked(registry, 5), pytest.raises(errors.WaitTimeout, match=rf"process {os.getpid()} on .* of user {os.geteuid()}"):
+        with place.locked(registry, 0.01):
+            raise AssertionError

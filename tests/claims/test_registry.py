@@ -30,7 +30,7 @@ from forebay._claims.registry import Registry
 from forebay._claims.wanted import Wanted
 from forebay._kernel import host
 from tests.claiming import REMOTE, alone, claims_in, rank, text_of
-from tests.harness import Child, Crew, Gate, fork, in_child
+from tests.harness import Child, Crew, Gate, as_user, fork, in_child
 
 SOON = 20.0
 """A guard against waiting for the dead, on a busy machine."""
@@ -174,12 +174,11 @@ def test_each_gets_the_lowest_number_that_is_free(node: Registry, crew: Crew) ->
 
 
 def test_a_claim_says_what_it_is(node: Registry, tmp_path: Path) -> None:
-    with forebay.claim(
-        [tmp_path / "a", tmp_path / "b"], ["s3://me:hush@bucket/a?X-Amz-Signature=x", None], alone(), "mine", name="eval"
-    ) as found:
+    with forebay.claim([tmp_path / "a", tmp_path / "b"], ["s3://me:hush@bucket/a?token=hush", None], alone(), "mine", name="eval") as found:
         assert (found.job, found.name, found.is_leader, found.closed) == ("mine", "eval", True, False)
         assert found.directories == (str(tmp_path / "a"), str(tmp_path / "b"))
-        assert found.remotes == ("s3://bucket/a", None)
+        assert found.remotes == (forebay.remote.canonical("s3://me:hush@bucket/a?token=hush"), None)
+        assert "hush" not in str(found.remotes)
         assert repr(found) == f"<forebay.Claim 000000 of {tmp_path}/a, {tmp_path}/b>"
         (info,) = forebay.list_claims()
         assert (info.prefix, info.job, info.name, info.pids, info.leader) == (0, "mine", "eval", (os.getpid(),), os.getpid())
@@ -690,16 +689,6 @@ def test_a_registry_that_was_removed_is_made_anew(node: Registry, registry: Path
 
 
 # -- users -------------------------------------------------------------------------------------------------------------
-
-
-def as_user(uid: int, work: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> Any:
-        os.setgroups([])
-        os.setgid(uid)
-        os.setuid(uid)
-        return work()
-
-    return run
 
 
 @pytest.mark.root

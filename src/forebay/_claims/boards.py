@@ -115,7 +115,7 @@ class Board:
 
     def break_locked(self) -> None:
         """Have everybody who waits told. Caller: calls `wake` after."""
-        host.set_word(self._words, _BROKEN_AT, time.time_ns())
+        host.set_word(self._words, _BROKEN_AT, time.monotonic_ns())
         host.set_word(self._words, _STATE, self.state | _BROKEN)
 
     def wake(self) -> None:

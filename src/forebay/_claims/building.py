@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -20,8 +19,9 @@ from forebay._claims.passing import passing
 from forebay._claims.records import Record
 from forebay._kernel import host, locks
 from forebay._kernel.waits import COUNT
+from forebay._logs import logger
 
-log = logging.getLogger("forebay.claims")
+log = logger("forebay.claims")
 
 NEW, OLD = ".new.", ".old."
 LANDMARK = "landmark"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import sys
 import threading
@@ -21,8 +20,9 @@ from forebay import errors
 from forebay._claims.passing import passing
 from forebay._claims.table import CLAIM, IN, LEFT, SLOTS, Gone, Identity, Member, Table
 from forebay._kernel import host, locks
+from forebay._logs import logger
 
-log = logging.getLogger("forebay.claims")
+log = logger("forebay.claims")
 OnLeft: TypeAlias = Callable[[Path], None]
 
 _MOMENT, _TURNS = 0.001, 100

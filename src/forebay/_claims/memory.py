@@ -6,27 +6,28 @@ a hole would kill, on a full file system, who stores into it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
-import logging
 import math
 import operator
 import os
 import struct
 import urllib.parse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from forebay import errors
 from forebay._claims.members import House
 from forebay._claims.named_locks import NamedLock
 from forebay._kernel import host, mappings
+from forebay._logs import logger
 
 if TYPE_CHECKING:
     import numpy
 
-log = logging.getLogger("forebay.claims")
+log = logger("forebay.claims")
 
 PAGE = 4096
 _START = struct.Struct("<8sQ")  # magic, where the data begin
@@ -157,7 +158,8 @@ def _quoted(name: str) -> str:
 
 def _open(path: str, told: dict[str, Any], house: House) -> memoryview | None:
     try:
-        fd = host.open_write(path)
+        with _inside(house) as directory:
+            fd = host.open_write(path, directory)
     except FileNotFoundError:
         return None
     try:
@@ -192,11 +194,12 @@ def _make(path: str, told: dict[str, Any], house: House) -> memoryview:
     text = json.dumps(told).encode()
     start = -(-(_START.size + len(text)) // PAGE) * PAGE
     whole, temporary = start + told["size"], f"{path}+new"  # a quoted name has no plus sign
-    host.unlink(temporary)  # of one who was killed here
     try:
         if whole > host.free_bytes(house.directory):
             raise _no_room(told, house, whole)  # before others feel it, whom a file that grows until nothing is left would disturb
-        return _build(path, temporary, _START.pack(_MAGIC, start) + text, whole)[start:]
+        with _inside(house) as directory:
+            host.unlink(temporary, directory)  # of one who was killed here
+            return _build(path, temporary, _START.pack(_MAGIC, start) + text, whole, directory)[start:]
     except FileNotFoundError:
         raise house.lost() from None
     except OSError as error:
@@ -205,16 +208,31 @@ def _make(path: str, told: dict[str, Any], house: House) -> memoryview:
         raise
 
 
-def _build(path: str, temporary: str, head: bytes, whole: int) -> memoryview:
-    fd = host.create(temporary, 0o600)
+@contextlib.contextmanager
+def _inside(house: House) -> Iterator[int]:
+    """A descriptor of the claim's directory: the owner of the registry could put a link, or a directory of his own, in its place."""
+    try:
+        fd = os.open(house.directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise house.lost() from None
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise house.lost()
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _build(path: str, temporary: str, head: bytes, whole: int, directory: int) -> memoryview:
+    fd = host.create(temporary, 0o600, directory=directory)
     try:
         host.allocate(fd, 0, whole)
         host.pwrite(fd, head, 0)
-        host.link(temporary, path)
+        host.link(temporary, path, directory, directory)
         return mappings.map_file(fd, whole, writable=True)
     finally:
         os.close(fd)
-        host.unlink(temporary)
+        host.unlink(temporary, directory)
 
 
 def _no_room(told: dict[str, Any], house: House, need: int) -> errors.NoSpace:

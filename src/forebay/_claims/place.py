@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ DEFAULT = "/dev/shm/forebay-claims"
 LOCK = "lock"
 _OPEN_TO_ALL = 0o1777
 _LONGEST_PAUSE = 0.02
+_PID = re.compile(rb"([1-9][0-9]{0,9})\n")
 _TAKEN = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR))
 _UNFIT = frozenset((errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO))
 
@@ -46,6 +48,8 @@ def prepare(place: Path) -> None:
         if status.st_uid != os.geteuid():
             _refuse(place, "anybody may remove what others have there (chmod +t)")
         host.chmod(place, _OPEN_TO_ALL)
+    if status.st_uid not in (0, os.geteuid()) and status.st_mode & _OPEN_TO_ALL != _OPEN_TO_ALL:
+        _refuse(place, f"it is user {status.st_uid}'s alone, and not open to all (chmod 1777)")
     if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
         _refuse(place, "this user may not write there")
     if not host.is_local(kind := host.fs_kind(place)):
@@ -94,6 +98,20 @@ def _open_lock(path: Path) -> int:
         raise
 
 
+def _holder(path: Path, fd: int) -> str:
+    """Who has the lock, in words: by /proc, else by what the last holder wrote."""
+    if locks.holders(path, 0):
+        return locks.describe_holders(path, 0)
+    said = _PID.match(os.pread(fd, 16, 0))
+    try:
+        user = os.stat(f"/proc/{int(said[1])}").st_uid if said else None
+    except OSError:
+        user = None
+    if said is None or user is None:
+        return "an unknown process, probably another user's: the superuser sees it in /proc/*/fdinfo"
+    return f"{locks.describe_process(int(said[1]))} of user {user}, as it says"
+
+
 @contextlib.contextmanager
 def locked(place: Path, timeout: float | None) -> Iterator[None]:
     """Hold the lock of all claims of the node. Raises `RootRefused`, `WaitTimeout`."""
@@ -101,7 +119,8 @@ def locked(place: Path, timeout: float | None) -> Iterator[None]:
     fd = passing.take_in(lambda: _open_lock(place / LOCK))
     try:
         while not locks.take(fd, 0):
-            patience.sleep(lambda: ("the list of this node's claims", locks.describe_holders(place / LOCK, 0) if timeout else "another"))
+            patience.sleep(lambda: ("the list of this node's claims", _holder(place / LOCK, fd) if timeout else "another"))
+        host.pwrite(fd, f"{os.getpid()}\n".encode().ljust(16), 0)  # for people: the kernel tells other users of no holder
         yield
     finally:
         passing.close(fd, unlocking=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import weakref
@@ -10,9 +9,10 @@ from typing import Any
 
 from forebay._claims.launchers import ENVIRONMENT, TORCH, Said, told, torch_distributed, wrong
 from forebay._kernel import host
+from forebay._logs import logger
 from forebay.errors import WaitTimeout
 
-log = logging.getLogger("forebay.world")
+log = logger("forebay.world")
 
 PATIENCE, SAY_AFTER = 60.0, 5.0  # seconds that ranks wait for each other's World.detect(), and between two lines that say so
 LONGEST_PAUSE = 0.2

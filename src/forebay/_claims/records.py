@@ -24,7 +24,6 @@ _MAGIC = b"claim 1\n"
 _PROCESS = re.compile(r"process \d+")
 _USER = re.compile(r"://[^/\s@]*@")
 _QUERY = re.compile(r"(://[^\s?]*)\?\S*")
-_SECRET = re.compile(r"token|secret|password|passwd|credential|key", re.IGNORECASE)
 
 
 class Stream(NamedTuple):
@@ -152,7 +151,7 @@ def user_name(uid: int) -> str:
 
 
 def own_command() -> str:
-    """The command line of this process, without what looks like a secret."""
+    """The command line of this process, without the values of its arguments: anybody may read it."""
     return _command_of(os.getpid())
 
 
@@ -172,13 +171,22 @@ def shortened(text: str, longest: int) -> str:
 
 
 def masked(words: list[str]) -> str:
-    """A command line without the values of arguments that are named after secrets, and what follows a URL."""
-    shown, hide = [], False
-    for word in words:
-        name, sign, _ = word.partition("=")
-        if hide and not word.startswith("-"):
-            shown.append("***")
-        else:
-            shown.append(f"{name}=***" if sign and _SECRET.search(name) else word)
-        hide = not sign and word.startswith("-") and _SECRET.search(word) is not None
+    """A command line that everybody may read: program, script or module, and the names of options. No value is shown, whatever its name:
+    ``-p hush`` is a secret as well as ``--token=hush``."""
+    program = os.path.basename(words[0]) if words else ""
+    shown, awaited = [program], program.startswith(("python", "pypy"))
+    words = [word for word in words[1:] if word]
+    for at, word in enumerate(words):
+        is_module = awaited and at > 0 and words[at - 1] == "-m"
+        if is_module or (awaited and not word.startswith("-")):
+            shown.append(word)
+            awaited = False
+        elif word.startswith("--"):
+            name, sign, _ = word.partition("=")
+            shown.append(f"{name}=*" if sign else name)
+        elif word.startswith("-") and word[1:2].isalpha():
+            shown.append(word[:2] if len(word) == 2 else f"{word[:2]}*")
+            awaited = awaited and word[1] != "c"
+        elif shown[-1] != "*":
+            shown.append("*")
     return _QUERY.sub(r"\1", _USER.sub("://", " ".join(" ".join(shown).split())))

@@ -42,7 +42,7 @@ class Member:
     start: int  # clock ticks since the boot
     rank: int | None
     worker: int | None
-    joined: float  # seconds since 1970
+    joined: float  # seconds of the monotonic clock
     depth: int  # 0; of a child of a member one more
     state: Literal["in", "left", "vanished"]
 
@@ -104,7 +104,7 @@ class Table:
 
     def write(self, slot: int, rank: int | None, worker: int | None, depth: int) -> Identity:
         """Tell of this process; gives which it is. Caller: has locked the byte of ``slot``."""
-        told = (os.getpid(), processes.pid_space(), processes.own_start(), _number(rank), _number(worker), time.time_ns(), depth)
+        told = (os.getpid(), processes.pid_space(), processes.own_start(), _number(rank), _number(worker), time.monotonic_ns(), depth)
         host.step("set_words", slot)
         self._words[slot * _WORDS : slot * _WORDS + _TOLD] = memoryview(array("Q", told))
         self.set_state(slot, IN)  # last: until then it is of nobody
