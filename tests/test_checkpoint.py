@@ -26,7 +26,6 @@ from forebay.reports import Progress
 from forebay.testing import ScriptedServer
 from tests.directories import CKPT, FILES, MARKER, TOTAL, Remote, files_of, http_directory, inodes_of, modes_of, some_kinds
 from tests.harness import Crew, in_child
-from tests.items import until
 from tests.servers.counting import Shelf, content
 
 MiB = 1 << 20
@@ -228,7 +227,7 @@ with found.as_directory() as path:
     print(sum(len(names) for _, _, names in os.walk(path)))
 """
     for home in ("here", "there"):
-        env = os.environ | {"FOREBAY_HOME": str(tmp_path / home), "FOREBAY_BUDGET": "64MB"}
+        env = os.environ | {"FOREBAY_HOME": str(tmp_path / home), "FOREBAY_BUDGET": "64MiB"}
         env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(Path(__file__).parents[1])])
         done = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True, env=env, timeout=60)
         assert (done.returncode, done.stdout.split()) == (0, [b"%d" % len(FILES)]), done.stderr
@@ -238,7 +237,7 @@ with found.as_directory() as path:
 def test_the_default_cache(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of its own it uses that of the environment; all of a process the same."""
     monkeypatch.setenv("FOREBAY_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("FOREBAY_BUDGET", "64MB")
+    monkeypatch.setenv("FOREBAY_BUDGET", "64MiB")
     shelf.fill(CKPT, FILES)
 
     def use() -> list[str]:
@@ -343,7 +342,8 @@ def test_a_local_one_needs_no_cache(local: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("FOREBAY_HOME", str(tmp_path / "home"))
     with Checkpoint.from_directory(local).as_directory() as path:
         assert path == str(local)
-    assert Checkpoint.from_directory(local).to_directory() == str(local)
+    copied = Checkpoint.from_directory(local).to_directory(tmp_path / "copy")
+    assert files_of(copied) == files_of(local)
     assert not (tmp_path / "home").exists()
 
 
@@ -391,35 +391,57 @@ def test_what_else_a_call_may_say(ckpt: Checkpoint, remote: Remote) -> None:
 # -- to_directory ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.keeps("until this process ends")
-def test_without_a_path_it_is_the_nodes_own(cache: forebay.Cache, ckpt: Checkpoint) -> None:
-    with ckpt.as_directory() as shared:
-        assert ckpt.to_directory() == shared
+@pytest.fixture
+def temp_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary directory of this process."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    return place
 
 
-@pytest.mark.keeps("until this process ends")
-def test_without_a_path_it_is_leased_until_this_process_ends(tmp_path: Path, shelf: Shelf, crew: Crew) -> None:
-    shelf.fill(CKPT, FILES)
-    ours, theirs = os.pipe()
-    forebay.Cache(tmp_path / "root", budget=64 * MiB, min_free=0).close()
+@some_kinds
+def test_without_a_path_it_is_a_copy_of_ones_own_too(cache: forebay.Cache, remote: Remote, temp_dir: Path) -> None:
+    found = Checkpoint(remote.url, cache=cache, **remote.how)
+    with found.as_directory() as shared:
+        used = cache.stats().bytes_used
+        one, other = found.to_directory(), found.to_directory()
+        assert cache.stats().bytes_used == used
+        assert one != other
+        assert {os.path.dirname(one), os.path.dirname(other)} == {str(temp_dir)}
+        assert stat.S_IMODE(os.stat(one).st_mode) == 0o700
+        for name in FILES:
+            Path(one, name).write_bytes(b"mine")
+        shutil.rmtree(one)
+        assert files_of(other) == files_of(shared) == FILES
+    shutil.rmtree(other)
+    with found.as_directory() as again:
+        assert (again, files_of(again)) == (shared, FILES)
+    assert os.listdir(temp_dir) == []
 
-    def take() -> None:
-        with forebay.Cache(tmp_path / "root") as own:
-            path = Checkpoint(CKPT, shelf.arrow(), cache=own).to_directory()
-        os.write(theirs, path.encode())
-        threading.Event().wait(60)
 
-    child = crew(take)
-    path = os.read(ours, 4096).decode()
-    with forebay.Cache(tmp_path / "root") as cache:
-        for n in range(10):
-            cache.put(f"pressure {n}", bytes(8 * MiB))
-        assert files_of(path) == FILES
-        child.kill()
-        until(lambda: not cache.entries("directories")[0].leased)
-        assert cache.evict(cache.entries("directories")[0].name).removed
-    os.close(ours)
-    os.close(theirs)
+@pytest.mark.parametrize("make", [lambda p: Checkpoint.from_directory(p), lambda p: Checkpoint(p), lambda p: Checkpoint(p.as_uri())])
+def test_what_a_caller_removes_is_never_the_original(local: Path, temp_dir: Path, make: Any) -> None:
+    before = files_of(local)
+    copied = make(local).to_directory()
+    assert files_of(copied) == before
+    assert os.path.dirname(copied) == str(temp_dir)
+    assert not set(inodes_of(copied).values()) & set(inodes_of(local).values())
+    shutil.rmtree(copied)
+    assert files_of(local) == before
+
+
+def test_a_part_without_a_path(ckpt: Checkpoint, temp_dir: Path) -> None:
+    assert set(files_of(ckpt.to_directory(include="*.json"))) == {"config.json"}
+
+
+def test_a_copy_that_fails_leaves_nothing_in_the_temporary_directory(ckpt: Checkpoint, shelf: Shelf, temp_dir: Path) -> None:
+    shelf.fail(f"{CKPT}/sub/deep/optim.pt", "PermissionError", "not yours")
+    with pytest.raises(errors.AccessDenied):
+        ckpt.to_directory()
+    with pytest.raises(errors.NotFound):
+        Checkpoint(temp_dir / "none").to_directory()
+    assert os.listdir(temp_dir) == []
 
 
 @some_kinds
@@ -578,8 +600,9 @@ def test_without_room_in_the_cache_it_goes_straight_there(tmp_path: Path, remote
         assert modes_of(tmp_path / "copy") == {("d", 0o777 & ~umask()), ("f", 0o666 & ~umask())}
         assert shelf.sent == TOTAL
         assert cache.stats().bytes_reserved == 0
-        with pytest.raises(errors.NoSpace):
-            found.to_directory()
+        copied = found.to_directory()
+        assert files_of(copied) == FILES
+        shutil.rmtree(copied)
     assert sorted(os.listdir(tmp_path)) == ["copy", "root", "shelf"]
 
 

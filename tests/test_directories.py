@@ -131,7 +131,7 @@ def test_a_tree_goes_before_its_files_can(cache: forebay.Cache, remote: Remote) 
     removed = cache.evict(tree.name).removed  # what the part of it has stays
     assert tree.name in removed
     assert len(removed) == 1 + len([name for name in FILES if not name.startswith("sub/")])
-    assert not os.path.exists(path.path)
+    assert not os.path.exists(path)
     assert cache.evict(part.name).removed
     assert cache.entries("urls") == []
     assert data_usage(cache.path) == 0
@@ -198,7 +198,7 @@ def test_many_files(cache: forebay.Cache, shelf: Shelf) -> None:
 
 def look(root: Path, there: Shelf) -> tuple[str, dict[str, bytes]]:
     with forebay.Cache(root) as cache, cache.directory(CKPT, filesystem=there.arrow()) as path:
-        return path.path, files_of(path)
+        return path, files_of(path)
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "gone from the tree", "tree gone"])
@@ -1022,7 +1022,7 @@ def test_pinned_it_is_not_evicted(cache: forebay.Cache, remote: Remote) -> None:
         assert tree.life == "pinned"
     for n in range(10):
         cache.put(f"pressure {n}", bytes(8 * MiB))
-    assert files_of(path.path) == FILES
+    assert files_of(path) == FILES
     remote.put("config.json", b"{next}")
     cache.directory(remote.url, refresh=True, **remote.how).close()
     assert [entry.life for entry in cache.entries("directories") if entry.key == tree.key] == ["pinned"]

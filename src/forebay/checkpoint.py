@@ -26,9 +26,6 @@ _STRIPPED = frozenset({"s3", "gs", "gcs", "http", "https"})
 
 _SETTING = re.compile(r"\?(?:.*&)?(?:region|endpoint_override|scheme|allow_bucket_creation|allow_bucket_deletion|proxy_options)=")
 
-_until_exit: dict[str, Lease] = {}
-"""The trees that `Checkpoint.to_directory` gave: a lease on each, which ends with the process."""
-
 _INSTEAD = {
     **dict.fromkeys(
         ("from_dict", "to_dict", "from_bytes", "to_bytes", "get_internal_representation"),
@@ -156,21 +153,22 @@ class Checkpoint(metaclass=_Kind):
 
         After the block it stays for the next who wants it, until the cache needs the room. A local directory is yielded as it is.
         ``include``, ``exclude``, ``how``, and what is raised: see `Cache.directory`."""
-        with self._lease(include, exclude, how) as lease:
-            yield lease.path
+        with self._lease(include, exclude, how) as path:
+            yield path
 
     def to_directory(
         self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False, include: Patterns = None, exclude: Patterns = None,
         **how: Any,
     ) -> str:  # fmt: skip
-        """The directory that `as_directory` gives, until this process ends; with a ``path``, a private copy there, which may be written to.
+        """A private copy of its files, which may be written to; gives its path. `as_directory` costs no copy: take that one to read.
+
+        Without a ``path`` it is a new directory in the temporary directory (``TMPDIR``), which only this user can look into. The caller
+        removes it, `shutil.rmtree` does; nobody else ever will. By reflink where the file system can; else it takes the space a second
+        time, which no budget counts.
 
         Several processes that ask for the same ``path`` do it once. What else lies in it stays; a file that is to go where another one
         stands, which is not a copy of ours, is `Foreign` (a FileExistsError), unless ``overwrite``. Where the cache has no room, the files
-        are fetched straight to ``path``. Raises as `Cache.directory` does."""
-        if path is None:
-            lease = self._lease(include, exclude, how)
-            return _until_exit.setdefault(lease.path, lease).path
+        are fetched straight to their place. Raises as `Cache.directory` does; `NoSpace` where the disk of the copy is full."""
         url, filesystem = self._source
         if self._is_local and not how.get("force"):
             return private.copy(self._origin, url, filesystem, include, exclude, Ask(), path, overwrite=overwrite)
@@ -204,7 +202,8 @@ class Checkpoint(metaclass=_Kind):
         return stored.read(self._origin, self._place())
 
     def set_metadata(self, metadata: dict[str, Any]) -> None:
-        """Store this as its metadata, in place of what is there. Raises `ConfigError` for what JSON cannot hold, `RemoteError`."""
+        """Store this as its metadata, in place of what is there. Raises `NotJson` (a ValueError and a TypeError) for what JSON cannot
+        hold, `RemoteError`."""
         stored.write(self._origin, self._place(), metadata)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:

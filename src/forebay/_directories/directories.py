@@ -23,6 +23,7 @@ from forebay._directories.place import Place, place_of
 from forebay._engine.faults import FULL
 from forebay._engine.leases import Lease, in_place
 from forebay._engine.store import Store
+from forebay._kernel import waits
 from forebay.asking import Ask, is_same_version
 from forebay.origin import DIRECTORIES, POSTPONED, URLS, Origin
 
@@ -58,7 +59,8 @@ class Directories:
         if not isinstance(store, Store):
             raise errors.NoSpace(f"{place.key} cannot be kept: {store.why}", key=place.key, need=0, free=0, budget=0)
         try:
-            return _Tree(self._origin, self._listings, store, place, part, ask).lease()
+            with waits.patience(ask.timeout):
+                return _Tree(self._origin, self._listings, store, place, part, ask).lease()
         except errors.CacheFault as error:
             if isinstance(error, errors.NoSpace) or error.errno not in FULL:
                 raise
@@ -93,7 +95,7 @@ class Directories:
             key = place.target(file.name).key
             there = store.entry(URLS, key)
             if there is not None and there.validator == file.validator and there.checksum.hex() == file.digest:
-                store.set_validated(there, time.time_ns())
+                store.set_validated(there, store.now())
                 continue
             entry = self._origin.adopt(URLS, key, path, validator=file.validator)
             if file.digest is not None and entry.checksum.hex() != file.digest:
@@ -145,6 +147,8 @@ class _Tree:
             if self._store.is_sound(found):
                 return found
             found.close()  # it was set aside: it is made anew, of what is not damaged
+            if self._store.root.read_only:
+                break
         raise errors.Damaged(f"{self._key} is damaged, and again after it was made anew: see `forebay verify`", key=self._key)
 
     # -- what is there ---------------------------------------------------------------------------------------------
@@ -249,7 +253,7 @@ class _Tree:
             if tree is None:
                 raise
             if self._ask.since > 1:  # who comes in the next seconds need not wait for a time-out of his own
-                self._listings.postpone(self._place, self._ask.since + min(time.time_ns() - self._ask.since, POSTPONED))
+                self._listings.postpone(self._place, self._ask.since + min(self._store.now() - self._ask.since, POSTPONED))
             return self._stale(tree, error)
 
     def _note_unlike(self, error: Exception, before: Listing, now: Listing) -> None:

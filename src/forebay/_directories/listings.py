@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,11 +11,12 @@ from forebay._directories.marks import Mark, Noted
 from forebay._directories.place import Place
 from forebay._engine.passthrough import MemorySink
 from forebay._engine.store import Store
+from forebay._logs import logger
 from forebay._model import Transfer
 from forebay.asking import Ask, is_same_version
 from forebay.origin import LISTINGS, Origin
 
-log = logging.getLogger("forebay.directories")
+log = logger("forebay.directories")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,9 @@ class Listings:
         `RemoteError`."""
         if ask.offline and place.local is None:
             raise errors.Offline.of(place.key)
-        at = time.time_ns()
-        manifest = Manifest.of(place.key, self._listed(place))
+        at = self._origin.store.now()
+        with self._origin.reaching(ask):
+            manifest = Manifest.of(place.key, self._listed(place))
         if not manifest.files:
             self.postpone(place, 0)  # what is kept is not the remote's any more
             raise self._nothing(place)
@@ -84,7 +84,7 @@ class Listings:
 
     def keep(self, place: Place, files: Manifest) -> None:
         """What is there since this moment, as its writer knows."""
-        self._keep(place, Listing(files, files.version, time.time_ns()))
+        self._keep(place, Listing(files, files.version, self._origin.store.now()))
 
     def postpone(self, place: Place, until: int) -> None:
         """Let the next who want it go without asking until then."""
@@ -121,16 +121,14 @@ class Listings:
         try:
             noted = self._noted(place, None)
         except errors.NotFound as error:
-            message = (
-                f"{place.key}: over HTTP nobody can list a directory, and there is no {MARK} that tells what is in it: upload it with "
-                "`forebay push`, or name its files one by one"
-            )
-            raise errors.NotFound(message, url=place.key, status=error.status) from error
+            message = f"{place.key}: over HTTP nobody can list a directory, and there is no {MARK} that tells what is in it"
+            todo = "upload it with `forebay push`, or name its files one by one"
+            raise errors.NotFound(f"{message}: {todo}", url=place.key, status=error.status, todo=todo) from error
         yield from (File(name, file.size, None, None, file.digest) for name, file in noted.items())
 
     def _noted(self, place: Place, found: set[str] | None) -> Mapping[str, Noted]:
         """The files that an upload wrote down. ``found``: the names that are there, where that is known. Raises `Incomplete`."""
-        sink = MemorySink()
+        sink = MemorySink(self._origin.most)
         self._origin.count(place.remote.fetch(place.object(MARK), sink))
         mark = Mark.parse(f"{place.key}{MARK}", sink.data)
         _check_complete(place, mark.complete, mark.files, found)

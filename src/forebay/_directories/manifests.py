@@ -147,6 +147,10 @@ def _wrong(name: str) -> str:
         return "a part of it is empty"
     if _CONTROL.search(name):
         return "it has a control character in it"
+    try:
+        name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return "it has half a character in it"
     if len(name.encode("utf-8", "surrogateescape")) > _LONGEST or any(
         len(p.encode("utf-8", "surrogateescape")) > _LONGEST_PART for p in parts
     ):

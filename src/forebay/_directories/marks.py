@@ -42,8 +42,10 @@ class Mark:
             told = json.loads(bytes(data))
             format, complete = int(told["forebay"]), bool(told["complete"])
             files = {str(name): Noted(int(file["size"]), str(file["xxh3"]), file["etag"]) for name, file in told["files"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            message = f"{where} is damaged ({error!r}): remove this object, then upload the directory again"
+            if not all(0 <= file.size < 1 << 63 for file in files.values()):
+                raise ValueError("a size that no file has")
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            message = f"{where} is damaged ({str(error)[:200]!r}): remove this object, then upload the directory again"
             raise errors.RemoteProtocolError(message, url=where) from error
         if format != FORMAT:
             message = f"{where} was written by a newer Forebay (format {format}): use that one, or remove this object"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +16,11 @@ from forebay._directories.listings import Listings
 from forebay._directories.place import Place
 from forebay._engine.passthrough import MemorySink
 from forebay._engine.store import Store
+from forebay._logs import logger
 from forebay.asking import Ask
 from forebay.origin import Origin
 
-log = logging.getLogger("forebay.metadata")
+log = logger("forebay.metadata")
 
 METADATA = ".metadata.json"
 ATTEMPTS = 50  # of an update, where others update at the same time
@@ -35,7 +35,7 @@ def read(origin: Origin, place: Place) -> dict[str, Any]:
 
 
 def write(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
-    """Store this in place of what is there. Raises `ConfigError` for what JSON cannot hold, before anything is written; `RemoteError`."""
+    """Store this in place of what is there. Raises `NotJson` for what JSON cannot hold, before anything is written; `RemoteError`."""
     data = _encoded(metadata)
     with _alone(origin, place):
         place.remote.write(place.object(METADATA), data)
@@ -71,7 +71,7 @@ def forget(origin: Origin, place: Place) -> None:
 
 def _found(origin: Origin, place: Place) -> tuple[dict[str, Any], str | None]:
     """What is there, and its validator: "" where there is none, None where nothing is."""
-    sink = MemorySink()
+    sink = MemorySink(origin.most)
     try:
         origin.count(place.remote.fetch(place.object(METADATA), sink))
     except errors.NotFound:
@@ -117,11 +117,11 @@ def _locks(origin: Origin, place: Place) -> Iterator[Callable[[], contextlib.Abs
 def _encoded(metadata: object) -> bytes:
     if not isinstance(metadata, dict):
         message = f"metadata is a {type(metadata).__name__}: a dict is wanted"
-        raise errors.ConfigError(message, name="metadata", value=type(metadata).__name__)
+        raise errors.NotJson(message, name="metadata", value=type(metadata).__name__)
     try:
         return json.dumps(metadata).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise errors.ConfigError(f"metadata cannot be written as JSON: {error}", name="metadata", value=str(error)) from error
+        raise errors.NotJson(f"metadata cannot be written as JSON: {error}", name="metadata", value=str(error)) from error
 
 
 def _parsed(place: Place, data: bytes) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _parsed(place: Place, data: bytes) -> dict[str, Any]:
         found = json.loads(data)
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__} where an object is wanted")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         message = f"{place.key}{METADATA} is damaged ({error}): set_metadata() writes it anew"
         raise errors.RemoteProtocolError(message, url=place.key) from error
     return found

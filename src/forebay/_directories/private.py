@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,20 @@ from forebay._directories.place import Place, place_of
 from forebay._directories.sinks import FileSink
 from forebay._engine.leases import Lease
 from forebay._engine.store import Store
+from forebay._engine.trees import remove_whole
 from forebay.asking import Ask
 from forebay.origin import Origin
 
 
 def copy(
     origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, ask: Ask,
-    path: str | os.PathLike[str], *, overwrite: bool,
+    path: str | os.PathLike[str] | None, *, overwrite: bool,
 ) -> str:  # fmt: skip
-    """`to_directory`, of what a caller said."""
-    return to_directory(origin, place_of(origin, url, filesystem), Part.of(include, exclude), ask, path, overwrite=overwrite)
+    """`to_directory`, of what a caller said; without a ``path``, `to_temporary`."""
+    place, part = place_of(origin, url, filesystem), Part.of(include, exclude)
+    if path is None:
+        return to_temporary(origin, place, part, ask)
+    return to_directory(origin, place, part, ask, path, overwrite=overwrite)
 
 
 def to_directory(origin: Origin, place: Place, part: Part, ask: Ask, path: str | os.PathLike[str], *, overwrite: bool) -> str:
@@ -33,22 +38,37 @@ def to_directory(origin: Origin, place: Place, part: Part, ask: Ask, path: str |
 
     Raises `Foreign`, `NoSpace` where the disk of ``path`` has no room, and what `Directories.lease` does but faults of the cache."""
     target = copying.target_of(path)
-    directories = Directories(origin)
     with _alone(origin, target, ask):
-        tree = _tree(origin, directories, place, part, ask)
-        if tree is None:
-            _fetch(origin, place, directories.chosen(place, part, ask).files, target, ask, overwrite=overwrite)
-        else:
-            with tree:
-                copying.copy_tree(tree.path, directories.files_of(place, part, tree, ask), target, overwrite=overwrite)
+        _bring(origin, place, part, ask, target, overwrite=overwrite)
     return str(target)
+
+
+def to_temporary(origin: Origin, place: Place, part: Part, ask: Ask) -> str:
+    """The same in a new directory below the temporary one, which nobody else knows: it needs no lock. The caller removes it."""
+    target = Path(tempfile.mkdtemp(prefix="forebay-checkpoint-"))
+    try:
+        _bring(origin, place, part, ask, target, overwrite=False)
+    except BaseException:
+        remove_whole(target)
+        raise
+    return str(target)
+
+
+def _bring(origin: Origin, place: Place, part: Part, ask: Ask, target: Path, *, overwrite: bool) -> None:
+    directories = Directories(origin)
+    tree = _tree(origin, directories, place, part, ask)
+    if tree is None:
+        _fetch(origin, place, directories.chosen(place, part, ask).files, target, ask, overwrite=overwrite)
+        return
+    with tree:
+        copying.copy_tree(tree.path, directories.files_of(place, part, tree, ask), target, overwrite=overwrite)
 
 
 def _alone(origin: Origin, target: Path, ask: Ask) -> contextlib.AbstractContextManager[object]:
     store = origin.store
     if isinstance(store, Store) and not store.root.read_only:
         return store.lock(f"copy to {target}", timeout=ask.timeout, on_wait=ask.on_wait)
-    return copying.locked(target)
+    return copying.locked(target / copying.PART if target.is_dir() else target)  # not /tmp, which is everybody's
 
 
 def _tree(origin: Origin, directories: Directories, place: Place, part: Part, ask: Ask) -> Lease | None:

@@ -10,7 +10,6 @@ mark, complete      readers see the new directory
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import time
@@ -27,6 +26,7 @@ from forebay._directories.metadata import METADATA, forget
 from forebay._directories.place import Place
 from forebay._directories.walking import LocalFile, files_below
 from forebay._engine.passthrough import MemorySink
+from forebay._logs import logger
 from forebay._model import ObjectInfo
 from forebay.asking import is_same_version
 from forebay.origin import Origin
@@ -40,7 +40,7 @@ IN_ONE = 8 << 20
 WATCH = 2.0
 """Seconds after which an upload looks whether another one has begun."""
 
-log = logging.getLogger("forebay.uploading")
+log = logger("forebay.uploading")
 
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?\Z')
 
