@@ -10,7 +10,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 
@@ -18,6 +18,7 @@ import forebay
 from forebay import errors
 from forebay._engine.credit import Credit
 from forebay._loading import loader
+from forebay._loading.loads import State
 from forebay.pools import PassThrough
 from forebay.prefetch import Prefetcher
 from forebay.sources import DecodedSource, SourceInfo
@@ -1041,6 +1042,26 @@ def test_the_root_is_deleted_meanwhile(tmp_path: Path, source: Items, caplog: py
         assert cache.check(deep=True) == []
         del spilled
     assert len(told(caplog)) <= 3
+
+
+def test_what_was_read_past_the_cache_is_kept_when_it_is_asked_for_again(
+    cache: forebay.Cache, source: Items, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although its first load is held by an error's frames, say."""
+
+    def fault(*_: object) -> NoReturn:
+        raise errors.CacheFault("for once")
+
+    with cache.prefetcher(source, workers=1) as pool:
+        with monkeypatch.context() as patch:
+            for name in ("take", "take_many", "try_hold"):
+                patch.setattr(pool._store, name, fault)
+            lazy = pool.get_lazy("k0")
+            held = lazy._load
+            assert lazy.get() == body("k0")
+        assert held.state is State.PAST
+        assert pool.get_lazy("k0").get() == body("k0")
+        until(lambda: pool.count == 1)
 
 
 def test_a_source_that_asks_the_pool(cache: forebay.Cache, source: Items) -> None:

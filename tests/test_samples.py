@@ -381,8 +381,37 @@ def test_what_cannot_be_pickled_is_told_once_and_given(cache: forebay.Cache) -> 
 
 
 def test_what_the_codec_does_not_take_is_the_callers_error(cache: forebay.Cache) -> None:
+    np = pytest.importorskip("numpy")
     with pytest.raises(ValueError, match="bytes-like"):
         cache.samples("a", 10).put(0, "text")
+    with cache.samples("n", 10, codec="numpy") as samples:
+        for value in ((np.zeros(3), 7), [1.5, 2.5], 3):
+            with pytest.raises(errors.ConfigError, match=r"codec='numpy' stores one.*use codec='pytree'"):
+                samples.put(0, value)
+            with pytest.raises(errors.ConfigError, match="use codec='pytree'"):
+                samples.get_or_put(0, lambda value=value: value)
+        assert 0 not in samples
+        samples.freeze()
+        with pytest.raises(errors.ConfigError, match="use codec='pytree'"):
+            samples.get_or_put(0, lambda: (np.zeros(3), 7))
+    with cache.samples("p", 10, codec="pickle") as samples:
+        samples.freeze()
+        assert samples.get_or_put(0, threading.Lock).acquire()  # it would not be stored anyway
+
+
+def test_items_of_a_dataset_without_pickle(cache: forebay.Cache) -> None:
+    np = pytest.importorskip("numpy")
+    image = np.arange(60_000, dtype="u1").reshape(100, 200, 3)
+    with cache.samples("a", 10, codec="pytree") as samples:
+        for i in (0, 0):  # computed, and found
+            found, label = samples.get_or_put(i, lambda: (image, {"label": 3}))
+            assert (found == image).all()
+            assert label == {"label": 3}
+            assert not found.flags.writeable
+            assert not found.flags.owndata
+            assert found.ctypes.data % 64 == 0
+        samples.get(0, copy=True)[0][0, 0] = 99
+        assert (samples.get(0)[0] == image).all()
 
 
 # -- room --------------------------------------------------------------------------------------------------------------

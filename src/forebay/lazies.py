@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, Generic
 
 from forebay._engine.leases import Lease
 from forebay._loading.loads import Load
+from forebay._model import Item_co
 from forebay.sources import SourceInfo
 
 
-class Lazy:
-    """An item that is loaded, or on its way. ``key``: of it in its source.
+class Lazy(Generic[Item_co]):
+    """An item that is loaded, or on its way: ``Lazy[bytes]``, or of what the prefetcher's ``decode`` returns. ``key``: of it in its source.
 
     Callable from any thread, usable in both processes after a fork; pickled to another process it is asked for there. Hashable: lazies of
     one source and key are equal. Dropped at any time it releases its share of the item, and nothing else."""
@@ -21,7 +24,7 @@ class Lazy:
         self._pool, self.key, self._load = pool, key, load
         self._value: Any = None
 
-    def get(self, sample: Any = None) -> Any:
+    def get(self, sample: Any = None) -> Item_co:
         """The item; the same object at each call. From the cache, or from memory if it is just being kept; while it is still queued, or
         waits for room, it is read from the source here and now.
 
@@ -35,7 +38,8 @@ class Lazy:
                     self._value, self._load = value, None
         if sample is not None:
             add_source(sample, self.source)
-        return self._value
+        item: Item_co = self._value
+        return item
 
     @property
     def done(self) -> bool:
@@ -61,25 +65,26 @@ class Lazy:
         return _ask_again, (self._pool, self.key)
 
 
-class Spilled(Lazy):
+class Spilled(Lazy[Item_co]):
     """An object that `Prefetcher.put` spilled to the disk. Each is another one; pickled to another process it goes with its object."""
 
-    __slots__ = ("_lease",)
+    __slots__ = ("_lease", "_seal")
 
-    def __init__(self, pool: Any, name: str, lease: Lease | None, value: Any = None) -> None:
+    def __init__(self, pool: Any, name: str, lease: Lease | None, value: Any = None, seal: bytes = b"") -> None:
         super().__init__(pool, name, None)
-        self._lease, self._value = lease, value
+        self._lease, self._value, self._seal = lease, value, seal
 
-    def get(self, sample: Any = None) -> Any:
+    def get(self, sample: Any = None) -> Item_co:
         """The object; its bytes on the disk go. Nothing is added to ``sample``: it has no source."""
         lease = self._lease
         if lease is not None:
-            value = self._pool._unspill(lease)
+            value = self._pool._unspill(lease, self._seal)
             with self._pool._lock:
                 if self._lease is not None:
                     self._value, self._lease = value, None
             lease.close()
-        return self._value
+        item: Item_co = self._value
+        return item
 
     @property
     def done(self) -> bool:
@@ -91,8 +96,10 @@ class Spilled(Lazy):
         """None that can be named."""
         return SourceInfo("", self.key)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Dropped unread: its bytes go."""
+        if is_finalizing():
+            return
         lease: Lease | None = getattr(self, "_lease", None)
         if lease is not None:
             self._pool._let_go(lease)
@@ -114,14 +121,14 @@ def add_source(sample: Any, info: SourceInfo) -> None:
         sample.__sources__ = (*(sample.__sources__ or ()), info)
 
 
-class Later(Lazy):
+class Later(Lazy[Item_co]):
     __slots__ = ("_got",)
 
     def __init__(self, pool: Any, key: str) -> None:
         super().__init__(pool, key, None)
-        self._got: list[Any] = []  # whoever is first in it came first
+        self._got: list[Item_co] = []  # whoever is first in it came first
 
-    def get(self, sample: Any = None) -> Any:
+    def get(self, sample: Any = None) -> Item_co:
         if not self._got:
             self._got.append(self._pool._read(self.key))
         if sample is not None:
@@ -133,6 +140,6 @@ class Later(Lazy):
         return bool(self._got)
 
 
-def _ask_again(pool: Any, key: str) -> Lazy:
-    found: Lazy = pool.get_lazy(key)
+def _ask_again(pool: Any, key: str) -> Lazy[Any]:
+    found: Lazy[Any] = pool.get_lazy(key)
     return found

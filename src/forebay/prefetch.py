@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import hashlib
 import secrets
 import threading
 import time
@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -20,7 +20,8 @@ from forebay._engine.store import Store
 from forebay._loading.desk import Job
 from forebay._loading.loader import Loader, abandon
 from forebay._loading.loads import Load
-from forebay._model import Buffer
+from forebay._logs import logger
+from forebay._model import Buffer, Item_co, Noted
 from forebay.codecs import as_bytes
 from forebay.lazies import Lazy, Spilled
 from forebay.origin import Origin
@@ -29,14 +30,15 @@ from forebay.pools import Pool, wrapped
 from forebay.reports import OnProgress, Progress, WarmReport
 from forebay.sources import DecodedSource, Source, source_of
 
-log = logging.getLogger("forebay.prefetch")
+log = logger("forebay.prefetch")
+T = TypeVar("T")
 
 STORES = ("raw", "decoded")
 SESSIONS = "sessions"
 _PICKLE = codecs.codec("pickle")
 
 
-class Prefetcher(Pool):
+class Prefetcher(Pool[Item_co]):
     """Loads items of one source into the cache, in threads of its own. Made by `Cache.prefetcher`.
 
     Callable from any thread; usable in both processes after a fork, loads pending or not; picklable if its source is. A context
@@ -93,20 +95,21 @@ class Prefetcher(Pool):
 
     # -- items -----------------------------------------------------------------------------------------------------
 
-    def get_lazy(self, key: str) -> Lazy:
+    def get_lazy(self, key: str) -> Lazy[Item_co]:
         """Begin to load an item. Returns at once. Raises `Closed` (a RuntimeError)."""
         if type(key) is not str or not key:
             raise errors.ConfigError(f"key={key!r} names no item: a key is a str, and not empty", name="key", value=repr(key))
         return Lazy(self, key, self._loader.submit(key, *self._name_of(key)))
 
-    def put(self, obj: Any, name: str = "") -> Lazy:
+    def put(self, obj: T, name: str = "") -> Lazy[T]:
         """Spill an object to the disk, pickled, and give a lazy for it: its bytes go when it is read or dropped. ``name``: to be shown.
 
         Where there is no room it stays in memory. Raises what its pickling raises, and `Closed`."""
         self._check_open()
         data = b"".join(_PICKLE.encode(obj))
+        seal = _seal(data) if self._origin.others_can_write else b""
         try:
-            return Spilled(self, name, self._spill(name, data))
+            return Spilled(self, name, self._spill(name, data), seal=seal)
         except errors.CacheFault as error:
             self._origin.fall_back(error, f"{self.name}: {name or 'an object'}")
             return Spilled(self, name, None, obj)
@@ -116,9 +119,11 @@ class Prefetcher(Pool):
         shown = name.encode("utf-8", "backslashreplace").decode()
         return self._store.spill(self.name, f"~put/{shown}~{secrets.token_hex(8)}", data)
 
-    def _unspill(self, lease: Lease) -> Any:
+    def _unspill(self, lease: Lease, seal: bytes) -> Any:
         data = self._store.bytes_leased(lease)
-        if data is None:
+        if data is not None and seal:
+            data = memoryview(bytes(data))  # of our own first: others could change it between the look and its use
+        if data is None or (seal and _seal(data) != seal):
             raise errors.Damaged(f"the spilled object {lease.entry.key!r} is damaged or gone: make it anew", key=lease.entry.key)
         value = _PICKLE.decode(data, lambda: memoryview(bytearray(data)))
         self._let_go(lease)
@@ -165,6 +170,16 @@ class Prefetcher(Pool):
     def count(self) -> int:
         """How many items this pool's space has now, for all processes."""
         return self._store.usage_of(self.name)[1]
+
+    def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:
+        """Set how many bytes and items the space may have, for all processes, at once: what is over a lower limit and not held goes. What
+        is None stays as it is. Raises `ConfigError`."""
+        for name, value in (("budget", budget), ("max_count", max_count)):
+            if value is not None and (type(value) is not int or value < 0):
+                raise errors.ConfigError(f"{name}={value!r}: a number that is not negative is wanted", name=name, value=value)
+        self._store.space(self.name, quota=budget, max_count=max_count)
+        self._how |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
+        self._loader.look_at_limit()
 
     @property
     def closed(self) -> bool:
@@ -221,12 +236,12 @@ class _Maker:
 
     def make(self, key: str) -> Buffer:
         """The bytes of an item as they are stored."""
-        began = time.time_ns()
+        began = time.monotonic_ns()
         self._store.count("misses")
         try:
             found = self._inner[key]
         finally:
-            self._store.count("wait_ns_remote", time.time_ns() - began)
+            self._store.count("wait_ns_remote", time.monotonic_ns() - began)
         if not self.is_raw:
             return b"".join(self.codec.encode(found))
         data = _checked(found, self._source, key)
@@ -240,7 +255,7 @@ class _Maker:
         if not self.is_raw:
             view = memoryview(data).toreadonly()
             return self.codec.decode(view, lambda: memoryview(bytearray(view)))
-        value: Any = data if type(data) is bytes else bytes(data)
+        value: Any = data if isinstance(data, bytes) else bytes(data)
         for decode in self._decoders:
             value = decode(key, value)
         return value
@@ -260,7 +275,7 @@ class _Teller:
 # -- making ------------------------------------------------------------------------------------------------------------
 
 
-def open_prefetcher(origin: Origin, home: Any, source: Any, *, decode: Any = None, **how: Any) -> Prefetcher | PassThrough:
+def open_prefetcher(origin: Origin, home: Any, source: Any, *, decode: Any = None, **how: Any) -> Prefetcher[Any] | PassThrough[Any]:
     """See `Cache.prefetcher`. ``budget`` in bytes."""
     if how["store"] not in STORES:
         raise errors.ConfigError(f"store={how['store']!r}: there are {' and '.join(map(repr, STORES))}", name="store", value=how["store"])
@@ -269,11 +284,32 @@ def open_prefetcher(origin: Origin, home: Any, source: Any, *, decode: Any = Non
     if type(how["max_count"]) is not int or how["max_count"] < 0:
         raise errors.ConfigError(f"max_count={how['max_count']!r}: a number of items is wanted", name="max_count", value=how["max_count"])
     found = wrapped(source_of(source), decode)
-    codecs.codec(how["codec"])
-    if not isinstance(origin.store, Store) or origin.store.root.read_only:
-        return PassThrough(found)
-    origin.store.space(how["name"], policy=how["policy"], quota=how["budget"], max_count=how["max_count"])
-    return Prefetcher(origin, home, found, how)
+    chosen = how["codec"]
+    how["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=origin.others_can_write)
+    store, again = origin.current(), _Again(home, found, how)
+    may_come = not store.root.read_only if isinstance(store, Store) else origin.reopening is not None
+    return (again() if may_come else None) or PassThrough(found, again=again if may_come else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Opens a prefetcher, if that can be done now."""
+
+    home: Any
+    source: Any
+    how: dict[str, Any]
+
+    def __call__(self) -> Prefetcher[Any] | None:
+        origin, how = self.home._origin, self.how
+        store = origin.current()
+        if not isinstance(store, Store):
+            return None
+        try:
+            store.space(how["name"], policy=how["policy"], quota=how["budget"], max_count=how["max_count"])
+            return Prefetcher(origin, self.home, self.source, how)
+        except errors.WriterBusy as error:
+            origin.fall_back(error, f"the prefetcher {how['name']!r}")
+            return None
 
 
 def decoder_of(source: Any) -> tuple[str, ...]:
@@ -285,12 +321,17 @@ def decoder_of(source: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _seal(data: Buffer) -> bytes:
+    """By which the process that spilled an object knows its bytes again: it unpickles no others."""
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
 def _digest(parts: Iterable[str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass"))[:16]
 
 
 def _checked(found: Any, source: Source, key: str) -> bytes:
-    if type(found) is bytes:
+    if type(found) is bytes or isinstance(found, Noted):
         return found
     try:
         return bytes(as_bytes(found))
@@ -301,6 +342,6 @@ def _checked(found: Any, source: Source, key: str) -> bytes:
         raise errors.ConfigError(message, name="source", value=type(found).__name__) from error
 
 
-def _arrive(home: Any, source: Any, how: dict[str, Any]) -> Prefetcher | PassThrough:
-    found: Prefetcher | PassThrough = home.prefetcher(source, **how)
+def _arrive(home: Any, source: Any, how: dict[str, Any]) -> Prefetcher[Any] | PassThrough[Any]:
+    found: Prefetcher[Any] | PassThrough[Any] = home.prefetcher(source, **how)
     return found

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, SupportsIndex
+from typing import Any, Generic, Self, SupportsIndex
 
 from forebay import codecs, errors
 from forebay._engine.pack import Pack, Unencodable
 from forebay._engine.passthrough import NoPack
 from forebay._engine.store import Store
-from forebay._model import Buffer
+from forebay._kernel import waits
+from forebay._logs import logger
+from forebay._model import Buffer, Item
 from forebay.arrays import SPACE, Shape, checked_name, digest_of, find, find_or_make
 from forebay.origin import Origin
 from forebay.pfio_file import PfioFile
 
-log = logging.getLogger("forebay.samples")
+log = logger("forebay.samples")
 
 open_default: Callable[[], Any] | None = None
 """Opens the default cache of this process: set by the room above, for `Samples.import_pfio` without a cache."""
@@ -28,7 +30,7 @@ open_default: Callable[[], Any] | None = None
 
 def _import_pfio(
     home: Any, path: str | os.PathLike[str], name: str, *, cache: Any = None, codec: str = "raw", overwrite: bool = False
-) -> Samples:  # fmt: skip
+) -> Samples[Any]:  # fmt: skip
     """An array of this name, frozen, with what PFIO's ``MultiprocessFileCache.preserve`` wrote to the file ``path``.
 
     Called on a handle it goes into the handle's cache, on the class into ``cache``, or the default one. ``codec``: ``raw``, or
@@ -41,7 +43,7 @@ def _import_pfio(
     if wrap is None:
         raise errors.ConfigError(f"codec={codec!r}: what PFIO stored is 'raw', or 'pickle'", name="codec", value=codec)
     file = PfioFile(path)
-    found: Samples = home.samples(length=len(file), codec=codec)
+    found: Samples[Any] = home.samples(length=len(file), codec=codec)
     try:
         for i in file:
             data = file.get(i)
@@ -59,15 +61,15 @@ def _import_pfio(
 class _OfClassAndHandle:
     """A method that may be called on the class as well: its first argument is then None, else the cache of the handle."""
 
-    def __init__(self, function: Callable[..., Samples]) -> None:
+    def __init__(self, function: Callable[..., Samples[Any]]) -> None:
         self._function = function
         self.__doc__ = function.__doc__
 
-    def __get__(self, handle: Samples | None, kind: type[Samples]) -> Callable[..., Samples]:
+    def __get__(self, handle: Samples[Any] | None, kind: type[Samples[Any]]) -> Callable[..., Samples[Any]]:
         return functools.partial(self._function, handle._home if handle is not None else None)
 
 
-class Samples:
+class Samples(Generic[Item]):
     """An array of slots that any process fills and reads. Made by `Cache.samples`.
 
     Callable from any thread; usable in both processes after a fork; pickled to another process it is the same array. What was
@@ -81,13 +83,17 @@ class Samples:
         self._creator = os.getpid()
         self.name = name
         self._attach(pack)
+        if isinstance(pack, _LatePack):
+            pack.comes = weakref.WeakMethod(self._attach)
 
     def _attach(self, pack: Pack | NoPack) -> None:
         self._pack, self._find = pack, pack.finder()
-        if self._codec.name == "raw" and not self._copy:
+        if self._codec.name == "raw" and not self._copy and not isinstance(pack, _LatePack):
             self.get = self._find  # type: ignore[method-assign, assignment]  # one call less, on the path that is taken a million times a second
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._pack, _LatePack):
+            return _open_late, (self._home, self.name, len(self), self._codec, self._pack.fingerprint, self._copy)
         return _arrive, (self._home, self._pack.id, len(self), self._codec, self.name, self._copy)
 
     def __repr__(self) -> str:
@@ -96,7 +102,7 @@ class Samples:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def get(self, i: int, copy: bool = False) -> Any:
+    def get(self, i: int, copy: bool = False) -> Item | None:
         """What slot ``i`` holds; None if it is empty. Takes no lock and no system call once this process has looked at it.
 
         With the codec ``raw`` a read-only memoryview over the mapping; arrays are read-only views of it. ``copy``: writable, of the
@@ -108,48 +114,50 @@ class Samples:
         found = self._decoded(i, data)
         return None if found is None else found[0]
 
-    def get_many(self, indices: Iterable[int]) -> list[Any]:
+    def get_many(self, indices: Iterable[int]) -> list[Item | None]:
         """`get` of each."""
         get = self.get
         found = [get(i) for i in indices]
         self._pack.tell()
         return found
 
-    def get_or_put(self, i: int, fn: Callable[[], Any], *, timeout: float | None = None) -> Any:
+    def get_or_put(self, i: int, fn: Callable[[], Item | Buffer], *, timeout: float | None = None) -> Item:
         """What slot ``i`` holds; else what ``fn`` gives, stored: of all processes of the node one runs it for this slot at a time.
 
         It comes as `get` gives it. What ``fn`` raises reaches all who waited for it. Where nothing more can be stored ``fn`` runs
-        here at once. ``timeout``: seconds to wait for another process."""
+        here at once. ``timeout``: seconds to wait for another process. Raises `ConfigError` for what the codec does not take."""
         found = self._decoded(i, self._find(i, self._copy))
         if found is not None:
             return found[0]
         if not self._pack.admits:
             return self._made(i, fn())[0]
-        ran: list[tuple[Any]] = []
+        ran: list[tuple[Item]] = []
         failed: list[BaseException] = []
 
-        def make() -> tuple[Any]:
+        def make() -> tuple[Item]:
             try:
-                value = fn()
+                with waits.patience(None, afresh=True):
+                    value = fn()
             except BaseException as error:
                 failed.append(error)
                 raise
             ran.append(self._made(i, value))
             return ran[0]
 
-        patience = self._home._timeout if timeout is None else timeout
+        timeout = self._origin.timeout if timeout is None else timeout
         try:
-            return self._origin.store.single(SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, timeout=patience)[0]
+            with waits.patience(timeout):
+                return self._origin.store.single(SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, timeout=timeout)[0]
         except (errors.CacheFault, errors.WaitTimeout) as error:
             if failed:
                 raise  # the function's own
             self._origin.fall_back(error, f"sample {i} of {self._label}")
-            return ran[0][0] if ran else fn()
+            return ran[0][0] if ran else self._as_read(fn())
 
-    def _look(self, i: int) -> tuple[Any] | None:
+    def _look(self, i: int) -> tuple[Item] | None:
         return self._decoded(i, self._pack.look(i, self._copy))
 
-    def _decoded(self, i: int, data: memoryview | None) -> tuple[Any] | None:
+    def _decoded(self, i: int, data: memoryview | None) -> tuple[Item] | None:
         """In a tuple, since what is stored may be None."""
         if data is None:
             return None
@@ -166,7 +174,7 @@ class Samples:
         except OSError:  # as many mappings, or files, as a process may have
             return memoryview(bytearray(data))
 
-    def _made(self, i: int, value: Any) -> tuple[Any]:
+    def _made(self, i: int, value: Any) -> tuple[Item]:
         """Store what was made, if that can be; it comes back as the next reader will get it, where it can be stored at all."""
         encoded: list[Sequence[Buffer]] = []
 
@@ -182,11 +190,18 @@ class Samples:
         except errors.CacheFault as error:
             self._tell(i, error)
         found = self._look(i)
-        if found is not None:
-            return found
-        whole = bytearray(b"".join(encoded[0] if encoded else self._codec.encode(value)))
+        return found if found is not None else (self._as_read(value, encoded[0] if encoded else None),)
+
+    def _as_read(self, value: Any, pieces: Sequence[Buffer] | None = None) -> Any:
+        """What is not stored, as it would come if it were: a program gets the same whether there was room or not."""
+        try:
+            whole = bytearray(b"".join(self._codec.encode(value) if pieces is None else pieces))
+        except errors.ConfigError:
+            raise
+        except Exception:  # noqa: BLE001  # of whatever the value holds
+            return value  # it cannot be stored
         data = memoryview(whole) if self._copy else memoryview(whole).toreadonly()
-        return (self._codec.decode(data, lambda: memoryview(whole)),)
+        return self._codec.decode(data, lambda: memoryview(whole))
 
     def __len__(self) -> int:
         return self._pack.length
@@ -205,13 +220,14 @@ class Samples:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def put(self, i: int, value: Any) -> bool:
+    def put(self, i: int, value: Item | Buffer) -> bool:
         """Fill slot ``i``. False if it is filled already, or nothing more is admitted: frozen, or no room, which is told once.
 
         Of several that fill one slot at the same time one does. Raises IndexError, `Closed`, `ConfigError` for what the codec does
         not take."""
         try:
-            return self._pack.put(i, self._codec.encode, value)
+            with waits.patience(self._origin.timeout):
+                return self._pack.put(i, self._codec.encode, value)
         except (errors.CacheFault, Unencodable) as error:
             self._tell(i, error)
             return False
@@ -337,7 +353,7 @@ class Samples:
 def open_samples(
     origin: Origin, home: Any, name: str | None, length: int | None, *, codec: Any, fingerprint: str | bytes | None, quota: int | None,
     copy: bool,
-) -> Samples:  # fmt: skip
+) -> Samples[Any]:  # fmt: skip
     """See `Cache.samples`."""
     chosen = codecs.codec(codec)
     if name is not None:
@@ -347,19 +363,54 @@ def open_samples(
     if length is not None and not (isinstance(length, int) and length >= 1):
         raise errors.ConfigError(f"length={length!r} makes no sense: it is an int of at least 1", name="length", value=length)
     wanted = Shape(length or 0, chosen.name, digest_of(fingerprint))
-    try:
-        pack = find_or_make(origin, name, wanted)
-    except (errors.CacheFault, errors.WaitTimeout) as error:
-        origin.fall_back(error, f"samples:{name or ''}")
-        pack = None
+
+    def find_pack() -> Pack | NoPack | None:
+        origin.current()
+        try:
+            pack = find_or_make(origin, name, wanted)
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            origin.fall_back(error, f"samples:{name or ''}")
+            return None
+        if isinstance(pack, Pack) and quota is not None:
+            pack.set_quota(quota)
+        return pack
+
+    pack = find_pack()
     if pack is None and not length:
         raise errors.NotCached.of(f"{SPACE}:{name}")
-    if isinstance(pack, Pack) and quota is not None:
-        pack.set_quota(quota)
+    if not isinstance(pack, Pack) and (isinstance(origin.store, Store) or origin.reopening is not None):
+        pack = _LatePack(wanted.length, find_pack, fingerprint)
     return Samples(origin, home, pack or NoPack(wanted.length), chosen, name, copy=copy)
 
 
-def _arrive(home: Any, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples:
+def _open_late(
+    home: Any, name: str | None, length: int, codec: codecs.Codec[Any], fingerprint: str | bytes | None, copy: bool
+) -> Samples[Any]:  # fmt: skip
+    """A handle that came from another process, where the array could not be opened."""
+    found: Samples[Any] = home.samples(name, length, codec=codec, fingerprint=fingerprint, copy=copy)
+    return found
+
+
+class _LatePack(NoPack):
+    """Stands for an array that cannot be opened now: a later call of its handle opens it. Tried after a second, then after ever longer."""
+
+    def __init__(self, length: int, find_pack: Callable[[], Pack | NoPack | None], fingerprint: str | bytes | None) -> None:
+        super().__init__(length)
+        self._find_pack, self.fingerprint, self._backoff = find_pack, fingerprint, waits.Backoff()
+        self.comes: Callable[[], Callable[[Pack], None] | None] = lambda: None
+
+    def has(self, slot: int) -> bool:
+        super().has(slot)
+        if self._backoff.is_due():
+            with waits.patience(0):
+                found = self._find_pack()
+            attach = self.comes()
+            if isinstance(found, Pack) and attach is not None:
+                attach(found)
+        return False
+
+
+def _arrive(home: Any, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:
     """A handle that came from another process: of the same array, whatever its name is by now."""
     origin: Origin = home._origin
     pack: Pack | NoPack | None = None

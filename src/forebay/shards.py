@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,12 +12,13 @@ from forebay import errors, tar_index
 from forebay._engine.memo import Remembered
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
+from forebay._logs import logger
 from forebay._model import ObjectInfo, Span
 from forebay.origin import Origin
 from forebay.places import Reach
 from forebay.tar_index import Index
 
-log = logging.getLogger("forebay.tars")
+log = logger("forebay.tars")
 
 SPACE = "indexes"
 MANY = 4096
@@ -78,7 +77,7 @@ class Shards:
         origin = self._reach.origin
         if origin is None or self._reach.is_local(url):
             return self._reach.stat(url)
-        since = -1 if origin.offline else time.time_ns() - origin.max_age
+        since = -1 if origin.offline else origin.store.now() - origin.max_age
 
         def look() -> ObjectInfo | None:
             return _noted(origin, url, self._reach.key(url), since)
@@ -99,7 +98,7 @@ class Shards:
             stale = _noted(origin, url, self._reach.key(url), -1)
             if stale is None:
                 raise
-            origin.warn(f"stale {url}", "%s cannot be reached (%s): taken to be what it was", self._reach.key(url), error)
+            origin.warn_stale(self._reach.key(url), "%s cannot be reached (%s): taken to be what it was", error)
             return stale
 
     def forget(self, url: str, stale: ObjectInfo) -> None:
@@ -201,7 +200,7 @@ def _views(origin: Origin, key: str) -> Iterator[tuple[Store | PassThrough, Reme
 def _noted(origin: Origin, url: str, key: str, since: int) -> ObjectInfo | None:
     """What the remote said of a shard at or after ``since``."""
     for store, found in _views(origin, key):
-        if store.validated(found.entry) < since:
+        if not origin.is_since(store, found.entry, since):
             continue
         try:
             size, validator = json.loads(bytes(found.view))

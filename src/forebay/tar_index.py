@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import logging
 import struct
 from collections.abc import Callable, Iterator, Mapping
 
 from forebay import errors
+from forebay._logs import logger
 from forebay._model import Buffer, Span
 
-log = logging.getLogger("forebay.tars")
+log = logger("forebay.tars")
 
 BLOCK = 512
 LONGEST_HEADER = 16 << 20
@@ -19,7 +19,7 @@ LONGEST_HEADER = 16 << 20
 
 NO_HEADER = "no header where one should be: damaged, or no tar"
 COMPRESSED = (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5")  # gzip, bzip2, xz, zstd
-MAGIC = b"fbtarix1"
+MAGIC = b"fbtarix2"
 _HEAD = struct.Struct("=8sQQ")  # magic, members, bytes of names
 
 Read = Callable[[Span], bytes]
@@ -134,6 +134,7 @@ class _Walk:
         self._standing: dict[str, bytes] = {}  # records of pax for all members that follow
         self._records: dict[str, bytes] = {}  # for the next one
         self._found: dict[bytes, Span] = {}
+        self._left_out = False
 
     def members(self) -> dict[bytes, Span]:
         """All regular files; of several with one name the last, as everywhere."""
@@ -175,12 +176,21 @@ class _Walk:
         if sparse or kind == b"S":
             log.warning("%s: %s has holes: its bytes do not lie in one piece, and it is left out", self._tar.name, _text(name))
         elif kind in (b"\0", b"0", b"7") and not name.endswith(b"/"):  # so were directories written at first
-            self._found[_plain(name)] = span
+            self._enter(_plain(name), span)
+
+    def _enter(self, name: bytes, span: Span) -> None:
+        """A member, unless its name leads out of the directory that somebody may build of them: told once for each tar."""
+        if name and b"\0" not in name and b".." not in name.split(b"/"):
+            self._found[name] = span
+            return
+        if not self._left_out:
+            log.warning("%s: %r is no name of a file below a directory: such members are left out", self._tar.name, _text(name))
+        self._left_out = True
 
     def _linked(self, kind: bytes, name: bytes, target: bytes) -> None:
         """A hard link is another name of what came before; links by name, directories and devices hold no bytes."""
         if kind == b"1" and _plain(target) in self._found:
-            self._found[_plain(name)] = self._found[_plain(target)]
+            self._enter(_plain(name), self._found[_plain(target)])
 
     def _extended(self, at: int, kind: bytes, start: int, size: int) -> int:
         """What says more of the next member, or of all that follow."""
@@ -221,7 +231,7 @@ class _Walk:
     def _number(self, at: int, field: bytes) -> int:
         """Octal digits, or, where those do not suffice, GNU's binary."""
         if field[0] == 0x80:
-            return int.from_bytes(field[1:], "big")
+            return self._bounded(at, int.from_bytes(field[1:], "big"))
         digits = _cut(field).strip()
         if digits.strip(b"01234567"):
             raise self._tar.bad(at, NO_HEADER)
@@ -230,7 +240,12 @@ class _Walk:
     def _decimal(self, at: int, digits: bytes) -> int:
         if not digits.isdigit() or len(digits) > 20:
             raise self._tar.bad(at, "a record of pax that is none")
-        return int(digits)
+        return self._bounded(at, int(digits))
+
+    def _bounded(self, at: int, number: int) -> int:
+        if number >= 1 << 62:
+            raise self._tar.bad(at, "a number that no file has")
+        return number
 
 
 def _checksum(head: bytes) -> int:

@@ -152,9 +152,10 @@ class TarSource:
             found = [info for info in self._reach.list(self._prefix.folder) if info.url.endswith(".tar")]
             if not found:
                 raise errors.NotFound(f"{self.uri}: no .tar below it", url=self.uri)
-            urls = {name: self._prefix.join(name) for name in (self._prefix.name_of(info.url) for info in found)}
-            for url, info in zip(urls.values(), found, strict=True):
-                self._shards.learn(url, info)
+            infos = {self._prefix.name_of(info.url): info for info in found}
+            urls = {name: self._prefix.join(name) for name in infos}
+            for name, info in infos.items():
+                self._shards.learn(urls[name], info)
             self._layout = _Layout(self.uri, urls)
         return self._layout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -76,13 +77,13 @@ class Desk:
     # -- loads -----------------------------------------------------------------------------------------------------
 
     def load(self, key: str, name: str, bound: bool) -> Load:
-        """The load of this key, queued if there is none, or it failed. Raises `Closed`."""
+        """The load of this key, queued if there is none, or it failed, or was read past the cache. Raises `Closed`."""
         with self.lock:
             if self.closing:
                 raise errors.Closed.of("prefetcher")
             mark = self.marks.get(key)
             load = mark() if mark is not None else None
-            if load is None or load.state is State.FAILED:
+            if load is None or load.state in (State.FAILED, State.PAST):  # an error that somebody keeps may hold it for long
                 load = Load(key, name, bound)
                 load.mark = self.marks[key] = Mark(load, self._gone)
                 if self.job.size_of is not None:
@@ -93,8 +94,10 @@ class Desk:
                     self.news.put(None)
             return load
 
-    def _gone(self, mark: Mark) -> None:
+    def _gone(self, mark: Mark, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """A load is gone. Runs inside anything: nothing here waits."""
+        if is_finalizing():
+            return
         if mark.lease is not None:
             mark.lease.close()
         self.news.put(mark)

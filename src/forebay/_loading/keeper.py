@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import time
 from collections.abc import Sequence
@@ -17,9 +16,10 @@ from forebay._engine.publish import SMALL
 from forebay._loading.desk import Desk, Job
 from forebay._loading.loads import Brought, Mark, State
 from forebay._loading.scout import Scout
+from forebay._logs import logger
 from forebay._model import Entry
 
-log = logging.getLogger("forebay.prefetch")
+log = logger("forebay.prefetch")
 
 TOGETHER = 16
 GATHER = 0.001
@@ -338,10 +338,10 @@ class Keeper:
     def _is_too_large(self, size: int, error: errors.NoSpace) -> bool:
         """Whether one item of ``size`` can never be kept; that several together cannot says nothing. The limit may have changed."""
         if error.hopeless:
-            self._look_at_limit()
+            self.look_at_limit()
         return size > self.desk.limit
 
-    def _look_at_limit(self) -> None:
+    def look_at_limit(self) -> None:
         limit, policy = self._store.limits_of(self._job.space)
         with self.desk.lock:
             self.desk.limit, self._waits = limit, policy == Policy.WAIT

@@ -11,7 +11,6 @@ So at most twice as many items as workers are in memory, and nobody waits for ro
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 import weakref
@@ -26,9 +25,10 @@ from forebay._loading.keeper import Keeper
 from forebay._loading.loads import Load, State
 from forebay._loading.steps import Steps
 from forebay._loading.worker import Worker
-from forebay._model import Buffer, Entry
+from forebay._logs import logger
+from forebay._model import Buffer, Entry, Noted
 
-log = logging.getLogger("forebay.prefetch")
+log = logger("forebay.prefetch")
 
 SAY_AFTER = 5.0
 AT_EXIT = 1.0
@@ -157,7 +157,7 @@ class Loader:
             with self._desk.lock:
                 if load.state is State.KEPT:
                     self._desk.set(load, State.PAST)
-        return found
+        return Noted.of(found, lease.entry.meta) if found is not None and lease.entry.meta else found
 
     def _direct(self, load: Load, error: Exception) -> Buffer:
         self._job.tell(error, load.key)
@@ -217,6 +217,11 @@ class Loader:
             hold.release()
             return lease
         return hold
+
+    def look_at_limit(self) -> None:
+        """The space has other limits now: what waits for room may have it."""
+        self._keeper.look_at_limit()
+        self._desk.news.put(None)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

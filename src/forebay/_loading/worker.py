@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 
 from forebay import errors
 from forebay._loading.desk import Desk, Job
 from forebay._loading.loads import Load, Prepared, State
 from forebay._loading.steps import Steps
+from forebay._logs import logger
 
-log = logging.getLogger("forebay.prefetch")
+log = logger("forebay.prefetch")
 
 TURN = 0.1
 
