@@ -104,6 +104,25 @@ def _fork(work: Callable[[int], object]) -> Child:
     os._exit(0)
 
 
+def as_user(uid: int, work: Callable[[], Any], *, gid: int | None = None, umask: int = 0o022) -> Callable[[], Any]:
+    """``work``, for a child of root's that becomes this user first. ``gid``: its first group (default: one of its own)."""
+
+    def run() -> Any:
+        os.umask(umask)
+        os.setgroups([])
+        os.setgid(uid if gid is None else gid)
+        os.setuid(uid)
+        os.environ["NETRC"] = os.devnull
+        return work()
+
+    return run
+
+
+def raise_it(error: BaseException) -> None:
+    """For processes that import nothing else of a test."""
+    raise error
+
+
 def in_child(work: Callable[[], object]) -> Any:
     """Run ``work`` in a fresh child and wait for it."""
     return fork(work).result()
@@ -209,7 +228,7 @@ def write_whole(store: Store, key: str, body: bytes, *, space: str = "v", valida
 
 # -- the disk ----------------------------------------------------------------------------------------------------------
 
-_TOP = re.compile(r"FORMAT|CACHEDIR\.TAG|catalog\.(sqlite(-wal|-shm)?|ballast)|slots|locks|counters|blobs|trees|packs|tmp")
+_TOP = re.compile(r"FORMAT|CACHEDIR\.TAG|settings\.json|catalog\.(sqlite(-wal|-shm)?|ballast)|slots|locks|counters|blobs|trees|packs|tmp")
 _LOCKS = re.compile(r"keys|writer|owners|names|leases-\d\d|words")
 
 

@@ -18,7 +18,7 @@ SUM = "0" * 64
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[Cache]:
-    with Cache(tmp_path / "root", budget="8MiB", min_free=0) as cache:
+    with Cache(tmp_path / "root", budget=8 << 20, min_free=0) as cache:
         yield cache
         assert cache.check(deep=True) == []
 
@@ -127,7 +127,7 @@ def test_a_plan_to_prune_removes_nothing(cache: Cache, tmp_path: Path) -> None:
 
 
 def test_read_only_says_so_also_to_prune(tmp_path: Path) -> None:
-    with Cache(tmp_path / "root", budget="1MB", min_free=0):
+    with Cache(tmp_path / "root", budget=1_000_000, min_free=0):
         pass
     with Cache(tmp_path / "root", read_only=True) as cache:
         plan = cache.prune()
@@ -142,7 +142,7 @@ def test_a_place_that_cannot_be_made_is_refused() -> None:
 
 def test_a_scheme_that_nobody_knows_is_refused_at_once(tmp_path: Path) -> None:
     with (
-        forebay.Cache(tmp_path / "root", budget="1MiB", min_free=0) as cache,
+        forebay.Cache(tmp_path / "root", budget=1 << 20, min_free=0) as cache,
         pytest.raises(errors.ConfigError, match="foo:// URLs are not known"),
     ):
         cache.read("foo://bar/x")
@@ -156,7 +156,7 @@ def test_a_cache_that_was_switched_off_says_nothing_of_it(tmp_path: Path, caplog
 
 
 def test_what_a_read_only_root_cannot_do_is_told_as_such(tmp_path: Path) -> None:
-    with forebay.Cache(tmp_path / "root", budget="1MiB", min_free=0) as cache:
+    with forebay.Cache(tmp_path / "root", budget=1 << 20, min_free=0) as cache:
         cache.put("a", b"bytes")
     with forebay.Cache(tmp_path / "root", read_only=True) as cache:
         assert cache.get("a") == b"bytes"

@@ -44,7 +44,9 @@ def test_a_local_file_is_adopted(origin: Origin, tmp_path: Path) -> None:
     entry = origin.adopt("models", "m", str(source))
     source.unlink()
     assert entry.size == 70_000
-    with origin.store.lease("models", "m") as lease:  # type: ignore[union-attr]
+    lease = origin.store.lease("models", "m")
+    assert lease is not None
+    with lease:
         assert Path(lease.path).read_bytes() == b"weights" * 10_000
         assert lease.path.endswith(".bin")
     with pytest.raises(errors.NotFound):
@@ -65,7 +67,7 @@ def test_a_filesystem_object_is_a_source(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
     memory.pipe("/dir/a.bin", b"hello" * 1000)
-    with forebay.Cache(tmp_path / "root", budget="8MB", min_free=0) as cache:
+    with forebay.Cache(tmp_path / "root", budget=8_000_000, min_free=0) as cache:
         assert bytes(cache.read("/dir/a.bin", filesystem=memory)) == b"hello" * 1000
         with cache.local("dir/a.bin", filesystem=memory) as path, open(path, "rb") as file:
             assert file.read(5) == b"hello"
@@ -82,7 +84,7 @@ def test_filesystems_with_other_settings_have_other_keys(tmp_path: Path) -> None
     (tmp_path / "two" / "x").write_bytes(b"two")
     one = fsspec.filesystem("dir", path=str(tmp_path / "one"), target_protocol="file")
     two = fsspec.filesystem("dir", path=str(tmp_path / "two"), target_protocol="file")
-    with forebay.Cache(tmp_path / "root", budget="8MB", min_free=0) as cache:
+    with forebay.Cache(tmp_path / "root", budget=8_000_000, min_free=0) as cache:
         assert bytes(cache.read("x", filesystem=one)) == b"one"
         assert bytes(cache.read("x", filesystem=two)) == b"two"
 
@@ -90,7 +92,7 @@ def test_filesystems_with_other_settings_have_other_keys(tmp_path: Path) -> None
 def test_a_pyarrow_filesystem_is_a_source(tmp_path: Path) -> None:
     fs = pytest.importorskip("pyarrow.fs")
     (tmp_path / "x.bin").write_bytes(b"arrow")
-    with forebay.Cache(tmp_path / "root", budget="8MB", min_free=0) as cache:
+    with forebay.Cache(tmp_path / "root", budget=8_000_000, min_free=0) as cache:
         assert bytes(cache.read(str(tmp_path / "x.bin"), filesystem=fs.LocalFileSystem())) == b"arrow"
         assert len(cache.entries()) == 1
 

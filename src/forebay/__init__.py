@@ -15,6 +15,11 @@ from typing import TYPE_CHECKING, Any
 from forebay import errors as errors
 
 if TYPE_CHECKING:
+    from forebay._engine.leases import Lease as Lease
+    from forebay._model import Entry as Entry
+    from forebay._model import Problem as Problem
+    from forebay._model import Report as Report
+    from forebay._model import Victim as Victim
     from forebay.cache import Cache as Cache
     from forebay.checkpoint import Checkpoint as Checkpoint
     from forebay.claims import Claim as Claim
@@ -22,27 +27,47 @@ if TYPE_CHECKING:
     from forebay.claims import list_claims as list_claims
     from forebay.claims import prune_claims as prune_claims
     from forebay.errors import ForebayError as ForebayError
+    from forebay.lazies import Lazy as Lazy
+    from forebay.listing import Entries as Entries
     from forebay.prefetch import Prefetcher as Prefetcher
     from forebay.remote import RemoteOptions as RemoteOptions
+    from forebay.reports import Plan as Plan
+    from forebay.reports import Progress as Progress
+    from forebay.reports import Stats as Stats
+    from forebay.reports import WarmReport as WarmReport
     from forebay.samples import Samples as Samples
+    from forebay.spaces import Space as Space
     from forebay.tasks import Tasks as Tasks
     from forebay.world import World as World
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cache", "Checkpoint", "Claim", "ForebayError", "Prefetcher", "RemoteOptions", "Samples", "Tasks", "World", "__version__", "claim",
-    "errors", "list_claims", "prune_claims",
+    "Cache", "Checkpoint", "Claim", "Entries", "Entry", "ForebayError", "Lazy", "Lease", "Plan", "Prefetcher", "Problem", "Progress",
+    "RemoteOptions", "Report", "Samples", "Space", "Stats", "Tasks", "Victim", "WarmReport", "World", "__version__", "claim", "errors",
+    "list_claims", "prune_claims",
 ]  # fmt: skip
 
 _PLACES = {
     "Cache": "forebay.cache",
     "Checkpoint": "forebay.checkpoint",
     "Claim": "forebay.claims",
+    "Entries": "forebay.listing",
+    "Entry": "forebay._model",
     "ForebayError": "forebay.errors",
+    "Lazy": "forebay.lazies",
+    "Lease": "forebay._engine.leases",
+    "Plan": "forebay.reports",
     "Prefetcher": "forebay.prefetch",
+    "Problem": "forebay._model",
+    "Progress": "forebay.reports",
     "RemoteOptions": "forebay.remote",
+    "Report": "forebay._model",
     "Samples": "forebay.cache",  # which `Samples.import_pfio` needs, to open the default one
+    "Space": "forebay.spaces",
+    "Stats": "forebay.reports",
     "Tasks": "forebay.tasks",
+    "Victim": "forebay._model",
+    "WarmReport": "forebay.reports",
     "World": "forebay.world",
     "claim": "forebay.claims",
     "list_claims": "forebay.claims",

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextvars
-import logging
 import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forebay._logs import logger
 from forebay.errors import ConfigError
 
-log = logging.getLogger("forebay.config")
+log = logger("forebay.config")
 
 DEFAULT_MAX_AGE = 300.0
 """Seconds for which an entry is served unasked after it was validated."""
+
+LEAST_BUDGET = 64 << 20
+"""Text that means a smaller budget is taken for a slip."""
 
 _SIZE = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%|[a-z]*)", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -60,6 +63,19 @@ def parse_size(value: int | str, *, total: int | None = None, name: str = "size"
     if "." not in match[1]:
         return int(match[1]) * _UNITS[unit]  # exact where a float is not
     return int(number * _UNITS[unit])
+
+
+def parse_budget(value: int | str, *, total: int | None = None, name: str = "budget") -> int:
+    """The bytes of a root's budget: as `parse_size` reads them, but text needs a unit and means at least `LEAST_BUDGET`.
+
+    ``"500"``, where 500 GB were meant, would empty the cache of every process. Raises `ConfigError`."""
+    size = parse_size(value, total=total, name=name)
+    if isinstance(value, str) and not value.strip().endswith("%"):
+        if not value.strip()[-1].isalpha():
+            raise _wrong(name, value, f'a budget needs a unit: say "{value.strip()}GB" if that is meant')
+        if size < LEAST_BUDGET:
+            raise _wrong(name, value, f"less than 64 MiB is hardly meant: if it is, Cache(budget={size}) takes it as an int")
+    return size
 
 
 def _share(percent: float, total: int | None, name: str, value: object) -> int:
@@ -145,6 +161,7 @@ class Settings:
     min_free: str | None = None
     max_age: float = DEFAULT_MAX_AGE
     offline: bool = False
+    shared: bool = False
     progress: bool | None = None
     verbosity: str | None = None
 
@@ -156,16 +173,39 @@ class Settings:
             for name, text in (os.environ if environ is None else environ).items()
             if name.startswith("FOREBAY_") and text.strip()
         }
+        if not _unsaid.get():
+            _warn_of_unknown(said)
         home, progress = said.get("FOREBAY_HOME"), said.get("FOREBAY_PROGRESS")
         return cls(
             home=Path(home).expanduser() if home else None,
-            budget=None if _unsaid.get() else _size_text(said, "FOREBAY_BUDGET"),
-            min_free=None if _unsaid.get() else _size_text(said, "FOREBAY_MIN_FREE"),
+            budget=None if _unsaid.get() else _size_text(said, "FOREBAY_BUDGET", parse_budget),
+            min_free=None if _unsaid.get() else _size_text(said, "FOREBAY_MIN_FREE", parse_size),
             max_age=parse_age(said.get("FOREBAY_MAX_AGE", DEFAULT_MAX_AGE), name="FOREBAY_MAX_AGE"),
             offline=parse_flag(said.get("FOREBAY_OFFLINE", "0"), name="FOREBAY_OFFLINE"),
+            shared=parse_flag(said.get("FOREBAY_SHARED", "0"), name="FOREBAY_SHARED"),
             progress=None if progress is None else parse_flag(progress, name="FOREBAY_PROGRESS"),
             verbosity=_level(said, "FOREBAY_VERBOSITY"),
         )
+
+
+_KNOWN = frozenset({
+    *("HOME", "BUDGET", "MIN_FREE", "MAX_AGE", "OFFLINE", "SHARED", "PROGRESS", "VERBOSITY", "CLAIMS", "S3_ANONYMOUS"),
+    *("CONNECT_TIMEOUT", "READ_TIMEOUT", "TOTAL_TIMEOUT", "ATTEMPTS", "CONNECTIONS", "STREAMS"),
+})  # fmt: skip
+"""The variables that anything of Forebay reads, after ``FOREBAY_``."""
+
+_warned: set[str] = set()  # variables that were warned of in this process, and in those that it was forked from
+
+
+def _warn_of_unknown(said: Iterable[str]) -> None:
+    import difflib  # wanted by the few who have mistyped one
+
+    for name in said:
+        word = name.removeprefix("FOREBAY_")
+        if word not in _KNOWN and name not in _warned:
+            _warned.add(name)
+            near = difflib.get_close_matches(word, _KNOWN, 1)
+            log.warning("the variable %s is not known%s", name, f": was FOREBAY_{near[0]} meant?" if near else ", and ignored")
 
 
 def with_limits_unsaid(make: Callable[..., T], *args: Any, **how: Any) -> T:
@@ -177,10 +217,10 @@ def with_limits_unsaid(make: Callable[..., T], *args: Any, **how: Any) -> T:
         _unsaid.reset(token)
 
 
-def _size_text(said: Mapping[str, str], name: str) -> str | None:
+def _size_text(said: Mapping[str, str], name: str, parse: Callable[..., int]) -> str | None:
     text = said.get(name)
     if text is not None:
-        parse_size(text, total=1, name=name)
+        parse(text, total=1, name=name)
     return text
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -18,11 +19,14 @@ from forebay._engine.memo import Remembered
 from forebay._engine.passthrough import MemorySink, PassThrough
 from forebay._engine.publish import Writing
 from forebay._engine.store import Store
+from forebay._kernel import waits
+from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, Span, Transfer, Victim
 from forebay.asking import Ask, Expecting, Target, is_same_version
 from forebay.files import RANGE, LeasedFile, RangeFile
+from forebay.opening import Reopening
 
-log = logging.getLogger("forebay.origin")
+log = logger("forebay.origin")
 T = TypeVar("T")
 
 URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"
@@ -42,7 +46,38 @@ class Origin:
     told: set[str] = field(default_factory=set)
     offline: bool = False  # what calls of the cache ask for, if they do not say; ``max_age`` in nanoseconds
     max_age: int = 300_000_000_000
+    timeout: float | None = None  # seconds that a call waits in all, where it does not say
+    reopening: Reopening | None = None  # while ``store`` is a `PassThrough` that need not stay one
+    unset_spaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # what fronts have asked of spaces meanwhile
     _targets: dict[str, Target] = field(default_factory=dict)
+
+    @property
+    def others_can_write(self) -> bool:
+        """Whether anybody but this user and the superuser can write what is read here, or upstream: a group's root, another's. Nothing
+        that lies there is executed unless that is asked for."""
+        may = self.reopening is not None and self.reopening.others_may_write
+        return may or any(_others_can_write(store) for store in (self.store, self.upstream) if isinstance(store, Store))
+
+    def current(self) -> Store | PassThrough:
+        """The store: from the moment on when it can be used, if it could not when it was opened."""
+        if self.reopening is not None and (found := self.reopening.attempt()) is not None:
+            self.store, self.reopening = found, None
+            for name, limits in self.unset_spaces.items():
+                found.open_space(name, **limits)
+        return self.store
+
+    def open_space(self, name: str, **limits: Any) -> None:
+        """Have a space with these limits (see `Store.open_space`), as soon as there is a store that can make it."""
+        store = self.current()
+        if isinstance(store, Store):
+            store.open_space(name, **limits)
+        elif self.reopening is not None:
+            self.unset_spaces[name] = limits
+
+    def is_since(self, store: Store | PassThrough, entry: Entry, since: int) -> bool:
+        """Whether an entry of this store, or of the one above it, was validated at or after a time of the clock of this one."""
+        ahead = store.now() - self.store.now() if store is not self.store and since > 1 else 0
+        return store.validated(entry) >= since + ahead
 
     # -- what a URL is ---------------------------------------------------------------------------------------------
 
@@ -66,13 +101,18 @@ class Origin:
 
     def read(self, target: Target, ask: Ask) -> memoryview:
         """The bytes, read-only: over the mapping where they are kept, else in memory."""
+        with waits.patience(ask.timeout):
+            return self._read(target, ask)
+
+    def _read(self, target: Target, ask: Ask) -> memoryview:
         if ask.bypass or (target.in_place and not ask.force):
             return self._direct(target, ask)
         served = self._served(target, ask)
         if served is not None:
             return served
         try:
-            with self.lease(target, ask) as lease:
+            lease = self.lease(target, ask)
+            with lease:
                 found = self.store.view_leased(URLS, target.key, lease)
                 if found is None:
                     raise errors.CacheFault(f"{target.key} cannot be mapped", key=target.key)
@@ -89,7 +129,7 @@ class Origin:
             found = self.store.view(URLS, target.key)
         except errors.CacheFault:
             return None  # told by the lease, which comes next
-        if found is None or not self._is_fresh(found.entry, ask):
+        if found is None or ask.refresh or not self._is_fresh(found.entry, ask):
             return None
         self.store.touch(found.entry)
         self.store.count_hit(found.size)
@@ -114,29 +154,35 @@ class Origin:
 
         ``looked``: the caller has just seen that it is not."""
         made: list[bool] = []
-        stale: list[bool] = []  # what is kept, if anything, was seen not to do
+        seen: list[tuple[int, int] | None] = []  # what each look found that does not do, if anything
 
         def look() -> Lease | None:
-            return self._kept(target, ask, stale)
+            return self._kept(target, ask, seen)
 
         def make() -> Lease:
             made.append(True)
-            return self._obtain(target, ask) if stale else self._fetch(target, ask)
+            return self._obtain(target, ask) if any(seen) else self._fetch(target, ask)
 
-        lease = (None if looked else look()) or self.store.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait)
-        if not made:
-            self.store.count_hit(lease.entry.size)
-        if ask.pin and lease.entry.life != "pinned":
-            self.store.set_life(URLS, target.key, "pinned")
+        with waits.patience(ask.timeout):
+            lease = None if looked else look()
+            if lease is None:
+                lease = self.store.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait)
+            if not made:
+                self.store.count_hit(lease.entry.size)
+            if ask.pin and lease.entry.life != "pinned":
+                self.store.set_life(URLS, target.key, "pinned")
         return lease
 
-    def _kept(self, target: Target, ask: Ask, stale: list[bool]) -> Lease | None:
+    def _kept(self, target: Target, ask: Ask, seen: list[tuple[int, int] | None]) -> Lease | None:
+        """What is kept, if it does. One that refreshes takes only what another call validated since its own first look."""
         lease = self.store.lease(URLS, target.key)
-        if lease is not None and self._is_fresh(lease.entry, ask) and self._is_expected(lease, ask):
+        stamp = self.store.stamp(lease.entry) if lease is not None else None
+        is_old = ask.refresh and (not seen or stamp == seen[0])
+        if lease is not None and not is_old and self._is_fresh(lease.entry, ask) and self._is_expected(lease, ask):
             return lease
+        seen.append(stamp)
         if lease is not None:
             lease.close()
-            stale.append(True)
         return None
 
     def _is_fresh(self, entry: Entry, ask: Ask) -> bool:
@@ -166,13 +212,15 @@ class Origin:
 
     def _validate(self, target: Target, ask: Ask, old: Lease) -> Lease | None:
         """``old`` if it is still the remote's, or the remote cannot be reached; None if the remote has something else."""
-        began = time.time_ns()
+        began = self.store.now()
         try:
-            info = target.remote.stat(target.url, known=old.entry.validator)
+            with self.reaching(ask):
+                info = target.remote.stat(target.url, known=old.entry.validator)
             self.count(Transfer(requests=1))
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
-            self.warn(f"stale {target.key}", "%s cannot be reached (%s): its copy from the cache is served", target.key, error)
-            self._postpone(old.entry, ask)
+            self.warn_stale(target.key, "%s cannot be reached (%s): its copy from the cache is served", error)
+            if error.attempts:  # else its host was not even asked, and may be heard of in the next moment
+                self._postpone(old.entry, ask)
             return old
         except errors.NotFound:
             self.store.set_validated(old.entry, 0)
@@ -185,20 +233,21 @@ class Origin:
     def _postpone(self, entry: Entry, ask: Ask) -> None:
         """The remote cannot be reached: who waits for this answer, or asks in the next seconds, need not wait for a time-out of his own."""
         if ask.since > 1:
-            self.store.set_validated(entry, ask.since + min(time.time_ns() - ask.since, POSTPONED))
+            self.store.set_validated(entry, ask.since + min(self.store.now() - ask.since, POSTPONED))
 
     def _above(self, target: Target, ask: Ask) -> Remembered | None:
         """What the upstream root has of it, while that is still the remote's. A prefilled root is old: the remote is asked once."""
         found = self.upstream.view(URLS, target.key) if self.upstream is not None else None
         if found is not None and ask.etag and not is_same_version(found.entry.validator, ask.etag):
             return None
-        if found is None or self.upstream is None or ask.offline or self.upstream.validated(found.entry) >= ask.since:
+        if found is None or self.upstream is None or ask.offline or self.is_since(self.upstream, found.entry, ask.since):
             return found
         try:
             self.count(Transfer(requests=1))
-            return found if target.remote.stat(target.url, known=found.entry.validator) is None else None
+            with self.reaching(ask):
+                return found if target.remote.stat(target.url, known=found.entry.validator) is None else None
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
-            self.warn(f"stale {target.key}", "%s cannot be reached (%s): the upstream's copy is served", target.key, error)
+            self.warn_stale(target.key, "%s cannot be reached (%s): the upstream's copy is served", error)
             return found
 
     def _copy(self, target: Target, ask: Ask, found: Remembered) -> Lease:
@@ -220,9 +269,10 @@ class Origin:
         life = "pinned" if ask.pin else "cached"
         with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, on_progress=ask.on_progress) as writing:
             sink = Expecting(writing, target.key, ask.etag) if ask.etag else writing
-            began = time.time_ns()
+            began = time.monotonic_ns()
             try:
-                transfer = target.remote.fetch(target.url, sink)
+                with self.reaching(ask):
+                    transfer = target.remote.fetch(target.url, sink)
             except errors.RemoteError as error:
                 self.count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
                 raise
@@ -230,12 +280,13 @@ class Origin:
                 self.count(Transfer(requests=1))  # that there is no room is learnt from the first answer
                 raise
             finally:
-                self.store.count("wait_ns_remote", time.time_ns() - began)
+                self.store.count("wait_ns_remote", time.monotonic_ns() - began)
             self.count(transfer)
             self._check_sha256(target, ask, writing)
             lease = self.store.publish_leased(writing, validator=writing.info.validator if writing.info else None)
         self.store.count("fills")
         self.store.count("bytes_stored", lease.entry.size)
+        log.debug("%s: fetched %d bytes, by %d requests", target.key, transfer.received, transfer.requests)
         return lease
 
     def _check_sha256(self, target: Target, ask: Ask, writing: Writing) -> None:
@@ -264,6 +315,14 @@ class Origin:
         self.store.count("fallbacks")
         self.warn(type(error).__name__, "%s is served past the cache: %s", name, error)
 
+    def reaching(self, ask: Ask | None = None) -> AbstractContextManager[None]:
+        """Around what asks a remote: hosts that were silent lately, for any process of the node, are not asked unless ``ask`` refreshes."""
+        return remote.reaching(self.store.hosts, insists=ask is not None and ask.refresh)
+
+    def warn_stale(self, key: str, message: str, error: Exception) -> None:
+        """A copy is served since its remote cannot be reached: told once for each host, or bucket. The message takes key and error."""
+        self.warn(f"stale {'/'.join(key.split('/')[:3])}", message, key, error)
+
     def warn(self, what: str, message: str, *values: object) -> None:
         """Each kind of trouble is told once a process; the counters tell how often it came."""
         if what not in self.told:
@@ -276,14 +335,22 @@ class Origin:
         if above is not None and ask.sha256 is None and ask.etag is None:
             return memoryview(above.view)
         self._refuse_offline(target, ask)
-        sink = MemorySink()
-        transfer = target.remote.fetch(target.url, Expecting(sink, target.key, ask.etag) if ask.etag else sink)
+        sink = MemorySink(self.most)
+        with self.reaching(ask):
+            transfer = target.remote.fetch(target.url, Expecting(sink, target.key, ask.etag) if ask.etag else sink)
         if target.in_place is None:
             self.count(transfer)
         data = memoryview(sink.data).toreadonly()
         if ask.sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != ask.sha256.lower():
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
         return data
+
+    def most(self) -> int:
+        """Bytes that an object may have in memory which comes compressed: as many as the cache could keep."""
+        try:
+            return self.store.usage().budget or in_memory()
+        except errors.CacheFault:
+            return in_memory()
 
     def _refuse_offline(self, target: Target, ask: Ask) -> None:
         if ask.offline and target.in_place is None:
@@ -294,11 +361,12 @@ class Origin:
         if ask.sha256 is not None or (self.upstream is not None and not ask.bypass):
             return io.BytesIO(self._direct(target, ask))
         self._refuse_offline(target, ask)
-        info = target.remote.stat(target.url)
+        with self.reaching(ask):
+            info = target.remote.stat(target.url)
         self.count(Transfer(requests=1))
         if info is None or info.size is None:
             return io.BytesIO(self._direct(target, ask))
-        return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, info, self.count), RANGE))
+        return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, self.count), RANGE))
 
     def local(self, target: Target, ask: Ask) -> Lease:
         """A lease on the kept copy; a local file is its own path."""
@@ -319,7 +387,8 @@ class Origin:
         def make() -> memoryview:
             if ask.offline:
                 raise errors.Offline.of(key)
-            data = target.remote.read(target.url, span, validator=validator)
+            with self.reaching(ask):
+                data = target.remote.read(target.url, span, validator=validator)
             self.count(Transfer(requests=1, received=len(data)))
             try:
                 self.store.put(URLS, key, data, validator=validator)
@@ -354,6 +423,11 @@ class Origin:
                 self.store.set_validated(entry, 0)
 
 
+def in_memory() -> int:
+    """The bound where there is no budget: half of the machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
 def folder_of(key: str) -> str:
     """The key of a directory, from that of an object of its name."""
     head, mark, tail = key.partition("?") if "?" in key else key.partition("#")
@@ -363,3 +437,11 @@ def folder_of(key: str) -> str:
 def _sha256_of(path: str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _others_can_write(store: Store) -> bool:
+    try:
+        found = os.stat(store.root.path)
+    except OSError:
+        return store.root.shared
+    return found.st_uid not in (os.geteuid(), 0) or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -11,7 +12,7 @@ from urllib.parse import quote
 from forebay import errors, remote
 from forebay._engine.passthrough import MemorySink
 from forebay._model import ObjectInfo, Remote, Span, Transfer
-from forebay.origin import Origin
+from forebay.origin import Origin, in_memory
 from forebay.remote import RemoteOptions
 
 
@@ -59,10 +60,15 @@ def checked_name(key: object) -> str:
     """A name that stays below its prefix. Raises `ConfigError`."""
     if not isinstance(key, str):
         raise errors.ConfigError(f"{key!r} is no key: a str is wanted", name="key", value=repr(key))
-    if not key or key.startswith("/") or "\0" in key or not {".", ".."}.isdisjoint(key.split("/")):
+    if not is_name(key):
         message = f"{key!r} is no key: a name below the source is wanted, such as 'a/b.jpg', without . and .."
         raise errors.ConfigError(message, name="key", value=key)
     return key
+
+
+def is_name(key: str) -> bool:
+    """Whether a name stays below its prefix."""
+    return bool(key) and not key.startswith("/") and "\0" not in key and {".", ".."}.isdisjoint(key.split("/"))
 
 
 class Prefix:
@@ -163,7 +169,8 @@ class Reach:
 
     def stat(self, url: str) -> ObjectInfo:
         """What the remote says of an object. Raises `RemoteError`."""
-        found = self.remote(url).stat(url)
+        with self._reaching():
+            found = self.remote(url).stat(url)
         self._count(url, Transfer(requests=1))
         assert found is not None  # only a known version is answered with None
         return found
@@ -174,9 +181,11 @@ class Reach:
         if self.is_local(url):
             info = self.stat(url)
             return asked.read(url, Span(0, info.size or 0), validator=info.validator)
-        sink = MemorySink()
+        sink = MemorySink(self.origin.most if self.origin is not None else in_memory)
         try:
-            self._count(url, asked.fetch(url, sink))
+            with self._reaching():
+                transfer = asked.fetch(url, sink)
+            self._count(url, transfer)
         except errors.RemoteError as error:
             self._count(url, Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
             raise
@@ -184,13 +193,23 @@ class Reach:
 
     def part(self, url: str, span: Span, validator: str | None = None) -> bytes:
         """Some bytes of an object, of this version if one is given. Raises `RemoteError`, of which `RemoteChanged`."""
-        data = self.remote(url).read(url, span, validator=validator)
+        with self._reaching():
+            data = self.remote(url).read(url, span, validator=validator)
         self._count(url, Transfer(requests=1, received=len(data)))
         return data
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """All objects whose URL begins with this. Raises `RemoteError`."""
-        return self.remote(url).list(url)
+        found = self.remote(url).list(url)
+        while True:
+            with self._reaching():  # not around what the caller does between two of them
+                info = next(found, None)
+            if info is None:
+                return
+            yield info
+
+    def _reaching(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.origin is None else self.origin.reaching()
 
     def _count(self, url: str, transfer: Transfer) -> None:
         if self.origin is not None and not self.is_local(url):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class Stats:
         return self.hits / calls if calls else 0.0
 
     def as_dict(self) -> dict[str, Any]:
+        """All fields and `hit_rate`, for JSON."""
         return dataclasses.asdict(self) | {"hit_rate": self.hit_rate}
 
 
@@ -81,10 +82,12 @@ class WarmReport:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What would be removed, coldest first. `execute` does it and tells what really happened."""
+    """What would be removed, coldest first. `execute` does it and tells what really happened. ``lacking``: bytes that have to go for
+    what was asked; the victims may have fewer."""
 
-    victims: tuple[Victim, ...]
-    _remove: Callable[[tuple[Victim, ...]], Report]
+    victims: Sequence[Victim]
+    _remove: Callable[[Sequence[Victim]], Report]
+    lacking: int = 0
 
     @property
     def frees(self) -> int:
@@ -116,10 +119,10 @@ class Teller:
         self.say("fetching", done, total)
 
 
-def coldest_until(entries: list[Entry], need: int) -> list[Entry]:
-    """As many of the first entries as make up ``need`` bytes."""
+def coldest_until(entries: Iterable[Entry], need: int) -> list[Entry]:
+    """As many of the first entries as make up ``need`` bytes; where that is none they are not even looked at."""
     taken: list[Entry] = []
-    for entry in entries:
+    for entry in entries if need > 0 else ():
         if need <= 0:
             break
         taken.append(entry)

@@ -9,10 +9,13 @@ from forebay import errors
 from forebay._engine.memo import Remembered
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
-from forebay._model import Buffer
+from forebay._kernel import waits
+from forebay._model import Buffer, is_text
 from forebay.codecs import as_bytes
 from forebay.origin import Origin
 
+VALUES = "values"
+"""The space of `Cache.put`."""
 FOREVER = 1 << 63
 
 
@@ -22,7 +25,12 @@ class Space:
 
     def __init__(self, origin: Origin, name: str, home: Any = None) -> None:
         self._origin, self.name, self._home = origin, name, home
-        self._quick = origin.store.hitter(name)
+        self._bind()
+
+    def _bind(self) -> None:
+        self._bound = self._origin.current()
+        self._passes = self._origin.reopening is not None  # and looks again at each call
+        self._quick = self._bound.hitter(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (self._home, self.name)
@@ -36,8 +44,10 @@ class Space:
         quick = self._quick(key, FOREVER)
         if quick is not None:
             return quick
+        checked(key)
         try:
-            found = store.view(self.name, checked(key))
+            with waits.patience(self._origin.timeout):
+                found = store.view(self.name, key)
         except errors.CacheFault as error:
             self._origin.fall_back(error, f"{self.name}:{key}")
             found = None
@@ -57,7 +67,8 @@ class Space:
         checked(key)
         view = as_bytes(data)
         try:
-            store.put(self.name, key, view, timeout=timeout)
+            with waits.patience(self._origin.timeout if timeout is None else timeout):
+                store.put(self.name, key, view, timeout=timeout)
         except errors.CacheFault as error:
             store.count("store_failures")
             self._origin.warn(f"put {type(error).__name__}", "%s is not kept: %s", f"{self.name}:{key}", error)
@@ -79,13 +90,16 @@ class Space:
 
         def make() -> memoryview:
             store.count("misses")
-            ran.append(memoryview(bytes(as_bytes(fn()))))
+            with waits.patience(None, afresh=True):
+                ran.append(memoryview(bytes(as_bytes(fn()))))
             self.put(key, ran[0])
             return ran[0]
 
+        timeout = self._origin.timeout if timeout is None else timeout
         try:
-            found = look()
-            return found if found is not None else store.single(self.name, key, look, make, timeout=timeout)
+            with waits.patience(timeout):
+                found = look()
+                return found if found is not None else store.single(self.name, key, look, make, timeout=timeout)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             # What fn itself raised of these kinds would be run a second time: it used this cache, and was told why it cannot help.
             self._origin.fall_back(error, f"{self.name}:{key}")
@@ -94,8 +108,9 @@ class Space:
     def evict(self, key: str) -> bool:
         """Remove a key. False if there is none, or it is in use."""
         store = self._store()
-        entry = store.entry(self.name, key)
-        return entry is not None and bool(store.remove([self._origin.victim(entry)]).removed)
+        with waits.patience(self._origin.timeout):
+            entry = store.entry(self.name, key)
+            return entry is not None and bool(store.remove([self._origin.victim(entry)]).removed)
 
     def keys(self) -> list[str]:
         """All keys, from the least to the most recently used."""
@@ -107,7 +122,9 @@ class Space:
     def _store(self) -> Store | PassThrough:
         if self._home is not None and self._home.closed:
             raise errors.Closed.of("cache")
-        return self._origin.store
+        if self._passes:
+            self._bind()
+        return self._bound
 
     def _hit(self, found: Remembered) -> memoryview:
         self._origin.store.count_hit(found.size)
@@ -121,8 +138,6 @@ def _arrive(home: Any, name: str) -> Space:
 
 def checked(key: str) -> str:
     """A key, or the name of a space, that can be kept. Raises `ConfigError`."""
-    try:
-        key.encode()
-    except (AttributeError, UnicodeEncodeError) as error:
-        raise errors.ConfigError(f"the key {key!r} cannot be used: a key is a str of valid unicode", name="key", value=repr(key)) from error
+    if not isinstance(key, str) or not is_text(key):
+        raise errors.ConfigError(f"the key {key!r} cannot be used: a key is a str of valid unicode", name="key", value=repr(key))
     return key

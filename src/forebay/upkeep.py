@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from forebay import _config, errors, remote
+from forebay._engine.census import Usage
 from forebay._engine.leases import Lease
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
-from forebay._model import Entry, Problem, Report, Victim
+from forebay._kernel import waits
+from forebay._model import Entry, Problem, Report, Strays, Victim, is_text
+from forebay.listing import Entries, planned, victim_of
 from forebay.origin import DIRECTORIES, URLS, Origin, folder_of
 from forebay.reports import Plan, Stats, coldest_until
+from forebay.spaces import VALUES
+
+Name = str | os.PathLike[str] | Entry
+"""How an entry is named: a URL, ``space:key``, the key of a value of `Cache.put`, or what `Cache.entries` gave."""
 
 
 class Upkeep:
     """What `Cache` knows of its entries, whatever front made them. Callable from any thread."""
 
-    _store: Store | PassThrough
+    _origin: Origin
     closed: bool
+
+    @property
+    def _store(self) -> Store | PassThrough:
+        return self._origin.store
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
-    def entries(self, space: str | None = None) -> list[Entry]:
-        """What is kept, the least recently used first; ``leased`` says whether anybody holds it now."""
+    def entries(self, space: str | None = None) -> Entries:
+        """What is kept, the least recently used first; ``leased`` says whether anybody holds it now. A sequence that is read from the cache
+        in pages, each time it is gone through: it takes no more memory for a million entries than for some thousands."""
         self._check_open()
-        return [_leased(self._store, entry) for entry in self._entries(space)]
+        return Entries(self._store, space)
 
-    def _entries(self, space: str | None) -> list[Entry]:
-        # the store makes a space that it is asked for; looking must not
-        return self._store.entries(space) if space is None or self._has_space(space) else []
-
-    def _has_space(self, name: str) -> bool:
-        return any(space.name == name for space in self._store.usage().spaces)
-
-    def entry(self, name: str) -> Entry | None:
-        """One entry by its name: a URL, or ``space:key``."""
-        found = self._store.entry(*self._split(name))
+    def entry(self, name: Name) -> Entry | None:
+        """One entry by its name: a URL, ``space:key``, or a key of `Cache.put`. Raises `Ambiguous` where a name means several."""
+        place = self._find(name)
+        found = self._store.entry(*place) if place is not None else None
         return _leased(self._store, found) if found is not None else None
 
-    def hold(self, name: str) -> Lease:
-        """The file, or the directory, that is kept under a name, for a ``with`` or ``os.fspath``; never fetched. Raises `NotCached`."""
-        lease = self._store.lease(*self._split(name))
+    def hold(self, name: Name) -> Lease:
+        """A lease on the file or the directory that is kept under a name; nothing is fetched. Raises `NotCached`."""
+        place = self._find(name)
+        lease = self._store.lease(*place) if place is not None else None
         if lease is None:
-            raise errors.NotCached.of(name)
-        return lease
+            raise errors.NotCached.of(_text(name))
+        return lease.reopened_by(open_again, *self.__reduce__(), "hold", name, {})
 
     @property
     def budget(self) -> int:
@@ -53,19 +62,32 @@ class Upkeep:
         return self._store.usage().budget
 
     def stats(self) -> Stats:
-        """What all processes of the node did, and what is kept."""
+        """What all processes of the node did, and what is kept. Where the cache cannot tell, zeros, with one warning."""
         self._check_open()
-        now = self._store.usage()
+        try:
+            now, counts = self._store.usage(), self._store.counts()
+        except OSError as error:
+            if isinstance(self._store, Store) and self._store.root.read_only:
+                raise  # to look was all that was wanted
+            self._origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
+            now, counts = Usage(0, 0, 0), {}
         return Stats(
-            **self._store.counts(), bytes_used=now.used, bytes_reserved=now.reserved, budget=now.budget,
+            **counts, bytes_used=now.used, bytes_reserved=now.reserved, budget=now.budget,
             entries=sum(s.entries for s in now.spaces),
             spaces={s.name: (s.entries, s.bytes) for s in now.spaces},
         )  # fmt: skip
 
+    def overhead(self) -> dict[str, int]:
+        """Bytes on the disk beside what the budget counts: of the ``log`` of the catalog, the ``slots``, the ``directories``, and of
+        ``other`` files. Each has a bound: see "Limits" in the README."""
+        self._check_open()
+        return self._store.overhead()
+
     def reset_stats(self) -> None:
         """Count from zero, for all processes."""
         self._check_open()
-        self._store.zero_counts()
+        with waits.patience(self._origin.timeout):
+            self._store.zero_counts()
 
     def check(self, *, deep: bool = False) -> list[Problem]:
         """What is wrong with the root; empty: it is sound. ``deep`` reads every byte."""
@@ -77,58 +99,66 @@ class Upkeep:
         self._check_open()
         return self._store.repair(deep=deep)
 
+    def strays(self) -> Strays:
+        """What lies in the root and is counted by nobody. `prune` and `repair` remove what is of Forebay's making."""
+        self._check_open()
+        return self._store.strays()
+
     # -- removing --------------------------------------------------------------------------------------------------
 
-    def pin(self, name: str) -> None:
-        """Never evict this name, nor later versions of it. Raises `NotCached`."""
+    def pin(self, name: Name) -> None:
+        """Never evict this name, nor later versions of it. Raises `NotCached`, or `WriterBusy`."""
         self._set_life(name, "pinned")
 
-    def unpin(self, name: str) -> None:
-        """Let it go again when space is needed. Raises `NotCached`."""
+    def unpin(self, name: Name) -> None:
+        """Let it go again when space is needed. Raises `NotCached`, or `WriterBusy`."""
         self._set_life(name, "cached")
 
-    def _set_life(self, name: str, life: str) -> None:
-        self._check_open()
-        if not self._store.set_life(*self._split(name), life):
-            raise errors.NotCached.of(name)
+    def _set_life(self, name: Name, life: str) -> None:
+        place = self._find(name)
+        with waits.patience(self._origin.timeout):
+            if place is None or not self._store.set_life(*place, life):
+                raise errors.NotCached.of(_text(name))
 
-    def evict(self, name: str) -> Report:
-        """Remove a name now, if nobody uses it; of a directory its files too, but for those that another one has. Raises `NotCached`."""
+    def evict(self, name: Name) -> Report:
+        """Remove a name now, if nobody uses it; of a directory its files too, but for those that another one has. Raises `NotCached`, or
+        `WriterBusy`."""
         entry = self.entry(name)
         if entry is None:
-            raise errors.NotCached.of(name)
+            raise errors.NotCached.of(_text(name))
         files = [file for _, file in self._store.members(entry)] if entry.kind == "tree" else []
-        report = self._store.remove([Origin.victim(entry)])
+        report = self._remove([Origin.victim(entry)])
         if report.spared or not files:
             return report
-        with_it = self._store.remove(map(Origin.victim, files))
+        with_it = self._remove(map(Origin.victim, files))
         return Report(report.removed + with_it.removed, (), report.freed + with_it.freed)
+
+    def _remove(self, victims: Iterable[Victim]) -> Report:
+        with waits.patience(self._origin.timeout):
+            return self._store.remove(victims)
 
     def plan(
         self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False
     ) -> Plan:  # fmt: skip
-        """What would go: so much of the coldest that ``need`` bytes are free for new ones; or all that ``where``, ``space`` or ``all``
-        says. Pinned entries stay. Nothing is removed before `Plan.execute`."""
+        """What would go: so much of the coldest that ``need`` bytes are free for new ones, of the budget and on the disk above
+        ``min_free``; or all that ``where``, ``space`` or ``all`` says. Pinned entries stay. Nothing is removed before `Plan.execute`."""
         self._check_open()
-        cold = [e for e in self._entries(space) if e.life != "pinned" and (where is None or where(e))]
-        if need is not None:
-            now = self._store.usage()
-            lacking = now.used + now.reserved + _config.parse_size(need, total=now.budget, name="need") - now.budget
-            cold = coldest_until(cold, lacking)
-        elif where is None and space is None and not all:
-            now = self._store.usage()
-            cold = coldest_until(cold, now.used + now.reserved - now.budget)
-        return Plan(tuple(Origin.victim(entry) for entry in cold), self._store.remove)
+        cold = Entries(self._store, space, lambda e: e.life != "pinned" and (where is None or where(e)))
+        if need is None and (where is not None or space is not None or all):
+            return Plan(planned(cold), self._remove)
+        lacking = self._store.lacking(0 if need is None else _config.parse_size(need, total=self.budget, name="need"))
+        return Plan(tuple(map(victim_of, coldest_until(cold, lacking))), self._remove, max(lacking, 0))
 
     def prune(self) -> Plan:
-        """What is over the budget now. `Plan.execute` removes it, and what dead processes left half done; unfinished downloads stay,
-        to be gone on from, until their room is wanted."""
+        """What is over the budget now, or what the disk lacks of ``min_free``. `Plan.execute` removes it, and what dead processes left
+        half done, and files that no entry names; unfinished downloads stay, to be gone on from, until their room is wanted."""
         return Plan(self.plan().victims, self._tidy)
 
-    def _tidy(self, victims: tuple[Victim, ...]) -> Report:
-        report = self._store.remove(victims)
-        self._store.make_room()
-        return report
+    def _tidy(self, victims: Sequence[Victim]) -> Report:
+        report = self._remove(victims)
+        with waits.patience(self._origin.timeout):
+            self._store.make_room()
+            return replace(report, freed=report.freed + self._store.remove_strays())
 
     def clear(self, space: str | None = None) -> Plan:
         """Everything in one space, or in all: a plan to be executed."""
@@ -138,18 +168,50 @@ class Upkeep:
         if self.closed:
             raise errors.Closed.of("cache")
 
-    def _split(self, name: str) -> tuple[str, str]:
-        """The space and the key that a name means: ``space:key`` where there is such a space, else a URL."""
+    def _find(self, name: Name) -> tuple[str, str] | None:
+        """The space and the key of what is kept under a name; None where nothing is. Raises `Ambiguous`."""
         self._check_open()
-        space, colon, key = name.partition(":")
-        if colon and self._has_space(space) and (not key.startswith("//") or self._store.entry(space, key) is not None):
-            return space, key
-        # The key of what a filesystem object or a span gave is no URL: as `entries` shows it.
-        found = name if self._store.entry(URLS, name) is not None else remote.canonical(name)
-        folder = folder_of(found)
-        is_folder = self._store.entry(URLS, found) is None and self._store.entry(DIRECTORIES, folder) is not None
-        return (DIRECTORIES, folder) if is_folder else (URLS, found)
+        if isinstance(name, Entry):
+            return name.space, name.key
+        text = os.fspath(name)
+        names = {space.name for space in self._store.usage().spaces}
+
+        def is_kept(place: tuple[str, str]) -> bool:
+            # the store makes a space that it is asked for, and keeps no key that is no text; looking must not
+            return place[0] in names and is_text(place[1]) and self._store.entry(*place) is not None
+
+        space, colon, key = text.partition(":")
+        if colon and space in (URLS, VALUES, DIRECTORIES):  # said outright: what tells apart names that mean several
+            outright = [place for place in (_places_of(key) if space == URLS else [(space, key)]) if is_kept(place)]
+            if outright:
+                return outright[0]
+        urls = _places_of(text)
+        meant = [place for place in ((space, key), next(filter(is_kept, urls), urls[-1]), (VALUES, text)) if is_kept(place)]
+        if len(set(meant)) > 1:
+            raise errors.Ambiguous.of(_text(name), [f"{space}:{key}" for space, key in dict.fromkeys(meant)])
+        return meant[0] if meant else None
+
+
+def _places_of(url: str) -> list[tuple[str, str]]:
+    """Where what a URL names may be kept: under the name itself, as what a filesystem object gave, which is no URL; as an object; as a
+    directory."""
+    try:
+        key = remote.canonical(url)
+    except (errors.ConfigError, UnicodeError):
+        return [(URLS, url)]
+    return [(URLS, url), (URLS, key), (DIRECTORIES, folder_of(key))]
+
+
+def _text(name: Name) -> str:
+    return name.name if isinstance(name, Entry) else remote.redacted(os.fspath(name))
 
 
 def _leased(store: Store | PassThrough, entry: Entry) -> Entry:
     return replace(entry, leased=store.is_leased(entry))
+
+
+def open_again(open_cache: Callable[..., Any], where: tuple[Any, ...], method: str, name: str, options: dict[str, Any]) -> Lease:
+    """What a pickled lease unpickles as: the same call on the same root. The lease outlives this opening of the cache."""
+    with open_cache(*where) as cache:
+        lease: Lease = getattr(cache, method)(name, **options)
+        return lease

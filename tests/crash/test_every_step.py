@@ -240,7 +240,7 @@ def test_open_and_close(scene: NewScene) -> None:
     def during(_: Any) -> None:
         from tests.harness import opened
 
-        with opened(stage.place):
-            pass
+        with opened(stage.place) as store:
+            store._owners.me()  # as the first write does; opening alone registers nobody
 
     stage.play(before, during, after, least=4)

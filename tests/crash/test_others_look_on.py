@@ -146,9 +146,9 @@ def test_held_entries_of_a_killed_holder(scene: Callable[[int], Scene]) -> None:
     """Entries that live as long as they are held: their holder dies, then the sweeper that frees them, at each step."""
 
     def before(store: Store) -> None:
-        for n in range(3):
-            store.put("v", f"h{n}", OLD, life="held")
         store.put("v", "kept", NEW)
+        for n in range(3):  # each put sweeps the one before, and the last stays
+            store.put("v", f"h{n}", OLD, life="held")
 
     def after(store: Store) -> None:
         assert bytes_of(store, "kept") == NEW

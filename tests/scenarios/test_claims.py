@@ -221,7 +221,17 @@ claim = forebay.claim("/local/train", sys.argv[-1], job="theirs")
 print(os.getpid(), flush=True)
 sys.stdin.read()
 """
-    command = [sys.executable, "-c", script, "--api-token", "hush", "--steps=100", "https://user:hush@host/train?X-Amz-Signature=hush"]
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        "--api-token",
+        "hush",
+        "-p",
+        "hush",
+        "--steps=100",
+        "https://user:hush@host/train?X-Amz-Signature=hush",
+    ]
     theirs = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert theirs.stdout is not None
     pid = int(theirs.stdout.readline())
@@ -230,7 +240,7 @@ sys.stdin.read()
     said = str(raised.value)
     theirs.communicate("")
     user = raised.value.theirs["user"]
-    for fact in ("/local/train", REMOTE, "https://host/train", "theirs", "ours", str(pid), str(os.getpid()), str(user), "--steps=100"):
+    for fact in ("/local/train", REMOTE, "host/train", "theirs", "ours", str(pid), str(os.getpid()), str(user), "--steps"):
         assert str(fact) in said, fact
     assert "hush" not in said + repr(raised.value.facts)
     assert isinstance(raised.value, ValueError)

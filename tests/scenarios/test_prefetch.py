@@ -711,7 +711,7 @@ class Source:
     def __getitem__(self, key):
         if key.startswith("slow"): time.sleep(600)
         return key.encode() * 1000
-cache = forebay.Cache(sys.argv[1], budget="8MiB", min_free=0)
+cache = forebay.Cache(sys.argv[1], budget=8 << 20, min_free=0)
 pool = cache.prefetcher(Source(), workers=2)
 """
 EXITS = {

@@ -29,7 +29,7 @@ def test_s02_who_holds_and_who_only_intends_to_read_both_read(
     a_holds, b_intends, flooded, b_done = flag(), flag(), flag(), flag()
 
     def a() -> None:
-        with forebay.Cache(root, budget="16MiB") as cache, cache.open(url) as file:
+        with forebay.Cache(root, budget=16 << 20) as cache, cache.open(url) as file:
             first = file.read(100)
             a_holds.set()
             flooded.wait(60)
@@ -74,7 +74,7 @@ def test_s02_who_holds_and_who_only_intends_to_read_both_read(
 def test_s02_a_buffer_outlives_its_entry(root: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
     body = os.urandom(3 * MiB)
     url = server.put("/x.bin", body)
-    with forebay.Cache(root, budget="16MiB") as cache:
+    with forebay.Cache(root, budget=16 << 20) as cache:
         buffer = cache.read(url)
         value = cache.get_or_put("small", lambda: b"v" * 1000)
         children(lambda: fill(root, 48)).result()
@@ -95,7 +95,7 @@ def test_s02_eight_readers_under_a_budget_of_half_of_what_they_read(
 
     def worker(seed: int) -> int:
         choose = random.Random(seed)
-        with forebay.Cache(root, budget="14MiB") as cache:
+        with forebay.Cache(root, budget=14 << 20) as cache:
             for _ in range(60):
                 i = choose.randrange(24)
                 kind = choose.randrange(3)

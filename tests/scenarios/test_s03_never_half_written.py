@@ -30,7 +30,7 @@ def versions(key: int) -> list[bytes]:
 def write_for_ever(root: Path, seed: int, urls: list[str], begun: Any) -> None:
     choose = random.Random(seed)
     known = [versions(key) for key in range(KEYS)]
-    with forebay.Cache(root, budget="30MiB") as cache:
+    with forebay.Cache(root, budget=30 << 20) as cache:
         begun.set()
         while True:
             key = choose.randrange(KEYS)

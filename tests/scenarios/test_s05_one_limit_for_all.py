@@ -23,7 +23,7 @@ def test_s05_eight_ranks_with_four_workers_each(root: Path, children: Callable[.
             pid = os.fork()
             if pid == 0:
                 choose = random.Random(number * 4 + worker)
-                with forebay.Cache(root, budget="16MiB") as cache:
+                with forebay.Cache(root, budget=16 << 20) as cache:
                     for i in range(12):
                         cache.put(f"{number}-{worker}-{i}", choose.randbytes(MiB))
                         assert cache.stats().bytes_used <= 16 * MiB
@@ -44,12 +44,12 @@ def test_s05_the_last_to_set_it_wins_and_both_are_named(
     other_set = flag()
 
     def other() -> list[str]:
-        with warnings() as said, forebay.Cache(root, budget="8MiB") as cache:
+        with warnings() as said, forebay.Cache(root, budget=8 << 20) as cache:
             assert cache.budget == 8 * MiB
         other_set.set()
         return said
 
-    with forebay.Cache(root, budget="16MiB") as cache:
+    with forebay.Cache(root, budget=16 << 20) as cache:
         for i in range(14):
             cache.put(str(i), bytes([i]) * MiB)
         said = children(other).result()
@@ -68,9 +68,9 @@ def test_s05_the_last_to_set_it_wins_and_both_are_named(
 def test_s05_who_says_nothing_changes_nothing(root: Path, children: Callable[..., Any], how: str, warnings: Any) -> None:
     import pickle
 
-    with forebay.Cache(root, budget="16MiB") as cache:
+    with forebay.Cache(root, budget=16 << 20) as cache:
         handle = pickle.dumps(cache)
-        with forebay.Cache(root, budget="12MiB"):
+        with forebay.Cache(root, budget=12 << 20):
             pass
 
         def other() -> tuple[int, list[str]]:
@@ -85,7 +85,7 @@ def test_s05_a_lowered_budget_admits_nothing_until_it_is_met(root: Path, childre
     held, end = flag(), flag()
 
     def hold() -> None:
-        with forebay.Cache(root, budget="16MiB") as cache:
+        with forebay.Cache(root, budget=16 << 20) as cache:
             for i in range(6):
                 cache.put(f"held-{i}", bytes(2 * MiB))
             leases = [cache._store.lease("values", f"held-{i}") for i in range(6)]
@@ -95,7 +95,7 @@ def test_s05_a_lowered_budget_admits_nothing_until_it_is_met(root: Path, childre
 
     holder = children(hold)
     assert held.wait(60)
-    with forebay.Cache(root, budget="8MiB") as cache:
+    with forebay.Cache(root, budget=8 << 20) as cache:
         assert cache.stats().bytes_used >= 12 * MiB  # nothing of it may go
         assert cache.put("new", bytes(MiB)) is False
         assert cache.put("small", b"s") is False
@@ -107,8 +107,8 @@ def test_s05_a_lowered_budget_admits_nothing_until_it_is_met(root: Path, childre
 
 def test_s05_a_handle_that_arrives_sets_nothing(root: Path, run: Callable[..., Any]) -> None:
     """Whatever the environment there says of limits."""
-    with forebay.Cache(root, budget="64MB", min_free="1MB") as cache:
+    with forebay.Cache(root, budget=64_000_000, min_free="1MB") as cache:
         script = "import pickle, sys; cache = pickle.loads(bytes.fromhex(sys.argv[1])); print(cache.budget); cache.close()"
-        told = run(script, pickle.dumps(cache).hex(), env=os.environ | {"FOREBAY_BUDGET": "5MB", "FOREBAY_MIN_FREE": "5GB"})
+        told = run(script, pickle.dumps(cache).hex(), env=os.environ | {"FOREBAY_BUDGET": "5GB", "FOREBAY_MIN_FREE": "5GB"})
         assert told.stdout.split() == ["64000000"]
         assert cache.budget == 64_000_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import time
@@ -13,24 +14,25 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests import harness
+from tests.items import until
 
 pytestmark = pytest.mark.root
 MiB = 1 << 20
 A, B, GROUP = 61_001, 61_002, 61_003
 
 
-def as_user(uid: int, work: Callable[[], Any], *, umask: int = 0o022) -> Callable[[], Any]:
-    """``work``, as a user whose first group is the common one."""
+as_user = functools.partial(harness.as_user, gid=GROUP)
+"""As a user whose first group is the common one."""
 
-    def run() -> Any:
-        os.umask(umask)
-        os.setgroups([])
-        os.setgid(GROUP)
-        os.setuid(uid)
-        os.environ["NETRC"] = os.devnull
-        return work()
 
-    return run
+def kill_midway(child: Any, server: ScriptedServer, root: Path) -> None:
+    """Kill a child whose fetch of 12 MiB stalls, once a quarter of its chunks is noted on the disk; let the server go on."""
+    assert server.stalled.wait(60)
+    until(lambda: any(path.read_bytes()[512:524].count(1) >= 3 for path in (root / "tmp").glob("*.map")))
+    child.kill()
+    server.objects["/x.bin"].stall_after = None
+    server.go.set()
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def test_s10_a_groups_root(project: Path, server: ScriptedServer, children: Call
     urls = [server.put(f"/{i}.bin", os.urandom(50_000 if i else 2 * MiB)) for i in range(6)]
 
     def first() -> None:
-        with forebay.Cache(project / "root", shared=True, budget="8MiB") as cache:
+        with forebay.Cache(project / "root", shared=True, budget=8 << 20) as cache:
             for url in urls[:3]:
                 cache.read(url)
             cache.put("key", b"value")
@@ -161,23 +163,6 @@ def test_s10_one_waits_for_the_other(project: Path, server: ScriptedServer, chil
     assert server.gets == 1
 
 
-def test_s10_a_dead_users_fetch_is_resumed_by_another(project: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
-    body = os.urandom(12 * MiB)
-    url = server.put("/x.bin", body, stall_after=4 * MiB)
-
-    def read() -> bytes:
-        with forebay.Cache(project / "root", shared=True, budget="64MiB") as cache:
-            return bytes(cache.read(url))
-
-    first = children(as_user(A, read))
-    assert server.stalled.wait(60)
-    time.sleep(0.3)
-    first.kill()
-    server.objects["/x.bin"].stall_after = None
-    server.go.set()
-    assert children(as_user(B, read)).result() == body
-
-
 def test_s10_another_users_root_is_refused_with_what_to_do(public: Path, children: Callable[..., Any]) -> None:
     place = public / "as-home"
     place.mkdir()
@@ -214,3 +199,57 @@ def test_s10_a_group_fills_one_array(project: Path, children: Callable[..., Any]
     assert children(as_user(A, first, umask=0o077)).result() == [True] * 5
     assert children(as_user(B, second, umask=0o077)).result() == [True, False, True, [], ("samples:a",)]
     assert list((project / "root" / "packs").iterdir()) == []
+
+
+@pytest.mark.parametrize("door", ["pull", "read"])
+def test_s10_a_dead_users_fetch_is_resumed_and_kept_by_another(
+    project: Path, server: ScriptedServer, children: Callable[..., Any], door: str
+) -> None:
+    """Only its owner may set a file's mode and time. What A fetched counts, B stores it, and finds it again; so does A."""
+    body = os.urandom(12 * MiB)
+    url = server.put("/x.bin", body, stall_after=4 * MiB)
+
+    def begin() -> None:
+        with forebay.Cache(project / "root", shared=True, budget="64MiB") as cache:
+            cache.read(url)
+
+    def go_on() -> tuple[int, int, list[Any]]:
+        with forebay.Cache(project / "root", shared=True) as cache:
+            if door == "pull":
+                assert cache.pull(url) is not None
+            assert cache.read(url) == body
+            found = cache.entry(url)
+            assert found is not None
+            with cache.local(url) as path:
+                assert Path(path).stat().st_uid == os.getuid()
+            return found.size, cache.stats().bytes_remote, cache.check(deep=True)
+
+    first = children(as_user(A, begin))
+    kill_midway(first, server, project / "root")
+    size, fetched, problems = children(as_user(B, go_on)).result()
+    assert (size, problems) == (12 * MiB, [])
+    assert fetched < 10 * MiB  # the rest was there
+    gets = server.gets
+    assert children(as_user(A, lambda: bytes(forebay.Cache(project / "root", shared=True).read(url)))).result() == body
+    assert server.gets == gets
+    assert os.listdir(project / "root" / "tmp") == []
+
+
+def test_s10_what_another_user_left_and_cannot_be_gone_on_from(project: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
+    """Without a strong validator it is fetched from zero, into a file of one's own."""
+    body = os.urandom(8 * MiB)
+    url = server.put("/x.bin", body, stall_after=4 * MiB, etag=None)
+
+    def read() -> bool:
+        with forebay.Cache(project / "root", shared=True, budget="64MiB") as cache:
+            return bytes(cache.read(url)) == body and cache.entry(url) is not None
+
+    first = children(as_user(A, read))
+    assert server.stalled.wait(60)
+    time.sleep(0.3)
+    first.kill()
+    (partial,) = [path for path in (project / "root" / "tmp").iterdir() if not path.suffix]
+    partial.chmod(0o600)  # killed before the group had its rights
+    server.objects["/x.bin"].stall_after = None
+    server.go.set()
+    assert children(as_user(B, read)).result()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,3 +148,106 @@ def test_s13_a_quota_of_the_file_system(root: Path, server: ScriptedServer, warn
         assert cache.stats().fallbacks == 5
         assert cache.read(urls[5]) == bodies[5]
         assert cache.entry(urls[5]) is not None
+
+
+def forebay_cli(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "forebay.cli", *map(str, arguments)], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["nobody attached", "attached"])
+def test_s13_removing_works_when_it_is_needed_most(tmpfs: Callable[[str], Path], children: Callable[..., Any], attached: bool) -> None:
+    """Not a block is free, again and again: entries can be seen and removed, also small ones, which bring back less than removing takes."""
+    place = tmpfs("64m")
+    root = place / "root"
+    with forebay.Cache(root, budget="1GiB", min_free=0) as cache:
+        for n in range(24):
+            assert cache.put(f"k{n:02}", bytes([n]) * (MiB if n % 2 else 60_000))
+    seen, end = os.pipe(), os.pipe()
+
+    def look_on() -> None:
+        with forebay.Cache(root) as cache:
+            cache.get("k00")
+            os.write(seen[1], b".")
+            os.read(end[0], 1)
+
+    if attached:
+        child = children(look_on)
+        os.read(seen[0], 1)
+    taken = [fill_up(place)]
+
+    def fill_again() -> None:
+        taken.append(fill_up(place).rename(place / f"more-{len(taken)}"))
+        assert host.disk(place).free == 0
+
+    taken[0] = taken[0].rename(place / "more-0")
+    assert host.disk(place).free == 0
+    listed = forebay_cli("ls", "-q", "-C", root)
+    assert (listed.returncode, len(listed.stdout.split())) == (0, 24), listed.stderr
+    assert forebay_cli("verify", "-C", root).stdout.strip() == "sound"
+    for n in range(4):
+        removed = forebay_cli("rm", f"values:k{n:02}", "-C", root)
+        assert (removed.returncode, "1 entry removed" in removed.stdout) == (0, True), removed.stderr
+        fill_again()
+    with forebay.Cache(root) as cache:
+        for n in range(4, 6):
+            assert cache.evict(f"values:k{n:02}").removed == (f"values:k{n:02}",)
+            fill_again()
+        cache.pin("values:k10")
+        fill_again()
+        plan = cache.plan("2MiB")
+        assert sum(victim.charge for victim in plan.victims) >= 2 * MiB  # the disk lacks it, the budget does not
+        assert len(plan.execute().removed) == len(plan.victims)
+        fill_again()
+    with forebay.Cache(root, budget=5 * MiB) as cache:
+        assert 0 < cache.stats().bytes_used <= 5 * MiB
+        fill_again()
+        assert cache.get("k10") is not None
+        assert cache.put("new", bytes(300_000))  # it evicts for it
+    fill_again()
+    cleared = forebay_cli("clear", "--yes", "-C", root)
+    assert (cleared.returncode, "0 entries removed" in cleared.stdout) == (0, False), cleared.stderr
+    if attached:
+        os.write(end[1], b".")
+        child.result()
+    for fd in (*seen, *end):
+        os.close(fd)
+    for path in taken:
+        path.unlink()
+    with forebay.Cache(root) as cache:
+        assert [entry.key for entry in cache.entries()] == ["k10"]
+        cache.put("x", b"y")
+        assert (root / "catalog.ballast").stat().st_size == 4 * MiB
+        assert cache.check(deep=True) == []
+
+
+def test_s13_a_verb_that_cannot_look_says_so(tmpfs: Callable[[str], Path]) -> None:
+    """The journal is there and its index is not, which takes room: neither "nothing is there" nor "sound" is the truth."""
+    place = tmpfs("64m")
+    root = place / "root"
+    with forebay.Cache(root, budget="1GiB", min_free=0) as cache:
+        assert cache.put("k", bytes(MiB))
+        copy = (root / "catalog.sqlite-wal").read_bytes()
+    (root / "catalog.sqlite-wal").write_bytes(copy)
+    (root / "catalog.ballast").unlink()
+    fill_up(place)
+    for verb, truth in (("ls", "values:k"), ("stats", "1.05 MB"), ("verify", "sound"), ("du", "1.05 MB"), ("clear", "values:k")):
+        found = forebay_cli(verb, *(["--dry-run"] if verb == "clear" else []), "-C", root)
+        assert (found.returncode, "error: " in found.stderr) == (1, True) or (found.returncode == 0 and truth in found.stdout), (
+            verb,
+            found,
+        )
+
+
+def test_s13_reading_evicts_where_the_disk_is_full(tmpfs: Callable[[str], Path], server: ScriptedServer) -> None:
+    place = tmpfs("64m")
+    bodies = [random.Random(i).randbytes(MiB + i) for i in range(8)]
+    urls = [server.put(f"/{i}.bin", body) for i, body in enumerate(bodies)]
+    with forebay.Cache(place / "root", budget="1GiB", min_free=0) as cache:
+        for n in range(10):
+            assert cache.put(f"k{n}", bytes(MiB))
+    fill_up(place)
+    with forebay.Cache(place / "root") as cache:
+        for url, body in zip(urls, bodies, strict=True):
+            assert cache.read(url) == body
+        assert sum(cache.entry(url) is not None for url in urls) >= 4
+        assert cache.check(deep=True) == []

@@ -41,7 +41,7 @@ def test_s14_a_directory_with_foreign_files_is_refused(root: Path, foreign: str,
 def test_s14_foreign_files_that_came_later_stay(
     root: Path, server: ScriptedServer, command: Callable[..., Any], children: Callable[..., Any]
 ) -> None:
-    with forebay.Cache(root, budget="8MiB") as cache:
+    with forebay.Cache(root, budget=8 << 20) as cache:
         cache.read(server.put("/x.bin", os.urandom(100_000)))
     foreign = [f"{place}mine.txt" for place in ("", "blobs/", "blobs/00/", "trees/", "tmp/", "slots/", "locks/", "packs/")]
     for name in foreign:
@@ -81,7 +81,7 @@ def test_s14_symbolic_links_are_not_followed(root: Path, tmp_path: Path, server:
     (root / "tmp" / "0000000000000013-0000000000000014").symlink_to(outside)
 
     def work() -> None:
-        with forebay.Cache(root, budget="4MiB") as cache:
+        with forebay.Cache(root, budget=4 << 20) as cache:
             assert len(cache.read(url)) == 100_000
             for i in range(8):
                 cache.put(str(i), os.urandom(MiB))
@@ -124,7 +124,7 @@ def test_s14_a_local_source_is_never_deleted(root: Path, tmp_path: Path) -> None
 
 
 def test_s14_what_has_no_source_and_is_kept_on_purpose_stays(root: Path, children: Callable[..., Any], command: Callable[..., Any]) -> None:
-    with forebay.Cache(root, budget="8MiB") as cache:
+    with forebay.Cache(root, budget=8 << 20) as cache:
         cache.put("only copy", b"precious" * 100_000)
         cache.pin("values:only copy")
 

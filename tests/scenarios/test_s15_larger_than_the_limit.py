@@ -111,7 +111,9 @@ def test_s15_warming_it_holds_nothing_up(root: Path, server: ScriptedServer, tmp
     urls = [server.put(f"/{i}.bin", os.urandom(100_000)) for i in range(20)]
     large = server.put("/large.bin", os.urandom(2 * BUDGET))
     (tmp_path / "list").write_text("\n".join([large, *urls]))
-    done = command("warm", "--jobs", 1, "--root", root, "--json", tmp_path / "list", env={**os.environ, "FOREBAY_BUDGET": str(BUDGET)})
+    with forebay.Cache(root, budget=BUDGET):
+        pass
+    done = command("warm", "--jobs", 1, "--root", root, "--json", tmp_path / "list")
     assert done.returncode == 1
     assert large in done.stderr
     outcomes = {outcome["url"]: outcome["state"] for outcome in json.loads(done.stdout)}

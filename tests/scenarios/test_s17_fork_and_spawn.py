@@ -53,7 +53,7 @@ def test_s17_forks_while_threads_fetch_and_store(root: Path, server: ScriptedSer
     bodies = [os.urandom(100_000 + i) for i in range(60)]
     urls = [server.put(f"/{i}.bin", body, latency=0.01) for i, body in enumerate(bodies)]
     faults: list[BaseException] = []
-    with forebay.Cache(root, budget="3MiB") as cache:
+    with forebay.Cache(root, budget=3 << 20) as cache:
 
         def fetch(first: int) -> None:
             try:

@@ -29,7 +29,7 @@ def test_s20_after_eight_processes_the_sums_agree(
     def worker(seed: int) -> int:
         choose = random.Random(seed)
         given = 0
-        with forebay.Cache(root, budget="16MiB") as cache:
+        with forebay.Cache(root, budget=16 << 20) as cache:
             for _ in range(calls):
                 i = choose.randrange(30)
                 how = choose.randrange(3)
@@ -63,7 +63,7 @@ def test_s20_what_kind_of_waiting(root: Path, server: ScriptedServer, children: 
     start = barrier(4)
 
     def rank() -> None:
-        with forebay.Cache(root, budget="8MiB") as cache:
+        with forebay.Cache(root, budget=8 << 20) as cache:
             start.wait(60)
             cache.read(url)
 
@@ -77,7 +77,7 @@ def test_s20_what_kind_of_waiting(root: Path, server: ScriptedServer, children: 
 
 
 def test_s20_waiting_for_room(root: Path) -> None:
-    with forebay.Cache(root, budget="4MiB") as cache:
+    with forebay.Cache(root, budget=4 << 20) as cache:
         space = cache.space("queue", policy="wait")
         for i in range(3):
             space.put(str(i), bytes(MiB))

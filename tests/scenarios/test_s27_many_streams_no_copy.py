@@ -69,5 +69,5 @@ def test_s27_a_hit_is_a_mapping_or_a_path(root: Path, server: ScriptedServer) ->
             assert Path(path).stat().st_size == len(body)
             assert Path(path).is_relative_to(root / "blobs")
         with cache.open(url) as file:
-            assert os.fstat(file.fileno()).st_ino == Path(path.path).stat().st_ino
+            assert os.fstat(file.fileno()).st_ino == Path(path).stat().st_ino
         del first, second, lines

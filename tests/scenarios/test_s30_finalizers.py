@@ -49,7 +49,7 @@ def test_s30_leases_dropped_by_many_threads(seconds: int, root: Path, server: Sc
         except BaseException as error:
             faults.append(error)
 
-    with forebay.Cache(root, budget="2MiB") as cache:
+    with forebay.Cache(root, budget=2 << 20) as cache:
         threads = [threading.Thread(target=work, args=(number, cache)) for number in range(6)]
         for thread in threads:
             thread.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests.harness import as_user
 
 MiB = 1 << 20
 NOBODY = 65534
@@ -190,3 +192,52 @@ def test_s31_the_command_line_looks_at_it(filled: Any, command: Callable[..., An
         pytest.skip(f"another user cannot run this interpreter: {error}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == sorted([*urls, "values:small"])
+
+
+def without_asking(place: Path, urls: list[str], bodies: list[bytes]) -> None:
+    """What a plain open of a root gives that this process may not write to."""
+    for limits in ({}, {"budget": 99 * MiB}):
+        with forebay.Cache(place, **limits) as cache:  # type: ignore[arg-type]
+            assert [cache.read(url) for url in urls[:2]] == bodies[:2]
+            assert cache.get("small") == b"value"
+            with cache.local(urls[1]) as path:
+                assert Path(path).read_bytes() == bodies[1]
+            assert cache.read(urls[2]) == bodies[2]  # of the source
+            assert cache.put("new", b"value") is False
+            assert len(cache.entries()) == 3
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("how", ["its modes", "the mount"])
+def test_s31_a_root_of_ones_own_that_may_not_be_written_to_is_read_without_being_asked(
+    public: Path, tmpfs: Callable[[str], Path], server: ScriptedServer, children: Callable[..., Any], how: str, warnings: Any
+) -> None:
+    place = public / "own" / "root" if how == "its modes" else tmpfs("64m") / "root"
+    place.parent.mkdir(exist_ok=True)
+    bodies = [os.urandom(100_000), os.urandom(2 * MiB), os.urandom(1000)]
+    urls = [server.put(f"/{i}.bin", body) for i, body in enumerate(bodies)]
+    uid = NOBODY if how == "its modes" else 0
+    os.chown(place.parent, uid, uid)
+
+    def fill() -> None:
+        with forebay.Cache(place) as cache:
+            for url in urls[:2]:
+                cache.read(url)
+            cache.put("small", b"value")
+        if how == "its modes":
+            for path in [place, *place.rglob("*")]:
+                path.chmod(0o555 if path.is_dir() else 0o444)
+
+    def look() -> list[str]:
+        with warnings() as said:
+            without_asking(place, urls, bodies)
+        return list(said)
+
+    children(as_user(uid, fill)).result()
+    if how == "the mount":
+        subprocess.run(["mount", "-o", "remount,ro", place.parent], check=True)
+    gets, before = server.gets, picture(place)
+    said = children(as_user(uid, look)).result()
+    assert any("may not be written to" in word for word in said)
+    assert server.gets == gets + 2
+    assert picture(place) == before

@@ -21,7 +21,7 @@ def filled(root: Path, server: ScriptedServer, children: Callable[..., Any]) -> 
     urls = [server.put(f"/{i}.bin", bytes([i]) * MiB) for i in range(20)]
 
     def fill() -> None:
-        with forebay.Cache(root, budget="24MiB") as cache:
+        with forebay.Cache(root, budget=24 << 20) as cache:
             for url in urls:
                 cache.read(url)
             for i in range(4):
@@ -38,8 +38,9 @@ def test_s34_a_smaller_limit_is_applied_at_the_open(
     before = disk_usage(root / "blobs")
     assert before > 22 * MiB
     if by == "environment":
-        monkeypatch.setenv("FOREBAY_BUDGET", "6MiB")
-    with forebay.Cache(root, budget="6MiB" if by == "argument" else None) as cache:
+        total = os.statvfs(root).f_blocks * os.statvfs(root).f_frsize
+        monkeypatch.setenv("FOREBAY_BUDGET", f"{100 * 6 * MiB / total:.12f}%")  # other text must mean 64 MiB
+    with forebay.Cache(root, budget=6 << 20 if by == "argument" else None) as cache:
         assert disk_usage(root / "blobs") <= 6 * MiB
         assert cache.stats().bytes_used == disk_usage(root / "blobs")
         assert cache.get("3") is not None  # the latest stayed
@@ -62,7 +63,7 @@ def test_s34_without_its_index_everything_is_adopted_or_removed_and_counted(
     for name in names:
         path = root / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    with forebay.Cache(root, budget="24MiB") as cache:
+    with forebay.Cache(root, budget=24 << 20) as cache:
         cache.put("new", bytes(MiB))
         charged = sum(entry.charge for entry in cache.entries() if entry.kind == "blob")
         assert disk_usage(root / "blobs") == charged
@@ -76,7 +77,7 @@ def test_s34_without_its_index_everything_is_adopted_or_removed_and_counted(
 def test_s34_while_it_is_open(root: Path, filled: list[str], how: str, server: ScriptedServer, children: Callable[..., Any]) -> None:
     import shutil
 
-    with forebay.Cache(root, budget="24MiB") as cache:
+    with forebay.Cache(root, budget=24 << 20) as cache:
         buffer = cache.read(filled[3])
         if how == "deleted":
             for path in root.glob("catalog.sqlite*"):

@@ -61,7 +61,7 @@ def test_s38_small_values_need_no_inodes(count: int, root: Path) -> None:
 
 
 def test_s38_small_values_are_counted_as_what_they_take(root: Path, disk_usage: Callable[[Path], int]) -> None:
-    with forebay.Cache(root, budget="24MiB") as cache:
+    with forebay.Cache(root, budget=24 << 20) as cache:
         for i in range(4500):
             cache.put(str(i), random.Random(i).randbytes(8000))
         assert cache.stats().bytes_used <= 24 << 20

@@ -74,7 +74,7 @@ def test_s39_what_is_pinned_stays_is_counted_and_is_listed(
             for i in range(20):
                 cache.put(str(i), os.urandom(MiB))
 
-    with forebay.Cache(root, budget="8MiB", max_age=0) as cache:
+    with forebay.Cache(root, budget=8 << 20, max_age=0) as cache:
         cache.read(url, pin=True)
         cache.read(later)
         cache.pin(later)
@@ -104,7 +104,7 @@ def test_s39_what_is_pinned_stays_is_counted_and_is_listed(
 def test_s39_all_pinned_and_no_room_is_no_error(root: Path, server: ScriptedServer) -> None:
     body = os.urandom(3 * MiB)
     urls = [server.put(f"/{i}.bin", body) for i in range(4)]
-    with forebay.Cache(root, budget="7MiB") as cache:
+    with forebay.Cache(root, budget=7 << 20) as cache:
         for url in urls:
             assert cache.read(url, pin=True) == body
         assert len(cache.entries()) == 2

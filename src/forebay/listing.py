@@ -1,0 +1,158 @@
+"""What is kept, read in pages: in memory is one of them, however much there is, and no page keeps a writer waiting."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from itertools import chain, islice
+from operator import attrgetter, itemgetter
+from typing import TypeVar, overload
+
+from forebay._engine.catalog.spill import Spill
+from forebay._engine.census import Facts
+from forebay._engine.passthrough import PassThrough
+from forebay._engine.store import Store
+from forebay._model import Entry, Victim
+from forebay.origin import URLS
+
+T = TypeVar("T")
+IN_MEMORY = 20_000
+_FIELDS = attrgetter(*(field.name for field in fields(Entry)))
+
+
+class _Listing(Sequence[T]):
+    """A sequence that is read anew each time it is gone through. Counting and indexing go through it, too."""
+
+    def __iter__(self) -> Iterator[T]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, int) and index >= 0:
+            for item in islice(self, index, None):
+                return item
+            raise IndexError(f"there is no item {index}")
+        return list(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = [repr(item) for item in islice(self, 11)]
+        return f"[{', '.join(shown[:10])}{', ...' if len(shown) > 10 else ''}]"
+
+
+class Entries(_Listing[Entry]):
+    """What `Cache.entries` gives: the entries of a cache, or of one of its spaces, the least recently used first.
+
+    A sequence that is read from the cache, some at a time, each time it is gone through: in order of names by `by_name`, in any other by
+    `sorted_by`. What comes or goes meanwhile may be in it or not; nothing is in it twice. Callable from any thread."""
+
+    def __init__(self, store: Store | PassThrough, space: str | None = None, where: Callable[[Entry], bool] | None = None) -> None:
+        self._store, self._space, self._where = store, space, where
+
+    def __iter__(self) -> Iterator[Entry]:
+        return self.sorted_by(attrgetter("used"))
+
+    def __len__(self) -> int:
+        """At one moment, where all count: from the counts that the catalog keeps."""
+        if self._where is None:
+            return sum(space.entries for space in self._store.usage().spaces if self._space in (None, space.name))
+        return sum(1 for _ in self.by_name())
+
+    def __bool__(self) -> bool:
+        return next(self.by_name(), None) is not None
+
+    def by_name(self, *, backwards: bool = False) -> Iterator[Entry]:
+        """In order of names."""
+        listings = [self._of(space, backwards) for space in self._spaces()]
+        return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, key=attrgetter("name"), reverse=backwards)
+
+    def names(self, *, backwards: bool = False) -> Iterator[str]:
+        """The names alone, in order: quicker than `by_name`, for who wants no more."""
+        if self._where is not None:
+            return (entry.name for entry in self.by_name(backwards=backwards))
+        listings = [self._names_of(space, backwards) for space in self._spaces()]
+        return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, reverse=backwards)
+
+    def facts(self, *, backwards: bool = False) -> Iterator[Facts]:
+        """Names, in order, each with what a person wants to see of many entries: quicker than `by_name`, for who wants no more."""
+        listings = [self._facts_of(space, backwards) for space in self._spaces()]
+        return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, key=itemgetter(0), reverse=backwards)
+
+    def _facts_of(self, space: str, backwards: bool) -> Iterator[Facts]:
+        head = "" if space == URLS else f"{space}:"
+        page = self._store.fact_page(space, None, backwards=backwards)
+        while page:
+            yield from page if not head else [(head + one[0], *one[1:]) for one in page]
+            page = self._store.fact_page(space, page[-1][0], backwards=backwards)
+
+    def _names_of(self, space: str, backwards: bool) -> Iterator[str]:
+        head = "" if space == URLS else f"{space}:"
+        page = self._store.key_page(space, None, backwards=backwards)
+        while page:
+            yield from page if not head else [head + key for key in page]
+            page = self._store.key_page(space, page[-1], backwards=backwards)
+
+    def sorted_by(self, number: Callable[[Entry], float], *, backwards: bool = False) -> Iterator[Entry]:
+        """In order of a number of theirs; of many in a temporary file."""
+        some: list[Entry] = []
+        spill: Spill | None = None
+        for entry in chain.from_iterable(self._of(space, False) for space in self._spaces()):
+            some.append(entry)
+            if len(some) >= IN_MEMORY:
+                spill = spill or Spill()
+                spill.add((number(one), _FIELDS(one)) for one in some)
+                some.clear()
+        if spill is None:
+            return iter(sorted(some, key=number, reverse=backwards))
+        spill.add((number(one), _FIELDS(one)) for one in some)
+        return (Entry(*row) for row in spill.sorted(backwards=backwards))
+
+    def _spaces(self) -> list[str]:
+        return [space.name for space in self._store.usage().spaces if space.entries and self._space in (None, space.name)]
+
+    def _of(self, space: str, backwards: bool) -> Iterator[Entry]:
+        page = self._store.page(space, None, backwards=backwards)
+        while page:
+            yield from page if self._where is None else filter(self._where, page)
+            page = self._store.page(space, page[-1].key, backwards=backwards)
+
+
+class Victims(_Listing[Victim]):
+    """What a plan for more entries than memory should hold would remove: what is there once it is gone through."""
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[Victim]:
+        return map(victim_of, self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+
+def planned(entries: Entries) -> Sequence[Victim]:
+    """The victims as they are now; of many, as they will be."""
+    if sum(1 for _ in islice(entries.by_name(), IN_MEMORY)) == IN_MEMORY:
+        return Victims(entries)
+    return tuple(map(victim_of, entries))
+
+
+def victim_of(entry: Entry) -> Victim:
+    return Victim(entry.name, entry.size, entry.charge, entry.used, entry.id)

@@ -1,0 +1,193 @@
+"""A process is stopped (Ctrl-Z, a debugger, a frozen container) while it has the catalog's writer lock: what the others then do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay._engine.catalog import writer
+from forebay.testing import ScriptedServer
+from tests.harness import Child, Gate, fork, in_child
+
+BODY = b"body" * 30_000
+
+
+class Source:
+    uri, version = "here://source", "1"
+
+    def __getitem__(self, key: str) -> bytes:
+        return b"item"
+
+
+@pytest.fixture
+def url(server: ScriptedServer) -> str:
+    return server.put("/x", BODY)
+
+
+@pytest.fixture
+def stopped(root: Path, url: str) -> Iterator[Child]:
+    """A root with something of each kind, and the process that is stopped inside its writer lock."""
+    with forebay.Cache(root, budget=64 << 20) as cache:
+        cache.put("k", b"value")
+        cache.read(url)
+        cache.space("s").put("k", b"in a space")
+        cache.tasks("t").write("tag", [1, 2])
+        cache.samples("array", 4).put(0, b"sample")
+        with cache.prefetcher(Source()) as pool:
+            assert pool.get_lazy("a").get() == b"item"
+    said = Gate()
+
+    def hold() -> None:
+        with forebay.Cache(root) as cache, cache._store._catalog.writer():  # type: ignore[union-attr]
+            said.open()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    child = fork(hold)
+    said.wait()
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    yield child
+    child.kill()
+    said.close()
+
+
+def test_a_hit_needs_no_writer_in_a_young_process_either(root: Path, url: str, stopped: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "PATIENCE", -1.0)  # whoever waits is refused at once
+
+    def young() -> None:
+        with forebay.Cache(root) as cache:
+            assert cache.get("k") == b"value"
+            assert cache.read(url) == BODY
+            with cache.local(url) as path:
+                assert Path(path).read_bytes() == BODY
+            with cache.open(url) as file:
+                assert file.read() == BODY
+            assert cache.pull(url) is not None
+            tasks = cache.tasks("t")
+            assert tasks.read("tag") == (True, [1, 2])
+            assert cache.space("s").get("k") == b"in a space"
+            assert cache.samples("array", 4).get(0) == b"sample"
+            with cache.prefetcher(Source()) as pool:
+                assert pool.get_lazy("a").get() == b"item"
+            stats = cache.stats()
+            assert stats.entries == len(cache.entries()) == 6
+            assert stats.fallbacks == stats.store_failures == 0
+            assert stats.hits >= 7
+
+    in_child(young)
+
+
+def test_who_writes_waits_once_and_is_told_who_it_is(root: Path, url: str, stopped: Child) -> None:
+    def other() -> None:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("forebay").addHandler(handler)
+        with forebay.Cache(root, timeout=0.3) as cache:
+            with pytest.raises(errors.WriterBusy, match=rf"process {stopped.pid} .*continue that process, or end it") as found:
+                cache.pin(url)
+            assert 0.2 < found.value.waited < 10
+            assert f"process {stopped.pid} " in found.value.holder
+            assert pickle.loads(pickle.dumps(found.value)).holder == found.value.holder
+            writer.PATIENCE, writer.GRACE = 1000.0, 1000.0  # who waited again would be here for long
+            for remove in (lambda: cache.evict(url), lambda: cache.evict("values:k"), cache.reset_stats, cache.clear().execute):
+                with pytest.raises(errors.WriterBusy, match=rf"process {stopped.pid} "):
+                    remove()
+            assert not cache.put("new", b"x")
+            assert cache.get_or_put("newer", lambda: b"made") == b"made"
+            tasks = cache.tasks("new tasks", budget=1 << 20)
+            assert not tasks.write("tag", 1)
+            assert tasks.cached(lambda x: x + 1, tag="f-{x}")(1) == 2
+            assert not cache.space("new space", quota=1 << 20).put("k", b"x")
+            assert cache.samples("new array", 4).get_or_put(0, lambda: b"made") == b"made"
+            with cache.prefetcher(Source(), name="new pool") as pool:
+                assert pool.get_lazy("a").get() == b"item"
+            assert cache.read(url) == BODY
+            assert cache.stats().store_failures >= 4
+            os.kill(stopped.pid, signal.SIGCONT)
+            _wait_for_end(os.pidfd_open(stopped.pid))
+            writer.PATIENCE, writer.GRACE = 10.0, 0.2
+            assert cache.put("new", b"x")
+            assert tasks.write("tag", 1)
+            assert tasks.budget == 1 << 20
+            cache.pin(url)
+        assert sum("new tasks" in line for line in lines) <= 3, lines
+
+    in_child(other)
+
+
+def _wait_for_end(pidfd: int) -> None:
+    assert select.select([pidfd], [], [], 60)[0]
+    os.close(pidfd)
+
+
+def test_a_budget_is_set_later_where_it_cannot_be_set_now(root: Path, url: str, stopped: Child) -> None:
+    def other() -> None:
+        with forebay.Cache(root, budget=70 << 20, timeout=0.1) as cache:
+            assert cache.get("k") == b"value"
+            assert cache.budget == 64 << 20
+            assert not cache.put("new", b"x")
+            os.kill(stopped.pid, signal.SIGCONT)
+            _wait_for_end(os.pidfd_open(stopped.pid))
+            assert cache.put("new", b"x")
+            assert cache.budget == 70 << 20
+
+    in_child(other)
+
+
+@pytest.mark.parametrize("timeout", [0.2, 1.0])
+def test_all_that_a_call_waits_for_shares_its_timeout(root: Path, server: ScriptedServer, stopped: Child, timeout: float) -> None:
+    """Not 10 s for each of a registration, a reservation and a publication."""
+    new = server.put("/new", BODY)
+
+    def other() -> None:
+        slept: list[float] = []
+        take = writer.Writer.take
+
+        def taking(self: Any, *args: Any, **how: Any) -> None:
+            began = time.monotonic()
+            try:
+                take(self, *args, **how)
+            finally:
+                slept.append(time.monotonic() - began)
+
+        writer.Writer.take = taking  # type: ignore[method-assign]
+        with forebay.Cache(root, timeout=timeout) as cache:
+            assert cache.read(new) == BODY
+            assert slept
+            assert sum(seconds > timeout / 2 for seconds in slept) <= 1, slept
+
+    in_child(other)
+
+
+def test_a_call_of_its_own_has_its_own_patience() -> None:
+    from forebay._kernel.waits import patience
+
+    with patience(2.0):
+        assert patience.remaining() == 2.0
+        with patience(None):
+            patience.spend(0.5)
+        assert patience.remaining() == 1.5
+        with patience(1.0):
+            patience.spend(0.25)
+            assert patience.remaining() == 0.75
+        assert patience.remaining() == 1.25
+        with patience(None, afresh=True):
+            patience.spend(100)
+            assert patience.remaining() > 1000
+        with patience(5.0):
+            assert patience.remaining() == 1.25
+            patience.spend(3.0)
+            assert patience.remaining() == 0
+        assert patience.remaining() == 0
+    assert patience.remaining() > 1000

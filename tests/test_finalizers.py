@@ -1,0 +1,118 @@
+"""What is collected while the interpreter goes down: nothing of ours is printed, whatever still refers to what."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forebay.testing import ScriptedServer
+from tests.test_layering import MODULES
+
+BUILTIN = set(dir(builtins))
+
+
+def uses_globals(function: ast.FunctionDef) -> set[str]:
+    """Names that a finalizer looks up in its module, which may be empty by then. Defaults are looked up when it is made."""
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    known = {argument.arg for argument in arguments} | BUILTIN
+    inside = [node for statement in function.body for node in ast.walk(statement)]
+    known |= {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    annotations = {id(node) for a in inside if isinstance(a, ast.AnnAssign) for node in ast.walk(a.annotation)}
+    return {node.id for node in inside if isinstance(node, ast.Name) and node.id not in known and id(node) not in annotations}
+
+
+def guards_itself(function: ast.FunctionDef) -> bool:
+    """Whether it asks, by a name that was bound when it was made, if the interpreter goes down, before anything else."""
+    defaults = {ast.unparse(default) for default in function.args.defaults}
+    first = next(node for node in function.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)))
+    return "sys.is_finalizing" in defaults and isinstance(first, ast.If) and "is_finalizing()" in ast.unparse(first.test)
+
+
+def is_finalizer(function: ast.FunctionDef) -> bool:
+    """Whether the garbage collector calls it: `Desk._gone` is called for a weak reference."""
+    return function.name == "__del__" or (function.name == "_gone" and "mark" in {argument.arg for argument in function.args.args})
+
+
+def breaches(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "__del__" for target in node.targets):
+            found.append(f"{node.lineno}: __del__ is another method, with what that uses")
+        if (
+            isinstance(node, ast.FunctionDef)
+            and node.name in ("__del__", "_gone")
+            and is_finalizer(node)
+            and not guards_itself(node)
+            and uses_globals(node)
+        ):
+            found.append(f"{node.lineno}: {node.name} uses {uses_globals(node)}")
+        if isinstance(node, ast.FunctionDef) and node.name == "__del__" and not guards_itself(node) and "self.close" in ast.unparse(node):
+            found.append(f"{node.lineno}: __del__ calls what may use the module")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_finalizer_relies_on_its_module(module: str) -> None:
+    assert breaches(MODULES[module].read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class A:\n def __del__(self): os.close(self.fd)",
+        "class A:\n def close(self): pass\n __del__ = close",
+        "class A:\n def __del__(self): self.close()",
+        "class A:\n def __del__(self):\n  if not sys.is_finalizing(): self.close()",
+    ],
+)
+def test_the_lint_sees(code: str) -> None:
+    assert breaches(code) != []
+
+
+HEAD = """
+import sys, os, multiprocessing, forebay
+from forebay import Cache
+URL, ROOT = {url!r}, {root!r}
+kept = []
+def hook(*args, kept=kept):     # refers to __main__ until the very end
+    print(kept)
+sys.excepthook = hook
+sys.unraisablehook_of_mine = kept
+"""
+SOURCE = "from forebay.sources import UrlSource; p = cache.prefetcher(UrlSource(URL.rpartition('/')[0] + '/')); "
+FRONTS = {
+    "a lease": "kept += [cache.local(URL), cache]",
+    "a closed cache": "kept += [cache.local(URL)]; cache.close()",
+    "bytes": "kept += [cache.read(URL)]",
+    "an open file": "kept += [cache.open(URL)]",
+    "a held key": "kept += [cache.space('x'), cache.get_or_put('k', lambda: b'v')]",
+    "samples": "s = cache.samples('a', 10); s.put(1, b'x' * 5000); kept += [s, s.get(1)]",
+    "samples without a name": "s = cache.samples(None, 10); s.put(1, b'x' * 5000); kept += [s]",
+    "outputs": "t = cache.tasks('flow'); f = t.cached(lambda x: x, version='1'); f(3); kept += [t, f]",
+    "a prefetcher": SOURCE + "l = p.get_lazy('x.bin'); kept += [p, l, l.get()]",
+    "lazies of a prefetcher": SOURCE + "kept += [p, p.get_lazy('x.bin')]",
+    "spilled objects": SOURCE + "kept += [p, p.put([1, 2, 3])]",
+    "a claim": "os.environ['FOREBAY_CLAIMS'] = ROOT + '-claims'; c = cache.claim([ROOT + '-out'], job='j'); kept += [c, c.barrier('b')]",
+}
+PLACES = {
+    "here": "cache = Cache(ROOT, budget='64MiB', min_free=0)\n{use}\n",
+    "a forked child": (
+        "cache = Cache(ROOT, budget='64MiB', min_free=0)\n{use}\n"
+        "p = multiprocessing.get_context('fork').Process(target=lambda: kept.append(kept))\np.start(); p.join()\n"
+        "pid = os.fork()\nif not pid:\n    sys.exit(0)\nos.waitpid(pid, 0)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_late_reference_prints_nothing(front: str, place: str, tmp_path: Path, server: ScriptedServer) -> None:
+    url = server.put("/x.bin", bytes(300_000))
+    code = HEAD.format(url=url, root=str(tmp_path / "root")) + PLACES[place].format(use=FRONTS[front])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
