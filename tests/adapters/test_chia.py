@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,6 +176,79 @@ def test_pickles_of_chia_are_refused_and_taken_over_on_request(nodes: Nodes, pla
         assert cache.tasks("chia").import_chia(place) == 1
     store = chia.Cache.options(resources={"head": 1}).remote(str(place / "new"), 1 << 20, {})
     assert ray.get(store.read.remote("a")) == (True, [1, 2])
+
+
+# -- in place of CHIA's own --------------------------------------------------------------------------------------------
+
+HERE = Path(__file__).parent
+CHIA = os.environ.get("TEST_CHIA")
+of_chia = pytest.mark.skipif(not CHIA, reason="CHIA's source is not given: make test CHIA=PATH")
+
+
+@pytest.mark.parametrize("source", [str(HERE / "like_chia"), pytest.param(CHIA, marks=of_chia)], ids=["like CHIA", "CHIA"])
+def test_a_flow_of_chia_s_functions(nodes: Nodes, place: Path, source: str) -> None:
+    paths = [source, str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    words = [sys.executable, str(HERE / "chia_flow.py"), nodes.cluster.address, str(place)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "ours": True, "first": 49, "nested": 64, "kept": ["iter7", "iter8"], "again": [49, 64, 81], "nested again": 64,
+        "text": "from a file", "by a worker": 49, "runs": ["7", "8", "9"],
+    }  # fmt: skip
+    with forebay.Cache(place / "cache") as cache:
+        assert [cache.tasks("chia").read(f"iter{x}") for x in (7, 8, 9)] == [(True, 49), (True, 64), (True, 81)]
+
+
+def test_install_and_uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE / "like_chia"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "chia"]:
+        monkeypatch.delitem(sys.modules, name)
+    from chia.base import bypass, cache  # type: ignore[import-not-found]
+
+    before = dict(vars(cache)), dict(vars(bypass))
+    for _ in range(2):
+        chia.install()
+    for module in (cache, bypass):
+        replaced = {name for name, value in vars(module).items() if value is not before[module is bypass].get(name)}
+        assert replaced == set(chia._OURS[module.__name__])
+        assert all(vars(module)[name] is ours for name, ours in chia._OURS[module.__name__].items())
+    chia.uninstall()
+    assert (dict(vars(cache)), dict(vars(bypass))) == before
+    for name in [name for name in sys.modules if name.partition(".")[0] == "chia"]:
+        del sys.modules[name]
+
+
+def test_another_package_of_that_name_is_no_chia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chia").mkdir()
+    (tmp_path / "chia" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(forebay.errors.MissingExtra, match=r"chia\.base.*no package index"):
+        chia.install()
+    sys.modules.pop("chia", None)
+
+
+@ray.remote(num_cpus=0)
+class OfChia:
+    """CHIA's actor has no root."""
+
+    def size_bytes(self) -> int:
+        return 0
+
+
+def test_a_cache_of_chia_s_own_is_not_taken_for_ours(nodes: Nodes, place: Path) -> None:
+    theirs = OfChia.options(name=chia.NAME, namespace="theirs").remote()
+    ray.get(theirs.size_bytes.remote())
+    with pytest.raises(forebay.errors.ConfigError, match="CHIA's own cache runs"):
+        chia.start_cache(1, str(place / "cache"), "MB", namespace="theirs")
+    assert not (place / "cache").exists()
+    chia.stop_cache("theirs")
+
+
+def test_units_are_chia_s() -> None:
+    assert chia.UNITS["KB"] == chia.UNITS["KIB"] == 1024
+    assert chia.UNITS["TIB"] == 1024**4
+    assert set(chia.UNITS) == {"B", "KB", "MB", "GB", "TB", "KIB", "MIB", "GIB", "TIB"}
 
 
 # -- bypass ------------------------------------------------------------------------------------------------------------

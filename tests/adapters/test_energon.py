@@ -24,6 +24,7 @@ from tests.harness import KiB, MiB, fork, in_child
 pytest.importorskip("megatron.energon")
 
 from megatron.energon import TextSample
+from megatron.energon import cache as energon_cache
 from megatron.energon.cache import CachePool, DecodeFileStore, FileStore, FileStoreDecoder, Lazy
 from megatron.energon.source_info import SourceInfo
 
@@ -393,6 +394,56 @@ def test_s05_the_limit_is_in_gib_and_of_all_processes(make: Callable[..., FileSt
     come_to(lambda: held(pool) == (0, 0))
 
 
+@pytest.mark.parametrize("kind", ["Energon's", "ours"])
+@pytest.mark.parametrize("method", ["raw", "pickle"])
+@pytest.mark.parametrize(("size", "count"), [(1000, 20), (20_000, 8), (MiB, 4)])
+def test_a_limit_of_exactly_the_items_bytes_holds_them(
+    make: Callable[..., FileStoreCachePool], tmp_path: Path, kind: str, method: Any, size: int, count: int
+) -> None:
+    store = Store(tmp_path / "reads", {str(number): os.urandom(size) for number in range(count + 1)})
+    own = len(pickle.dumps(store.items["0"])) if method == "pickle" else size
+    how = {"method": method, "max_cache_size_gbytes": count * own / GIB, "num_workers": 2}
+    pool = make(**how) if kind == "ours" else energon_cache.FileStoreCachePool(parent_cache_dir=tmp_path, **how)
+    lazies = [pool.get_lazy(store, str(number)) for number in range(count)]
+    come_to(lambda: pool.current_cache_count == count)
+    assert pool.current_cache_size == count * own == pool.max_cache_size
+    one_more = pool.get_lazy(store, str(count))
+    come_to(lambda: len(store.reads) == count + 1 or kind == "ours")
+    assert (pool.current_cache_size, pool.current_cache_count) == (count * own, count)
+    pool.max_cache_size += own
+    if kind == "ours":  # Energon's waits until something goes
+        come_to(lambda: pool.current_cache_count == count + 1)
+        assert pool.current_cache_size == (count + 1) * own
+    pool.max_cache_count = count + 5
+    assert (pool.max_cache_size, pool.max_cache_count) == ((count + 1) * own, count + 5)
+    assert [bytes(lazy.get()) if kind == "ours" else lazy.get() for lazy in lazies] == [store.items[str(n)] for n in range(count)]
+    del one_more
+    pool.close()
+
+
+def test_a_lower_limit_binds_what_comes_and_what_nobody_holds(make: Callable[..., FileStoreCachePool], store: Store) -> None:
+    pool = make()
+    lazies = [pool.get_lazy(store, f"{number}.txt") for number in range(4)]
+    come_to(lambda: pool.current_cache_count == 4)
+    pool.max_cache_count = 2
+    lazies.append(pool.get_lazy(store, "4.txt"))
+    assert pool.current_cache_count == 4, "they are held"
+    assert [lazy.get() for lazy in lazies] == [f"data of {number}.txt".encode() for number in range(5)]
+    come_to(lambda: held(pool) == (0, 0))
+    more = [pool.get_lazy(store, f"{number}.txt") for number in range(10, 14)]
+    come_to(lambda: pool.current_cache_count == 2)
+    assert pool.current_cache_count == 2
+    there = pickle.loads(pickle.dumps(pool))
+    assert (there.max_cache_count, there.max_cache_size) == (2, pool.max_cache_size)
+    there.close()
+    for wrong in (-1, 1.5, "1GB"):
+        with pytest.raises(ValueError, match="max_count"):
+            pool.max_cache_count = wrong
+        with pytest.raises(ValueError, match="budget"):
+            pool.max_cache_size = wrong
+    del more
+
+
 def test_the_number_of_items_is_limited(make: Callable[..., FileStoreCachePool], store: Store) -> None:
     pool = make(max_cache_count=2)
     assert pool.max_cache_count == 2
@@ -519,4 +570,4 @@ def test_without_energon_the_extra_is_named() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith("energon "), done.stderr
-    assert "forebay[energon]" in done.stdout
+    assert "the extra 'energon'" in done.stdout

@@ -583,7 +583,7 @@ def spawned(cache: Any, first: int, queue: Any) -> None:
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_spawned_workers(given: bool, method: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREBAY_BUDGET", "64MB")  # of the node's cache: not of what lies in `dir`
+    monkeypatch.setenv("FOREBAY_BUDGET", "64MiB")  # of the node's cache: not of what lies in `dir`
     context = multiprocessing.get_context(method)
     queue = context.Queue()
     with MultiprocessFileCache(20, dir=place if given else None, cache_size_limit=10_000) as cache:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +29,7 @@ import ray.train
 from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
 import forebay
-from forebay.adapters.ray import RayCheckpoint, from_ray, to_ray
+from forebay.adapters.ray import RayCheckpoint, from_ray, report, to_ray
 from tests.directories import CKPT, FILES, Remote, arrow, every_kind, files_of, fsspec_etags, s3, write_files
 from tests.directories import aws as aws
 from tests.directories import remote as remote
@@ -93,7 +95,6 @@ def test_a_local_directory_is_read_in_place(local: Path, cache: forebay.Cache) -
     ):
         with checkpoint.as_directory() as path:
             assert path == str(local)
-        assert checkpoint.to_directory() == str(local)
     assert files_of(local) == FILES
     assert cache.entries() == []
 
@@ -163,8 +164,89 @@ def test_a_private_copy(checkpoint: RayCheckpoint, tmp_path: Path) -> None:
     assert files_of(tmp_path / "copy") == FILES
     (tmp_path / "copy" / "config.json").write_bytes(b"mine")
     with pytest.raises(FileExistsError):
-        checkpoint.to_directory(tmp_path / "copy")
-    assert Path(checkpoint.to_directory(tmp_path / "copy", overwrite=True), "config.json").read_bytes() == FILES["config.json"]
+        checkpoint.to_directory(tmp_path / "copy", overwrite=False)
+    assert Path(checkpoint.to_directory(tmp_path / "copy"), "config.json").read_bytes() == FILES["config.json"]
+
+
+def copies_of(checkpoint: Any, another: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is seen of `to_directory` of a checkpoint; ``another`` handle is of the same directory."""
+    monkeypatch.setattr("tempfile.tempdir", str(place / "tmp"))
+    monkeypatch.setenv("HOME", str(place))
+    (place / "tmp").mkdir(parents=True)
+    monkeypatch.chdir(place)
+    seen: dict[str, Any] = {}
+    one = checkpoint.to_directory()
+    seen["where"], seen["files"] = os.path.relpath(os.path.dirname(one), place), files_of(one)
+    Path(one, "config.json").write_bytes(b"mine")
+    Path(one, "notes").write_bytes(b"mine")
+    seen["a second call"] = (checkpoint.to_directory() == one, files_of(one))
+    there = pickle.loads(pickle.dumps(checkpoint))
+    seen["pickled"] = there.to_directory() == one
+    if isinstance(there, RayCheckpoint) and there._ours._cache is not None:
+        there._ours._cache.close()
+    seen["another handle"] = another.to_directory() == one
+    shutil.rmtree(one)
+    seen["once more"] = (checkpoint.to_directory() == one, files_of(one))
+    (place / "mine" / "sub").mkdir(parents=True)
+    for name in ("config.json", "notes", "sub/notes"):
+        (place / "mine" / name).write_bytes(b"mine")
+    seen["returned"] = [checkpoint.to_directory(path) for path in ("~/mine/../mine", "x/./y/../y", Path("z"))]
+    seen["there"] = [files_of(place / name) for name in ("mine", "x/y", "z")]
+    for folder in (os.path.dirname(one), place / "mine", place / "x", place / "z"):
+        shutil.rmtree(folder)
+    return json.loads(json.dumps(seen, default=repr).replace(str(place), "PLACE"))
+
+
+@pytest.mark.parametrize("there", ["local", "remote"])
+def test_to_directory_gives_what_ray_s_gives(
+    there: str, remote: Remote, local: Path, cache: forebay.Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = (str(local), LocalFileSystem()) if there == "local" else (remote.url, remote.filesystem)
+    theirs = copies_of(ray.train.Checkpoint(*where), ray.train.Checkpoint(*where), tmp_path / "theirs", monkeypatch)
+    for own in (cache, None) if there == "local" else (cache,):
+        ours = copies_of(RayCheckpoint(*where, own), RayCheckpoint(*where, own), tmp_path / f"ours-{own is None}", monkeypatch)
+        assert ours == theirs
+    assert files_of(local) == FILES
+    with RayCheckpoint(remote.url, remote.filesystem, cache).as_directory() as path:
+        assert files_of(path) == FILES
+
+
+@pytest.mark.parametrize("metadata", [{"a": b"bytes"}, {"a": object()}, {("a", "b"): 1}, b"bytes"])
+def test_what_is_no_json_is_a_type_error_of_both(metadata: Any, checkpoint: RayCheckpoint, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    for each in (ray.train.Checkpoint.from_directory(tmp_path / "theirs"), checkpoint, from_ray(checkpoint)):
+        with pytest.raises(TypeError) as caught:
+            each.set_metadata(metadata)
+    assert isinstance(caught.value, forebay.errors.ConfigError)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert checkpoint.get_metadata() == {}
+
+
+def test_a_failed_to_directory_leaves_nothing(cache: forebay.Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    with pytest.raises(FileNotFoundError):
+        RayCheckpoint(tmp_path / "none", None, cache).to_directory()
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+def test_report_takes_what_ray_s_takes_in_its_order(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    signature = inspect.signature(ray.train.report)
+
+    def record(*args: Any, **how: Any) -> None:
+        told.append(signature.bind(*args, **how).arguments)
+
+    monkeypatch.setattr(ray.train, "report", record)
+    checkpoint, mode = forebay.Checkpoint(local), ray.train.CheckpointUploadMode.SYNC
+    report({"a": 1})
+    report({"a": 1}, checkpoint, "dir")
+    report({"a": 1}, checkpoint=checkpoint, checkpoint_dir_name="dir", checkpoint_upload_mode=mode)
+    report({"a": 1}, checkpoint, "dir", mode)
+    assert all(each["metrics"] == {"a": 1} for each in told)
+    assert [each.get("checkpoint_dir_name") for each in told] == [None, "dir", "dir", "dir"]
+    assert [each.get("checkpoint_upload_mode") for each in told] == [None, None, mode, mode]
+    assert [type(each.get("checkpoint")) for each in told] == [type(None), RayCheckpoint, RayCheckpoint, RayCheckpoint]
 
 
 def test_what_ray_reads_of_it_is_the_same(checkpoint: RayCheckpoint) -> None:

@@ -50,6 +50,38 @@ def data_set(remote: Path | None, local: Path) -> Any:
     return StreamingDataset(remote=None if remote is None else str(remote), local=str(local), shuffle=True, batch_size=4)
 
 
+def test_its_modules_keep_their_names() -> None:
+    """Programs import them, and tests patch them."""
+    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "streaming"}
+    before = {name: dict(vars(module)) for name, module in modules.items()}
+    streaming.install()
+    try:
+        for name, names_of_it in before.items():
+            assert names_of_it.keys() <= set(dir(sys.modules[name])), name
+        from streaming.base.shared.barrier import TICK, TIMEOUT, FileLock
+        from streaming.base.shared.memory import BuiltinSharedMemory, SharedMemory, resource_tracker
+
+        assert (TICK, TIMEOUT) == (0.007, 60)
+        assert (FileLock.__module__.partition(".")[0], BuiltinSharedMemory.__name__) == ("filelock", "SharedMemory")
+        assert SharedMemory is streaming.SharedMemory
+        theirs = before["streaming.base.shared.memory"]["SharedMemory"]
+        assert {name for name in dir(theirs) if not name.startswith("_")} <= set(dir(SharedMemory))
+        seen: list[tuple[str, str]] = []
+        made = SharedMemory("test_of_names", True, 8)
+        with pytest.MonkeyPatch.context() as patch:
+            for call in ("register", "unregister"):
+                patch.setattr(resource_tracker._resource_tracker, call, lambda name, kind: seen.append((name, kind)))
+            made.fix_register("/a", "shared_memory")
+            made.fix_unregister("/a", "shared_memory")
+            made.fix_register("/b", "semaphore")
+            made.fix_unregister("/b", "semaphore")
+        assert seen == [("/b", "semaphore")] * 2
+        made.cleanup()
+    finally:
+        streaming.uninstall()
+    assert {name: dict(vars(sys.modules[name])) for name in before} == before
+
+
 def epochs(say: Say, remote: Path, local: Path, *, count: int = 2, workers: int = 2, method: str = "fork", hang: bool = False) -> None:
     """A job: says its number, and which samples it saw in each epoch; then it stops in the middle of one, or ends."""
     streaming.install()
@@ -346,4 +378,4 @@ try: streaming.install()
 except errors.MissingExtra as error: print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "pip install 'forebay[streaming]'" in done.stdout
+    assert "the extra 'streaming'" in done.stdout

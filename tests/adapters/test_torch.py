@@ -27,6 +27,7 @@ np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 data = pytest.importorskip("torch.utils.data")
 
+from forebay.adapters import torch as adapter  # noqa: E402 - PyTorch may be missing
 from forebay.adapters.torch import CachedDataset  # noqa: E402 - PyTorch may be missing
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than processors
@@ -410,11 +411,30 @@ def test_items_that_cannot_be_pickled(cache: forebay.Cache, log: Log) -> None:
     assert len(told) == 1
 
 
-def test_the_wrong_codec_is_named(cache: forebay.Cache, log: Log) -> None:
-    dataset = CachedDataset(Pictures(log), cache.samples("raw", ITEMS))
-    with pytest.raises(errors.ConfigError, match="tuple is not bytes-like") as found:
-        dataset[0]
-    assert "codec='pickle'" in str(found.value.__notes__)
+@pytest.mark.parametrize(
+    ("codec", "why"), [("raw", "tuple is not bytes-like"), ("numpy", "stores one numpy.ndarray"), ("json", "is a tuple")]
+)
+def test_the_wrong_codec_is_named(cache: forebay.Cache, log: Log, codec: str, why: str) -> None:
+    dataset = CachedDataset(Pictures(log), cache.samples(codec, ITEMS, codec=codec))
+    for take in (lambda: dataset[0], lambda: dataset.__getitems__([0, 1]), lambda: next(iter(data.DataLoader(dataset, num_workers=1)))):
+        with pytest.raises(errors.ConfigError, match=f"{why}.*use codec='pytree'"):
+            take()
+    assert "codec='pickle'" in str(_raised(lambda: dataset[0]).__notes__)
+
+
+def _raised(call: Any) -> Any:
+    with pytest.raises(errors.ConfigError) as found:
+        call()
+    return found.value
+
+
+def test_items_without_pickle(cache: forebay.Cache, log: Log) -> None:
+    dataset = CachedDataset(
+        Pictures(log), cache.samples("tree", ITEMS, codec="pytree"), transform=Brightened(Log(log.path.with_name("other")))
+    )
+    for workers in (0, 2):
+        assert_epoch(data.DataLoader(dataset, batch_size=7, num_workers=workers, collate_fn=listed), brighter=True)
+    assert log.take() == ONCE
 
 
 # -- items -------------------------------------------------------------------------------------------------------------
@@ -559,4 +579,117 @@ def test_without_pytorch_the_extra_is_named() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith("torch "), done.stderr
-    assert "forebay[torch]" in done.stdout
+    assert "the extra 'torch'" in done.stdout
+
+
+# -- tensors over what the cache gives ---------------------------------------------------------------------------------
+
+WRITES = """
+import sys, warnings
+warnings.simplefilter("error")
+import torch, forebay
+from forebay.adapters.torch import tensor
+with forebay.Cache(sys.argv[1]) as cache:
+    view = cache.get("large") if sys.argv[2] == "get" else cache.read(sys.argv[2])
+    before = bytes(view)
+    mine, other = tensor(view), tensor(view[3:], dtype=torch.uint8, offset=1, count=5)
+    assert bytes(mine) == before and bytes(other) == before[4:9]
+    mine.add_(1)
+    other.fill_(7)
+    assert bytes(view) == before and bytes(cache.get("large") or b"") == before
+    assert mine[0] == (before[0] + 1) % 256
+    del view, cache
+    mine.fill_(9)
+    print(mine.sum().item())
+"""
+
+
+def test_a_tensor_may_be_written_to_and_nobody_else_sees_it(tmp_path: Path) -> None:
+    data = random.Random(1).randbytes(300_001)
+    (tmp_path / "source").write_bytes(data)
+    with forebay.Cache(tmp_path / "root", budget="1GB") as cache:
+        cache.put("large", data)
+        seen = cache.get("large")
+        for door in ("get", str(tmp_path / "source")):
+            words = [sys.executable, "-c", WRITES, str(tmp_path / "root"), door]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+            assert (done.returncode, done.stdout.strip()) == (0, str(9 * len(data))), (door, done.stderr)
+        assert seen is not None
+        assert bytes(seen) == data
+        assert (tmp_path / "source").read_bytes() == data
+        assert cache.check(deep=True) == []
+
+
+def test_a_tensor_is_no_copy_until_it_is_written_to(tmp_path: Path) -> None:
+    size = 64 << 20
+    with forebay.Cache(tmp_path / "root", budget="256MB") as cache:
+        cache.put("large", bytes(size))
+        view = cache.get("large")
+        assert view is not None
+        before = private_bytes()
+        made = adapter.tensor(view, torch.float32, offset=4096)
+        assert made.shape == (size // 4 - 1024,)
+        assert private_bytes() - before < size // 4
+        made[::1024] = 1.0
+        assert private_bytes() - before > size // 2
+        assert view[4096:8192] == bytes(4096)
+        del made
+        assert private_bytes() - before < size // 4
+
+
+def private_bytes() -> int:
+    """What this process has of its own."""
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_Dirty"))
+
+
+def test_a_tensor_outlives_what_it_was_made_of(tmp_path: Path) -> None:
+    with forebay.Cache(tmp_path / "root", budget="1GB") as cache:
+        cache.put("large", b"x" * 100_000)
+        view = cache.get("large")
+        made = adapter.tensor(view)
+        assert cache.evict("values:large").removed
+        late = adapter.tensor(view)  # the file is gone: a copy
+        del view
+        cache.put("large", b"y" * 100_000)
+    for each in (made, late):
+        each[0] = 1
+        assert bytes(each) == b"\1" + b"x" * 99_999
+    assert bytes(pickle.loads(pickle.dumps(made))) == bytes(made)
+
+
+@pytest.mark.parametrize(
+    "buffer", [b"abcd", bytearray(b"abcd"), memoryview(b"abcd"), memoryview(b"-a-b-c-d")[1::2], np.frombuffer(b"abcd", "u1")]
+)
+def test_a_tensor_of_any_buffer_is_its_own(buffer: Any) -> None:
+    made = adapter.tensor(buffer)
+    made[0] = 0
+    assert bytes(made) == b"\0bcd"
+    assert bytes(memoryview(buffer)) == b"abcd"
+
+
+def test_a_tensor_of_a_small_value_and_of_nothing(tmp_path: Path) -> None:
+    with forebay.Cache(tmp_path / "root", budget="1GB") as cache:
+        cache.put("small", b"abcd")
+        cache.put("empty", b"")
+        made = adapter.tensor(cache.get("small"))
+        made.zero_()
+        assert cache.get("small") == b"abcd"
+        assert adapter.tensor(cache.get("empty")).shape == (0,)
+    with pytest.raises(TypeError):
+        adapter.tensor("text")
+    with pytest.raises(ValueError, match="offset"):
+        adapter.tensor(b"abcd", offset=9)
+
+
+def test_a_tensor_of_an_array_has_its_type_and_shape(tmp_path: Path) -> None:
+    wanted = np.arange(60_000, dtype=np.float32).reshape(200, 300)
+    with forebay.Cache(tmp_path / "root", budget="1GB") as cache:
+        cache.put("array", wanted.tobytes())
+        array = np.frombuffer(cache.get("array"), np.float32).reshape(200, 300)
+        made = adapter.tensor(array[50:150])
+        assert (made.dtype, made.shape) == (torch.float32, (100, 300))
+        made += 1
+        np.testing.assert_array_equal(array, wanted)
+        np.testing.assert_array_equal(made.numpy(), wanted[50:150] + 1)
+        np.testing.assert_array_equal(adapter.tensor(array[:, ::2]).numpy(), wanted[:, ::2])

@@ -31,7 +31,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     outer = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
     paths = os.pathsep.join([ROOT, os.environ["PYTHONPATH"]])
     env = {**clean(), **outer, "PYTHONPATH": paths, "FOREBAY_CLAIMS": str(place / "claims")}
-    done = subprocess.run([sys.executable, PROGRAM, str(place)], env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, PROGRAM, str(place)], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return {**json.loads(done.stdout.splitlines()[-1]), "place": place}
 

@@ -1,37 +1,51 @@
 """CHIA's cache and bypass, by CHIA's names and arguments: an actor on the node of who starts it, and replays that a YAML file lists.
 
+`install` makes CHIA itself use them: its ``@ChiaFunction`` imports its own modules, whatever a flow imports.
+
 What is kept lies in a root of Forebay's, in the tasks called ``chia``: ``forebay.Cache(directory).tasks("chia")``. A directory with CHIA's
 own pickles is refused; `Tasks.import_chia` takes it over. In new code `forebay.adapters.ray_tasks` does more.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import importlib
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import forebay.cache
 from forebay import errors
+from forebay._logs import logger
 from forebay._tasks.config import load
 
 try:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from forebay.adapters import ray_tasks
     from forebay.adapters.ray_head import here
     from forebay.adapters.ray_tasks import size_in
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.chia", "ray") from error
 
-__all__ = ["Bypass", "Cache", "Handle", "get_active_bypass", "get_active_cache", "is_cached", "start_cache", "stop_cache"]
+__all__ = [
+    "UNITS", "Bypass", "BypassFileServer", "Cache", "Handle", "get_active_bypass", "get_active_cache", "install", "is_cached",
+    "start_cache", "stop_cache", "uninstall",
+]  # fmt: skip
 
-log = logging.getLogger("forebay.chia")
+log = logger("forebay.chia")
 
-NAME = "ForebayChiaCache"
+NAME = "ChiaCacheStore"
+"""Of the actor: CHIA's own name for it, by which every process of the cluster finds the running cache, whether `install` was called there
+or not."""
 SPACE = "chia"
+UNITS = {name.upper(): number for name, number in ray_tasks.UNITS.items()}
+"""Bytes of the units that `start_cache` knows, by their names in capitals."""
 _PICKLE = re.compile(r".*_[0-9a-f]{16}\.pkl")
 
 
@@ -43,7 +57,8 @@ class _Cache:
     def __init__(self, cache_dir_path: str, budget_bytes: int, config: Mapping[str, Any] | None = None) -> None:
         _refuse_pickles(cache_dir_path)
         self._config = dict(config or {})
-        self._tasks = forebay.cache.Cache(cache_dir_path).tasks(SPACE, budget=int(budget_bytes))
+        cache = forebay.cache.Cache(cache_dir_path)
+        self._root, self._tasks = str(cache.path), cache.tasks(SPACE, budget=int(budget_bytes))
 
     def write(self, tag: str, data: Any) -> bool:
         """Keep a value. False where it is larger than the whole budget, or cannot be kept: what was there then stays."""
@@ -72,6 +87,10 @@ class _Cache:
     def size_bytes(self) -> int:
         """Bytes of the values, as stored."""
         return self._tasks.size_bytes()
+
+    def root(self) -> str:
+        """The root of Forebay's in which the values are. CHIA's own actor has no such method."""
+        return self._root
 
     def get_config(self) -> dict[str, Any]:
         """The section ``cache`` of the YAML file: True, or a list of patterns, by function."""
@@ -105,6 +124,10 @@ class Handle:
         return hash(self.actor)
 
 
+_handle: Callable[[Any], Any] = Handle
+"""Makes what programs get for an actor: CHIA's own class, where it is installed."""
+
+
 class _Method:
     """A method of the actor, by both of its calls."""
 
@@ -129,12 +152,16 @@ def start_cache(
     """The running cache, else a new one on this node, which may hold ``size`` ``units`` in ``cache_dir_path``.
 
     ``units``: B, KB to TB or KiB to TiB, all of them powers of 1024. ``yaml_path``: its section ``cache`` says what is cached.
-    ``namespace``: of Ray; without one, this job's. Raises ValueError for other units and for what is wrong in the file, `RootRefused`."""
+    ``namespace``: of Ray; without one, this job's. Raises ValueError for other units and for what is wrong in the file, `RootRefused`,
+    and `ConfigError` where an actor of CHIA's own has the cache's name."""
     found = get_active_cache(namespace)
     if found is not None:
+        if not hasattr(found.actor, "root"):
+            message = f"CHIA's own cache runs in this cluster, as the actor {NAME!r}: end it with stop_cache() before another one starts"
+            raise errors.ConfigError(message, name="namespace", value=str(namespace))
         return found
     budget = size_in(size, units)
-    config = load(yaml_path).as_chia() if yaml_path is not None else {}
+    config = _load_cache_config(yaml_path) if yaml_path is not None else {}
     place = Path(cache_dir_path).absolute()
     _refuse_pickles(place)
     with forebay.cache.Cache(place) as cache:  # what is wrong with it is told here
@@ -143,7 +170,7 @@ def start_cache(
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=here(), soft=False),
             **({"namespace": namespace} if namespace else {}),
         }  # fmt: skip
-        handle = Handle(Cache.options(**options).remote(str(cache.path), budget, config))
+        handle: Handle = _handle(Cache.options(**options).remote(str(cache.path), budget, config))
         ray.get(handle.size_bytes.remote())  # it is up
     return handle
 
@@ -160,9 +187,10 @@ def get_active_cache(namespace: str | None = None) -> Handle | None:
     if not ray.is_initialized():
         return None
     try:
-        return Handle(ray.get_actor(NAME, **({"namespace": namespace} if namespace else {})))
+        found: Handle = _handle(ray.get_actor(NAME, **({"namespace": namespace} if namespace else {})))
     except ValueError:
         return None
+    return found
 
 
 def is_cached(func_name: str, tag: str | None = None) -> bool:
@@ -182,6 +210,11 @@ def is_cached(func_name: str, tag: str | None = None) -> bool:
 
 
 _configs: dict[Any, dict[str, Any]] = {}
+
+
+def _load_cache_config(yaml_path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The section ``cache`` of a YAML file, as `is_cached` reads it. Raises `ConfigError`."""
+    return load(yaml_path).as_chia()
 
 
 def _refuse_pickles(directory: str | os.PathLike[str]) -> None:
@@ -214,6 +247,10 @@ class _FileServer:
         return Path(path).is_file()
 
 
+BypassFileServer: Any = ray.remote(num_cpus=0)(_FileServer)
+"""The class of the actor behind `Bypass.file_server`."""
+
+
 class Bypass:
     """Which calls are replayed, and by what. The last one that was made is the active one of its process.
 
@@ -233,6 +270,9 @@ class Bypass:
         if self._data_paths and ray.is_initialized():
             self.file_server()
         _active[0] = self
+        if "chia.base.ChiaFunction" in sys.modules:  # in a worker where nothing called `install`: a function came there with this class
+            with contextlib.suppress(ModuleNotFoundError):
+                vars(importlib.import_module("chia.base.bypass"))["_active_bypass"] = self
 
     def set_provider(self, func_name: str, provider: Callable[..., Any]) -> None:
         """What runs in place of a function: ``provider(tag, data_path, *args, **kwargs)``."""
@@ -272,13 +312,13 @@ class Bypass:
         """The actor that gives files of the node where this was made: ``get_text``, ``get_bytes``, ``exists``."""
         if self._file_server is None:
             pinned = NodeAffinitySchedulingStrategy(node_id=here(), soft=False)
-            self._file_server = ray.remote(num_cpus=0)(_FileServer).options(scheduling_strategy=pinned).remote()
+            self._file_server = BypassFileServer.options(scheduling_strategy=pinned).remote()
         return self._file_server
 
     def get_state(self) -> dict[str, Any]:
-        """All of it, as a dict that pickles as far as providers and conditions do."""
+        """All of it, as a dict that pickles as far as providers and conditions do. Where it arrives, `install` is called if it was here."""
         state: dict[str, Any] = {name: dict(getattr(self, f"_{name}")) for name in _STATE}
-        return {**state, "file_server": self._file_server}
+        return {**state, "file_server": self._file_server, **({"forebay": _Arrival()} if _undo else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Add what another one's `get_state` gave."""
@@ -302,3 +342,68 @@ def _text_of_file(tag: str | None, data_path: str | None, *args: Any, **kwargs: 
     if active is None or data_path is None:
         raise RuntimeError(f"no bypass is active in this process, of which {data_path!r} could be had")
     return str(ray.get(active.file_server().get_text.remote(data_path)))
+
+
+# -- in place of CHIA's own --------------------------------------------------------------------------------------------
+
+_OURS: dict[str, dict[str, Any]] = {
+    "chia.base.cache": {
+        "Cache": Cache, "UNITS": UNITS, "start_cache": start_cache, "stop_cache": stop_cache, "get_active_cache": get_active_cache,
+        "is_cached": is_cached, "_load_cache_config": _load_cache_config,
+    },
+    "chia.base.bypass": {
+        "Bypass": Bypass, "BypassFileServer": BypassFileServer, "get_active_bypass": get_active_bypass,
+        "_default_file_provider": _text_of_file,
+    },
+}  # fmt: skip
+_undo: list[tuple[ModuleType, str, Any]] = []  # what was where
+
+
+def install() -> None:
+    """Make CHIA use what is here, in this process and in the workers that a bypass reaches. Does nothing a second time.
+
+    Call it at the head of the program, before a cache is started or a `Bypass` made; the order of imports does not matter: names that
+    modules have bound already are replaced there too. Workers where nothing calls it find the running cache by its name.
+    Raises `MissingExtra` where CHIA is not installed."""
+    global _handle
+    if _undo:
+        return
+    try:
+        homes = {name: importlib.import_module(name) for name in _OURS}
+        wrap = importlib.import_module("chia.base.ChiaFunction").chia_actor
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "chia":
+            raise
+        message = (
+            f"adapters.chia.install() needs CHIA, of which {error.name} is not there: it is on no package index (the packages of this "
+        )
+        raise errors.MissingExtra(message + "name there are other projects); have its source in PYTHONPATH", extra="chia") from error
+    replaced = {
+        id(vars(homes[home])[name]): ours for home, names in _OURS.items() for name, ours in names.items() if name in vars(homes[home])
+    }
+    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
+        for name, value in list(vars(module).items()):
+            if id(value) in replaced and replaced[id(value)] is not value:
+                _undo.append((module, name, value))
+                setattr(module, name, replaced[id(value)])
+    _handle = wrap
+
+
+def uninstall() -> None:
+    """Give CHIA its own back. What was made meanwhile stays as it is."""
+    global _handle
+    while _undo:
+        module, name, value = _undo.pop()
+        setattr(module, name, value)
+    _handle = Handle
+
+
+class _Arrival:
+    """What a bypass carries from a process where CHIA uses what is here to those where it is restored."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, ()
+
+
+def _arrive() -> None:
+    install()

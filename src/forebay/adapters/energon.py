@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-import logging
 import os
 import pickle
-import struct
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from forebay import errors
-from forebay.cache import Cache
+from forebay import codecs, errors
+from forebay._logs import logger
+from forebay._model import Noted
+from forebay.cache import Cache, origin_of
 
 try:
     from megatron.energon.cache import CachePool, Lazy
     from megatron.energon.cache import base as energon_base
-    from megatron.energon.source_info import add_source_info
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.source_info import SourceInfo, add_source_info
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.energon", "energon") from error
 
 __all__ = ["FileCacheLazy", "FileStoreCachePool", "NoCachePool", "SpilledLazy"]
 
-log = logging.getLogger("forebay.adapters.energon")
+log = logger("forebay.adapters.energon")
 
 SPACE = "energon"
 GIB = 1 << 30
-_HEAD = struct.Struct("<BI")  # what the payload is, and how long the source info before it
-_BYTES, _PICKLED = 0, 1
+_BYTES, _PICKLED, _PLAIN = 0, 1, 4  # what the payload is
+_FORM = "noted"  # how items lie in the cache: those of another form have other keys
+_PYTREE = codecs.codec("pytree")
 _PRIMARY: Any = getattr(energon_base, "PrimaryFileStore", ())  # older versions have none
 
 Found = tuple[Any, Any]
@@ -94,7 +97,8 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
     ``parent_cache_dir``: a directory in which the cache's root lies; or ``cache``: an open `Cache`; else the default root.
     ``num_workers``: threads that load, in each process. ``max_cache_size_gbytes`` (GiB), ``max_cache_count``: what the items of all
     processes that use the same root may take together. ``method``: ``raw`` keeps what the dataset holds, and decodes at each
-    lazy's first `get`; ``pickle`` keeps what was decoded.
+    lazy's first `get`; ``pickle`` keeps what was decoded, pickled. In a root that others can write to nothing is unpickled unless
+    ``method`` says so.
 
     An item that several processes want at the same time is read once. Callable from any thread, usable in both processes after a
     fork, pending loads or not; picklable, unless ``cache`` is not. Raises `ConfigError`, and what `Cache` raises when it is opened."""
@@ -113,7 +117,8 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         self.num_workers, self.method, self._given = num_workers, method, cache
         self._max_size, self._max_count = int(max_cache_size_gbytes * GIB), max_cache_count
         self._cache = cache or Cache(self.parent_cache_dir / "forebay" if self.parent_cache_dir is not None else None)
-        self._stores = _Stores(method)
+        self._plain = method != "pickle" and origin_of(self._cache).others_can_write
+        self._stores = _Stores(method, self._plain)
         self._prefetcher = self._cache.prefetcher(
             self._stores, name=SPACE, workers=num_workers, budget=self._max_size, max_count=max_cache_count, policy="wait", keep=False
         )
@@ -126,7 +131,7 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         """Begin to load an item. Raises RuntimeError after `close`."""
         ds, fname = _resolved(ds, fname)
         lazy = self._prefetcher.get_lazy(self._stores.key(ds, fname))
-        return FileCacheLazy(ds, fname, self, lambda: _decoded(ds, fname, lazy.get()))
+        return FileCacheLazy(ds, fname, self, lambda: _decoded(ds, fname, lazy.get(), self._plain))
 
     def to_cache(self, data: Any, name: str) -> SpilledLazy:
         """Put an object to disk, pickled, until the lazy that is given for it is read or dropped. Raises RuntimeError after `close`."""
@@ -156,13 +161,23 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
 
     @property
     def max_cache_size(self) -> int:
-        """Bytes that the items may take."""
+        """Bytes that the items may take. May be assigned: for all processes, at once."""
         return self._max_size
+
+    @max_cache_size.setter
+    def max_cache_size(self, size: int) -> None:
+        self._prefetcher.set_limits(budget=size)
+        self._max_size = size
 
     @property
     def max_cache_count(self) -> int:
-        """How many items there may be."""
+        """How many items there may be. May be assigned, too."""
         return self._max_count
+
+    @max_cache_count.setter
+    def max_cache_count(self, count: int) -> None:
+        self._prefetcher.set_limits(max_count=count)
+        self._max_count = count
 
     def __reduce__(self) -> tuple[Any, ...]:
         how = {
@@ -204,14 +219,14 @@ class _Stores:
 
     uri = "energon"
 
-    def __init__(self, method: str) -> None:
-        self._method = method
+    def __init__(self, method: str, plain: bool) -> None:
+        self._method, self._plain = method, plain
         self._by_token: dict[str, Any] = {}
         self._decoders: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def key(self, ds: Any, fname: str) -> str:
         """Two processes give the same key only to the same item."""
-        said = [self._method, str(ds.get_path())]
+        said = [_FORM, self._method, str(ds.get_path())]
         for store in _chain(ds):
             if self._method == "pickle" or _inner(store) is None:
                 said.append(_name_of(type(store)))
@@ -221,11 +236,11 @@ class _Stores:
         self._by_token[token] = ds
         return f"{token}/{fname}"
 
-    def __getitem__(self, key: str) -> bytes:
+    def __getitem__(self, key: str) -> Noted:
         token, _, fname = key.partition("/")
         ds = self._by_token[token]
         data, info = ds[fname] if self._method == "pickle" else _raw(ds, fname)
-        return _framed(data, info, pickled=self._method == "pickle")
+        return _noted_plainly(data, info) if self._plain else _noted(data, info, pickled=self._method == "pickle")
 
     def _said_of(self, decoder: Any) -> str:
         """What tells one decoder from another, also in another process; looked at once, since decoding may change it."""
@@ -284,21 +299,62 @@ def _raw(ds: Any, fname: str) -> Found:
     return found[0], found[1]
 
 
-def _framed(data: Any, info: Any, *, pickled: bool) -> bytes:
-    """As one piece, so that whoever finds it in the cache has its source as well."""
+def _noted(data: Any, info: Any, *, pickled: bool) -> Noted:
+    """Data with their source, so that whoever finds them in the cache has it as well: beside them, since limits are of the data alone."""
     kind = _BYTES if isinstance(data, bytes | bytearray | memoryview) and not pickled else _PICKLED
     payload = pickle.dumps(data, pickle.HIGHEST_PROTOCOL) if kind == _PICKLED else data
-    head = pickle.dumps(info, pickle.HIGHEST_PROTOCOL)
-    return b"".join((_HEAD.pack(kind | pickled << 1, len(head)), head, payload))
+    return Noted.of(payload, _note(kind | pickled << 1, pickle.dumps(info, pickle.HIGHEST_PROTOCOL)))
 
 
-def _decoded(ds: Any, fname: str, framed: Any) -> Found:
-    """What `_framed` had, decoded."""
-    view = memoryview(framed)
-    kind, length = _HEAD.unpack_from(view)
-    info, payload = pickle.loads(view[_HEAD.size :][:length]), view[_HEAD.size + length :]
-    data = pickle.loads(payload) if kind & _PICKLED else bytes(payload)
-    if kind >> 1:
+def _noted_plainly(data: Any, info: Any) -> Noted:
+    """As `_noted`, without a pickle. Raises `ConfigError` where that cannot be."""
+    told = info
+    if type(info) is SourceInfo:
+        path = info.dataset_path
+        told = [type(path) is EPath, str(path) if type(path) is EPath else path, info.index, info.shard_name, tuple(info.file_names)]
+    try:
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise errors.ConfigError(f"a {type(data).__name__} is no bytes", name="method", value="raw")
+        head = b"".join(_PYTREE.encode(told))
+    except errors.ConfigError as error:
+        message = (
+            f"others can write to this root, and what the dataset gives wants a pickle ({error}): say method='pickle' if you trust them"
+        )
+        raise errors.ConfigError(message, name="method", value="raw") from error
+    return Noted.of(data, _note(_PLAIN, head))
+
+
+def _note(kind: int, head: bytes) -> str:
+    return f"{kind}{base64.b85encode(head).decode()}"
+
+
+def _plain_info(head: bytes) -> Any:
+    """The source that `_noted_plainly` took apart. Raises `Damaged`, ValueError or TypeError."""
+    told = _PYTREE.decode(memoryview(head), lambda: memoryview(bytearray(head)))
+    if not isinstance(told, list):
+        return told
+    is_epath, path, index, shard, names = told
+    return SourceInfo(dataset_path=EPath(path) if is_epath else path, index=index, shard_name=shard, file_names=names)
+
+
+def _decoded(ds: Any, fname: str, noted: Any, plain: bool) -> Found:
+    """What `_noted`, or `_noted_plainly`, had, decoded."""
+    note = noted.note if isinstance(noted, Noted) else ""
+    if not note[:1].isdecimal() or (plain and note[0] != str(_PLAIN)):
+        data, info = ds[fname]  # it was not this pool's kind that wrote it
+        return data, info
+    kind = int(note[0])
+    try:
+        head = base64.b85decode(note[1:])
+        info = _plain_info(head) if kind == _PLAIN else None
+    except (errors.Damaged, ValueError, TypeError) as error:
+        log.warning("what is kept of %s cannot be read, it is read anew: %s", fname, error)
+        data, info = ds[fname]
+        return data, info
+    if kind != _PLAIN:
+        info = pickle.loads(head)
+    data = pickle.loads(noted) if kind & _PICKLED else bytes(noted)
+    if kind >> 1 & 1:
         return data, info
     decode = getattr(ds, "_decode_raw", None)
     if decode is not None:

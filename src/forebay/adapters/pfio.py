@@ -15,9 +15,11 @@ from forebay.adapters import pfio_places as places
 from forebay.adapters.pfio_base import Cache as Cache
 from forebay.adapters.pfio_base import Stored, checked_length, let_go, receive, send
 from forebay.adapters.pfio_filling import Filling
+from forebay.adapters.pfio_http import HTTPCache as HTTPCache
+from forebay.adapters.pfio_http import HTTPConnector as HTTPConnector
 from forebay.pfio_file import PfioFile
 
-__all__ = ["Cache", "FileCache", "MultiprocessFileCache", "NaiveCache", "ReadOnlyFileCache"]
+__all__ = ["Cache", "FileCache", "HTTPCache", "HTTPConnector", "MultiprocessFileCache", "NaiveCache", "ReadOnlyFileCache"]
 
 
 class NaiveCache(Cache):

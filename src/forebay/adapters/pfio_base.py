@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import logging
 import operator
 import os
 import pickle
@@ -14,12 +13,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from forebay import errors
+from forebay._logs import logger
 from forebay.adapters import pfio_places as places
 from forebay.cache import Cache as Home
 from forebay.pfio_file import PfioFile
 from forebay.samples import Samples
 
-log = logging.getLogger("forebay.pfio")
+log = logger("forebay.pfio")
 
 
 class Cache(abc.ABC):
@@ -64,7 +64,24 @@ class Cache(abc.ABC):
         """Let go of everything."""
 
 
-class Stored(Cache):
+class Shared(Cache):
+    """Slots that lie outside of the process: any number of processes and threads may use them."""
+
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def multiprocess_safe(self) -> bool:
+        return True
+
+    @property
+    def multithread_safe(self) -> bool:
+        return True
+
+
+class Stored(Shared):
     """Slots that lie in files."""
 
     closed: bool
@@ -77,17 +94,6 @@ class Stored(Cache):
         self._place, self._given = os.path.abspath(self.dir), dir is not None
         self._source, self._told = None, False
         self._home: Home | None = None
-
-    def __len__(self) -> int:
-        return self.length
-
-    @property
-    def multiprocess_safe(self) -> bool:
-        return True
-
-    @property
-    def multithread_safe(self) -> bool:
-        return True
 
     def get(self, i: int) -> Any:
         """The data of slot i as bytes, or unpickled; None if there are none, and after `close`. Raises IndexError."""
@@ -169,8 +175,10 @@ def let_go(source: Samples | PfioFile | None) -> None:
         source.close()
 
 
-def recorded(tag: str) -> contextlib.AbstractContextManager[Any]:
-    """One call in the profile of pytorch-pfn-extras, if that is installed."""
+def recorded(tag: str, *, trace: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """One call in the profile of pytorch-pfn-extras, if that is installed, and ``trace`` wanted."""
+    if not trace:
+        return contextlib.nullcontext()
     try:
         from pytorch_pfn_extras.profiler import record  # type: ignore[import-not-found,unused-ignore]
     except ImportError:

@@ -135,8 +135,8 @@ class Filling(Stored):
             return overwrite
         if source.name is None:
             return source.preserve(name, overwrite)
-        with self._node().samples(length=self.length, codec="raw") as twin:
-            copied = all(twin.put(i, source.get(i)) for i in source)
+        with self._node().samples(length=self.length) as twin:
+            copied = all(twin.put(i, cast(memoryview, source.get(i))) for i in source)
             return copied and twin.preserve(name, overwrite)
 
     def preload(self, name: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import re
 import secrets
@@ -15,9 +14,10 @@ from collections.abc import Iterator
 from forebay import errors
 from forebay._kernel import host
 from forebay._kernel.locks import LockFile
+from forebay._logs import logger
 from forebay.cache import Cache
 
-log = logging.getLogger("forebay.pfio")
+log = logger("forebay.pfio")
 UNLIMITED = 1 << 60
 _NAME = re.compile(r"forebay-[0-9a-f]{16}")
 _GONE = re.compile(_NAME.pattern + r"\.gone")

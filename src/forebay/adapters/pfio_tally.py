@@ -6,8 +6,9 @@ import contextlib
 import fcntl
 import os
 import struct
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from forebay._engine.pack import Pack
@@ -71,4 +72,6 @@ class Tally:
         if fd >= 0:
             os.close(fd)
 
-    __del__ = close
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self.close()

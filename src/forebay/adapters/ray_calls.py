@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,13 +12,14 @@ from typing import Any
 import ray
 
 from forebay import errors
+from forebay._logs import logger
 from forebay._tasks import hashing
 from forebay._tasks.binding import Call, Naming
 from forebay._tasks.bypass import Replay
 from forebay.adapters.ray_sessions import Context, Session, running
 from forebay.adapters.ray_values import Nowhere, Unreachable
 
-log = logging.getLogger("forebay.ray")
+log = logger("forebay.ray")
 
 READ_THROUGH, REPLAY = "read-through", "replay"
 
@@ -150,6 +150,7 @@ def _worked(
         value = run_to_keep()
         keep(session, naming, told, call, value)
         return value
+    naming.tell_if_changed(session.values().has_any)
     value = session.values().single(call.tag.key, call.digest, run_to_keep, pin=told.pin, who=naming.identity, looked=told.looked)
     return value if _fits(value, told.returns) else run()  # kept by a call that was asked for another number
 

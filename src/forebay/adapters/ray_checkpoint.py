@@ -33,9 +33,9 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
     def __init__(self, path: str | os.PathLike[str], filesystem: Any = None, cache: Cache | None = None) -> None:
         self._set(Checkpoint(path, filesystem, cache))
 
-    def _set(self, ours: Checkpoint) -> None:
+    def _set(self, ours: Checkpoint, its_uuid: uuid.UUID | None = None) -> None:
         # Ray's own __init__ would ask for the region of a bucket, which only its own ways to read need.
-        self._ours, self._uuid = ours, uuid.uuid4()
+        self._ours, self._uuid = ours, its_uuid or uuid.uuid4()
 
     @property
     def path(self) -> str:
@@ -52,11 +52,11 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
             found, _ = fsspec.core.url_to_fs(self._ours.url)
         return found if isinstance(found, arrow.FileSystem) else arrow.PyFileSystem(arrow.FSSpecHandler(found))
 
-    def __getstate__(self) -> Checkpoint:
-        return self._ours
+    def __getstate__(self) -> tuple[Checkpoint, uuid.UUID]:
+        return self._ours, self._uuid
 
-    def __setstate__(self, ours: Checkpoint) -> None:
-        self._set(ours)
+    def __setstate__(self, state: tuple[Checkpoint, uuid.UUID]) -> None:
+        self._set(*state)
 
     @property
     def url(self) -> str:
@@ -72,9 +72,23 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
         with self._ours.as_directory(include=include, exclude=exclude, **how) as path:
             yield path
 
-    def to_directory(self, path: str | os.PathLike[str] | None = None, **how: Any) -> str:
-        """See `Checkpoint.to_directory`: with a ``path`` a private copy, which may be written to; without one the tree of the cache."""
-        return self._ours.to_directory(path, **how)
+    def to_directory(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = True, **how: Any) -> str:
+        """A private copy of its files, which may be written to; gives its path. `as_directory` costs no copy: take that one to read.
+
+        As with Ray: files that stand in ``path`` are overwritten, others stay, and without a ``path`` each handle has one directory in the
+        temporary directory, of all processes that got the handle; the caller removes it. ``overwrite=False``, ``how``, and what is raised:
+        see `Checkpoint.to_directory`."""
+        target = os.path.normpath(os.path.expanduser(os.fspath(path) if path is not None else self._get_temporary_checkpoint_dir()))
+        if path is None:
+            os.makedirs(target, mode=0o700, exist_ok=True)
+        try:
+            self._ours.to_directory(target, overwrite=overwrite, **how)
+        except BaseException:
+            if path is None:
+                with contextlib.suppress(OSError):  # it is there, and of use, from an earlier call
+                    os.rmdir(target)
+            raise
+        return target
 
     def get_metadata(self) -> dict[str, Any]:
         """See `Checkpoint.get_metadata`."""
@@ -110,6 +124,11 @@ def get_checkpoint(cache: Cache | None = None) -> RayCheckpoint | None:
     return None if found is None else to_ray(from_ray(found, cache))
 
 
-def report(metrics: dict[str, Any], checkpoint: Any = None, **how: Any) -> None:
-    """`ray.train.report`, which also takes a `Checkpoint` of ours. ``how``: whatever else Ray's takes. Ray copies it to its storage."""
-    ray.train.report(metrics, to_ray(checkpoint) if isinstance(checkpoint, Checkpoint) else checkpoint, **how)
+def report(metrics: dict[str, Any], checkpoint: Any = None, checkpoint_dir_name: str | None = None, *more: Any, **how: Any) -> None:
+    """`ray.train.report`, which also takes a `Checkpoint` of ours. ``more``, ``how``: whatever else Ray's takes, in its order. Ray copies
+    the checkpoint to its storage."""
+    theirs = to_ray(checkpoint) if isinstance(checkpoint, Checkpoint) else checkpoint
+    if more:
+        ray.train.report(metrics, theirs, checkpoint_dir_name, *more, **how)
+    else:
+        ray.train.report(metrics, checkpoint=theirs, checkpoint_dir_name=checkpoint_dir_name, **how)

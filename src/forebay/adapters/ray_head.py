@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,11 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from forebay._logs import logger
 from forebay.adapters.ray_values import Answer, Payload, Served, Unreachable
 from forebay.cache import Cache
 
-log = logging.getLogger("forebay.ray")
+log = logger("forebay.ray")
 
 NAME = "forebay-tasks"
 NAMESPACE = "forebay"
@@ -30,7 +30,7 @@ THREADS = 16
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a cache is, and what was asked of it. ``node``: Ray's id of the head's node; ``root``: the id of the root; ``budget``: bytes;
-    ``folder``: in which relative paths of data files lie; ``config``: parsed; ``mode``: of tasks that do not say."""
+    ``folder``: in which relative paths of data files lie; ``config``: parsed; ``mode``: of tasks that do not say; ``codec``: by name."""
 
     path: str
     node: str
@@ -39,6 +39,7 @@ class Place:
     folder: str
     config: Any
     mode: str
+    codec: str = "pickle"
 
 
 class HeadActor:
@@ -47,7 +48,7 @@ class HeadActor:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._cache = Cache(place.path)
-        self._tasks = self._cache.tasks(SPACE, budget=place.budget)
+        self._tasks = self._cache.tasks(SPACE, budget=place.budget, codec=place.codec)
         plain = self._tasks._values
         self._values = Served(plain._origin, self._cache, SPACE, plain.codec)
 
@@ -74,6 +75,10 @@ class HeadActor:
     def has(self, key: str) -> bool:
         """See `Tasks.has`."""
         return self._values.has(key)
+
+    def has_any(self, prefix: str) -> bool:
+        """See `Values.has_any`."""
+        return self._values.has_any(prefix)
 
     def evict(self, key: str) -> bool:
         """See `Tasks.evict`."""

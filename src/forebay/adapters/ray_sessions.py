@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +14,14 @@ from typing import Any
 from ray import cloudpickle
 
 from forebay import errors
+from forebay._logs import logger
 from forebay._tasks.bypass import Bypass
 from forebay._tasks.values import COUNTED, Values
 from forebay.adapters.ray_head import NAMESPACE, SPACE, Head, Place, here, root_of
 from forebay.adapters.ray_values import Away, Nowhere, Unreachable
-from forebay.cache import Cache
+from forebay.cache import Cache, origin_of
 
-log = logging.getLogger("forebay.ray")
+log = logger("forebay.ray")
 
 LOOK_AGAIN = 0.1  # seconds for which the actor is taken to be the one it was
 
@@ -222,7 +222,7 @@ def _open(place: Place, head: Head) -> Values | Nowhere:
     # Of another root with this path, in a container perhaps, it would be somebody else's.
     if place.node == here() and root_of(place.path) == place.root:
         try:
-            values: Values = Cache(place.path).tasks(SPACE)._values
+            values: Values = Cache(place.path).tasks(SPACE, codec=place.codec)._values
             return values
         except errors.ForebayError as error:
             log.warning("the cache in %s cannot be opened here, values come by Ray: %s", place.path, str(error))
@@ -231,5 +231,8 @@ def _open(place: Place, head: Head) -> Values | Nowhere:
     except errors.ForebayError as error:
         log.warning("this node has no cache of its own for copies: %s", str(error))
         cache = Cache(enabled=False)
-    plain = cache.tasks(f"{SPACE}@{place.root:016x}")._values
+    if place.codec == "pickle" and origin_of(cache).others_can_write:
+        log.warning("others can write to %s: no values are copied to it, they come by Ray", cache.path)
+        cache = Cache(enabled=False)
+    plain = cache.tasks(f"{SPACE}@{place.root:016x}", codec=place.codec)._values
     return Away(plain._origin, cache, plain.space, plain.codec, head)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +14,15 @@ from ray.actor import ActorClass, ActorMethod
 from ray.remote_function import RemoteFunction
 
 from forebay import errors
+from forebay._logs import logger
 from forebay._tasks import hashing
 from forebay._tasks.binding import Naming
 from forebay._tasks.cached import Cached
+from forebay._tasks.naming import identity_of
 from forebay.adapters import ray_calls
 from forebay.adapters.ray_sessions import Session, session_of
 
-log = logging.getLogger("forebay.ray")
+log = logger("forebay.ray")
 
 _told: set[tuple[str, str]] = set()
 
@@ -171,7 +173,9 @@ def make_task(
 ) -> Task:  # fmt: skip
     """See `forebay.adapters.ray_tasks.remote`. Raises `ConfigError`."""
     if isinstance(fn, ActorMethod):
-        return ActorTask(fn, Naming(_stub(fn), tag, version, ignore), mode, namespace, options)
+        stub = _stub(fn)
+        identity = identity_of(stub.__wrapped__) if hasattr(stub, "__wrapped__") else None
+        return ActorTask(fn, Naming(stub, tag, version, ignore, identity), mode, namespace, options)
     there: Naming | None = None
     if isinstance(fn, RemoteFunction):
         options = {**{name: value for name, value in fn._default_options.items() if value is not None}, **options}
@@ -191,7 +195,7 @@ def make_task(
     return Task(fn, Naming(fn, rule, mark, ignore or there._ignore, there.identity), mode, namespace, options)
 
 
-hashing.register(Task, lambda task: (task._naming.identity, task._naming.version))
+hashing.register(Task, lambda task: task._naming.content())
 
 
 def _resolved(argument: Any) -> Any:
@@ -208,7 +212,8 @@ def _named(function: Any) -> Any:
 
 
 def _stub(method: ActorMethod) -> Callable[..., Any]:
-    """A function with the name and the parameters of a method that lies elsewhere."""
+    """A function with the name and the parameters of a method that lies elsewhere. It wraps the method itself where this process has the
+    class: then its code counts."""
 
     def stub(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
@@ -217,6 +222,12 @@ def _stub(method: ActorMethod) -> Callable[..., Any]:
     where = handle._ray_function_descriptor[name]
     stub.__name__, stub.__qualname__, stub.__module__ = name, f"{where.class_name}.{name}", where.module_name
     stub.__signature__ = inspect.Signature(handle._ray_method_signatures[name])  # type: ignore[attr-defined]
+    found: Any = sys.modules.get(where.module_name)
+    for part in where.class_name.split("."):
+        found = getattr(found, part, None)
+    method_of = getattr(getattr(getattr(found, "__ray_metadata__", None), "modified_class", found), name, None)
+    if isinstance(method_of, types.FunctionType):
+        stub.__wrapped__ = method_of  # type: ignore[attr-defined]
     return stub
 
 

@@ -6,13 +6,13 @@ process that calls `start`: there lies the cache, which that node's processes re
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from forebay import errors
+from forebay._logs import logger
 from forebay.tasks import Tasks
 
 try:
@@ -25,11 +25,12 @@ except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.ray_tasks", "ray") from error
 
 from forebay._tasks.config import load
-from forebay.cache import Cache
+from forebay.cache import Cache, origin_of
+from forebay.codecs import default_codec
 
 __all__ = ["RayTasks", "Task", "active", "remote", "start", "stop"]
 
-log = logging.getLogger("forebay.ray")
+log = logger("forebay.ray")
 
 UNITS = {"B": 1, **{f"{letter}{tail}": 1024**power for power, letter in enumerate("KMGT", 1) for tail in ("B", "iB")}}
 
@@ -154,7 +155,8 @@ def _place(size: float, cache_dir: str | os.PathLike[str], units: str, config: A
     parsed = load(config) if config is not None else None
     with Cache(Path(cache_dir).absolute()) as cache:
         root = ray_head.root_of(str(cache.path))
-        return Place(str(cache.path), ray_head.here(), root or 0, budget, os.getcwd(), parsed, mode)
+        codec = default_codec(others_can_write=origin_of(cache).others_can_write).name
+        return Place(str(cache.path), ray_head.here(), root or 0, budget, os.getcwd(), parsed, mode, codec)
 
 
 def _compare(namespace: str, wanted: Place, found: Place) -> None:

@@ -51,19 +51,7 @@ class Answer:
     payload: Payload | None = None
 
 
-class Stored(Values):
-    """Values that are handed on as they are stored."""
-
-    def _stored(self, key: str) -> Remembered | None:
-        store = self._store()
-        try:
-            return self._quick(key) or store.view(self.space, key)
-        except errors.CacheFault as error:
-            self._origin.fall_back(error, f"{self.space}:{key}")
-            return None
-
-
-class Served(Stored):
+class Served(Values):
     """The head's own: answers for other nodes, without decoding anything."""
 
     def give(self, key: str, meta: str, digested: bool, token: str) -> Answer | None:
@@ -114,7 +102,7 @@ class Unreachable(Exception):
     """The head gives no answer."""
 
 
-class Away(Stored):
+class Away(Values):
     """Of another node than the head's: values come from the head, and a copy stays in this node's own cache.
 
     A copy carries in front of what the head's entry carries the token of that: it is used while the head says the same one."""
@@ -123,26 +111,24 @@ class Away(Stored):
         super().__init__(origin, home, space, codec)
         self._head = head
 
-    def _look(self, key: str, digest: str | None, who: str) -> tuple[Any] | None:
+    def _look(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
         try:
-            return self._ask(key, digest, who)
+            return self._ask(key, digest, who, copy)
         except Unreachable:
             return None
         except errors.CacheFault as error:  # the head's
             self._origin.fall_back(error, f"{self.space}:{key}")
             return None
 
-    def _ask(self, key: str, digest: str | None, who: str) -> tuple[Any] | None:
-        store = self._store()
-        mine = self._stored(key)
-        meta = f"{self.codec.name} {digest}" if digest else self.codec.name
+    def _ask(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
+        store, mine, meta = self._store(), self._stored(key), self._meta(digest)
         answer: Answer | None
         for token in [mine.entry.meta.partition(" ")[0], ""] if mine else [""]:
             answer = self._head.ask("give", key, meta, digest is not None, token)
             if answer is None or not self._is_ours(key, answer.meta, digest, who):
                 return None
             found = mine if mine and token == answer.token else None
-            value = self._decoded(store, key, found, who) if found else self._fetched(store, key, answer, who)
+            value = self._decoded(store, key, found, who, copy) if found else self._fetched(store, key, answer, who, copy)
             if value is not None:
                 if found:
                     store.touch(found.entry)
@@ -153,15 +139,24 @@ class Away(Stored):
         self._head.ask("doubt", key, answer.token)
         return None
 
-    def _fetched(self, store: Store | PassThrough, key: str, answer: Answer, who: str) -> tuple[Any] | None:
+    def _fetched(self, store: Store | PassThrough, key: str, answer: Answer, who: str, copy: bool) -> tuple[Any] | None:
         payload = answer.payload or self._head.ask("send", key, answer.token, size=answer.size)
         if payload is None:
             return None  # gone since
         found = self._copied(store, key, payload, f"{answer.token} {answer.meta}")
+        return self._read(store, key, found, payload, who, copy)
+
+    def _read(
+        self, store: Store | PassThrough, key: str, found: Remembered | None, payload: Payload, who: str, copy: bool
+    ) -> tuple[Any] | None:  # fmt: skip
+        """From this node's copy, else from what is at hand."""
         if found is not None:
-            return self._decoded(store, key, found, who)
+            return self._decoded(store, key, found, who, copy)
         data = payload.joined()
         try:
+            if copy:
+                data = memoryview(bytearray(data))
+                return (self.codec.decode(data, lambda: data),)
             return (self.codec.decode(data.toreadonly(), lambda: memoryview(bytearray(data))),)
         except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is made anew
             self._say(who or key, "class", f"{who or key}: {key} cannot be read here: {type(error).__name__}: {error}")
@@ -181,34 +176,46 @@ class Away(Stored):
 
     def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "") -> bool:
         """See `Values.keep`: it goes to the head, and a copy stays here."""
-        store = self._store()
-        try:
-            payload = Payload(self.codec.encode(value))
-        except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is taken apart
-            return self._not_kept(key, who, f"its value cannot be stored by the codec {self.codec.name!r}: {error}", error)
-        meta = f"{self.codec.name} {digest}" if digest else self.codec.name
+        return self._sent(key, value, digest, pin, who) is not None
+
+    def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "", copy: bool = False) -> tuple[Any] | None:
+        """See `Values.kept`."""
+        sent = self._sent(key, value, digest, pin, who)
+        return self._read(self._store(), key, *sent, who, copy) if sent is not None else None
+
+    def _sent(self, key: str, value: Any, digest: str, pin: bool, who: str) -> tuple[Remembered | None, Payload] | None:
+        """This node's copy of what the head keeps now, if there is one, and the bytes; None where it is not kept."""
+        store, pieces = self._store(), self._encoded(key, value, who)
+        if pieces is None:
+            return None
+        payload, meta = Payload(pieces), self._meta(digest)
         try:
             token = self._head.ask("take", key, payload, meta, pin, size=payload.size)
         except Unreachable:
-            return False  # that was told
+            return None  # that was told
         except errors.CacheFault as error:
-            return self._not_kept(key, who, str(error), error)
-        self._copied(store, key, payload, f"{token} {meta}")
-        return True
+            self._not_kept(key, who, str(error), error)
+            return None
+        return self._copied(store, key, payload, f"{token} {meta}"), payload
 
-    def single(self, key: str, digest: str | None, make: Callable[[], T], *, pin: bool = False, who: str = "", **how: Any) -> T:
+    def single(
+        self, key: str, digest: str | None, make: Callable[[], T], *, pin: bool = False, who: str = "", copy: bool = False, **how: Any
+    ) -> T:  # fmt: skip
         """See `Values.single`. On a node without a cache nobody is waited for; what is made is kept at the head."""
         if not isinstance(self._store(), PassThrough):
-            return super().single(key, digest, make, pin=pin, who=who, **how)
-        found = self.look(key, digest, who=who)
+            return super().single(key, digest, make, pin=pin, who=who, copy=copy, **how)
+        found = self.look(key, digest, who=who, copy=copy)
         if found is not None:
             return found[0]  # type: ignore[no-any-return]
         value = make()
-        self.keep(key, value, digest=digest or "", pin=pin, who=who)
-        return value
+        found = self.kept(key, value, digest=digest or "", pin=pin, who=who, copy=copy)
+        return value if found is None else found[0]
 
     def has(self, key: str) -> bool:
         return self._asked(False, "has", key)
+
+    def has_any(self, prefix: str) -> bool:
+        return self._asked(False, "has_any", prefix)
 
     def evict(self, key: str) -> bool:
         own = self._store().entry(self.space, key)
@@ -242,12 +249,15 @@ class Nowhere:
     def __init__(self, counted: dict[str, int]) -> None:
         self.counted = counted
 
-    def look(self, key: str, digest: str | None = None, *, who: str = "") -> tuple[Any] | None:
+    def look(self, key: str, digest: str | None = None, *, who: str = "", copy: bool = False) -> tuple[Any] | None:
         self.counted["misses"] += 1
         return None
 
     def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "") -> bool:
         return False
+
+    def kept(self, key: str, value: Any, **how: Any) -> None:
+        return None
 
     def single(self, key: str, digest: str | None, make: Callable[[], T], **how: Any) -> T:
         return make()
@@ -256,6 +266,9 @@ class Nowhere:
         return await make()
 
     def has(self, key: str) -> bool:
+        return False
+
+    def has_any(self, prefix: str) -> bool:
         return False
 
     def evict(self, key: str) -> bool:

@@ -42,6 +42,7 @@ _WHOLE = {
     "streaming.base.shared.scalar": streaming_shared,
     "streaming.base.shared.barrier": streaming_barrier,
 }
+_NOTHING: Any = object()
 _undo: list[tuple[ModuleType, str, Any]] = []  # what was where
 
 
@@ -64,6 +65,7 @@ def install() -> None:
             if id(value) in replaced:
                 _replace(module, name, replaced[id(value)])
     for name, module in _WHOLE.items():
+        _keep_names(sys.modules[name], module)
         above, _, last = name.rpartition(".")
         _replace(sys.modules[above], last, module)
         sys.modules[name] = module
@@ -74,10 +76,21 @@ def uninstall() -> None:
     """Give Streaming its own back. What was made meanwhile stays as it is."""
     while _undo:
         module, name, value = _undo.pop()
+        if value is _NOTHING:
+            delattr(module, name)
+            continue
         setattr(module, name, value)
         if f"{module.__name__}.{name}" in _WHOLE:
             sys.modules[f"{module.__name__}.{name}"] = value
     streaming_shared.on_arrival = None
+
+
+def _keep_names(theirs: ModuleType, ours: ModuleType) -> None:
+    """What a module of Streaming's has beside its class (``TICK``, ``FileLock``...) is found where it was: programs import and patch it."""
+    for name, value in vars(theirs).items():
+        if not hasattr(ours, name):
+            _undo.append((ours, name, _NOTHING))
+            setattr(ours, name, value)
 
 
 def _replace(module: ModuleType, name: str, value: Any) -> None:

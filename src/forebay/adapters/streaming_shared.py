@@ -18,6 +18,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,16 @@ class SharedMemory:
     def buf(self) -> Any:
         """The memory, a writable memoryview; None after `cleanup`."""
         return self.shm.buf
+
+    def fix_register(self, name: str, rtype: str) -> None:
+        """Register what is no shared memory with Python's resource tracker. Streaming puts it in the tracker's place; we do not."""
+        if rtype != "shared_memory":
+            resource_tracker._resource_tracker.register(name, rtype)
+
+    def fix_unregister(self, name: str, rtype: str) -> None:
+        """Undo `fix_register`."""
+        if rtype != "shared_memory":
+            resource_tracker._resource_tracker.unregister(name, rtype)
 
     def cleanup(self) -> None:
         """Let go of the memory here; what was made here loses its name. Nothing happens a second time."""

@@ -1,4 +1,4 @@
-"""A map-style dataset of PyTorch, each item of which is decoded once for all workers and ranks of the node."""
+"""PyTorch: tensors over what the cache gives, and a map-style dataset each item of which is decoded once for all workers of the node."""
 
 from __future__ import annotations
 
@@ -9,22 +9,62 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from forebay import errors
+from forebay._kernel import mappings
+from forebay._logs import logger
 from forebay.samples import Samples
 
 try:
+    import torch
     from torch.utils.data import Dataset, IterableDataset
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.torch", "torch") from error
 
-__all__ = ["CachedDataset"]
+__all__ = ["CachedDataset", "tensor"]
 
-log = logging.getLogger("forebay.adapters.torch")
+log = logger("forebay.adapters.torch")
+
+
+def tensor(buffer: Any, dtype: Any = None, *, count: int = -1, offset: int = 0) -> Any:
+    """A tensor with the bytes of ``buffer``, such as `Cache.read` gives, that may be written to: nobody else sees what is written.
+
+    It lies over a private mapping of the same file: pages are copied as they are written to, and none before. Small values, which have no
+    file of their own, records of an array of samples, what was evicted meanwhile and buffers of others are copied. The mapping lives as
+    long as the tensor, and what shares its storage.
+
+    ``dtype`` (default: `torch.uint8`), ``count`` (elements; -1: all), ``offset`` (bytes): as for `torch.frombuffer`, which itself gives
+    tensors that kill the process when they are written to. A NumPy array gives a tensor of its own type and shape, unless one of these is
+    said. Raises ValueError for what `torch.frombuffer` refuses, TypeError for what is no buffer."""
+    if isinstance(buffer, memoryview) or not hasattr(buffer, "__array_interface__"):
+        array, view = None, memoryview(buffer)
+    else:
+        array = buffer if buffer.flags.c_contiguous else buffer.copy()
+        view = memoryview(array)
+    own = _private(view)
+    if array is not None and dtype is None and count == -1 and not offset:
+        kind = torch.from_numpy(array.reshape(-1)[:0].copy()).dtype
+        return (torch.frombuffer(own, dtype=kind) if own.nbytes else torch.empty(0, dtype=kind)).reshape(array.shape)
+    if not own.nbytes and not offset and count <= 0:
+        return torch.empty(0, dtype=dtype or torch.uint8)
+    return torch.frombuffer(own, dtype=dtype or torch.uint8, count=count, offset=offset)
+
+
+def _private(view: memoryview) -> memoryview:
+    """The same bytes, writable and nobody else's."""
+    flat, below = view.cast("B") if view.c_contiguous and view.nbytes else memoryview(view.tobytes()), view.obj
+    while not isinstance(below, memoryview) and (base := getattr(below, "base", None)) is not None:
+        below = base  # an array over an array over a view
+    try:
+        mapped = mappings.private(flat, below.obj if isinstance(below, memoryview) else below)
+    except OSError as error:  # as many mappings, or files, as a process may have
+        log.debug("a buffer is copied: %s", error)
+        mapped = None
+    return memoryview(bytearray(flat)) if mapped is None else mapped
 
 
 class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to mypy it is Any
     """``dataset`` behind an array of samples: ``dataset[i]`` runs once for the node, and what it gave is kept.
 
-    ``samples``: an open array of ``len(dataset)`` slots, as ``cache.samples(name, len(dataset), codec="pickle")`` opens one.
+    ``samples``: an open array of ``len(dataset)`` slots, as ``cache.samples(name, len(dataset), codec="pytree")`` opens one.
     ``transform``: applied to what ``dataset[i]`` gave each time that it is asked for, and never stored: random augmentations.
 
     Items come as `Samples.get` gives them: tensors may be written to, arrays are read-only unless the array was opened with
@@ -35,7 +75,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
 
     def __init__(self, dataset: Any, samples: Samples, transform: Callable[[Any], Any] | None = None) -> None:
         if not isinstance(samples, Samples):
-            how = "open one with cache.samples(name, len(dataset), codec='pickle')"
+            how = "open one with cache.samples(name, len(dataset), codec='pytree')"
             raise errors.ConfigError(f"samples={samples!r} is no array of samples: {how}", name="samples", value=repr(samples))
         if samples.closed:
             raise errors.Closed.of("array of samples")
@@ -93,7 +133,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
             raise
         except Exception as error:
             if made and isinstance(error, errors.ConfigError):
-                error.add_note("Items of a dataset are mostly objects: open their array with codec='pickle'.")
+                error.add_note("Tuples and dicts of arrays, tensors and plain values: codec='pytree'; any objects: codec='pickle'.")
                 raise
             if ran and not made:
                 raise  # the dataset's own
