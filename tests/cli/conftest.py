@@ -71,7 +71,7 @@ def run(home: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
 @pytest.fixture
 def cache(home: Path) -> Iterator[Cache]:
     """The same cache as a program sees it; sound at the end."""
-    with Cache(home, budget="50MB") as cache:
+    with Cache(home, budget=50_000_000) as cache:
         yield cache
         assert cache.check(deep=True) == []
 

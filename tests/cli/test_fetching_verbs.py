@@ -113,9 +113,12 @@ def test_to_a_file(run: Run, server: ScriptedServer, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "copy.bin"
     assert run("pull", url, "--to", target).code == 0
     assert target.read_bytes() == b"a" + BODY
+    assert run("pull", url, "--to", target).code == 0  # what stands there is what would be written
     target.write_bytes(b"mine")  # a copy: writing to it touches nothing of the cache
     assert run("verify").code == 0
-    assert run("pull", url, "--to", target).code == 0
+    ran = run("pull", url, "--to", target)
+    assert (ran.code, "--overwrite" in ran.err, target.read_bytes()) == (1, True, b"mine")
+    assert run("pull", url, "--to", target, "--overwrite").code == 0
     assert target.read_bytes() == b"a" + BODY
     assert list(target.parent.iterdir()) == [target]
 
@@ -137,10 +140,10 @@ def test_names_that_a_directory_cannot_hold(run: Run, server: ScriptedServer, tm
 
 
 def test_a_copy_that_fails_leaves_nothing(run: Run, server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replace(part: Path, target: Path) -> None:
+    def refuse(part: Path, target: Path, **_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr("forebay.cli.pull._put_in_place", refuse)
     ran = run("pull", *urls_of(server, "a"), "--to", f"{tmp_path}/out/")
     assert ran.code == 1
     assert list((tmp_path / "out").iterdir()) == []

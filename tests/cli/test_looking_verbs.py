@@ -182,7 +182,7 @@ def test_doctor_sees_low_limits(run: Run, home: Path, monkeypatch: pytest.Monkey
 
 def test_doctor_tells_of_a_log_without_its_index(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "prefilled"
-    with Cache(place, budget="1MB"):
+    with Cache(place, budget=1_000_000):
         pass
     Path(f"{place}/catalog.sqlite-wal").touch()
     Path(f"{place}/catalog.sqlite-shm").unlink(missing_ok=True)
@@ -226,3 +226,21 @@ def test_completion_completes() -> None:
     env = os.environ | {"_FOREBAY_COMPLETE": "complete_bash", "COMP_WORDS": "forebay p", "COMP_CWORD": "1"}
     found = subprocess.run(COMMAND, env=env, capture_output=True, text=True, check=True)
     assert set(found.stdout.split()) == {"pull", "prune", "path", "pin", "push"}
+
+
+@pytest.mark.parametrize("page", [3, 12])
+def test_s19_a_damaged_catalog_is_told_by_who_looks_and_mended_by_who_is_asked(home: Path, run: Run, page: int) -> None:
+    with Cache(home, budget="200MB") as cache:
+        for n in range(200):
+            assert cache.put(f"k{n}", bytes(1000))
+    with open(home / "catalog.sqlite", "r+b") as file:
+        file.seek(page * 4096)
+        file.write(os.urandom(20_000))
+    for verb in (["ls"], ["du"], ["stats"], ["verify"], ["verify", "--quick"], ["doctor"], ["clear", "--dry-run"]):
+        found = run(*verb)
+        assert found.code == 1, verb
+        assert "damaged" in found.err + found.out or "catalog" in found.out
+        assert "verify --repair" in found.err + found.out or verb[0] == "verify"
+    assert run("verify", "--repair").code == 1  # all that was listed is lost
+    assert run("verify").code == 0
+    assert run("du", "--json").json["budget"] == 200_000_000

@@ -106,8 +106,9 @@ def test_a_local_directory_is_kept(run: Run, home: Path, tmp_path: Path) -> None
     assert [path.read_bytes() for path in (home / "trees").rglob("file")] == [b"near"]
 
 
-def test_without_room_in_the_cache(run: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREBAY_BUDGET", "300kB")
+def test_without_room_in_the_cache(run: Run, url: str, tmp_path: Path, home: Path) -> None:
+    with Cache(home, budget=300_000):
+        pass
     ran = run("pull", url)
     assert ran.code == 1
     assert "FOREBAY_BUDGET" in ran.err

@@ -9,6 +9,7 @@ import pytest
 
 from forebay import Cache
 from forebay.testing import ScriptedServer
+from tests.directories import FILES, http_directory
 
 from .conftest import Run
 
@@ -190,3 +191,15 @@ def test_pin_of_what_is_not_there(run: Run, cache: Cache, urls: list[str]) -> No
     ran = run("pin", "http://nowhere.invalid/x", urls[0])
     assert ran.code == 3
     assert ran.lines == [f"pinned: {urls[0]}"]
+
+
+def test_directories_and_their_files_go_at_once(run: Run, cache: Cache, server: ScriptedServer) -> None:
+    url = http_directory(server, FILES, "/run/step_1")
+    for remove in (("clear", "--yes"), ("prune", "--yes", "--filter", "size>=0"), ("rm", "--yes", "--filter", "used<1d")):
+        assert run("pull", url).code == 0
+        with cache.directory(url):
+            ran = run(*remove)
+            assert f"in use, left alone: directories:{url}" in ran.out
+        ran = run(*remove)
+        assert (ran.code, "left alone" in ran.out) == (0, False), ran
+        assert cache.entries() == []

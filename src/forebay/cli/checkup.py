@@ -9,12 +9,12 @@ import resource
 import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 import forebay
 from forebay import errors
-from forebay._config import format_size
+from forebay._config import LEAST_BUDGET, Settings, format_size, parse_budget
 from forebay._kernel import host, mappings
 
 ENOUGH_FILES = 4096
@@ -22,7 +22,6 @@ ENOUGH_MAPS = 65_530  # the kernel's default
 ENOUGH_INODES = 100_000
 ENOUGH_SHARED = 64 << 20
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|KEY|HEADER")
-EXTRAS = {"s3": "botocore", "fsspec": "fsspec", "arrow": "pyarrow", "tasks": "cloudpickle"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,8 @@ def _safely(check: Callable[[Path], Iterator[Finding]], place: Path) -> Iterator
     try:
         yield from check(place)
     except (OSError, errors.ForebayError) as error:
-        yield Finding(check.__name__.strip("_").replace("_", " "), "wrong", str(error), "see the message")
+        todo = "`forebay verify --repair`" if isinstance(error, errors.CacheFault) else "see the message"
+        yield Finding(check.__name__.strip("_").replace("_", " "), "wrong", str(error), todo)
 
 
 def _there(place: Path) -> Path:
@@ -60,9 +60,16 @@ def _versions(place: Path) -> Iterator[Finding]:
 
 
 def _extras(place: Path) -> Iterator[Finding]:
-    missing = [extra for extra, module in EXTRAS.items() if util.find_spec(module) is None]
-    present = [extra for extra in EXTRAS if extra not in missing]
+    missing = [extra for extra, packages in errors.EXTRAS.items() if not all(map(_is_installed, packages))]
+    present = [extra for extra in errors.EXTRAS if extra not in missing]
     yield Finding("extras", "ok", f"installed: {', '.join(present) or 'none'}; not installed: {', '.join(missing) or 'none'}")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(package.partition("[")[0]))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _settings(place: Path) -> Iterator[Finding]:
@@ -162,13 +169,17 @@ def _catalog(place: Path) -> Iterator[Finding]:
 def _content(place: Path) -> Iterator[Finding]:
     if not (place / "FORMAT").exists():
         return
-    from forebay.cache import Cache
+    from forebay.cache import Cache, fault_of
 
-    read_only = not os.access(place, os.W_OK)
-    with Cache(place, read_only=read_only) as cache:
-        stats = cache.stats()
-        problems = [] if read_only else cache.check()
-    free = host.disk(place).free
+    with Cache(place, read_only=True) as cache:
+        fault = fault_of(cache)
+        stats, problems = cache.stats(), cache.check()
+    if fault is not None:
+        yield Finding("content", "wrong", f"it cannot be looked into: {fault}", "`forebay verify --repair`; until then jobs read past it")
+        return
+    disk = host.disk(place)
+    free = disk.free
+    yield from _budget(stats.budget, disk.total)
     found = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {stats.entries:,} entries, hit rate {stats.hit_rate:.0%}"
     short = stats.budget - stats.bytes_used > free
     todo = "the disk is full before the budget is: lower the budget, or make room" if short else ""
@@ -179,6 +190,18 @@ def _content(place: Path) -> Iterator[Finding]:
         yield Finding("lost stores", "slow", f"{stats.store_failures:,} values could not be kept", "the log of those jobs says why")
     if problems:
         yield Finding("soundness", "wrong", "; ".join(str(p) for p in problems[:3]), "`forebay verify --repair`")
+
+
+def _budget(budget: int, disk: int) -> Iterator[Finding]:
+    how = "any job that opens the cache with another one sets it: FOREBAY_BUDGET=500GB, or Cache(budget=...)"
+    if budget < LEAST_BUDGET:
+        yield Finding("budget", "slow", f"{format_size(budget)} keeps hardly anything", how)
+    elif budget > disk:
+        yield Finding("budget", "slow", f"{format_size(budget)} is more than the disk of {format_size(disk)} has", how)
+    said = Settings.from_environment().budget
+    if said is not None and (wanted := parse_budget(said, total=disk)) != budget:
+        found = f"FOREBAY_BUDGET={said} is {format_size(wanted)}, the cache has {format_size(budget)}"
+        yield Finding("budget", "ok", found, "the next job with this variable sets it for everybody; a lower one evicts at once")
 
 
 def _claims(_: Path) -> Iterator[Finding]:

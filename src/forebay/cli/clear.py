@@ -15,6 +15,6 @@ def clear(
     as_json: JsonOption = False,
 ) -> None:
     """Remove everything, or one space, after asking. What is pinned, or used by some process, stays."""
-    with opened(root) as cache:
+    with opened(root, change=not dry_run) as cache:
         check_space(cache, space)
         carry_out(cache.clear(space), Output(as_json), dry_run=dry_run, yes=yes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forebay import errors
 
@@ -16,6 +16,17 @@ PIPE = 141  # as a shell shows what SIGPIPE ended
 
 COMPLETE = "_FOREBAY_COMPLETE"
 """The variable by which a shell asks for completions."""
+
+
+_verb: list[str] = []  # the verb that runs
+
+
+class OutputFailed(errors.ForebayError, OSError):
+    """What a verb has to say cannot be written to where its output goes."""
+
+
+class NotFreed(errors.ForebayError, RuntimeError):
+    """Less could be removed than was asked for."""
 
 
 class NoCache(errors.ForebayError, FileNotFoundError):
@@ -44,8 +55,10 @@ class Hint:
 
 # A class stands before its bases: the first that fits is taken.
 _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
-    (errors.ConfigError, Hint("correct the option or the variable: see `forebay VERB --help`", USAGE)),
-    (errors.MissingExtra, Hint("install the extra beside forebay, then run the command again")),
+    (errors.ConfigError, Hint("correct what is named there: `forebay VERB --help` lists what it takes", USAGE)),
+    (errors.MissingExtra, Hint("install what is named there into forebay's environment, then run the command again")),
+    (OutputFailed, Hint("nothing is wrong with the cache: look at where the output goes")),
+    (NotFreed, Hint("`forebay ls --leased` shows what is in use; `forebay unpin` lets entries go; or raise the budget")),
     (NoCache, Hint("`forebay pull URL` makes one; --root or FOREBAY_HOME names another place", ABSENT)),
     (errors.NewerFormat, Hint("upgrade forebay, or give this version a place of its own by --root")),
     (
@@ -65,9 +78,10 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     (errors.BarrierBroken, Hint("its participant died: the log of that process says why")),
     (errors.Offline, Hint("`forebay warm` fills a cache before the network is gone", ABSENT)),
     (NoSuchSpace, Hint("`forebay du` lists the spaces", ABSENT)),
+    (errors.Ambiguous, Hint("give one of these names: `forebay ls` shows what is kept", ABSENT)),
     (errors.NotCached, Hint("`forebay pull URL` fetches it", ABSENT)),
     (errors.ChecksumMismatch, Hint("check the expected sum; `forebay pull --refresh URL` asks the source again")),
-    (errors.NotFound, Hint("check the URL")),
+    (errors.NotFound, Hint("check the name; that of a directory ends with a slash")),
     (errors.NotADirectory, Hint("without the slash at its end the URL means the object")),
     (errors.Incomplete, Hint("wait until its upload has ended; if that was cut off, the same `forebay push` ends it")),
     (errors.BadListing, Hint("rename or remove that object at the source")),
@@ -86,9 +100,16 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
 
 
 def hint_for(error: BaseException) -> Hint:
-    """What to do about ``error``."""
+    """What to do about ``error``: what it says itself (``todo``), else what its class does."""
     found = next((hint for kind, hint in _HINTS if isinstance(error, kind)), None)
-    return found or Hint("this is a fault of Forebay: FOREBAY_VERBOSITY=debug shows where; please report it")
+    found = found or Hint("this is a fault of Forebay: FOREBAY_VERBOSITY=debug shows where; please report it")
+    todo = getattr(error, "todo", "") or found.todo.replace("forebay VERB", f"forebay {_verb[-1]}" if _verb else "forebay")
+    return replace(found, todo=str(todo))
+
+
+def say_verb(name: str) -> None:
+    """Which verb the hints are for."""
+    _verb[:] = [name]
 
 
 def is_expected(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from operator import attrgetter
 from typing import Annotated
 
 import typer
@@ -34,9 +35,17 @@ def ls(
     passes = parse_filters(filters)
     with opened(root) as cache:
         check_space(cache, space)
-        entries = [e for e in matching(cache.entries(space), names or []) if passes(e) and (e.leased or not leased)]
-    if sort is Order.NAME:
-        entries.sort(key=lambda entry: entry.name, reverse=reverse)
-    else:
-        entries.sort(key=lambda entry: float(getattr(entry, sort.value)), reverse=not reverse)
-    Output(as_json).entries(entries, names_only=quiet)
+        there = cache.entries(space)
+        output = Output(as_json)
+        if sort is Order.NAME and not (as_json or names or filters or leased):
+            if quiet:
+                output.names(there.names(backwards=reverse))
+            else:
+                output.facts_of_entries(there.facts(backwards=reverse))
+            return
+        if sort is Order.NAME:
+            found = there.by_name(backwards=reverse)
+        else:
+            found = there.sorted_by(attrgetter(sort.value), backwards=not reverse)
+        entries = (e for e in matching(found, names or []) if (not filters or passes(e)) and (e.leased or not leased))
+        output.entries(entries, names_only=quiet)

@@ -13,11 +13,32 @@ from typer.completion import completion_init  # type: ignore[attr-defined]  # th
 
 import forebay
 from forebay._config import Settings
-from forebay.cli import claims, clear, completion, demo, doctor, du, ls, path, pin, prune, pull, push, rm, stats, unpin, verify, warm
-from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, hint_for, is_expected
+from forebay._logs import logger
+from forebay.cli import (
+    claims,
+    clear,
+    completion,
+    demo,
+    doctor,
+    du,
+    ls,
+    path,
+    pin,
+    prune,
+    pull,
+    push,
+    rm,
+    stats,
+    streams,
+    unpin,
+    verify,
+    warm,
+)
+from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, hint_for, is_expected, say_verb
+from forebay.cli.options import RootOption
 from forebay.cli.render import LOG_LINES, note, say_error, say_two_lines
 
-log = logging.getLogger("forebay.cli")
+log = logger("forebay.cli")
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of click, or of the copy inside newer typers
 
@@ -27,7 +48,9 @@ app = typer.Typer(
 )  # fmt: skip
 for verb in (pull, push, ls, du, stats, rm, prune, clear, verify, path, pin, unpin, warm, claims, doctor, completion, demo):
     name = verb.__name__.rsplit(".", 1)[-1]
-    app.command(name)(getattr(verb, name))
+    function = getattr(verb, name)
+    first = " ".join(function.__doc__.split()).split(". ")[0].rstrip(".") + "."
+    app.command(name, short_help=first)(function)  # without one the first line of the help is cut
 
 
 def _version(asked: bool) -> None:
@@ -39,31 +62,32 @@ def _version(asked: bool) -> None:
 @app.callback(invoke_without_command=True)
 def top(
     context: typer.Context,
+    root: RootOption = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")] = False,
 ) -> None:
     """The local cache of a training node: remote data, fetched once, within one budget."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+        return
+    say_verb(context.invoked_subcommand)
+    context.default_map = {context.invoked_subcommand: {"root": root}}  # what the verb itself says wins
     _log_to_stderr()
 
 
 def _log_to_stderr() -> None:
-    root = logging.getLogger("forebay")
-    root.setLevel(Settings.from_environment().verbosity or logging.WARNING)
-    if LOG_LINES not in root.handlers:
-        root.addHandler(LOG_LINES)
+    above = logging.getLogger("forebay")
+    if LOG_LINES not in above.handlers:
+        above.addHandler(LOG_LINES)
+    above.setLevel(Settings.from_environment().verbosity or logging.WARNING)
 
 
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line; its exit code. No exception of our own gets out."""
     try:
-        return _run(arguments)
-    except BrokenPipeError:
-        # Whoever reads has had enough (`forebay ls | head`). The interpreter's last flush must not fail too.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        with streams.named():
+            return _run(arguments)
+    except BrokenPipeError:  # whoever reads has had enough (`forebay ls | head`)
+        streams.write_nowhere(sys.stdout, sys.stderr)
         return PIPE
 
 
@@ -94,8 +118,8 @@ def _run(arguments: list[str] | None) -> int:
 def _say_usage(error: Exception) -> None:
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "forebay"
-    what = getattr(error, "format_message", error.__str__)().replace("Value error, ", "")
-    say_two_lines(what, f"`{where} --help` lists what it takes")
+    what = getattr(error, "format_message", error.__str__)()
+    say_two_lines(" ".join(what.split()).replace("Value error, ", ""), f"`{where} --help` lists what it takes")
 
 
 def _say_failure(error: Exception) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay._config import Settings, default_root
+from forebay._config import Settings, default_root, with_limits_unsaid
 from forebay.cli.hints import ABSENT, NoCache, NoSuchSpace
-from forebay.cli.render import Output, say_error
-from forebay.errors import NotCached
+from forebay.cli.render import Output, say_error, shown
+from forebay.errors import CacheFault, ConfigError, NotCached
 
 if TYPE_CHECKING:
     from forebay._model import Entry
@@ -65,16 +66,29 @@ def existing(root: Path | None) -> Path:
 
 
 @contextmanager
-def opened(root: Path | None, *, make: bool = False, **arguments: Any) -> Iterator[Cache]:
-    """The cache at ``root``, closed at the end. Made if there is none only with ``make``."""
-    from forebay.cache import Cache  # here, so that `forebay --help` need not load the engine
+def opened(root: Path | None, *, change: bool = False) -> Iterator[Cache]:
+    """The cache at ``root``, closed at the end: to be looked at only, or with ``change`` to remove, pin or mend what it keeps.
 
-    if make:
-        path = place(root)
-    else:
-        path = existing(root)
-        arguments.setdefault("read_only", not os.access(path, os.W_OK))  # an administrator's: look at it all the same
-    with Cache(path, **arguments) as cache:
+    Looking changes nothing in it. Only verbs that fetch (`filled`) let the environment set its limits, and make one where there is none.
+    Raises `CacheFault` where it cannot be looked into."""
+    from forebay.cache import Cache, fault_of  # here, so that `forebay --help` need not load the engine
+
+    path = existing(root)
+    read_only = not (change and os.access(path, os.W_OK))  # an administrator's: what may not be changed says so itself
+    # What a group shares may be looked at and removed without a word: no verb runs what others wrote.
+    with with_limits_unsaid(Cache, path, shared=bool(path.stat().st_mode & stat.S_IWGRP), read_only=read_only) as cache:
+        fault = fault_of(cache)
+        if fault is not None:  # a job reads past it; here "nothing is there" would be a lie
+            raise CacheFault(f"the cache in {path} cannot be looked into: {fault}")
+        yield cache
+
+
+@contextmanager
+def filled(root: Path | None) -> Iterator[Cache]:
+    """The cache at ``root``, closed at the end, as a job opens it: made if there is none, with the limits of the environment."""
+    from forebay.cache import Cache
+
+    with Cache(place(root)) as cache:
         yield cache
 
 
@@ -85,23 +99,49 @@ def check_space(cache: Cache, name: str | None) -> None:
         raise NoSuchSpace.of(name, there)
 
 
-def matching(entries: list[Entry], names: list[str]) -> list[Entry]:
-    """The entries that ``names`` name: each a whole name, or its beginning. All where there are no names."""
-    return [entry for entry in entries if not names or entry.name.startswith(tuple(names))]
+def matching(entries: Iterable[Entry], names: list[str]) -> Iterator[Entry]:
+    """The entries that ``names`` name: each a whole name, or its beginning, of a value its key alone. All where there are no names."""
+    from forebay import remote
 
-
-def each_name(names: list[str], act: Callable[[str], object], *, done: str, as_json: bool) -> None:
-    """Do ``act`` to each name that the cache holds, and say so; exits with `ABSENT` if one was missing."""
-    output, present, missing = Output(as_json), [], []
+    heads = list(names)
     for name in names:
+        with suppress(ConfigError, UnicodeError):
+            heads.append(remote.canonical(name))  # as it is kept: a query by its hash, a path as a URL
+    values = {f"values:{name}" for name in names}
+    start = tuple(heads)
+    return (entry for entry in entries if not names or entry.name.startswith(start) or entry.name in values)
+
+
+def find_each(cache: Cache, names: list[str]) -> tuple[list[Entry], list[NotCached]]:
+    """The entries of these names, each once, and what is wrong with the names that have none, or several."""
+    found: dict[int, Entry] = {}
+    missing: list[NotCached] = []
+    for name in dict.fromkeys(names):
         try:
-            act(name)
+            entry = cache.entry(name)
+            if entry is None:
+                raise NotCached.of(shown(name))
+            found[entry.id] = entry
         except NotCached as error:
-            missing.append(name)
-            say_error(error)
+            missing.append(error)
+    return list(found.values()), missing
+
+
+def each_name(cache: Cache, names: list[str], act: Callable[[Entry], object], *, done: str, as_json: bool) -> None:
+    """Do ``act`` to each name that the cache holds, and say so; exits with `ABSENT` if one was missing."""
+    output = Output(as_json)
+    entries, missing = find_each(cache, names)
+    present = []
+    for entry in entries:
+        try:
+            act(entry)
+        except NotCached as error:  # gone meanwhile
+            missing.append(error)
         else:
-            present.append(name)
-            output.line(f"{done}: {name}")
-    output.document({done: present, "missing": missing})
+            present.append(entry.name)
+            output.line(f"{done}: {entry.name}")
+    output.document({done: present, "missing": [gone.key for gone in missing]})
+    for gone in missing:
+        say_error(gone)
     if missing:
         raise typer.Exit(ABSENT)

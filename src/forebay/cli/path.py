@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 from forebay.cli.options import JsonOption, RootOption, argument, existing, opened
-from forebay.cli.render import Output
+from forebay.cli.render import Output, shown
 from forebay.errors import ConfigError, NotCached
 
 
@@ -20,14 +19,15 @@ def path(
     if name is None:
         found = str(existing(root))
     else:
-        with opened(root, offline=True) as cache:
+        with opened(root) as cache:
             entry = cache.entry(name)
             if entry is None:
-                raise NotCached.of(name)
+                raise NotCached.of(shown(name))
+            name = entry.name
             if entry.space not in ("urls", "directories"):
                 what = "an array of samples" if entry.kind == "pack" else "a value that a program put"
                 raise ConfigError(f"{name} is {what}: only what came from a URL has a file", name="NAME", value=name)
-            with cache.hold(name) as lease:
-                found = os.fspath(lease)
+            with cache.hold(entry) as found:
+                pass
     output.document({"name": name, "path": found})
-    output.line(found)
+    output.path(found)

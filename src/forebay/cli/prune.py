@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Annotated
 
-from forebay._config import parse_size
+from forebay._config import format_size, parse_size
 from forebay.cli.filters import parse_filters
-from forebay.cli.hints import NoCache
+from forebay.cli.hints import NoCache, NotFreed
 from forebay.cli.options import DryRunOption, FilterOption, JsonOption, RootOption, SpaceOption, YesOption, check_space, opened, option
 from forebay.cli.removal import carry_out
 from forebay.cli.render import Output, note
@@ -36,21 +36,36 @@ def prune(
         raise ConfigError("--space goes with --free or --filter; `forebay clear --space` removes it all", name="--space", value=space)
     output = Output(as_json)
     if free is not None or passes is not None:
-        with opened(root) as cache:
+        with opened(root, change=not dry_run) as cache:
             check_space(cache, space)
-            need = None if free is None else parse_size(free, total=cache.budget, name="--free")
-            carry_out(cache.plan(need, where=passes, space=space), output, dry_run=dry_run, yes=yes)
+            plan = cache.plan(None if free is None else _wanted(free, cache.budget), where=passes, space=space)
+            report = carry_out(plan, output, dry_run=dry_run, yes=yes)
+        can_be_had = plan.frees if report is None else report.freed
+        if can_be_had < plan.lacking:
+            what = f"{format_size(plan.lacking)} have to go for --free {free}, and {format_size(can_be_had)} {'can' if dry_run else 'did'}"
+            raise NotFreed(f"{what}: the rest is pinned, in use, or promised to fetches")
         return
     dead = _dead_claims(dry_run=dry_run)
     output.dead_claims(dead, "would be freed" if dry_run else "freed")
     try:
-        with opened(root) as cache:
-            carry_out(cache.prune(), output, dry_run=dry_run, yes=yes, claims=dead)
+        with opened(root, change=not dry_run) as cache:
+            strays = cache.strays()
+            output.strays(strays, "they would go" if dry_run else "they go")
+            carry_out(cache.prune(), output, dry_run=dry_run, yes=yes, claims=dead, strays=strays)
     except NoCache as error:
         if root is not None:
             raise
         note(str(error))
         output.document({"claims": dead})
+
+
+def _wanted(free: str, budget: int) -> int:
+    size = parse_size(free, total=budget, name="--free")
+    if size > budget:
+        raise ConfigError(
+            f"--free {free} is more than the budget of {format_size(budget)}: so much is never free", name="--free", value=free
+        )
+    return size
 
 
 def _dead_claims(*, dry_run: bool) -> list[ClaimInfo]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 from forebay._config import Settings, format_size
 from forebay.cli.bars import Bars
 from forebay.cli.hints import NoCache
-from forebay.cli.options import DryRunOption, JobsOption, JsonOption, RootOption, argument, opened, option
-from forebay.cli.render import Output, note
+from forebay.cli.options import DryRunOption, JobsOption, JsonOption, RootOption, argument, filled, opened, option
+from forebay.cli.render import Output, note, shown
 
 if TYPE_CHECKING:
     from forebay._directories.uploading import Tell, Uploaded
@@ -53,7 +53,7 @@ def push(
         done = _push(origin, directory, url, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell)
         bars.finished(url, "sent" if done.sent else "it was there")
     output = Output(as_json)
-    output.document(Pushed(url, done.sent, done.removed, done.bytes, time.monotonic() - began))
+    output.document(Pushed(shown(url), done.sent, done.removed, done.bytes, time.monotonic() - began))
     if dry_run:
         for verb, names in (("would send", done.sent), ("would remove", done.removed)):
             for name in names:
@@ -85,7 +85,7 @@ def _origin(root: Path | None, *, keep: bool) -> Iterator[Origin]:
     from forebay.remote import RemoteOptions
 
     try:
-        with opened(root, make=keep) as cache:
+        with filled(root) if keep else opened(root, change=True) as cache:
             yield origin_of(cache)
             return
     except NoCache:

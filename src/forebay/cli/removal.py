@@ -12,18 +12,18 @@ from forebay.cli.hints import FAILED
 from forebay.cli.render import Output, confirmed
 
 if TYPE_CHECKING:
-    from forebay._model import Report
+    from forebay._model import Report, Strays
     from forebay.claims import ClaimInfo
     from forebay.reports import Plan
 
 
 def carry_out(
-    plan: Plan, output: Output, *, dry_run: bool, yes: bool, claims: Sequence[ClaimInfo] | None = None
+    plan: Plan, output: Output, *, dry_run: bool, yes: bool, claims: Sequence[ClaimInfo] | None = None, strays: Strays | None = None
 ) -> Report | None:  # fmt: skip
     """What really happened; None with ``dry_run``. Exits where nobody agrees; where nothing would go nobody is asked.
 
-    ``claims``: freed beside it, for the one JSON document."""
-    also = {} if claims is None else {"claims": claims}
+    ``claims``, ``strays``: freed beside it, for the one JSON document."""
+    also = {name: value for name, value in (("claims", claims), ("strays", strays)) if value is not None}
     if dry_run:
         output.document({"victims": plan.victims, "frees": plan.frees, **also})
         output.victims(plan.victims, plan.frees)

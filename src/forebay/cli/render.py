@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from forebay._config import Settings, format_age, format_size
+from forebay._logs import escaped
 from forebay.cli.hints import hint_for
 
 if TYPE_CHECKING:
-    from forebay._model import Entry, Problem, Report, Victim
+    from forebay._engine.census import Facts
+    from forebay._model import Entry, Problem, Report, Strays, Victim
     from forebay.claims import ClaimInfo
     from forebay.reports import Stats
 
+T = TypeVar("T")
+A_PAGE = 1000
+"""Rows that are in memory at once; a longer table has its columns as wide as those need."""
 UNLIMITED = 100_000  # columns where no terminal sets a width: nothing is cut or folded in a pipe
 
 
@@ -42,10 +49,14 @@ def console(*, stderr: bool = False) -> Console:
 
 def plain(text: object) -> str:
     """The text with what could move a terminal's cursor or forge a line written out as escapes."""
-    words = str(text)
-    if words.isprintable():
-        return words
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    return escaped(str(text))
+
+
+def shown(text: str) -> str:
+    """The text without the secrets that URLs in it hold: signatures, passwords, queries."""
+    from forebay.remote import redacted  # here, so that `forebay --help` need not load it
+
+    return redacted(text)
 
 
 def wants_bars() -> bool:
@@ -62,13 +73,13 @@ def say_error(error: BaseException, *, about: str = "") -> None:
 
 def say_two_lines(what: str, todo: str) -> None:
     err = console(stderr=True)
-    err.print(Text.assemble(("error: ", "bold red"), plain(what)), soft_wrap=True)
+    err.print(Text.assemble(("error: ", "bold red"), plain(shown(what))), soft_wrap=True)
     err.print(Text.assemble((" hint: ", "bold"), plain(todo)), soft_wrap=True)
 
 
 def note(text: str) -> None:
     """A remark for a person, on standard error."""
-    console(stderr=True).print(Text(plain(text)), soft_wrap=True)
+    console(stderr=True).print(Text(plain(shown(text))), soft_wrap=True)
 
 
 class LogLines(logging.Handler):
@@ -84,7 +95,7 @@ class LogLines(logging.Handler):
             lines += logging.Formatter().formatException(record.exc_info).splitlines()
         try:
             for line in lines:
-                (self.target or console(stderr=True)).print(Text(plain(line), style="yellow"), soft_wrap=True)
+                (self.target or console(stderr=True)).print(Text(plain(shown(line)), style="yellow"), soft_wrap=True)
         except OSError:  # nobody reads any more: whoever logs this must not fail for it
             self.handleError(record)
 
@@ -115,12 +126,24 @@ class Output:
         if not self.as_json:
             sys.stdout.write(text + "\n")
 
+    def path(self, path: str) -> None:
+        """A path: for a program as it is, whatever bytes it has; for a terminal with its control characters escaped."""
+        if self._out.is_terminal or self.as_json:
+            self.line(path)
+        else:
+            sys.stdout.write(path + "\n")
+
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """A table; a column whose name ends with ``>`` is set to the right."""
         if self.as_json:
             return
-        if not self._out.is_terminal:
-            self.raw("\n".join(_aligned(columns, rows)))
+        rest = iter(rows)
+        rows = list(islice(rest, A_PAGE))
+        if not self._out.is_terminal or len(rows) == A_PAGE:
+            widths = None
+            for page in chain([rows], _pages(rest)):
+                lines, widths = _aligned(columns, page, widths)
+                self.raw("\n".join(lines))
             return
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=any(columns))
         for name in columns:
@@ -130,22 +153,54 @@ class Output:
             table.add_row(*(cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row))
         self._out.print(table)
 
-    def entries(self, entries: Sequence[Entry], *, names_only: bool = False) -> None:
-        self.document([entry_record(entry) for entry in entries])
-        if names_only:
-            for entry in entries:
-                self.line(entry.name)
-            return
-        now = time.time()
-        if entries:
-            self.table(("SIZE>", "USED>", "CREATED>", "STATE", "NAME"), (_entry_row(entry, now) for entry in entries))
+    def entries(self, entries: Iterable[Entry], *, names_only: bool = False) -> None:
+        """Of any number: none is kept once it is written."""
+        if self.as_json:
+            self._stream("[", (json.dumps(entry_record(entry)) for entry in entries), "]")
+        elif names_only:
+            self.names(entry.name for entry in entries)
+        else:
+            self.facts_of_entries((e.name, e.size, e.used, e.created, e.life, e.leased) for e in entries)
 
-    def usage(self, stats: Stats, disk_free: int) -> None:
+    def facts_of_entries(self, facts: Iterable[Facts]) -> None:
+        """The table of `entries`."""
+        now = time.time()
+        rows = (_entry_row(one, now) for one in facts)
+        first = next(rows, None)
+        if first is not None:
+            self.table(("SIZE>", "USED>", "CREATED>", "STATE", "NAME"), chain([first], rows))
+
+    def names(self, names: Iterable[str]) -> None:
+        """One a line."""
+        for page in _pages(names):
+            text = "\n".join(page)
+            self.raw(text if text.replace("\n", "").isprintable() and text.count("\n") == len(page) - 1 else "\n".join(map(plain, page)))
+
+    def _stream(self, before: str, items: Iterable[str], after: str) -> None:
+        """A JSON list, an item a line."""
+        sys.stdout.write(before)
+        comma = ""
+        for item in items:
+            sys.stdout.write(f"{comma}\n  {item}")
+            comma = ","
+        sys.stdout.write(f"\n{after}\n" if comma else f"{after}\n")
+
+    def usage(self, stats: Stats, disk_free: int, overhead: Mapping[str, int]) -> None:
         spaces = [(name, count, format_size(size)) for name, (count, size) in sorted(stats.spaces.items())]
         self.table(("SPACE", "ENTRIES>", "BYTES>"), spaces)
         reserved = f", {format_size(stats.bytes_reserved)} promised to fetches" if stats.bytes_reserved else ""
         used = f"{format_size(stats.bytes_used)} used{reserved} of a budget of {format_size(stats.budget)}"
         self.line(f"{used}; {format_size(disk_free)} free on the disk")
+        parts = ", ".join(f"{name} {format_size(size)}" for name, size in overhead.items())
+        self.line(f"{format_size(sum(overhead.values()))} beside the budget: {parts}")
+
+    def strays(self, strays: Strays, todo: str) -> None:
+        """What is counted by nobody, where there is any."""
+        if strays.files:
+            self.line(f"beside it {_count(strays.files, 'file', 'files')} that no entry names, {format_size(strays.bytes)}: {todo}")
+        if strays.foreign:
+            others = f"beside it {_count(strays.foreign, 'file', 'files')} that Forebay did not make, {format_size(strays.foreign_bytes)}"
+            self.line(f"{others}: `forebay verify` names them; move them away, or remove them yourself")
 
     def facts(self, facts: Mapping[str, object]) -> None:
         """Names and values, one a line."""
@@ -189,15 +244,27 @@ class Output:
                 self.line(f"{f.name}: {f.todo}")
 
 
-def _aligned(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """A table for a pipe: nothing cut, nothing folded, quick for many rows."""
-    cells = [[plain(cell) for cell in row] for row in rows]
-    if any(columns):
-        cells.insert(0, [name.rstrip(">") for name in columns])
-    widths = [max((len(row[n]) for row in cells), default=0) for n in range(len(columns))]
-    for row in cells:
-        sides = zip(columns, row, widths, strict=True)
-        yield "  ".join(cell.rjust(width) if name.endswith(">") else cell.ljust(width) for name, cell, width in sides).rstrip()
+def _pages(items: Iterable[T]) -> Iterator[list[T]]:
+    rest = iter(items)
+    while page := list(islice(rest, A_PAGE)):
+        yield page
+
+
+def _aligned(columns: Sequence[str], rows: Iterable[Sequence[object]], widths: list[int] | None = None) -> tuple[list[str], list[int]]:
+    """The lines of a table for a pipe, nothing cut, nothing folded; and the widths for those that follow, which have no header."""
+    cells: Iterable[Sequence[object]] = rows
+    if widths is None:
+        cells = [[plain(cell) for cell in row] for row in rows]
+        if any(columns):
+            cells.insert(0, [name.rstrip(">") for name in columns])
+        widths = [max((len(str(row[n])) for row in cells), default=0) for n in range(len(columns))]
+        if len(cells) > A_PAGE:  # more follow, whose sizes may be longer
+            widths = [max(width, 8) if name.endswith(">") else width for name, width in zip(columns, widths, strict=True)]
+    form = "  ".join(f"{{:{'>' if name.endswith('>') else '<'}{width}}}" for name, width in zip(columns, widths, strict=True))
+    lines = [form.format(*row).rstrip() for row in cells]
+    if "".join(lines).isprintable():
+        return lines, widths
+    return [form.format(*map(plain, row)).rstrip() for row in cells], widths
 
 
 def entry_record(entry: Entry) -> dict[str, object]:
@@ -206,9 +273,12 @@ def entry_record(entry: Entry) -> dict[str, object]:
     return {"name": entry.name, **{field: getattr(entry, field) for field in fields}, "checksum": entry.checksum.hex()}
 
 
-def _entry_row(entry: Entry, now: float) -> tuple[object, ...]:
-    state = [word for word, true in ((entry.life, entry.life != "cached"), ("leased", entry.leased)) if true]
-    return format_size(entry.size), _ago(now, entry.used), _ago(now, entry.created), " ".join(state), entry.name
+def _entry_row(facts: Facts, now: float) -> tuple[object, ...]:
+    name, size, used, created, life, leased = facts
+    state = "leased" if leased else ""
+    if life != "cached":
+        state = f"{life} {state}".rstrip()
+    return _size(size), _ago(now, used), _ago(now, created), state, name
 
 
 def _claim_row(claim: ClaimInfo, now: float) -> tuple[object, ...]:
@@ -219,8 +289,11 @@ def _claim_row(claim: ClaimInfo, now: float) -> tuple[object, ...]:
     return f"{claim.prefix:06}", state, age, claim.user, shown or "-", memory, claim.job or "-", " ".join(claim.directories) or "damaged"
 
 
+_size, _age = functools.lru_cache(4096)(format_size), functools.lru_cache(4096)(format_age)  # many entries have the same
+
+
 def _ago(now: float, moment: float) -> str:
-    return format_age(now - moment) if moment > 0 else "-"
+    return _age(int(now - moment)) if moment > 0 else "-"
 
 
 def _count(number: int, one: str, many: str) -> str:
@@ -232,10 +305,12 @@ def _jsonable(value: object) -> object:
         return _jsonable({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     if isinstance(value, Mapping):
         return {str(k): _jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [_jsonable(v) for v in value]
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, BaseException):
+        return shown(str(value))
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

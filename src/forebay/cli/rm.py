@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from forebay._model import Entry, Report
 from forebay.cli.filters import parse_filters
 from forebay.cli.hints import ABSENT, FAILED
-from forebay.cli.options import DryRunOption, FilterOption, JsonOption, RootOption, YesOption, argument, opened
+from forebay.cli.options import DryRunOption, FilterOption, JsonOption, RootOption, YesOption, argument, find_each, opened
 from forebay.cli.removal import carry_out
 from forebay.cli.render import Output, say_error
 from forebay.errors import ConfigError, NotCached
@@ -31,42 +30,38 @@ def rm(
     if bool(names) == bool(filters):
         raise ConfigError("rm takes names, or --filter: one of the two", name="rm", value="")
     output = Output(as_json)
-    with opened(root) as cache:
+    with opened(root, change=not dry_run) as cache:
+        entries, missing = find_each(cache, names or [])
+        report: Report | None
         if names and not dry_run:
-            missing = _remove(cache, names, output)
+            report = _remove(cache, entries, missing, output)
         else:
-            passes = _named(cache, names) if names else parse_filters(filters)
-            plan = cache.plan(where=passes)
-            report, missing = carry_out(plan, output, dry_run=dry_run, yes=yes), []
-            _fail_if_spared(report)
+            ids = {entry.id for entry in entries}
+            passes = (lambda entry: entry.id in ids) if names else parse_filters(filters)
+            report = carry_out(cache.plan(where=passes), output, dry_run=dry_run, yes=yes)
+    for error in missing:
+        say_error(error)
+    _fail_if_spared(report)
     if missing:
         raise typer.Exit(ABSENT)
 
 
-def _remove(cache: Cache, names: list[str], output: Output) -> list[str]:
-    """Remove what is there of ``names``; the others."""
-    reports, missing = [], []
-    for name in dict.fromkeys(names):
+def _remove(cache: Cache, entries: list[Entry], missing: list[NotCached], output: Output) -> Report:
+    """Remove ``entries``; those that are gone meanwhile are added to ``missing``."""
+    reports = []
+    for entry in entries:
         try:
-            reports.append(cache.evict(name))
-        except NotCached:
-            missing.append(name)
+            reports.append(cache.evict(entry))
+        except NotCached as error:
+            missing.append(error)
     report = Report(
         removed=tuple(name for r in reports for name in r.removed),
         spared=tuple(name for r in reports for name in r.spared),
         freed=sum(r.freed for r in reports),
     )
     output.document(report)
-    output.report(report, pinned=[name for name in report.spared if (entry := cache.entry(name)) and entry.life == "pinned"])
-    for name in missing:
-        say_error(NotCached.of(name))
-    _fail_if_spared(report)
-    return missing
-
-
-def _named(cache: Cache, names: list[str]) -> Callable[[Entry], bool]:
-    ids = {entry.id for name in names if (entry := cache.entry(name)) is not None}
-    return lambda entry: entry.id in ids
+    output.report(report, pinned=[entry.name for entry in entries if entry.life == "pinned"])
+    return report
 
 
 def _fail_if_spared(report: Report | None) -> None:

@@ -18,7 +18,7 @@ def stats(
     as_json: JsonOption = False,
 ) -> None:
     """Show what all processes of the node did with this cache: hits, misses, bytes, waits, evictions."""
-    with opened(root) as cache:
+    with opened(root, change=zero) as cache:
         found = cache.stats()
         if zero:
             cache.reset_stats()

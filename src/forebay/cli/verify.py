@@ -19,12 +19,12 @@ def verify(
 ) -> None:
     """Check the whole cache: every stored byte against its checksum, the catalog against the files, the sums against the budget."""
     output = Output(as_json)
-    with opened(root) as cache:
+    with opened(root, change=repair) as cache:
         mended = cache.repair(deep=not quick) if repair else []
         left = cache.check(deep=not quick)
     output.document({"mended": mended, "problems": left})
     if repair:
         output.problems(mended, verb="mended")
     output.problems(left, verb="left" if repair else "found")
-    if left:
+    if left or any(problem.kind == "catalog" for problem in mended):  # mended, but all that it listed is lost
         raise typer.Exit(FAILED)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from forebay.cli.fetching import conclude, fetch_all
-from forebay.cli.options import JobsOption, JsonOption, RootOption, argument, opened
+from forebay.cli.options import JobsOption, JsonOption, RootOption, argument, filled
 from forebay.cli.render import Output, note
 from forebay.errors import ConfigError
 
@@ -27,7 +27,7 @@ def warm(
 ) -> None:
     """Fill the cache before a job. What is there already is skipped: after an interruption the same command goes on."""
     urls = list(dict.fromkeys(_urls(source)))
-    with opened(root, make=True) as cache:
+    with filled(root) as cache:
 
         def fetch(url: str, told: OnProgress) -> Entry | None:
             return cache.pull(url, on_progress=told)

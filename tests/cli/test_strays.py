@@ -1,0 +1,86 @@
+"""Files in the root that nobody counts: seen by `du`, told by `verify` and `doctor`, removed where Forebay gave them their names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay import Cache
+
+from .conftest import Run
+
+MiB = 1 << 20
+
+
+@pytest.fixture
+def planted(home: Path) -> dict[str, Path]:
+    """A cache, and what somebody put into it: under names of ours, and under others."""
+    with Cache(home, budget=64 * MiB, min_free=0) as cache:
+        cache.put("k", b"value")
+        cache.put("large", bytes(100_000))
+    ours = {
+        "blob": home / "blobs" / "ab" / "00000000000000ab",
+        "named": home / "blobs" / "cd" / "00000000000000cd.tar",
+        "write": home / "tmp" / "00000000000000aa-00000000000000bb",
+        "tree": home / "trees" / "00000000000000ee" / "file",
+        "pack": home / "packs" / "00000000000000ff" / "index",
+    }
+    others = {"top": home / "thesis.tex", "in blobs": home / "blobs" / "ab" / "notes.txt", "in packs": home / "packs" / "mine"}
+    for path in (*ours.values(), *others.values()):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(os.urandom(MiB))
+    return {**{f"ours: {name}": path for name, path in ours.items()}, **{f"others: {name}": path for name, path in others.items()}}
+
+
+def strays_of(ran: Any) -> tuple[int, int]:
+    found = ran.json["strays"]
+    assert 5 * MiB <= found["bytes"] < 5.2 * MiB or not found["files"]
+    assert 3 * MiB <= found["foreign_bytes"] < 3.2 * MiB
+    return found["files"], found["foreign"]
+
+
+@pytest.mark.parametrize("by", [["prune"], ["verify", "--repair"]])
+def test_s19_strays_are_counted_told_and_removed(planted: dict[str, Path], home: Path, run: Run, by: list[str]) -> None:
+    assert strays_of(run("du", "--json")) == (5, 3)
+    shown = run("du").out
+    assert "5 files that no entry names" in shown
+    assert "3 files that Forebay did not make" in shown
+    told = run("verify", "--quick")
+    assert told.code == 1
+    assert all(str(path.parent if path.name in ("file", "index") else path) in told.out for path in planted.values())
+    assert run("doctor").code == 1
+    assert strays_of(run("prune", "--dry-run", "--json")) == (5, 3)
+    assert all(path.exists() for path in planted.values())  # who looks removes nothing
+    done = run(*by)
+    assert done.code == (0 if by == ["prune"] else 1)  # what is not ours is left, and told
+    if by == ["prune"]:
+        assert "5.2" in done.out
+    for name, path in planted.items():
+        assert path.exists() is name.startswith("others"), name
+    assert strays_of(run("du", "--json")) == (0, 3)
+    for name, path in planted.items():
+        if name.startswith("others"):
+            path.unlink()
+    assert run("verify").code == 0
+    with Cache(home) as cache:
+        assert cache.get("large") == bytes(100_000)
+
+
+def test_s19_what_is_being_written_is_no_stray(home: Path, run: Run) -> None:
+    """A download in progress, a pack that is filled, and a directory that is held."""
+    with Cache(home, budget=64 * MiB, min_free=0) as cache:
+        with cache.samples("pack", 100) as samples:
+            samples.put(0, b"sample")
+            with cache._store.writing("v", "key") as writing:  # type: ignore[union-attr]
+                from forebay._model import ObjectInfo
+
+                writing.begin(ObjectInfo("", 10 * MiB, '"1"', strong=True))
+                writing.write(0, bytes(MiB))
+                found = cache.strays()
+                assert (found.files, found.foreign) == (0, 0)
+                assert cache.prune().execute().removed == ()
+                assert cache.check() == []
+        assert (cache.strays().files, cache.strays().foreign) == (0, 0)
