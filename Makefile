@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example example-flow example-claims test retest quality style stress mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote deps docs clean
+.PHONY: help demo example example-flow example-claims test retest quality style stress mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -46,8 +46,8 @@ example-claims: $(VENV)/.dev ## two ranks by torchrun that share a counter, a ba
 deps: ## the servers and tools that some tests use (apt, as root; else says what is missing)
 	@.ci/deps
 
-test: $(VENV)/.dev deps ## the whole suite
-	@failed=0; for part in without only; do \
+test: $(VENV)/.dev deps ## the whole suite; CHIA=PATH of its source: with a flow of its own functions too
+	@$(if $(CHIA),export TEST_CHIA=$(abspath $(CHIA));) failed=0; for part in without only; do \
 	  $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --frameworks $$part $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; \
 	done; exit $$failed  # 5: none of that part was asked for
 
@@ -90,6 +90,9 @@ bench-claims: $(VENV)/.dev ## directories of jobs, and barriers, beside MosaicML
 
 bench-remote: $(VENV)/.dev deps ## fetches from nginx beside curl and bare clients
 	$(PY) benchmarks/remote.py
+
+bench-scale: $(VENV)/.dev ## listing, checking and evicting at a million entries: takes minutes, and a root of 400 MB
+	$(PY) benchmarks/scale.py
 
 docs: $(VENV)/.dev ## the site, into site/: a warning is an error (and would not be counted with --quiet)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -36,12 +36,16 @@ class Mutant:
     test: str
 
 
+WAL = "tests/engine/test_wal.py::"
 STEPS = "tests/crash/test_every_step.py::"
 OTHERS = "tests/crash/test_others_look_on.py::"
+DAMAGE = "tests/engine/test_damage.py::"
+STRANGE = "tests/engine/test_strange_files.py::"
 FAULTS = "tests/engine/test_faults.py::"
 FORKS = "tests/engine/test_forks.py::"
 BUDGET = "tests/engine/test_budget.py::"
 TASKS = "tests/test_tasks.py::"
+IDENTITY = "tests/tasks/test_identity.py::"
 JOBS = "tests/claims/test_jobs.py::"
 REGISTRY = "tests/claims/test_registry.py::"
 BARRIERS = "tests/claims/test_barriers.py::"
@@ -65,8 +69,8 @@ MUTANTS = (
     ),
     Mutant(
         1, "a small file is entered before it is written", "_engine/publish.py",
-        "        blobs.write(self.root, id, one.data, label.suffix)\n",
-        "        txn.then = lambda: blobs.write(self.root, id, one.data, label.suffix)\n",
+        "        blobs.write(self.root, id, one.data, one.checksum, label.suffix)\n",
+        "        txn.then = lambda: blobs.write(self.root, id, one.data, one.checksum, label.suffix)\n",
         f"{STEPS}test_put[small blob]",
     ),
     Mutant(
@@ -86,8 +90,24 @@ MUTANTS = (
     ),
     Mutant(
         1, "map without a look at the size", "_engine/blobs.py",
-        "        if size != entry.size:\n", "        if size < 0:\n",
+        "        if status.st_size != entry.size:\n", "        if status.st_size < 0:\n",
         "tests/engine/test_blobs.py::test_a_blob_of_another_size_is_damaged",
+    ),
+    Mutant(
+        1, "what was handed out is served though it was written to", "_engine/blobs.py",
+        "    return kept == wanted - wanted % unit\n", "    return True\n",
+        "tests/test_written_to.py::test_the_file_by_its_own_name[local]",
+    ),
+    Mutant(
+        10, "a copy that its caller removes is the original", "_directories/private.py",
+        "        return to_temporary(origin, place, part, ask)\n",
+        "        return place.local or to_temporary(origin, place, part, ask)\n",
+        "tests/test_checkpoint.py::test_what_a_caller_removes_is_never_the_original",
+    ),
+    Mutant(
+        1, "a tree is looked at once in a process", "_engine/reading.py",
+        "if tree.boot == host.boot_id() and self._trees.get(tree.id) == _fingerprint(found):", "if tree.id in self._trees:",
+        "tests/test_written_to.py::test_what_is_added_removed_or_replaced_costs_no_fetch[add]",
     ),
     Mutant(
         1, "an upload is said to be complete before it is", "_directories/uploading.py",
@@ -133,6 +153,24 @@ MUTANTS = (
         1, "a file that was uploaded is not looked for", "_directories/listings.py",
         "    if complete and not missing:\n", "    if complete:\n",
         "tests/test_directories.py::test_a_file_of_the_manifest_that_is_missing",
+    ),
+    Mutant(
+        1, "a part of a signature drops parameters", "remote/urls.py",
+        "whole = self.all_of <= names and",
+        "whole = bool(self.all_of & names) and",
+        "tests/scenarios/test_s35_keys_stay_apart.py::test_s35_what_users_and_queries_are_given_stays_apart",
+    ),
+    Mutant(
+        1, "users share an entry", "remote/urls.py",
+        "    if not user:\n        return host if",
+        "    if not user or kind in _KNOWN:\n        return host if",
+        "tests/scenarios/test_s35_keys_stay_apart.py::test_s35_what_users_and_queries_are_given_stays_apart",
+    ),
+    Mutant(
+        1, "what is opened past the cache is not compared where its ETag is weak", "files.py",
+        "self._validator = info.validator",
+        "self._validator = info.validator if info.strong else None",
+        "tests/remote/test_http_hostile.py::test_open_past_the_cache_reads_one_version",
     ),
     # 2. One fetch
     Mutant(
@@ -191,6 +229,16 @@ MUTANTS = (
     ),
     # 4. Never over budget
     Mutant(
+        4, "a budget that is a slip is taken at its word", "_config.py",
+        "        if size < LEAST_BUDGET:\n", "        if size < 0:\n",
+        "tests/cli/test_looking_changes_nothing.py::test_a_budget_that_is_a_slip_is_refused[63MiB-66060288]",
+    ),
+    Mutant(
+        4, "a verb that looks sets the budget", "cli/options.py",
+        "    with with_limits_unsaid(Cache, path, shared=", "    with (lambda make, path, **how: make(path))(Cache, path, shared=",
+        "tests/cli/test_looking_changes_nothing.py::test_every_looking_verb[closed]",
+    ),
+    Mutant(
         4, "doomed bytes are forgotten", "_engine/room.py",
         "        used = totals.entries + totals.granted", "        used = totals.entries - totals.leaving + totals.granted",
         f"{BUDGET}test_doomed_bytes_count_until_they_are_unlinked",
@@ -219,6 +267,12 @@ MUTANTS = (
         4, "max_entries does not count what is promised", "_engine/catalog/spaces.py",
         "rows - left + waiting, max", "rows - left - 1, max",
         "tests/stress/test_many_processes.py::test_s38_max_entries_is_exact_under_8_writers",
+    ),
+    Mutant(
+        4, "a claim makes room before a byte came", "remote/download.py",
+        "if total > LARGE:",
+        "if total < 0:",
+        "tests/remote/test_http_hostile.py::test_a_claim_alone_evicts_nothing",
     ),
     # 5. A lease pins
     Mutant(
@@ -250,9 +304,100 @@ MUTANTS = (
         f"{FAULTS}test_any_change_may_fail[blob-EDQUOT]",
     ),
     Mutant(
+        6, "the clock of a root is set back", "_engine/clock.py",
+        "max(self._ahead, wall - ticks, told or 0)\n", "max(wall - ticks, 0)\n",
+        "tests/engine/test_clock.py::test_it_goes_on_while_the_wall_clock_was_set_back",
+    ),
+    Mutant(
+        6, "each process has a clock of its own", "_engine/clock.py",
+        "        return ahead if ticks + ahead - wall <= BELIEVED else 0\n", "        return 0\n",
+        "tests/engine/test_clock.py::test_a_step_while_another_process_looks_is_one_clock",
+    ),
+    Mutant(
+        6, "a duration is of the wall clock", "origin.py",
+        'self.store.count("wait_ns_remote", time.monotonic_ns() - began)', 'self.store.count("wait_ns_remote", time.time_ns() - began)',
+        "tests/scenarios/test_clocks.py::test_a_step_during_a_fetch_reaches_nobody",
+    ),
+    Mutant(
+        6, "a time of the future is believed", "_engine/slots.py",
+        "        return moment if self.clock.is_past(moment) else 0\n", "        return moment\n",
+        "tests/scenarios/test_clocks.py::test_times_that_were_forged_make_nothing_fresh_for_ever",
+    ),
+    Mutant(
+        6, "a hit registers its process first", "_engine/store.py",
+        "        return self._reading.view(space, self.known_space(space).id, key)\n",
+        "        self._owners.me()\n        return self._reading.view(space, self.known_space(space).id, key)\n",
+        "tests/scenarios/test_stopped_writer.py::test_a_hit_needs_no_writer_in_a_young_process_either",
+    ),
+    Mutant(
+        6, "who waited in vain for the writer waits again", "_engine/catalog/writer.py",
+        "            if self._words.value(WRITER_WORD) == word:", "            if self._words.value(WRITER_WORD) == word and not holder:",
+        "tests/scenarios/test_stopped_writer.py::test_who_writes_waits_once_and_is_told_who_it_is",
+    ),
+    Mutant(
+        6, "a handle that passes the cache by stays so", "opening.py",
+        "        if not self._backoff.is_due():\n", "        if self._backoff is not None:\n",
+        "tests/scenarios/test_reopening.py::test_every_front_uses_the_cache_once_it_can_be_used",
+    ),
+    Mutant(
+        6, "what the system refuses reaches the caller", "_engine/engine.py",
+        "        with faults(str(self.root.path)):\n            return mend_and_call(",
+        "        if self.root:\n            return mend_and_call(",
+        "tests/engine/test_no_more_files.py::test_each_call_without_files[True-0]",
+    ),
+    Mutant(
         6, "a damaged catalog is not made anew", "_engine/engine.py",
-        "        self.mend(broken, mends)\n", "        raise broken\n",
+        "                self.mend(error, mends)\n", "                raise\n",
         f"{FAULTS}test_two_processes_go_on_after_harm[catalog.sqlite-scribble]",
+    ),
+    Mutant(
+        6, "damage that opening meets is not mended", "_engine/engine.py",
+        "            except CatalogBroken as error:\n                if self.root.read_only:\n",
+        "            except CatalogBroken as error:\n                if self.root:\n",
+        f"{DAMAGE}test_the_first_call_that_meets_the_damage_goes_on",
+    ),
+    Mutant(
+        6, "an index that leads to another key is believed", "_engine/catalog/entries.py",
+        "    if row and row[2] != key:\n", "    if row and row[2] is None:\n",
+        f"{DAMAGE}test_the_first_call_that_meets_the_damage_goes_on[anywhere 4]",
+    ),
+    Mutant(
+        6, "a full disk keeps its ballast", "_engine/catalog/connection.py",
+        "            error.relieved = self._root.files.unlink(self._root.ballast) or", "            error.relieved =",
+        "tests/scenarios/test_s13_full_disk.py::test_s13_removing_works_when_it_is_needed_most",
+    ),
+    Mutant(
+        4, "the budget goes with the catalog", "_engine/settings.py",
+        "settings_file.read(root) or Kept(**asdict(before or Settings()))", "Kept()",
+        f"{DAMAGE}test_the_first_call_that_meets_the_damage_goes_on[cut 0]",
+    ),
+    Mutant(
+        6, "what another user left is gone on with in his file", "_engine/stages.py",
+        "        if found.st_uid != os.geteuid() and os.geteuid() != 0:\n", "        if found.st_uid < 0:\n",
+        "tests/scenarios/test_s10_two_users.py::test_s10_a_dead_users_fetch_is_resumed_and_kept_by_another[read]",
+    ),
+    Mutant(
+        6, "a slow object makes its host silent", "_engine/hosts.py",
+        "if not began * _SECOND <= heard <= now:",
+        "if heard <= now:",
+        "tests/scenarios/test_silent_hosts.py::test_who_was_heard_meanwhile_is_not_silent",
+    ),
+    Mutant(
+        6, "a silent host is believed for as long as its record says", "_engine/hosts.py",
+        "if not now - PERIOD * _SECOND < at <= now or",
+        "if not now - PERIOD * _SECOND < at or",
+        "tests/scenarios/test_silent_hosts.py::test_what_lies_there_is_not_believed",
+    ),
+    Mutant(
+        6, "a lost part of the slots stays lost", "_engine/engine.py",
+        "                if self.root.read_only:\n                    raise\n                self.remake_slots()\n",
+        "                raise\n",
+        f"{STRANGE}test_a_lost_part_of_the_slots_is_made_anew_of_the_catalog[001]",
+    ),
+    Mutant(
+        4, "files that no entry names are counted by nobody", "_engine/strays.py",
+        "            if id not in intended:\n", "            if id in intended:\n",
+        "tests/cli/test_strays.py::test_s19_strays_are_counted_told_and_removed[by0]",
     ),
     # 7. kill -9 anywhere
     Mutant(
@@ -267,14 +412,44 @@ MUTANTS = (
         f"{STEPS}test_evict_under_pressure",
     ),
     Mutant(
+        7, "what a process counted goes with it", "_engine/counters.py",
+        "            if words[0] != _MARK or max(words[_WORDS:]) >= _BELIEVED:\n", "            if words[0]:\n",
+        "tests/scenarios/test_counts.py::test_every_hit_of_every_process_is_counted",
+    ),
+    Mutant(
         7, "an empty slot does not heal", "_engine/leases.py",
-        "                self._slots.set_id(entry.slot, entry.id)\n            return entry\n",
-        "                return None\n            return entry\n",
+        "                    self._slots.set_id(entry.slot, entry.id)\n                return entry\n",
+        "                    return None\n                return entry\n",
         f"{STEPS}test_replace[blob-blob]",
     ),
     Mutant(
+        4, "only who commits often copies the log", "_engine/catalog/connection.py",
+        "        if size < SOFT:\n", "        if self._commits % 16 != 15:\n",
+        f"{WAL}test_many_short_processes_beside_an_idle_one",
+    ),
+    Mutant(
+        4, "a reader that stands still keeps the log from starting again", "_engine/catalog/connection.py",
+        "            if size >= RETIRE:", "            if size < 0:",
+        f"{WAL}test_a_reader_that_stands_still_is_left_behind",
+    ),
+    Mutant(
+        1, "what was read while the log started again is believed", "_engine/catalog/connection.py",
+        "            if self._is_current_locked():\n                return rows\n", "            return rows\n",
+        f"{WAL}test_a_reader_that_stands_still_is_left_behind",
+    ),
+    Mutant(
+        7, "the index of a log is left behind unmarked", "_engine/catalog/wal.py",
+        "            words[0] = _RETIRED\n", "",
+        f"{WAL}test_who_has_a_retired_index_can_neither_read_nor_copy_by_it",
+    ),
+    Mutant(
+        7, "a marked index stays", "_engine/catalog/wal.py",
+        "        if self.is_retired():\n", "        if not self.index:\n",
+        f"{WAL}test_killed_at_each_step_of_leaving_a_reader_behind",
+    ),
+    Mutant(
         7, "an old journal meets a new catalog", "_engine/catalog/connection.py",
-        "            host.unlink(self._path + ending)\n", "            continue\n",
+        "            self._root.files.unlink(self._path + ending)\n", "            continue\n",
         "tests/crash/test_creation.py::test_somebody_deletes_a_part_of_it[catalog.sqlite]",
     ),
     Mutant(
@@ -319,15 +494,45 @@ MUTANTS = (
     ),
     # 10. Nobody else's bytes
     Mutant(
+        10, "who looks writes into the journal's index", "_engine/catalog/connection.py",
+        "mode=ro&readonly_shm=1", "mode=ro",
+        "tests/cli/test_looking_changes_nothing.py::test_every_looking_verb[killed]",
+    ),
+    Mutant(
         10, "foreign files are built upon", "_engine/root.py",
-        "    if foreign:\n        found = f", "    if foreign and new is None:\n        found = f",
+        "    if others:\n        found = f", "    if others and place is None:\n        found = f",
         "tests/engine/test_root.py::test_s15_foreign_files_are_refused_and_left_alone",
     ),
     Mutant(
-        10, "a symbolic link is followed", "_engine/blobs.py",
-        "        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)\n    except OSError",
-        "        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)\n    except OSError",
+        10, "a symbolic link is followed", "_kernel/below.py",
+        "        fd = _open_at_once(os.fspath(path), flags)\n",
+        "        fd = os.open(path, flags & ~os.O_NOFOLLOW)\n",
         f"{FAULTS}test_s03_a_damaged_blob_is_never_served[a link elsewhere]",
+    ),
+    Mutant(
+        10, "a symbolic link in the place of a directory is followed", "_kernel/below.py",
+        "437, -100, 0x04", "437, -100, 0x00",
+        "tests/kernel/test_below.py::test_what_lies_behind_a_link_is_not_removed",
+    ),
+    Mutant(
+        10, "a group's root is taken by one that did not ask for it", "_engine/root.py",
+        "    if root.shared and not shared:\n", "    if root.shared and shared is None:\n",
+        "tests/test_shared_roots.py::test_a_groups_root_is_opened_by_those_who_ask_for_one",
+    ),
+    Mutant(
+        1, "what rotted in a partial is published", "_engine/stages.py",
+        " and xxhash.xxh3_128_digest(data) == seen.sum_of(chunk):", ":",
+        "tests/engine/test_stages.py::test_what_rotted_in_a_partial_is_fetched_again",
+    ),
+    Mutant(
+        10, "a suffix of the catalog is believed", "_engine/catalog/checked.py",
+        "        and (not row[12] or _SUFFIX(row[12]))\n", "",
+        "tests/engine/test_forged_rows.py::test_a_forged_row_is_set_aside[a suffix that leads out]",
+    ),
+    Mutant(
+        10, "the name of a file in a tree is believed", "_engine/catalog/entries.py",
+        "    if not all(checked.is_member(row[-1]) for row in found):\n", "    if not found:\n",
+        "tests/engine/test_forged_rows.py::test_the_name_of_a_file_in_a_tree_leads_not_out_of_it",
     ),
     Mutant(
         10, "another user's root is taken", "_engine/root.py",
@@ -358,6 +563,12 @@ MUTANTS = (
         10, "whatever a listing names is built", "_directories/manifests.py",
         "        wrong = _wrong(name)\n", '        wrong = ""\n',
         "tests/test_directories.py::test_a_hostile_name[arrow-up]",
+    ),
+    Mutant(
+        10, "members of a tar may lead out of it", "tar_index.py",
+        'and b".." not in name.split(b"/")',
+        "",
+        "tests/remote/test_hostile_listings.py::test_members_that_lead_out",
     ),
     # 11. Nobody waits in silence
     Mutant(
@@ -512,7 +723,7 @@ MUTANTS = (
     # 12. A call gets its own output
     Mutant(
         12, "a hit is not asked of which arguments it is", "_tasks/cached.py",
-        "found = self._values.look(key, digest, who=who)", "found = self._values.look(key, None, who=who)",
+        "found = self._values.look(key, digest, who=who, copy", "found = self._values.look(key, None, who=who, copy",
         "tests/tasks/test_cached.py::test_what_was_stored_under_other_arguments_is_a_miss",
     ),
     Mutant(
@@ -542,13 +753,38 @@ MUTANTS = (
     ),
     Mutant(
         12, "the code of a lambda does not count", "_tasks/hashing.py",
-        'has_place = function.__name__ != "<lambda>" and', "has_place =",
-        "tests/tasks/test_naming.py::test_functions_of_one_name_stay_apart",
+        'out = b"" if function.__name__ != "<lambda>" else written_code(function).code', 'out = b""',
+        "tests/tasks/test_hashing.py::test_what_tells_functions_of_one_name_apart",
     ),
     Mutant(
-        12, "what is typed in is known by its name", "_tasks/hashing.py",
-        ' and module_of(function) != "__main__"', "",
-        "tests/tasks/test_naming.py::test_what_is_typed_in_counts_with_its_code",
+        12, "a function is known by its name alone", "_tasks/binding.py",
+        "prefix = prefix_of(self.identity, None, code.digest)", "prefix = prefix_of(self.identity, None)",
+        f"{IDENTITY}test_two_scripts_of_one_name_have_results_of_their_own[]",
+    ),
+    Mutant(
+        12, "the functions that a function uses do not count", "_tasks/identity.py",
+        "        if own:\n", "        if own and not name:\n",
+        f"{IDENTITY}test_what_makes_another_function[return x + 1-return x + 2]",
+    ),
+    Mutant(
+        12, "the constants that a function uses do not count", "_tasks/identity.py",
+        "        elif constant := _constant(value):\n", "        elif constant := name and b'':\n",
+        f"{IDENTITY}test_what_makes_another_function[SCALE = 2-SCALE = 3]",
+    ),
+    Mutant(
+        12, "a file that was edited since is believed", "_tasks/code.py",
+        "if shape_of(found) == shape_of(code)]", "if found]",
+        f"{IDENTITY}test_a_file_that_was_edited_since_is_not_believed",
+    ),
+    Mutant(
+        12, "who sends a function is believed whatever runs here", "_tasks/identity.py",
+        "if sent is not None and sent.mark == mark:", "if sent is not None:",
+        f"{IDENTITY}test_who_sends_a_function_tells_its_code",
+    ),
+    Mutant(
+        12, "who computes gets what he made", "_tasks/values.py",
+        "            self.result = found\n", "            pass\n",
+        "tests/tasks/test_cached.py::test_who_computes_gets_what_a_hit_gives[False-10]",
     ),
     Mutant(
         12, "versions share a key", "_tasks/binding.py",
@@ -582,6 +818,21 @@ MUTANTS = (
         f"{TASKS}test_what_another_codec_stored_is_a_miss_and_stays",
     ),
     Mutant(
+        10, "what others can write is unpickled by default", "codecs.py",
+        '"pytree" if others_can_write else "pickle"', '"pickle"',
+        "tests/test_shared_roots.py::test_a_pickle_of_anothers_is_a_miss",
+    ),
+    Mutant(
+        10, "a spilled object is taken back whatever it has become", "prefetch.py",
+        "(seal and _seal(data) != seal)", "seal is None",
+        "tests/test_shared_roots.py::test_a_spilled_object_is_known_again_by_who_spilled_it[10]",
+    ),
+    Mutant(
+        12, "a tag may show where an object lies", "_tasks/binding.py",
+        "        if _ADDRESS.search(said):\n", "        if not said:\n",
+        "tests/tasks/test_naming.py::test_the_address_of_what_lies_within_is_refused_too",
+    ),
+    Mutant(
         10, "every pickle of a directory is taken over", "_tasks/importing.py",
         "if _NAME.fullmatch(item.name) and item", "if item.name and item",
         f"{TASKS}test_a_directory_of_chia_is_taken_over",
@@ -594,8 +845,7 @@ MUTANTS = (
     ),
     Mutant(
         12, "a value comes without its digest", "_tasks/values.py",
-        '        meta = f"{self.codec.name} {digest}" if digest else self.codec.name\n        try:\n',
-        "        meta = self.codec.name\n        try:\n",
+        'life="pinned" if pin else "cached", meta=self._meta(digest))', 'life="pinned" if pin else "cached", meta=self._meta(""))',
         "tests/crash/test_tasks.py::test_a_failed_replacement_keeps_the_old_value[row-row]",
     ),
     Mutant(
@@ -708,6 +958,11 @@ MUTANTS = (
         13, "who died on his way to a barrier is waited for", "_claims/barriers.py",
         "found = [*dead, *crowd.sitting(seat for seat in before if not seat & GONE)]", "found = [*dead]",
         f"{BARRIERS}test_one_that_crossed_is_killed_on_its_way",
+    ),
+    Mutant(
+        13, "a barrier breaks at a time of the wall clock", "_claims/boards.py",
+        "host.set_word(self._words, _BROKEN_AT, time.monotonic_ns())", "host.set_word(self._words, _BROKEN_AT, 1)",
+        f"{BARRIERS}test_a_clock_that_is_set_back_leaves_no_late_one_untold",
     ),
     Mutant(
         13, "a barrier is usable before all know that it was broken", "_claims/barriers.py",
