@@ -41,7 +41,7 @@ def digits() -> tuple[Any, Any]:
     return found.images / 16, found.target
 
 
-@tasks.cached(tag="features-{kind}", version="1")  # count it up when the function changes: what older code stored is then not used
+@tasks.cached(tag="features-{kind}")  # when the function changes it runs again: what older code stored is not used
 def features(kind: str) -> Any:
     """One row for each image."""
     images, _ = digits()
