@@ -79,10 +79,7 @@ import sys, os, multiprocessing, forebay
 from forebay import Cache
 URL, ROOT = {url!r}, {root!r}
 kept = []
-def hook(*args, kept=kept):     # refers to __main__ until the very end
-    print(kept)
-sys.excepthook = hook
-sys.unraisablehook_of_mine = kept
+sys.excepthook = lambda *args: print(kept)  # refers to __main__, whose variables go after those of our modules
 """
 SOURCE = "from forebay.sources import UrlSource; p = cache.prefetcher(UrlSource(URL.rpartition('/')[0] + '/')); "
 FRONTS = {
@@ -115,4 +112,27 @@ def test_a_late_reference_prints_nothing(front: str, place: str, tmp_path: Path,
     url = server.put("/x.bin", bytes(300_000))
     code = HEAD.format(url=url, root=str(tmp_path / "root")) + PLACES[place].format(use=FRONTS[front])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+SPAWNED = """
+import multiprocessing
+{head}
+def work():
+    global kept
+    cache = Cache(ROOT, budget="64MiB", min_free=0)
+    {use}
+if __name__ == "__main__":
+    p = multiprocessing.get_context("spawn").Process(target=work)
+    p.start(); p.join()
+    sys.exit(p.exitcode)
+"""
+
+
+@pytest.mark.parametrize("front", ["a lease", "a prefetcher", "samples", "a claim"])
+def test_a_late_reference_in_a_spawned_child_prints_nothing(front: str, tmp_path: Path, server: ScriptedServer) -> None:
+    url = server.put("/x.bin", bytes(300_000))
+    script = tmp_path / "job.py"
+    script.write_text(SPAWNED.format(head=HEAD.format(url=url, root=str(tmp_path / "root")), use=FRONTS[front]))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

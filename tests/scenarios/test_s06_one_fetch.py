@@ -15,6 +15,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests.items import until
 
 MiB = 1 << 20
 MANY = 32
@@ -104,6 +105,32 @@ def test_s06_another_takes_over_from_a_killed_downloader(root: Path, server: Scr
     assert {waiter.result() for waiter in waiters} == {hashlib.sha256(body).hexdigest()}
     assert time.monotonic() - began < 30  # no time-out decided, the kernel did
     assert server.sent < 1.5 * len(body)  # what was left was resumed
+
+
+def test_s06_what_rotted_between_the_kill_and_the_next_read_is_fetched_again(
+    root: Path, server: ScriptedServer, children: Callable[..., Any]
+) -> None:
+    body = os.urandom(12 * MiB)
+    url = server.put("/big.bin", body, stall_after=5 * MiB)
+
+    def rank() -> bytes:
+        with forebay.Cache(root) as cache:
+            return bytes(cache.read(url))
+
+    downloader = children(rank)
+    assert server.stalled.wait(60)
+    left = min(path for path in (root / "tmp").iterdir() if not path.suffix)
+    until(lambda: sum(left.with_suffix(".map").read_bytes()[512:524]) >= 5)  # chunks that are marked
+    downloader.kill()
+    server.drop()
+    server.objects["/big.bin"].stall_after = None
+    server.go.set()
+    with left.open("r+b") as file:
+        file.seek(2 * MiB + 4321)
+        file.write(b"rotten")
+    assert children(rank).result() == body
+    assert server.sent < 1.5 * len(body)  # one chunk of what was left came again
+    assert children(rank).result() == body
 
 
 def test_s06_a_stopped_downloader_is_not_taken_for_dead(root: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
