@@ -113,26 +113,3 @@ def test_a_late_reference_prints_nothing(front: str, place: str, tmp_path: Path,
     code = HEAD.format(url=url, root=str(tmp_path / "root")) + PLACES[place].format(use=FRONTS[front])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-SPAWNED = """
-import multiprocessing
-{head}
-def work():
-    global kept
-    cache = Cache(ROOT, budget="64MiB", min_free=0)
-    {use}
-if __name__ == "__main__":
-    p = multiprocessing.get_context("spawn").Process(target=work)
-    p.start(); p.join()
-    sys.exit(p.exitcode)
-"""
-
-
-@pytest.mark.parametrize("front", ["a lease", "a prefetcher", "samples", "a claim"])
-def test_a_late_reference_in_a_spawned_child_prints_nothing(front: str, tmp_path: Path, server: ScriptedServer) -> None:
-    url = server.put("/x.bin", bytes(300_000))
-    script = tmp_path / "job.py"
-    script.write_text(SPAWNED.format(head=HEAD.format(url=url, root=str(tmp_path / "root")), use=FRONTS[front]))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
