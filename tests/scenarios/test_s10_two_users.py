@@ -246,7 +246,7 @@ def test_s10_what_another_user_left_and_cannot_be_gone_on_from(project: Path, se
 
     first = children(as_user(A, read))
     assert server.stalled.wait(60)
-    time.sleep(0.3)
+    until(lambda: any(path.stat().st_size for path in (project / "root" / "tmp").iterdir() if not path.suffix), "a partial")
     first.kill()
     (partial,) = [path for path in (project / "root" / "tmp").iterdir() if not path.suffix]
     partial.chmod(0o600)  # killed before the group had its rights
