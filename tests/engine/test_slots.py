@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,22 @@ def test_used_many_is_used_of_each(slots: Slots, count: int) -> None:
         slots.touch(slot, n + 1)
     assert slots.used_many(wanted) == [slots.used(slot) for slot in wanted] == list(range(1, count + 1))
     assert slots.used_many([]) == []
+
+
+def test_an_entry_that_is_used_while_times_are_read_was_used(slots: Slots, children: Callable[..., Any]) -> None:
+    """P1 asks for the time, or reads the words / P2 uses the entry / P1 does the other one."""
+    slots.touch(7, slots.clock.now())
+    look = slots.clock.look
+
+    def looking() -> int:
+        now = look()
+        assert children(lambda: slots.touch(7, look())).wait() == 0
+        return now
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots.clock, "look", looking)
+        assert slots.times([7])[0][0] > 0
+        assert slots.used_many([7])[0] > 0
 
 
 def test_a_missing_chunk_is_a_fault_of_the_cache(slots: Slots) -> None:

@@ -176,10 +176,10 @@ class Slots:
 
     def times(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """`used` and `validated` of each of ``slots``, fast for many."""
-        now = self.clock.look()
         chunks = {chunk: self._words(chunk) for chunk in {slot // RECORDS for slot in slots}}
         places = ((chunks[slot // RECORDS], _HEADER + slot % RECORDS * _WORDS) for slot in slots)
         found = [(words[base + USED], words[base + VALIDATED]) for words, base in places]
+        now = self.clock.look()  # after the words: an entry that is used in between is no entry that never was
         return [(used if used <= now else 0, validated if validated <= now else 0) for used, validated in found]
 
     def used_many(self, slots: Sequence[int]) -> list[int]:
