@@ -389,6 +389,11 @@ MUTANTS = (
         "tests/scenarios/test_silent_hosts.py::test_what_lies_there_is_not_believed",
     ),
     Mutant(
+        6, "parts of two windows of the clock are one", "_engine/clock.py",
+        "        return wall + skew\n", "        return wall + self.window[2]\n",
+        "tests/engine/test_clock.py::test_a_step_that_another_thread_sees_between_two_lines_is_no_time_of_its_own",
+    ),
+    Mutant(
         6, "a lost part of the slots stays lost", "_engine/engine.py",
         "                if self.root.read_only:\n                    raise\n                self.remake_slots()\n",
         "                raise\n",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -68,8 +72,36 @@ def test_a_step_while_another_process_looks_is_one_clock(store: Store, clocks: C
 
     there = in_child(other)
     assert there >= before + max(step, 0)
-    store._slots.clock.until = 0  # a second has passed
+    store._slots.clock.window = 0, 0, 0  # a second has passed
     assert there <= store.now() < there + 60 * SECOND
+
+
+def test_a_step_that_another_thread_sees_between_two_lines_is_no_time_of_its_own(store: Store, clocks: Clocks) -> None:
+    """P1 reads the wall clock / the wall clock is set back / P2 sees it / P1 adds what the clock is ahead of the wall clock now."""
+    clock, left = store._slots.clock, 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+        nonlocal left
+        if frame.f_code is not Clock.now.__code__:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                clocks.step(-HOUR)
+                with ThreadPoolExecutor(1) as other:
+                    other.submit(clock.look).result()
+        return trace
+
+    lines = 0
+    while left <= 0:
+        before, left = clock.look(), (lines := lines + 1)
+        sys.settrace(trace)
+        try:
+            seen = clock.now()
+        finally:
+            sys.settrace(None)
+        assert 0 < seen - before < 60 * SECOND, f"at line {lines} of it"
+    assert lines > 4
 
 
 def test_after_a_reboot_it_goes_on_from_what_was_seen_last(store: Store, clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,20 +33,22 @@ class Table(Protocol):
 class Clock:
     """Callable from any thread; usable in both processes after a fork. A table that cannot be had, or written to, is done without.
 
-    ``skew``: what it is ahead of the wall clock, in nanoseconds: good while that is in ``since`` .. ``until``, for about a second."""
+    ``window``: while the wall clock is between the first two, for about a second, it is behind this one by the third; in nanoseconds. One
+    value, since threads replace it at any time: parts of two windows would be a time that never was."""
 
     def __init__(self, table: Table, *, writable: bool) -> None:
         self._table, self._writable = table, writable
         self._ahead = 0
-        self.skew, self.since, self.until = 0, 0, 0
+        self.window = 0, 0, 0
 
     def now(self) -> int:
         """Nanoseconds, about those since 1970."""
         wall = time.time_ns()
-        if not self.since <= wall < self.until:
+        since, until, skew = self.window
+        if not since <= wall < until:
             return self.look()
-        self.since = wall  # one that goes back from here is seen at once
-        return wall + self.skew
+        self.window = wall, until, skew  # one that goes back from here is seen at once
+        return wall + skew
 
     def look(self) -> int:
         """`now`, compared with what other processes saw."""
@@ -57,8 +59,7 @@ class Clock:
         now = ticks + ahead
         if self._writable:
             self._tell(ahead, now)
-        self.skew = now - wall
-        self.since, self.until = wall, wall + (0 if told is None else LOOK_AGAIN)  # a table that is not made yet is looked for again
+        self.window = wall, wall + (0 if told is None else LOOK_AGAIN), now - wall  # a table that is not made yet is looked for again
         return now
 
     def is_past(self, moment: int) -> bool:
@@ -72,7 +73,7 @@ class Clock:
     def walls(self, moments: Iterable[int]) -> list[float]:
         """`wall`, of many."""
         self.now()
-        skew = round(self.skew, -6)  # each look finds it a little different: an entry's times are the same at every one
+        skew = round(self.window[2], -6)  # each look finds it a little different: an entry's times are the same at every one
         return [max(moment - skew, 1) / 1e9 if moment else 0.0 for moment in moments]
 
     def _told(self, wall: int, ticks: int) -> int | None:

@@ -141,9 +141,8 @@ class Memo:
         since, until, _ = self._window
         if since <= time.time_ns() < until:
             return
-        clock = self._slots.clock
-        clock.look()
-        self._window = clock.since, clock.until, clock.skew
+        self._slots.clock.look()
+        self._window = self._slots.clock.window
         words, index = self._slots.evictions()
         evictions = words[index]
         if evictions == self._evictions:
