@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 import forebay
+from forebay import Cache
+from forebay._engine import census
 from forebay._engine.catalog import CatalogBroken
 from forebay._engine.store import Store
 from forebay._model import ObjectInfo
@@ -100,6 +102,37 @@ def test_a_forged_row_is_set_aside(place: Path, what: str, caplog: pytest.LogCap
 def _with(place: Path, act: Callable[[Store], object]) -> None:
     with opened(place, BUDGET) as store:
         act(store)
+
+
+FIRST = {
+    "slots that are none": "slot = -7",
+    "keys that are bytes": "key = CAST(key AS BLOB)",
+    "keys that are no text": "key = CAST(x'30ff' AS TEXT) || key",
+}
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("what", FIRST)
+def test_a_page_of_damaged_rows_hides_nothing_behind_it(
+    place: Path, what: str, read_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(census, "PAGE", 4)
+    in_child(lambda: _with(place, lambda store: store.put_many("v", [(f"k{n:02d}", b"x") for n in range(40)])))
+    forge(place, f"UPDATE entries SET {FIRST[what]} WHERE key < 'k13' OR key BETWEEN 'k20' AND 'k31' OR key > 'k35'")
+    sound = [f"k{n:02d}" for n in (*range(13, 20), *range(32, 36))]
+    if read_only:
+        in_child(lambda: _with(place, lambda store: None))  # its clean-up is done
+    found = Cache(place, read_only=True) if read_only else Cache(place)
+    with found as cache:
+        assert [entry.key for entry in cache.entries().by_name()] == sound
+        for backwards in (False, True):
+            for names in (
+                list(cache.entries().names(backwards=backwards)),
+                [entry.name for entry in cache.entries().by_name(backwards=backwards)],
+                [facts[0] for facts in cache.entries().facts(backwards=backwards)],
+            ):
+                assert [name.removeprefix("v:") for name in names] == sound[:: -1 if backwards else 1]
+        assert sorted(cache._store.keys("v")) == sound
 
 
 def test_no_row_of_ours_is_in_doubt(place: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from forebay._engine.catalog import checked
@@ -96,30 +96,37 @@ def any_trees(rows: Rows) -> bool:
 
 
 def page(rows: Rows, space: int, after: str | None, limit: int, *, backwards: bool = False) -> list[Entry]:
-    """The live entries of one space that follow the key ``after`` in order of keys."""
+    """The live entries of one space that follow the key ``after`` in order of keys; empty: there are no more."""
     columns = _COLUMNS.replace("s.name", "(SELECT name FROM spaces WHERE id = ?1)")
-    return checked.entries(rows, _page(rows, columns, space, after, limit, backwards))
+    return _page(rows, columns, space, after, limit, backwards, lambda found: checked.entries(rows, found))
 
 
 def page_of_facts(
     rows: Rows, space: int, after: str | None, limit: int, *, backwards: bool = False
 ) -> list[tuple[int, str, int, int, str, float]]:
     """`page`, of id, key, slot, size, life and time of creation alone."""
-    found = _page(rows, "e.id, e.key, e.slot, e.size, e.life, e.created", space, after, limit, backwards)
-    return checked.files(rows, found, "itsitr")
+    columns = "e.id, e.key, e.slot, e.size, e.life, e.created"
+    return _page(rows, columns, space, after, limit, backwards, lambda found: checked.files(rows, found, "itsitr"))
 
 
 def page_of_keys(rows: Rows, space: int, after: str | None, limit: int, *, backwards: bool = False) -> list[tuple[str, int]]:
     """`page`, of keys and slots alone."""
-    found = checked.files(rows, _page(rows, "e.id, e.key, e.slot", space, after, limit, backwards), "its")
+    found = _page(rows, "e.id, e.key, e.slot", space, after, limit, backwards, lambda found: checked.files(rows, found, "its"))
     return [(key, slot) for _, key, slot in found]
 
 
-def _page(rows: Rows, columns: str, space: int, after: str | None, limit: int, backwards: bool) -> list[Any]:
+def _page(
+    rows: Rows, columns: str, space: int, after: str | None, limit: int, backwards: bool, sound: Callable[[list[Any]], list[T]]
+) -> list[T]:  # fmt: skip
+    """Empty where no sound row is left: a page of damaged ones is passed by, whatever their keys are."""
     sign, order = ("<", "DESC") if backwards else (">", "ASC")
     beyond = "?2 IS NULL" if after is None else f"e.key {sign} ?2"
-    sql = f"SELECT {columns} FROM entries e WHERE e.space = ?1 AND e.state = {LIVE} AND {beyond} ORDER BY e.key {order} LIMIT ?3"
-    return rows.all(sql, space, after, limit)
+    sql = f"SELECT {columns} FROM entries e WHERE e.space = ?1 AND e.state = {LIVE} AND {{}} ORDER BY e.key {order} LIMIT ?3"
+    found = rows.all(sql.format(beyond), space, after, limit)
+    while found and not (ours := sound(found)):
+        last = f"coalesce((SELECT key FROM entries WHERE id = ?4 AND state = {LIVE}), ?2)"  # it may have been set aside meanwhile
+        found = rows.all(sql.format(f"({last} IS NULL OR e.key {sign} {last})"), space, after, limit, found[-1][0])
+    return ours if found else []
 
 
 def by_ids(rows: Rows, ids: Sequence[int]) -> list[Entry]:
