@@ -10,6 +10,7 @@ import pytest
 import forebay
 from forebay._engine.catalog import people
 from forebay._engine.store import Store
+from forebay.errors import CacheFault
 
 
 def test_a_process_knows_its_own_row(cache: forebay.Cache, caplog: pytest.LogCaptureFixture) -> None:
@@ -20,3 +21,16 @@ def test_a_process_knows_its_own_row(cache: forebay.Cache, caplog: pytest.LogCap
         found = people.every(cache._store._catalog)
     assert [owner.pid for owner in found] == [os.getpid()]
     assert caplog.records == []
+
+
+def test_a_script_whose_name_is_not_utf_8_registers(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/\udce9t\udce9.py"])
+    assert cache.put("a", bytes(2_000_000))
+    assert isinstance(cache._store, Store)
+    assert [owner.command for owner in cache._store._owners.living()] == ["\\udce9t\\udce9.py"]
+
+
+def test_text_that_is_none_is_a_fault_of_the_cache(cache: forebay.Cache) -> None:
+    assert isinstance(cache._store, Store)
+    with pytest.raises(CacheFault, match="cannot hold"), cache._store._catalog.write() as txn:
+        txn.run("INSERT INTO meta VALUES (?, 1)", "\udce9")

@@ -135,4 +135,5 @@ def _describe_self(id: int) -> people.Owner:
     except OSError:
         pidns = ""
     command = os.path.basename(sys.argv[0] if sys.argv else "") or "python"  # arguments may hold secrets
+    command = command.encode(errors="backslashreplace").decode()  # the name of a file need not be UTF-8
     return people.Owner(id, os.getpid(), pidns, socket.gethostname(), kernel_host.process_start(os.getpid()) or time.time(), command)

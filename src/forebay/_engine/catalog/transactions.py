@@ -96,6 +96,8 @@ class translated:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, UnicodeDecodeError):  # of SQLite's own message, which names a table that is not called so
             raise CatalogBroken(f"the catalog is damaged: {error}", damaged=True) from error
+        if isinstance(error, UnicodeEncodeError):
+            raise errors.CacheFault(f"the catalog cannot hold {error.object!r}: {error.reason}") from error
         if not isinstance(error, sqlite3.Error):
             return
         code = getattr(error, "sqlite_errorcode", 0)
