@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from urllib3 import exceptions
+from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from forebay import errors
+from forebay._engine import hosts
 from forebay._engine.hosts import SilentHosts
 from forebay._model import Span
-from forebay.remote import RemoteOptions, filesystems, reaching
+from forebay.remote import RemoteOptions, filesystems, helper, reaching, sockets
+from forebay.remote.base import Trouble
 from forebay.remote.filesystems import FilesystemRemote
 from forebay.remote.http import HttpRemote
 from forebay.testing import MemorySink
@@ -158,3 +164,158 @@ def test_a_filesystem_that_does_not_answer_is_left_alone(monkeypatch: pytest.Mon
     with reaching(known, insists=True), pytest.raises(errors.RemoteTimeout, match="nothing came"):
         remote.stat("gs://b/c")
     assert len(asked) == 3
+
+
+class Noted:
+    """What remotes tell of hosts. ``known``: those that are silent."""
+
+    def __init__(self, *known: str) -> None:
+        self.told: list[str] = []
+        self._known = known
+
+    def silent_since(self, host: str, patience: float) -> float | None:
+        return 1.0 if host.startswith(self._known or "-") else None
+
+    def heard(self, host: str) -> None:
+        self.told.append(f"heard {host.partition(' ')[0]}")
+
+    def silent(self, host: str, began: float, waited: float) -> None:
+        self.told.append(f"{'no way to' if waited == math.inf else 'silent'} {host.partition(' ')[0]}")
+
+
+def test_a_host_that_is_left_alone_is_named_without_its_password() -> None:
+    with reaching(Noted("ftp://")), pytest.raises(errors.RemoteTimeout, match="gave no answer") as caught:
+        FilesystemRemote().stat("ftp://me:SIKRIT@host/a")
+    assert "SIKRIT" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        (Trouble("timed out", errors.RemoteTimeout), ["silent gs://b"]),
+        (Trouble("broken pipe"), []),
+        (Trouble("busy", status=503), ["heard gs://b"]),
+        (Trouble("no such object", errors.NotFound), ["heard gs://b"]),
+        (errors.MissingExtra("no gcsfs", extra="fsspec"), []),
+    ],
+    ids=str,
+)
+def test_what_a_client_reports_of_its_host(monkeypatch: pytest.MonkeyPatch, why: Trouble | errors.MissingExtra, told: list[str]) -> None:
+    @contextlib.contextmanager
+    def answers(call: object) -> Iterator[socket.socket]:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            helper.send(theirs, helper.ERROR, helper.to_wire(why))
+            yield ours
+
+    monkeypatch.setattr(filesystems, "channel", answers)
+    with reaching(noted := Noted()), pytest.raises(errors.ForebayError):
+        FilesystemRemote(options=RemoteOptions(attempts=1)).stat("gs://b/a")
+    assert noted.told == told
+
+
+ONCE = RemoteOptions(connect_timeout=20, attempts=1, proxies=False)
+
+
+def test_a_name_server_that_gives_no_answer_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(number: int) -> Callable[..., list[object]]:
+        def raising(*args: object, **kwargs: object) -> list[object]:
+            raise socket.gaierror(number, "told by the resolver")
+
+        return raising
+
+    for number, told in ((socket.EAI_AGAIN, ["silent http://host.example"]), (socket.EAI_NONAME, [])):
+        monkeypatch.setattr(socket, "getaddrinfo", fails(number))
+        with reaching(noted := Noted()), pytest.raises(errors.RemoteUnavailable, match="cannot be resolved"):
+            HttpRemote(ONCE).stat("http://host.example/a")
+        assert noted.told == told
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        (errno.ECONNREFUSED, errno.ENETUNREACH, []),
+        (errno.ENETUNREACH, errno.ECONNREFUSED, []),
+        (errno.ENETUNREACH, errno.EHOSTUNREACH, ["no way to http://two.example"]),
+    ],
+)
+def test_there_is_no_way_to_a_host_only_if_no_address_has_one(
+    monkeypatch: pytest.MonkeyPatch, first: int, second: int, told: list[str]
+) -> None:
+    ends = {"192.0.2.1": first, "192.0.2.2": second}
+
+    def no(self: HTTPConnection) -> socket.socket:
+        raise exceptions.NewConnectionError(self, "no") from OSError(ends[self._dns_host], "no")
+
+    monkeypatch.setattr(HTTPConnection, "_new_conn", no)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [(0, 0, 0, "", (name, 80)) for name in ends])
+    with reaching(noted := Noted()), pytest.raises(errors.RemoteUnavailable):
+        HttpRemote(ONCE).stat("http://two.example/a")
+    assert noted.told == told
+
+
+def test_without_another_thread_a_name_is_resolved_in_this_one(raw: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "resolver":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    raw.says("Content-Length: 5", body=b"12345")
+    assert HttpRemote(ONCE).read(raw.url.replace("127.0.0.1", "localhost") + "/a", Span(0, 5)) == b"12345"
+
+
+@pytest.mark.parametrize(("kind", "parent"), [(sockets._Connecting, HTTPConnection), (sockets._HTTPS, HTTPSConnection)])
+def test_what_connecting_left_of_its_time_does_not_bound_a_body(
+    monkeypatch: pytest.MonkeyPatch, kind: type[HTTPConnection], parent: type[HTTPConnection]
+) -> None:
+    ours, theirs = socket.socketpair()
+
+    def connect(self: HTTPConnection) -> None:
+        ours.settimeout(0.001)
+        self.sock = ours
+
+    monkeypatch.setattr(parent, "connect", connect)
+    with ours, theirs:
+        kind("host", timeout=7.0).connect()
+        assert ours.gettimeout() == 7.0
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize(
+    ("why", "error", "told"),
+    [
+        (None, errors.RemoteTimeout, "silent"),
+        (errno.EHOSTUNREACH, errors.RemoteUnavailable, "no way to"),
+        (errno.ECONNREFUSED, errors.RemoteUnavailable, None),
+    ],
+)
+def test_a_proxy_that_is_dead_is_silence(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, why: int | None, error: type[errors.RemoteError], told: str | None
+) -> None:
+    def no(self: HTTPConnection) -> socket.socket:
+        if why is None:
+            raise exceptions.ConnectTimeoutError(self, "no") from TimeoutError("no")
+        raise exceptions.NewConnectionError(self, "no") from OSError(why, "no")
+
+    monkeypatch.setattr(HTTPConnection, "_new_conn", no)
+    monkeypatch.setenv(f"{scheme}_proxy", "http://me:SIKRIT@192.0.2.1:3128")
+    with reaching(noted := Noted()), pytest.raises(error, match="its proxy cannot be reached"):
+        HttpRemote(RemoteOptions(attempts=1)).stat(f"{scheme}://host.example/a")
+    assert noted.told == ([f"{told} {scheme}://host.example"] if told else [])
+
+
+def test_who_goes_through_no_proxy_does_not_mind_one_that_is_silent(raw: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw.answer = lambda connection, head: raw.ended.wait(60) and None
+    monkeypatch.setattr(hosts, "PERIOD", 600.0)
+    monkeypatch.setenv("HTTPS_PROXY", raw.url.replace("//", "//me:SIKRIT@"))
+    remote = HttpRemote(RemoteOptions(connect_timeout=1, read_timeout=1, attempts=1))
+    with reaching(known := SilentHosts()):
+        for why in ("nothing came", r"https://host.example gave no answer"):
+            with pytest.raises(errors.RemoteTimeout, match=why) as caught:
+                remote.stat("https://host.example/a")
+            assert "SIKRIT" not in str(caught.value)
+    assert len(raw.requests) == 1
+    assert known.silent_since("https://host.example", 60) is None

@@ -19,10 +19,10 @@ from forebay.remote.base import RemoteOptions as RemoteOptions
 from forebay.remote.base import reaching as reaching
 from forebay.remote.redaction import redacted as redacted
 from forebay.remote.urls import canonical as canonical
+from forebay.remote.urls import hashed, scheme
 from forebay.remote.urls import is_url as is_url
 from forebay.remote.urls import key_on as key_on
 from forebay.remote.urls import local_path as local_path
-from forebay.remote.urls import scheme
 from forebay.remote.urls import suffix as suffix
 from forebay.remote.urls import suffix_of_key as suffix_of_key
 
@@ -43,12 +43,10 @@ def on_filesystem(filesystem: Any, path: str, options: RemoteOptions | None = No
     """A path of a filesystem object of fsspec or pyarrow: its key, the suffix of its name, and the remote that serves it.
 
     Two objects with other settings (another endpoint, other credentials) have other keys. Settings reach the key by hash only."""
-    from xxhash import xxh3_64_hexdigest
-
     from forebay.remote.filesystems import FilesystemRemote, identity, protocols_of
 
     kind = next(iter(protocols_of(filesystem)), "filesystem")
-    key = key_on(kind, path, xxh3_64_hexdigest(identity(filesystem)))
+    key = key_on(kind, path, hashed(identity(filesystem)))
     return key, suffix_of_key(key.rpartition("#")[0]), FilesystemRemote(filesystem, options)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import errno
 import http.client
 import logging
 import os
 import re
+import socket
 import ssl
 import threading
 import time
@@ -23,12 +23,13 @@ from urllib3 import BaseHTTPResponse, HTTPConnectionPool, PoolManager, ProxyMana
 
 from forebay.errors import ConfigError, ForebayError, RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import Call, RemoteOptions, Trouble
-from forebay.remote.sockets import HTTPPool, HTTPSPool, Listening
+from forebay.remote.sockets import UNREACHABLE, HTTPPool, HTTPSPool, Listening
+from forebay.remote.urls import canonical
 
 _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3}[^'\")]*)")
 MAX_PLACES = 100  # hosts with idle connections
 PORTS = {"http": 80, "https": 443}
-UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH})
+_HOST = re.compile(r"[a-z0-9._~!$&'()*+,;=-]+|[0-9a-f:.]+")
 _ONCE = Retry(False, redirect=False)
 
 _pools: weakref.WeakSet[Connections] = weakref.WeakSet()
@@ -57,7 +58,7 @@ class Place(NamedTuple):
 def _place(scheme: str, netloc: str) -> Place:
     parts = urlsplit(f"{scheme}://{netloc}")
     host, port, usual = (parts.hostname or "").encode("idna").decode(), parts.port, PORTS.get(scheme)
-    if not host or not usual or port == 0:
+    if not _HOST.fullmatch(host) or not usual or port == 0:
         raise ValueError("no host, or no port that there is")
     name = f"[{host}]" if ":" in host else host
     return Place(scheme, host, port or usual, name if port in (None, usual) else f"{name}:{port}")
@@ -98,7 +99,8 @@ class Connections:
         patience = self._patience
         if call.remaining() is not None:
             patience = Timeout(connect=call.timeout(self._options.connect_timeout), read=call.timeout(self._options.read_timeout))
-        call.approach(place.key)
+        asked = self._asked(place)
+        call.approach(asked)
         began = time.monotonic()
         try:
             with call.connecting, network_errors, _unheard, Listening(call) as request:
@@ -108,10 +110,15 @@ class Connections:
                 )  # fmt: skip
         except Trouble as trouble:
             if trouble.silent and not request.heard:
-                call.unheard(place.key, began, sure=trouble.unreachable)
+                call.unheard(asked, began, sure=trouble.unreachable)
             raise
-        call.heard(place.key)
+        call.heard(asked)
         return response
+
+    def _asked(self, place: Place) -> str:
+        """Who is silent where no answer comes: through a proxy another one than without."""
+        proxy = self.proxy(place)
+        return place.key if proxy is None else f"{place.key} by {canonical(proxy)}"
 
     def busy(self, count: int) -> None:
         """So many more (or less) connections are in use."""
@@ -212,12 +219,17 @@ def _trouble(error: exceptions.HTTPError) -> Trouble:
             return Trouble(f"its certificate is not trusted: {cause.verify_message}", again=False)
         return Trouble("TLS failed")
     if isinstance(error, exceptions.NameResolutionError):
-        return Trouble("its host name cannot be resolved")
+        # a name server that gives no answer is waited for as a host is; one that says no was quick
+        again = getattr(error.__cause__, "errno", None) == socket.EAI_AGAIN
+        return Trouble("its host name cannot be resolved", silent=again)
     if isinstance(error, exceptions.TimeoutError) and not isinstance(error, exceptions.NewConnectionError):
         return Trouble("nothing came for too long", RemoteTimeout, silent=True)
     if isinstance(error, exceptions.ProxyError):
         said = _TUNNEL.search(str(cause))
-        return Trouble(f"its proxy answers {said[1]}" if said else "its proxy cannot be reached", again=said is None or said[1] >= "5")
+        if said:
+            return Trouble(f"its proxy answers {said[1]}", again=said[1] >= "5")
+        inner = _trouble(cause) if isinstance(cause, exceptions.HTTPError) else Trouble("")
+        return Trouble("its proxy cannot be reached", inner.error, silent=inner.silent, unreachable=inner.unreachable)
     for found in (error, cause):
         if isinstance(found, (exceptions.IncompleteRead, http.client.IncompleteRead)):
             return Trouble("the connection was cut" + (f" {found.expected:,} bytes before the end" if found.expected else ""))

@@ -18,7 +18,16 @@ from typing import Any, Protocol, TypeVar
 
 from forebay._logs import logger
 from forebay._model import Buffer, ObjectInfo, Sink, Source, Span, Transfer
-from forebay.errors import NotFound, RemoteChanged, RemoteError, RemoteProtocolError, RemoteTimeout, SourceChanged, Unsupported
+from forebay.errors import (
+    NotFound,
+    RemoteChanged,
+    RemoteError,
+    RemoteProtocolError,
+    RemoteTimeout,
+    RemoteUnavailable,
+    SourceChanged,
+    Unsupported,
+)
 from forebay.remote import helper
 from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.clients import BLOCK, Sent, client_of
@@ -370,8 +379,7 @@ class There:
 
     def _ask(self, call: Call, patience: float, *request: str | int, body: bytes | None = None) -> Iterator[bytearray]:
         """The answer's items or blocks. ``patience``: seconds for each. ``body``: what is sent behind the request."""
-        verb, url = str(request[0]), str(request[1])
-        host = f"{'/'.join(url.split('/')[:3])} {self._name}" if verb in _LOOKING else ""
+        host = f"{'/'.join(call.url.split('/')[:3])} {self._name}" if request[0] in _LOOKING else ""
         if host:
             call.approach(host)
         began, heard = time.monotonic(), False
@@ -390,11 +398,22 @@ class There:
                     if trouble.error is RemoteTimeout and host and not heard:
                         call.unheard(host, began)
                     raise
+                failed = helper.from_wire(payload) if kind == helper.ERROR else None
                 if host and not heard:
                     heard = True
-                    call.heard(host)
-                if kind == helper.ERROR:
-                    raise helper.from_wire(payload)
+                    _note(call, host, began, failed)
+                if failed is not None:
+                    raise failed
                 if kind == helper.END:
                     return
                 yield payload
+
+
+def _note(call: Call, host: str, began: float, failed: Exception | None) -> None:
+    """Whether a host answers, as the first answer of its client tells. Of an error that names no status nobody knows where it arose."""
+    if failed is None:
+        call.heard(host)
+    elif isinstance(failed, Trouble) and failed.error is RemoteTimeout:
+        call.unheard(host, began)
+    elif isinstance(failed, Trouble) and (failed.status is not None or failed.error is not RemoteUnavailable):
+        call.heard(host)

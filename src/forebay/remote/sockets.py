@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import io
 import ipaddress
@@ -16,6 +17,9 @@ from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, exceptions
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from forebay.remote.base import Call
+
+UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH})
+"""The network knows no way to a host."""
 
 
 class Listening:
@@ -107,6 +111,7 @@ class _Connecting(HTTPConnection):
         limit, name = self.timeout, self._dns_host
         until = time.monotonic() + float(limit or 0)
         addresses = self._addresses(until)
+        failed: list[exceptions.HTTPError] = []
         try:
             for turn, address in enumerate(addresses, 1):
                 # an address that is dead must not take the time of those behind it
@@ -114,15 +119,15 @@ class _Connecting(HTTPConnection):
                 self.timeout = max(0.001, until - time.monotonic()) / (len(addresses) - turn + 1)
                 try:
                     sock = super()._new_conn()
-                except (exceptions.ConnectTimeoutError, exceptions.NewConnectionError):
-                    if turn == len(addresses):
-                        raise
+                except (exceptions.ConnectTimeoutError, exceptions.NewConnectionError) as error:
+                    failed.append(error)
                     continue
                 sock.settimeout(max(0.001, until - time.monotonic()))
                 return sock
         finally:
             self._dns_host, self.timeout = name, limit
-        raise AssertionError("unreachable: the last address gives a connection or an error")
+        # that there is no way to one address tells nothing of a host that another one led to
+        raise next((error for error in failed if getattr(error.__cause__, "errno", None) not in UNREACHABLE), failed[-1])
 
     def _addresses(self, until: float) -> list[str]:
         """What the host's name stands for. Nothing can end a resolver: where it takes too long, its thread is left to itself."""
@@ -131,7 +136,10 @@ class _Connecting(HTTPConnection):
             return [str(ipaddress.ip_address(name))]
         except ValueError:
             answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=_resolve, args=(name, self.port, answers), daemon=True, name="resolver").start()
+        try:
+            threading.Thread(target=_resolve, args=(name, self.port, answers), daemon=True, name="resolver").start()
+        except RuntimeError:  # as many threads as there may be: then nothing ends the resolver
+            _resolve(name, self.port, answers)
         try:
             found = answers.get(timeout=max(0.001, until - time.monotonic()))
         except queue.Empty:
@@ -144,8 +152,13 @@ class _Connecting(HTTPConnection):
 
     def connect(self) -> None:
         super().connect()
-        if self.sock is not None:
-            self.sock.settimeout(self.timeout)
+        _leave_time(self)
+
+
+def _leave_time(connection: HTTPConnection) -> None:
+    """What connecting left of its time must not bound the sending of a body."""
+    if connection.sock is not None:
+        connection.sock.settimeout(connection.timeout)
 
 
 def _resolve(name: str, port: int, answers: queue.SimpleQueue[Any]) -> None:
@@ -158,6 +171,10 @@ def _resolve(name: str, port: int, answers: queue.SimpleQueue[Any]) -> None:
 
 class _HTTPS(HTTPSConnection, _Connecting):
     """The same, with TLS."""
+
+    def connect(self) -> None:
+        super().connect()  # urllib3's, which calls no other
+        _leave_time(self)
 
 
 class HTTPPool(HTTPConnectionPool):

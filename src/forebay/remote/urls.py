@@ -113,9 +113,9 @@ def _host(kind: str, host: str) -> str:
     if not user:
         return host if kind in _KNOWN else f"{at}{host}"
     if kind in _KNOWN:  # who asks may be given other bytes; a token may stand in the place of the user
-        return f"{user if _HASHED_USER.match(user) else f'u={_hash(user)}'}@{host}"
+        return f"{user if _HASHED_USER.match(user) else f'u={hashed(user)}'}@{host}"
     # `abfs://container@account` and `github://org:repo@sha` say there which object is meant; a password may be there too
-    return f"{_hash(user) if ':' in user else user}@{host}"
+    return f"{hashed(user) if ':' in user else user}@{host}"
 
 
 def _query(kind: str, query: str) -> str:
@@ -127,12 +127,13 @@ def _query(kind: str, query: str) -> str:
         drop = frozenset[str]().union(*(signature.taken(named) for signature in _SIGNATURES))
         pairs = [pair for pair, (name, _) in zip(pairs, named, strict=True) if name not in drop]
     rest = "&".join(pairs)
-    return f"?q={_hash(rest)}" if rest else ""
+    return f"?q={hashed(rest)}" if rest else ""
 
 
-def _hash(text: str) -> str:
-    # it hides secrets, so it must not be one that can be turned around
-    return hashlib.blake2s(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+def hashed(secret: str | bytes) -> str:
+    """What stands for a secret in a key: nobody can turn it around."""
+    data = secret.encode("utf-8", "surrogateescape") if isinstance(secret, str) else secret
+    return hashlib.blake2s(data, digest_size=16).hexdigest()
 
 
 def key_on(kind: str, path: str, identity: str) -> str:
