@@ -172,6 +172,11 @@ MUTANTS = (
         "self._validator = info.validator if info.strong else None",
         "tests/remote/test_http_hostile.py::test_open_past_the_cache_reads_one_version",
     ),
+    Mutant(
+        1, "that a range is not there tells nothing of the version", "remote/http.py",
+        "not is_end(validator, answer.headers, span)", "validator == span",
+        "tests/remote/test_http_hostile.py::test_what_ended_sooner_may_be_another_version",
+    ),
     # 2. One fetch
     Mutant(
         2, "no second look under the lock", "_engine/fill.py",
@@ -270,9 +275,15 @@ MUTANTS = (
     ),
     Mutant(
         4, "a claim makes room before a byte came", "remote/download.py",
-        "if total > LARGE:",
-        "if total < 0:",
+        "if total > LARGE:\n",
+        "if total < 0:\n",
         "tests/remote/test_http_hostile.py::test_a_claim_alone_evicts_nothing",
+    ),
+    Mutant(
+        4, "the first bytes of a range are believed though more was asked for", "remote/download.py",
+        "if total > LARGE and got.length < min(asked.length, SURE):",
+        "if total > LARGE and got.length < 0:",
+        "tests/remote/test_http_hostile.py::test_a_few_bytes_of_a_large_object_evict_nothing",
     ),
     # 5. A lease pins
     Mutant(

@@ -185,3 +185,135 @@ def test_a_weak_etag_that_stays_is_one_version(small: forebay.Cache, server: Scr
         assert file.read(10) == b"a" * 10
         server.objects["/a"].etag = '"1"'  # as nginx tells it, where it does not compress
         assert file.read() == b"a" * ((6 << 20) - 10)
+
+
+HOSTS = ["a b", "x\0y", "a..b", f"{'a' * 70}.b", "[fe80::1%eth0]", "127.0.0.1%41"]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_host_that_cannot_be(small: forebay.Cache, raw: RawServer, server: ScriptedServer, host: str) -> None:
+    raw.answer = lambda connection, head: connection.sendall(
+        f"HTTP/1.1 302 Found\r\nLocation: http://{host}/\r\nContent-Length: 0\r\n\r\n".encode()
+    )
+    with small:
+        with pytest.raises(errors.RemoteProtocolError, match="redirects to what is no HTTP URL"):
+            small.read(f"{raw.url}/a")
+        good = server.put("/a", b"12345")
+        report = small.warm([f"http://{host}/a", good])
+        assert list(report.done) == [good]
+        assert [type(error) for _, error in report.failed] == [errors.ConfigError]
+
+
+def test_a_few_bytes_of_a_large_object_evict_nothing(small: forebay.Cache, raw: RawServer) -> None:
+    """A server may send less of a range than was asked for: its word on the size of the whole is then believed of a whole answer only."""
+    size = BUDGET - (8 << 20)
+
+    def answer(connection: socket.socket, head: bytes) -> None:
+        if b"Range: bytes=0-" in head:
+            lines = ["HTTP/1.1 206 Partial", 'ETag: "1"', f"Content-Range: bytes 0-4/{size}", "Content-Length: 5"]
+            connection.sendall("\r\n".join([*lines, "", ""]).encode() + b"12345")
+
+    raw.answer = answer
+    with small:
+        for number in range(10):
+            small.put(f"kept {number}", bytes(9_000_000))
+        with pytest.raises(errors.RemoteError):
+            small.read(f"{raw.url}/a")
+        assert [number for number in range(10) if small.get(f"kept {number}") is None] == []
+
+
+def test_a_server_of_short_ranges_is_asked_once_for_all(raw: RawServer) -> None:
+    body = bytes(3 << 20)
+
+    def answer(connection: socket.socket, head: bytes) -> None:
+        lines, sent = ["HTTP/1.1 200 OK", 'ETag: "1"', f"Content-Length: {len(body)}"], body
+        if b"Range:" in head:
+            lines = ["HTTP/1.1 206 Partial", 'ETag: "1"', f"Content-Range: bytes 0-99/{len(body)}", "Content-Length: 100"]
+            sent = body[:100]
+        connection.sendall("\r\n".join([*lines, "Connection: close", "", ""]).encode() + sent)
+
+    raw.answer = answer
+    sink = MemorySink()
+    HttpRemote(QUICK).fetch(f"{raw.url}/a", sink)
+    assert sink.data == body
+    assert len(raw.requests) == 2
+
+
+@pytest.mark.parametrize("length", ["1" + 22 * "0", "five"])
+def test_a_length_that_cannot_be_beside_a_coding_that_does_nothing(raw: RawServer, length: str) -> None:
+    raw.says("Transfer-Encoding: identity", f"Content-Length: {length}", 'ETag: "1"', body=b"12345")
+    with pytest.raises(errors.RemoteProtocolError):
+        HttpRemote(QUICK).fetch(f"{raw.url}/a", MemorySink())
+
+
+def test_a_length_beside_chunks_does_not_count(raw: RawServer) -> None:
+    raw.says("Transfer-Encoding: Chunked", "Content-Length: five", body=b"5\r\n12345\r\n0\r\n\r\n")
+    sink = MemorySink()
+    HttpRemote(QUICK).fetch(f"{raw.url}/a", sink)
+    assert sink.data == b"12345"
+
+
+MODIFIED = "Last-Modified: Thu, 01 Jan 2015 00:00:00 GMT"
+LATER = "Last-Modified: Thu, 01 Jan 2016 00:00:00 GMT"
+CHUNKED = b"64\r\n" + bytes(range(100)) + b"\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "ranged", "same"),
+    [
+        ([MODIFIED], [], True),
+        ([MODIFIED], [MODIFIED], True),
+        ([MODIFIED], [LATER], False),
+        ([MODIFIED], [MODIFIED, 'ETag: "1"'], True),
+        (['ETag: W/"1"', MODIFIED], [], True),
+        (['ETag: W/"1"'], [MODIFIED], True),
+        (['ETag: W/"1"'], ['ETag: W/"2"'], False),
+        (['ETag: "1"'], [], False),
+    ],
+)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_what_ranges_leave_out_is_no_change(
+    small: forebay.Cache, raw: RawServer, head: list[str], ranged: list[str], same: bool, chunked: bool
+) -> None:
+    def answer(connection: socket.socket, asked: bytes) -> None:
+        if asked.startswith(b"HEAD"):
+            lines, body = ["HTTP/1.1 200 OK", *head, "Content-Length: 100"], b""
+        elif chunked:
+            lines, body = ["HTTP/1.1 200 OK", *ranged, "Transfer-Encoding: chunked"], CHUNKED
+        else:
+            lines, body = ["HTTP/1.1 206 Partial", *ranged, "Content-Range: bytes 0-99/100", "Content-Length: 100"], bytes(range(100))
+        connection.sendall("\r\n".join([*lines, "Connection: close", "", ""]).encode() + body)
+
+    raw.answer = answer
+    with small, small.open(f"{raw.url}/a", bypass=True) as file:
+        if same:
+            assert file.read() == bytes(range(100))
+        else:
+            with pytest.raises(errors.RemoteChanged):
+                file.read()
+
+
+@pytest.mark.parametrize(
+    ("known", "told", "same"),
+    [
+        (None, [], True),
+        ('"1"', [], True),  # asked under If-Match
+        ('"1"', ['ETag: "2"'], False),
+        ('W/"1"', ['ETag: W/"1"'], True),
+        ('W/"1"', ['ETag: W/"2"'], False),
+        ('W/"1"', [], False),
+        ("1420070400-100", [MODIFIED], True),
+        ("1420070400-100", [], True),
+        ("1420070400-100", [LATER], False),
+        ("1420070400-101", [MODIFIED], False),  # it would have had this byte
+    ],
+)
+def test_what_ended_sooner_may_be_another_version(raw: RawServer, known: str | None, told: list[str], same: bool) -> None:
+    head = "\r\n".join(["HTTP/1.1 416 No", *told, "Content-Length: 0", "", ""])
+    raw.answer = lambda connection, asked: connection.sendall(head.encode())
+    remote = HttpRemote(QUICK)
+    if same:
+        assert remote.read(f"{raw.url}/a", Span(100, 5), validator=known) == b""
+    else:
+        with pytest.raises(errors.RemoteChanged):
+            remote.read(f"{raw.url}/a", Span(100, 5), validator=known)

@@ -161,7 +161,7 @@ def _inflated(blocks: Iterator[bytes]) -> Iterator[bytes]:
 def stated_length(headers: Mapping[str, str]) -> int | None:
     """What Content-Length says; None where it says nothing, or nothing that counts. Raises `Trouble` for what no length can be."""
     stated = headers.get("Content-Length")
-    if stated is None or "Transfer-Encoding" in headers:
+    if stated is None or "chunked" in re.split(r"\s*,\s*", headers.get("Transfer-Encoding", "").strip().lower()):
         return None
     several = {each.strip() for each in stated.split(",")}
     text = several.pop()
@@ -206,6 +206,27 @@ def info_of(url: str, headers: Mapping[str, str], size: int | None) -> ObjectInf
 def is_same(one: str | None, other: str | None) -> bool:
     """Weak comparison, as HTTP has it for If-None-Match."""
     return one is not None and other is not None and one.removeprefix("W/") == other.removeprefix("W/")
+
+
+def is_other(known: str, headers: Mapping[str, str], size: int | None) -> bool:
+    """Whether an answer is of another version than ``known``. An ETag that is strong has to be told; of another validator, what an
+    answer does not tell is no sign: many servers leave it out of answers to GET, or of ranges. ``size``: bytes of the whole, if told."""
+    etag, modified = headers.get("ETag", "").strip(), _seconds(headers.get("Last-Modified"))
+    if is_etag(known):
+        return not is_same(etag, known) if etag or known.startswith('"') else False
+    seconds, _, length = known.rpartition("-")
+    return (modified is not None and f"{modified:.0f}" != seconds) or (size is not None and str(size) != length)
+
+
+def is_end(known: str, headers: Mapping[str, str], span: Span) -> bool:
+    """Whether an answer 416 tells that the version ``known`` ends before ``span``: and not that another one does, which is shorter."""
+    etag = headers.get("ETag", "").strip()
+    if etag and is_etag(known):
+        return is_same(etag, known)
+    if is_etag(known):
+        return known.startswith('"')  # it was asked under If-Match
+    size = known.rpartition("-")[2]
+    return not is_other(known, headers, None) and size.isdecimal() and int(size) <= span.start
 
 
 def is_etag(validator: str) -> bool:

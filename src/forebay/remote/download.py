@@ -99,6 +99,9 @@ class Download:
         if total is None or answer.encoding or not (info.strong or got.length == total):
             self._whole = True
             return True
+        if total > LARGE and got.length < min(asked.length, SURE):  # too little to believe a size by
+            self._whole = True
+            return True
         if total > LARGE:
             answer.secure(min(got.length, SURE))
         spans = self._begin(info)

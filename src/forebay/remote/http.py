@@ -9,7 +9,7 @@ from email.utils import formatdate
 
 from forebay import errors
 from forebay._model import Buffer, ObjectInfo, Sink, Source, Span, Transfer
-from forebay.remote.answers import info_of, is_etag, is_same, ranged, stated_length
+from forebay.remote.answers import info_of, is_end, is_etag, is_other, is_same, ranged, stated_length
 from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.download import Download, changed
 from forebay.remote.exchange import Exchange, Judge, Sign
@@ -96,12 +96,14 @@ class HttpRemote:
         with self._exchange.ask(call, "GET", url, headers, ok=(200, 206, 412, 416)) as answer:
             if answer.status == 416:
                 answer.drain()
+                if validator is not None and not is_end(validator, answer.headers, span):
+                    raise changed(call.url)
                 return b""
             if answer.status == 412:
                 answer.drain()
                 raise changed(call.url)
             size = ranged(answer, span).total if answer.status == 206 else answer.length
-            if validator is not None and not is_same(info_of(url, answer.headers, size).validator, validator):
+            if validator is not None and is_other(validator, answer.headers, None if answer.encoding else size):
                 raise changed(call.url)
             if answer.encoding and answer.status == 206:
                 raise errors.RemoteProtocolError(f"{call.url}: a range of a compressed body tells nothing", url=call.url, status=206)
