@@ -35,7 +35,8 @@ def test_options_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("ATTEMPTS", "two"), ("ATTEMPTS", "1.5"), ("STREAMS", "0"), ("READ_TIMEOUT", "-1"), ("READ_TIMEOUT", "nan")]
+    ("name", "value"),
+    [("ATTEMPTS", "two"), ("ATTEMPTS", "1.5"), ("STREAMS", "0"), ("READ_TIMEOUT", "-1"), ("READ_TIMEOUT", "nan"), ("READ_TIMEOUT", "inf")],
 )
 def test_a_wrong_variable_is_named(name: str, value: str) -> None:
     with pytest.raises(errors.ConfigError, match=f"FOREBAY_{name} is '{value}'"):
@@ -45,6 +46,13 @@ def test_a_wrong_variable_is_named(name: str, value: str) -> None:
 def test_a_wrong_option_is_named() -> None:
     with pytest.raises(errors.ConfigError, match="streams is 0"):
         RemoteOptions(streams=0)
+
+
+@pytest.mark.parametrize("name", ["connect_timeout", "read_timeout", "total_timeout"])
+@pytest.mark.parametrize("value", [float("inf"), 1e12, float("nan")])
+def test_what_no_clock_can_wait_for_is_refused(name: str, value: float) -> None:
+    with pytest.raises(errors.ConfigError, match=f"{name} is"):
+        RemoteOptions(**{name: value})  # type: ignore[arg-type]
 
 
 def test_options_are_keys_and_pickle() -> None:

@@ -352,3 +352,10 @@ def test_what_a_filesystem_raises_has_a_meaning(error: Exception, means: type[Ex
     told = helper.from_wire(helper.to_wire(trouble))
     assert isinstance(told, Trouble)
     assert (told.error, told.again, told.why, told.status) == (trouble.error, trouble.again, trouble.why, trouble.status)
+
+
+@pytest.mark.parametrize(("url", "named"), [("gs://b/a", "gs://"), ("GS://b/a", "gs://"), ("b/a", "this filesystem")])
+def test_a_package_that_a_client_wants_is_named(url: str, named: str) -> None:
+    found = helper.meaning(ImportError("Please install gcsfs to access Google Storage"), url)
+    assert isinstance(found, errors.MissingExtra)
+    assert str(found).startswith(f"{named} needs a package of its own beside the extra 'fsspec' (ImportError: Please install gcsfs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from forebay._model import Partial, Span
 from forebay.remote.local import BLOCK, UNFINISHED, LocalRemote, _part, sweep
 from forebay.testing import MemorySink
 from tests.clocks import Clocks
-from tests.harness import fork
+from tests.harness import fork, in_child
 
 BODY = os.urandom(3 * BLOCK + 17)
 
@@ -252,3 +253,25 @@ def test_what_is_being_written_is_no_leftover_though_the_clock_jumped(tmp_path: 
         assert not dead.exists()
         assert Path(part).read_bytes() == b"half"
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link to an old file", "link to itself", "socket"])
+def test_what_is_no_file_is_no_leftover(tmp_path: Path, kind: str) -> None:
+    """What others put there neither hangs nor ends an upload to the directory."""
+    planted = tmp_path / f".a.0123{UNFINISHED}"
+    dead = tmp_path / f".b.0123{UNFINISHED}"
+    old = tmp_path / "old"
+    for path in (dead, old):
+        path.write_bytes(b"half")
+        os.utime(path, (1, 1))
+    with socket.socket(socket.AF_UNIX) as listener:
+        if kind == "fifo":
+            os.mkfifo(planted)
+        elif kind == "socket":
+            listener.bind(str(planted))
+        else:
+            planted.symlink_to(old if kind == "link to an old file" else planted)
+        os.utime(planted, (1, 1), follow_symlinks=False)
+        assert in_child(lambda: sweep(str(tmp_path))) is None
+    assert os.path.lexists(planted)
+    assert not dead.exists()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +31,8 @@ from forebay.remote import redacted
         "a name with a blank: https://host/a b?sig=SIKRIT&Policy=SIKRIT",
         "https://host/a#SIKRIT",
         "file://me:SIKRIT@host/a",
+        f"{'a' * 40}http://me:SIKRIT@host/a",
+        f"{'my-' * 40}token=SIKRIT",
     ],
 )
 def test_what_is_told_holds_no_secret(text: str) -> None:
@@ -53,3 +58,13 @@ def test_what_is_no_secret_is_told(text: str) -> None:
 def test_any_text_can_be_told(text: str) -> None:
     for each in (text, f"https://{text}", f"s3://{text}", f"zip://a::{text}", f"file://{text}"):
         assert redacted(redacted(each)) == redacted(each)
+
+
+@pytest.mark.parametrize("piece", ["a-", "a", "-", ".", "token ", "token", "bearer ", "a://", "http://h/", "a.a:"])
+def test_long_texts_take_no_longer_than_their_length(piece: str) -> None:
+    """In seconds of this machine's processor, of which what grows with the square of it would take hours."""
+    text = piece * (300_000 // len(piece))
+    script = "import resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (60, 60)); "
+    script += "from forebay.remote import redacted; redacted(sys.stdin.read()); redacted('http://h/' + sys.argv[1] * 300_000 + 'x')"
+    done = subprocess.run([sys.executable, "-c", script, piece[-1]], input=text, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

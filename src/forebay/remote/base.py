@@ -69,6 +69,8 @@ class RemoteOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be above 0", name=name, value=value)
+            if value is not None and not value < threading.TIMEOUT_MAX:
+                raise errors.ConfigError(f"{name} is {value!r}: it must be below {threading.TIMEOUT_MAX:.0f}", name=name, value=value)
         for name, text in {**self.headers, "token": self.token or ""}.items():
             if not _SENDABLE.match(f"{name}{text}"):
                 raise errors.ConfigError(f"the value of {name!r} cannot be sent: it holds a line break, or more than Latin-1", name=name)
@@ -97,8 +99,9 @@ def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], float])
         value = kind(text)
     except ValueError:
         value = 0
-    if not value > 0:
-        raise errors.ConfigError(f"{name} is {text!r}: a number above 0 is wanted", name=name, value=text)
+    if not 0 < value < threading.TIMEOUT_MAX:
+        wanted = f"a number above 0 and below {threading.TIMEOUT_MAX:.0f} is wanted"
+        raise errors.ConfigError(f"{name} is {text!r}: {wanted}", name=name, value=text)
     return value
 
 
@@ -144,9 +147,7 @@ class _Reach(NamedTuple):
 
 
 _reach: ContextVar[_Reach | None] = ContextVar("forebay_reach", default=None)
-
-
-_began: ContextVar[float | None] = ContextVar("forebay_began", default=None)
+_began: ContextVar[float | None] = ContextVar("forebay_began", default=None)  # when the time of calls that share one limit began
 
 
 @contextmanager

@@ -26,12 +26,15 @@ from forebay._model import Buffer, Span
 from forebay.remote.base import Trouble
 from forebay.remote.clients import BLOCK, Client, client_of
 from forebay.remote.redaction import redacted
+from forebay.remote.urls import is_url, scheme
 
 log = logger("forebay.remote.helper")
 
 HEADER = struct.Struct("!cQ")
 REQUEST, ITEM, DATA, ERROR, END = b"Q", b"I", b"D", b"E", b"."
 
+LONGEST = 10_000
+"""Letters of an error's text that are looked at."""
 CONFLICT = "it is there already: nothing was written"
 
 
@@ -58,13 +61,13 @@ def _receive(channel: socket.socket, length: int) -> bytearray:
     return payload
 
 
-def meaning(error: Exception) -> Trouble | errors.MissingExtra:
-    """What a filesystem raised, as what it means for the call; its text without secrets."""
-    why = f"{type(error).__name__}: {redacted(str(error))}"[:500]
+def meaning(error: Exception, url: str = "") -> Trouble | errors.MissingExtra:
+    """What a filesystem raised at ``url``, as what it means for the call; its text without secrets."""
+    why = f"{type(error).__name__}: {redacted(str(error)[:LONGEST])}"[:500]
     cause = error.__cause__
     status = status_of(error) or status_of(cause)
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and status_of(cause) not in (None, 404, 410):
-        return meaning(cause)  # fsspec's http tells so of whatever a server answers
+        return meaning(cause, url)  # fsspec's http tells so of whatever a server answers
     match error:
         case Trouble():
             return error
@@ -79,11 +82,12 @@ def meaning(error: Exception) -> Trouble | errors.MissingExtra:
         case TimeoutError():
             return Trouble(f"nothing came for too long ({why})", errors.RemoteTimeout)
         case errors.RemoteError():
-            return Trouble(redacted(str(error)), type(error), again=False)
+            return Trouble(redacted(str(error)[:LONGEST]), type(error), again=False)
         case ImportError(name="fsspec"):
             return errors.MissingExtra.of("this URL", "fsspec")
         case ImportError():
-            return errors.MissingExtra(f"a package is missing ({why})", extra="fsspec")
+            what = f"{scheme(url)}://" if is_url(url) else "this filesystem"
+            return errors.MissingExtra(f"{what} needs a package of its own beside the extra 'fsspec' ({why})", extra="fsspec")
         case ValueError() | TypeError() | AttributeError() | LookupError() | NotImplementedError():
             return Trouble(why, errors.RemoteError, again=False)
     if "status 411" in why:  # Ceph, to the beginning of an upload in parts
@@ -160,7 +164,7 @@ class Server:
             try:
                 kind, payload = next(answer, (END, b""))
             except Exception as error:  # noqa: BLE001 (told to who called, whatever it is)
-                kind, payload = ERROR, to_wire(meaning(error))
+                kind, payload = ERROR, to_wire(meaning(error, str(args[0])))
             send(channel, kind, payload)
             if kind in (ERROR, END):
                 return

@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 from forebay import errors
 from forebay._kernel import host, locks
+from forebay._logs import logger
 from forebay._model import Buffer, CloningSink, ObjectInfo, Sink, Source, Span, Transfer
 from forebay.remote.urls import canonical, local_path
+
+log = logger("forebay.remote.local")
 
 BLOCK = 1 << 20
 UNFINISHED = ".forebay-part"
@@ -36,15 +39,18 @@ def sweep(folder: str) -> None:
     old = time.time() - STALE
     for place, _, names in os.walk(folder):
         for path in (os.path.join(place, name) for name in names if is_unfinished(name)):
-            with suppress(FileNotFoundError):
-                if os.stat(path).st_mtime < old and not _is_being_written(path):
+            try:
+                found = os.lstat(path)
+                if stat.S_ISREG(found.st_mode) and found.st_mtime < old and not _is_being_written(path):
                     os.unlink(path)
+            except OSError as error:  # it is gone, or another's
+                log.debug("%s is left alone: %s", path, error)
 
 
 def _is_being_written(path: str) -> bool:
     """Whether a living process of this host has the file locked: the clock may have jumped since it wrote last."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except PermissionError:
         return False
     try:

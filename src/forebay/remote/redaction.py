@@ -7,11 +7,11 @@ import re
 from forebay.errors import ConfigError
 from forebay.remote.urls import canonical
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
-_END = re.compile(r"[:,.;!)\]}]+\Z")
-_NAMES = r"[\w-]*(?:token|password|passwd|secret|signature|credential|(?:access|account|api|secret)[_-]?key(?:[_-]?id)?)"
-_NAMES = rf"(?:{_NAMES}|sig|awsaccesskeyid|googleaccessid|key-pair-id|policy)"
-_SECRET = re.compile(rf"(?i)((?:\b{_NAMES}\W?\s*[=:]|\bbearer\b|\bbasic\b)\s*[\"']?)[^\s&'\",;)]+")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,32}://[^\s'\"<>]+")  # bounded, as it is begun at each letter of a text
+_END = ":,.;!)]}"
+_ENDS = r"(?:token|password|passwd|secret|signature|credential|(?:access|account|api|secret)[_-]?key(?:[_-]?id)?)"  # of names
+_NAMES = rf"(?:{_ENDS}|\b(?:sig|awsaccesskeyid|googleaccessid|key-pair-id|policy))"
+_SECRET = re.compile(rf"(?i)((?:{_NAMES}\W?\s*[=:]|\bbearer\b|\bbasic\b)\s*[\"']?)[^\s&'\",;)]+")
 
 
 def redacted(text: str) -> str:
@@ -22,9 +22,8 @@ def redacted(text: str) -> str:
 
 def _shown(found: re.Match[str]) -> str:
     url = found[0]
-    end = _END.search(url)
-    tail = end[0] if end else ""
+    plain = url.rstrip(_END)
     try:
-        return canonical(url.removesuffix(tail)) + tail
+        return canonical(plain) + url[len(plain) :]
     except ConfigError:
         return f"{url.partition('://')[0]}:..."
