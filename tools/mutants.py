@@ -415,6 +415,11 @@ MUTANTS = (
         "            if id not in intended:\n", "            if id in intended:\n",
         "tests/cli/test_strays.py::test_s19_strays_are_counted_told_and_removed[by0]",
     ),
+    Mutant(
+        10, "a name of ours is ours wherever it lies", "_engine/layout.py",
+        "    return found if found and FANS[found.id & 0xFF] == fan else None\n", "    return found\n",
+        "tests/cli/test_strays.py::test_a_name_of_ours_where_it_does_not_belong_is_somebodys",
+    ),
     # 7. kill -9 anywhere
     Mutant(
         7, "nobody ends what the dead began", "_engine/catalog/connection.py",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from forebay._engine.layout import Root, parse_blob_name
+from forebay._engine.layout import FANS, Root, parse_blob_below
 from forebay._kernel import host, mappings
 from forebay._kernel.below import LinkInTheWay, NoPlainFile
 from forebay._model import Buffer, Entry
@@ -61,7 +61,7 @@ def _fraction(checksum: bytes) -> int:
 
 def remove_whatever_suffix(root: Root, id: int) -> None:
     """Remove the file of ``id`` where nobody noted its suffix. Caller: holds the writer lock, and no row names the file."""
-    for found, path in _in_fan(root, id & 0xFF):
+    for found, path in _in_fan(root, FANS[id & 0xFF]):
         if found == id:
             _remove(root, path)
 
@@ -124,19 +124,19 @@ def _remove(root: Root, path: str | Path) -> bool:
 
 def list_blobs(root: Root) -> Iterator[tuple[int, Path]]:
     """Every file under ``blobs/`` that has one of our names, as ``(id, path)``; other files are none of our business."""
-    for fan in range(256):
+    for fan in FANS:
         yield from _in_fan(root, fan)
 
 
-def _in_fan(root: Root, fan: int) -> Iterator[tuple[int, Path]]:
-    directory = root.blobs_dir / f"{fan:02x}"
+def _in_fan(root: Root, fan: str) -> Iterator[tuple[int, Path]]:
+    directory = root.blobs_dir / fan
     try:
         names = root.files.names_in(directory)
     except (FileNotFoundError, LinkInTheWay):
         return
     for name in names:
-        found = parse_blob_name(name)
-        if found and found.id & 0xFF == fan:
+        found = parse_blob_below(fan, name)
+        if found:
             yield found.id, directory / name
 
 

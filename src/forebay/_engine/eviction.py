@@ -12,7 +12,6 @@ between, would empty the slot of the next entry that lives there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -183,7 +182,7 @@ class Eviction:
         One listing of names. A file that is being published has a reservation; it is no orphan."""
         removed = 0
         found = chain(
-            ((id, Doomed(id, "blob", "".join(os.path.basename(path).partition(".")[1:]))) for id, path in blobs.list_blobs(self._root)),
+            ((id, Doomed(id, "blob", path.name.removeprefix(f"{id:016x}"))) for id, path in blobs.list_blobs(self._root)),
             ((id, Doomed(id, "tree", "")) for id in trees.list_trees(self._root)),
             ((id, Doomed(id, "pack", "")) for id in packs.list_packs(self._root)),
         )

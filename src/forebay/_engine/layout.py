@@ -49,6 +49,18 @@ def parse_blob_name(name: str) -> BlobName | None:
     return BlobName(int(found[1], 16), found[2]) if found else None
 
 
+def parse_blob_below(fan: str, name: str) -> BlobName | None:
+    """The parts of the name of a file in ``blobs/<fan>``; None if it is not one of ours, or if its id belongs into another fan."""
+    found = parse_blob_name(name)
+    return found if found and FANS[found.id & 0xFF] == fan else None
+
+
+def parse_directory_name(name: str) -> BlobName | None:
+    """The parts of the name of a tree or a pack, which has no suffix; None if it is not one of ours."""
+    found = parse_blob_name(name)
+    return found if found and not found.suffix else None
+
+
 def parse_tmp_name(name: str) -> TmpName | None:
     """The parts of the name of a write in progress; None if it is not one of ours."""
     found = _TMP.fullmatch(name)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forebay._engine import records
-from forebay._engine.layout import Root, parse_blob_name
+from forebay._engine.layout import Root, parse_directory_name
 from forebay._kernel import host, locks, mappings
 from forebay._kernel.below import LinkInTheWay, NoPlainFile
 from forebay.errors import Damaged
@@ -59,8 +59,8 @@ def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
 def list_packs(root: Root) -> Iterator[int]:
     """The ids of all packs; what has no name of ours is none of our business."""
     for name in root.files.names_in(root.packs_dir):
-        found = parse_blob_name(name)
-        if found and not found.suffix:
+        found = parse_directory_name(name)
+        if found:
             yield found.id
 
 

@@ -23,7 +23,9 @@ from forebay._engine.layout import (
     Root,
     id_left,
     is_scrap,
+    parse_blob_below,
     parse_blob_name,
+    parse_directory_name,
     parse_tmp_name,
 )
 from forebay._kernel import host
@@ -41,8 +43,8 @@ _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This directory is a cach
 # The directories of a root, and whether a name in one is ours: asked where no FORMAT says so.
 _DIRECTORIES: dict[str, Callable[[str], object]] = {
     "blobs": FANS.__contains__,
-    "trees": parse_blob_name,
-    "packs": parse_blob_name,
+    "trees": parse_directory_name,
+    "packs": parse_directory_name,
     "tmp": parse_tmp_name,
     "slots": str.isdigit,
     "locks": {*LOCKS, "words"}.__contains__,
@@ -253,7 +255,7 @@ def _foreign_in_fans(blobs: Path) -> Iterator[str]:
         if not stat.S_ISDIR(found.lstat().st_mode):
             yield f"blobs/{fan}"
         else:
-            yield from (f"blobs/{fan}/{name}" for name in os.listdir(found) if parse_blob_name(name) is None)
+            yield from (f"blobs/{fan}/{name}" for name in os.listdir(found) if parse_blob_below(fan, name) is None)
 
 
 def _lay_out(root: Root) -> None:

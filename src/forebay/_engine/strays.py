@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from forebay._engine.catalog import Catalog, entries
-from forebay._engine.layout import FANS, Root, parse_blob_name, parse_tmp_name
+from forebay._engine.layout import FANS, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
 from forebay._engine.root import foreign as foreign
 from forebay._engine.slots import Slots
 from forebay._kernel.below import LinkInTheWay
@@ -41,13 +42,17 @@ def size_of(path: str | Path) -> int | None:
 
 
 def _unknown(root: Root, catalog: Catalog, slots: Slots) -> Iterator[tuple[int, Path]]:
-    """What has one of our names, and no row or reservation when it is looked at."""
-    for directory in (*(root.blobs_dir / fan for fan in FANS), root.trees_dir, root.packs_dir, root.tmp_dir):
+    """What has one of our names where it belongs, and no row or reservation when it is looked at."""
+    places: list[tuple[Path, Callable[[str], BlobName | TmpName | None]]] = [
+        *((root.blobs_dir / fan, partial(parse_blob_below, fan)) for fan in FANS),
+        *((directory, parse_directory_name) for directory in (root.trees_dir, root.packs_dir)),
+        (root.tmp_dir, parse_tmp_name),
+    ]
+    for directory, parse in places:
         try:
             names = root.files.names_in(directory)
         except (FileNotFoundError, LinkInTheWay):
             continue
-        parse = parse_tmp_name if directory == root.tmp_dir else parse_blob_name
         found = {parsed.id: name for name in names if (parsed := parse(name)) is not None}
         intended = slots.intent()  # after the names: what is being written stands there, or has its row by now
         for id in found.keys() - entries.known(catalog, list(found)):

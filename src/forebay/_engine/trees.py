@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from forebay._engine.layout import Root, parse_blob_name
+from forebay._engine.layout import Root, parse_directory_name
 from forebay._kernel.below import Below, LinkInTheWay
 
 
@@ -43,8 +43,8 @@ def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
 def list_trees(root: Root) -> Iterator[int]:
     """The ids of all trees; what has no name of ours is none of our business."""
     for name in root.files.names_in(root.trees_dir):
-        found = parse_blob_name(name)
-        if found and not found.suffix:
+        found = parse_directory_name(name)
+        if found:
             yield found.id
 
 
