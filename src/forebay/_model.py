@@ -196,11 +196,13 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What really happened: ``freed`` bytes of ``removed`` entries; ``spared`` were in use, pinned or gone meanwhile."""
+    """What really happened: ``freed`` bytes of ``removed`` entries, and of ``stray_files`` that no entry named; ``spared`` were in use,
+    pinned or gone meanwhile."""
 
     removed: tuple[str, ...] = ()
     spared: tuple[str, ...] = ()
     freed: int = 0
+    stray_files: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,8 @@ class Upkeep:
         report = self._remove(victims)
         with waits.patience(self._origin.timeout):
             self._store.make_room()
-            return replace(report, freed=report.freed + self._store.remove_strays())
+            strays = self._store.remove_strays()
+            return replace(report, freed=report.freed + strays.bytes, stray_files=strays.files)
 
     def clear(self, space: str | None = None) -> Plan:
         """Everything in one space, or in all: a plan to be executed."""

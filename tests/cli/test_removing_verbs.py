@@ -111,6 +111,14 @@ def test_rm_dry_run_of_names(run: Run, cache: Cache, urls: list[str]) -> None:
     assert kept(cache) == urls
 
 
+def test_rm_dry_run_tells_what_is_pinned(run: Run, cache: Cache, urls: list[str]) -> None:
+    cache.pin(urls[0])
+    ran = run("rm", "--dry-run", *urls[:2])
+    assert (ran.code, ran.lines[-2:]) == (0, ["1 entry would go, 102 kB", f"pinned, left alone: {urls[0]}"])
+    assert run("rm", "--json", "--dry-run", *urls[:2]).json["pinned"] == [urls[0]]
+    assert kept(cache) == urls
+
+
 # -- prune, clear ------------------------------------------------------------------------------------------------------
 
 

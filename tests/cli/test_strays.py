@@ -54,10 +54,10 @@ def test_s19_strays_are_counted_told_and_removed(planted: dict[str, Path], home:
     assert run("doctor").code == 1
     assert strays_of(run("prune", "--dry-run", "--json")) == (5, 3)
     assert all(path.exists() for path in planted.values())  # who looks removes nothing
-    done = run(*by)
+    done = run(*by, *(["--yes"] if by == ["prune"] else []))
     assert done.code == (0 if by == ["prune"] else 1)  # what is not ours is left, and told
     if by == ["prune"]:
-        assert "5.2" in done.out
+        assert "0 entries and 5 stray files removed, 5.2" in done.out
     for name, path in planted.items():
         assert path.exists() is name.startswith("others"), name
     assert strays_of(run("du", "--json")) == (0, 3)
@@ -67,6 +67,50 @@ def test_s19_strays_are_counted_told_and_removed(planted: dict[str, Path], home:
     assert run("verify").code == 0
     with Cache(home) as cache:
         assert cache.get("large") == bytes(100_000)
+
+
+def test_prune_asks_before_strays_go(planted: dict[str, Path], run: Run) -> None:
+    """Without a terminal nobody agrees."""
+    ours = [path for name, path in planted.items() if name.startswith("ours")]
+    ran = run("prune")
+    assert (ran.code, "--yes" in ran.err, "0 entries and 5 stray files would go, 5.2" in ran.out) == (1, True, True)
+    assert run("prune", "--json").code == 1
+    assert all(path.exists() for path in ours)
+    ran = run("prune", "--json", "--yes")
+    assert (ran.code, ran.json["stray_files"], ran.json["removed"]) == (0, 5, [])
+    assert not any(path.exists() for path in ours)
+
+
+@pytest.mark.parametrize("name", ["blobs/a1/{id:016x}", "blobs/a1/{id:016x}.tar", "trees/{id:016x}.tree", "packs/{id:016x}.x/index"])
+@pytest.mark.parametrize("id", [0x1FF, None], ids=["of its own", "an entry's"])
+def test_a_name_of_ours_where_it_does_not_belong_is_somebodys(home: Path, run: Run, name: str, id: int | None) -> None:
+    with Cache(home, budget=64 * MiB, min_free=0) as cache:
+        cache.put("large", os.urandom(100_000))
+        entry = cache.entry("large")
+        assert entry is not None
+    assert entry.id & 0xFF != 0xA1
+    path = home / name.format(id=id or entry.id)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(bytes(MiB))
+    found = run("du", "--json").json["strays"]
+    assert (found["files"], found["foreign"]) == (0, 1)
+    ran = run("verify")
+    assert (ran.code, str(path.parent if path.name == "index" else path) in ran.out) == (1, True)
+    lines = run("prune", "--yes").lines
+    assert (len(lines), "1 file that Forebay did not make, 1.05 MB" in lines[0], lines[1]) == (2, True, "0 entries removed, 0 B freed")
+    assert path.exists()
+
+
+@pytest.mark.parametrize("name", ["00000000000001a1.tar.gz", "00000000000001a1tar", "00000000000001a1"])
+@pytest.mark.parametrize("size", [0, 5000])
+def test_what_du_promises_prune_removes(home: Path, run: Run, name: str, size: int) -> None:
+    with Cache(home, budget=64 * MiB, min_free=0):
+        path = home / "blobs" / "a1" / name
+        path.write_bytes(bytes(size))
+    assert run("du", "--json").json["strays"]["files"] == 1
+    assert "0 entries and 1 stray file removed" in run("prune", "--yes").out
+    assert not path.exists()
+    assert run("verify").code == 0
 
 
 def test_s19_what_is_being_written_is_no_stray(home: Path, run: Run) -> None:

@@ -268,8 +268,8 @@ class PassThrough:
     def strays(self) -> Strays:
         return Strays()
 
-    def remove_strays(self) -> int:
-        return 0
+    def remove_strays(self) -> Strays:
+        return Strays()
 
     def lacking(self, need: int) -> int:
         return 0

@@ -446,15 +446,16 @@ class Store(Pieces):
         return strays.look(self.root, self._catalog, self._slots)
 
     @mending
-    def remove_strays(self) -> int:
-        """Remove what no entry names, of Forebay's making; gives the bytes. Never from under a lease, nor from under a writer."""
+    def remove_strays(self) -> Strays:
+        """Remove what no entry names, of Forebay's making; gives what went. Never from under a lease, nor from under a writer."""
         self.check_usable(writing=True)
-        before = strays.look(self.root, self._catalog, self._slots).bytes
-        if not before:
-            return 0
+        before = strays.look(self.root, self._catalog, self._slots)
+        if not before.files:
+            return Strays()
         with faults("files that no entry names"):
             check.remove_strays(self.root, self._catalog, self._eviction, self._fill)
-        return max(before - strays.look(self.root, self._catalog, self._slots).bytes, 0)
+        left = strays.look(self.root, self._catalog, self._slots)
+        return Strays(max(before.files - left.files, 0), max(before.bytes - left.bytes, 0))
 
     def repair(self, *, deep: bool = True) -> list[Problem]:
         """Mend what `check` finds; gives what was mended, what had to be mended at opening too."""

@@ -42,15 +42,15 @@ def prune(
             report = carry_out(plan, output, dry_run=dry_run, yes=yes)
         can_be_had = plan.frees if report is None else report.freed
         if can_be_had < plan.lacking:
-            what = f"{format_size(plan.lacking)} have to go for --free {free}, and {format_size(can_be_had)} {'can' if dry_run else 'did'}"
-            raise NotFreed(f"{what}: the rest is pinned, in use, or promised to fetches")
+            what = f"--free {free} takes the removal of {format_size(plan.lacking)}, of which {format_size(can_be_had)}"
+            raise NotFreed(f"{what} {'can go' if dry_run else 'went'}; the rest is pinned, in use, or promised to fetches")
         return
     dead = _dead_claims(dry_run=dry_run)
     output.dead_claims(dead, "would be freed" if dry_run else "freed")
     try:
         with opened(root, change=not dry_run) as cache:
             strays = cache.strays()
-            output.strays(strays, "they would go" if dry_run else "they go")
+            output.strays(strays)
             carry_out(cache.prune(), output, dry_run=dry_run, yes=yes, claims=dead, strays=strays)
     except NoCache as error:
         if root is not None:

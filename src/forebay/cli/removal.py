@@ -18,20 +18,23 @@ if TYPE_CHECKING:
 
 
 def carry_out(
-    plan: Plan, output: Output, *, dry_run: bool, yes: bool, claims: Sequence[ClaimInfo] | None = None, strays: Strays | None = None
+    plan: Plan, output: Output, *, dry_run: bool, yes: bool, claims: Sequence[ClaimInfo] | None = None, strays: Strays | None = None,
+    pinned: Sequence[str] | None = None,
 ) -> Report | None:  # fmt: skip
     """What really happened; None with ``dry_run``. Exits where nobody agrees; where nothing would go nobody is asked.
 
-    ``claims``, ``strays``: freed beside it, for the one JSON document."""
-    also = {name: value for name, value in (("claims", claims), ("strays", strays)) if value is not None}
+    ``claims``: freed beside it, for the one JSON document. ``strays``: these go too. ``pinned``: names that were meant, and stay."""
+    also = {name: value for name, value in (("claims", claims), ("strays", strays), ("pinned", pinned)) if value is not None}
+    goes = (plan.victims, plan.frees, strays)
     if dry_run:
         output.document({"victims": plan.victims, "frees": plan.frees, **also})
-        output.victims(plan.victims, plan.frees)
+        output.victims(*goes)
+        output.pinned(pinned or ())
         return None
-    if plan.victims and not yes:
-        output.victims(plan.victims, plan.frees)
-    if plan.victims and not confirmed("Remove them?", yes=yes):
-        raise typer.Exit(FAILED)
+    if (plan.victims or (strays and strays.files)) and not yes:
+        output.victims(*goes)
+        if not confirmed("Remove them?"):
+            raise typer.Exit(FAILED)
     report = plan.execute()
     output.document({**dataclasses.asdict(report), **also})
     output.report(report)

@@ -194,10 +194,12 @@ class Output:
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in overhead.items())
         self.line(f"{format_size(sum(overhead.values()))} beside the budget: {parts}")
 
-    def strays(self, strays: Strays, todo: str) -> None:
+    def strays(self, strays: Strays, todo: str = "") -> None:
         """What is counted by nobody, where there is any."""
         if strays.files:
-            self.line(f"beside it {_count(strays.files, 'file', 'files')} that no entry names, {format_size(strays.bytes)}: {todo}")
+            self.line(
+                f"beside it {_count(strays.files, 'file', 'files')} that no entry names, {format_size(strays.bytes)}{todo and ': '}{todo}"
+            )
         if strays.foreign:
             others = f"beside it {_count(strays.foreign, 'file', 'files')} that Forebay did not make, {format_size(strays.foreign_bytes)}"
             self.line(f"{others}: `forebay verify` names them; move them away, or remove them yourself")
@@ -206,15 +208,21 @@ class Output:
         """Names and values, one a line."""
         self.table(("", ""), facts.items())
 
-    def victims(self, victims: Sequence[Victim], frees: int) -> None:
+    def victims(self, victims: Sequence[Victim], frees: int, strays: Strays | None = None) -> None:
         now = time.time()
         if victims:
             self.table(("SIZE>", "USED>", "NAME"), ((format_size(v.size), _ago(now, v.used), v.name) for v in victims))
-        self.line(f"{_count(len(victims), 'entry', 'entries')} would go, {format_size(frees)}")
+        what = _entries_and_strays(len(victims), strays.files if strays else 0)
+        self.line(f"{what} would go, {format_size(frees + (strays.bytes if strays else 0))}")
+
+    def pinned(self, names: Iterable[str]) -> None:
+        """What was meant, and stays for that."""
+        for name in names:
+            self.line(f"pinned, left alone: {name}", style="yellow")
 
     def report(self, report: Report, *, pinned: Collection[str] = ()) -> None:
         """What really happened, the spared ones by name; ``pinned``: those that were spared for that."""
-        self.line(f"{_count(len(report.removed), 'entry', 'entries')} removed, {format_size(report.freed)} freed")
+        self.line(f"{_entries_and_strays(len(report.removed), report.stray_files)} removed, {format_size(report.freed)} freed")
         for name in report.spared:
             self.line(f"{'pinned' if name in pinned else 'in use'}, left alone: {name}", style="yellow")
 
@@ -300,6 +308,11 @@ def _count(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
 
 
+def _entries_and_strays(entries: int, strays: int) -> str:
+    what = _count(entries, "entry", "entries")
+    return f"{what} and {_count(strays, 'stray file', 'stray files')}" if strays else what
+
+
 def _jsonable(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _jsonable({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
@@ -316,10 +329,8 @@ def _jsonable(value: object) -> object:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
-def confirmed(question: str, *, yes: bool) -> bool:
-    """Whether a person agrees. Without a terminal only ``yes`` does."""
-    if yes:
-        return True
+def confirmed(question: str) -> bool:
+    """Whether a person agrees. Without a terminal nobody does."""
     if not sys.stdin.isatty():
         note("nobody is there to ask: give --yes")
         return False

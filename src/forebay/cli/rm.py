@@ -38,7 +38,8 @@ def rm(
         else:
             ids = {entry.id for entry in entries}
             passes = (lambda entry: entry.id in ids) if names else parse_filters(filters)
-            report = carry_out(cache.plan(where=passes), output, dry_run=dry_run, yes=yes)
+            pinned = [entry.name for entry in entries if entry.life == "pinned"] if names else None
+            report = carry_out(cache.plan(where=passes), output, dry_run=dry_run, yes=yes, pinned=pinned)
     for error in missing:
         say_error(error)
     _fail_if_spared(report)
