@@ -41,6 +41,18 @@ def test_a_subclass_has_its_own_hint() -> None:
     assert hint_for(errors.NoSpace("x")).todo != hint_for(errors.CacheFault("x")).todo
 
 
+@pytest.mark.parametrize(
+    ("name", "todo"),
+    [
+        *(("nope", "forebay ls"), ("features:17", "forebay ls"), ("a/b.bin", "forebay ls")),
+        *(("https://host/a", "forebay pull"), ("s3://b/a", "forebay pull"), ("/data/a", "forebay pull")),
+    ],
+)
+def test_what_is_not_cached_can_be_fetched_only_if_it_is_a_url(name: str, todo: str) -> None:
+    hint = hint_for(errors.NotCached.of(name))
+    assert (todo in hint.todo, hint.code) == (True, ABSENT)
+
+
 def test_one_code_for_several() -> None:
     offline, failed = errors.Offline("x"), errors.NotFound("x")
     assert [shared_code(found) for found in ([], [offline, offline], [offline, failed])] == [OK, ABSENT, FAILED]

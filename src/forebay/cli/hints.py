@@ -102,9 +102,15 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
 def hint_for(error: BaseException) -> Hint:
     """What to do about ``error``: what it says itself (``todo``), else what its class does."""
     found = next((hint for kind, hint in _HINTS if isinstance(error, kind)), None)
+    if type(error) is errors.NotCached and not _is_url(getattr(error, "key", "")):
+        found = Hint("check the name: `forebay ls -q` lists all", ABSENT)
     found = found or Hint("this is a fault of Forebay: FOREBAY_VERBOSITY=debug shows where; please report it")
     todo = getattr(error, "todo", "") or found.todo.replace("forebay VERB", f"forebay {_verb[-1]}" if _verb else "forebay")
     return replace(found, todo=str(todo))
+
+
+def _is_url(name: str) -> bool:
+    return "://" in name or name.startswith("/")
 
 
 def say_verb(name: str) -> None:

@@ -26,7 +26,8 @@ def path(
             name = entry.name
             if entry.space not in ("urls", "directories"):
                 what = "an array of samples" if entry.kind == "pack" else "a value that a program put"
-                raise ConfigError(f"{name} is {what}: only what came from a URL has a file", name="NAME", value=name)
+                todo = "read it in a program, by what stored it: Cache.get, a space, samples or tasks"
+                raise ConfigError(f"{name} is {what}: only what came from a URL has a file", name="NAME", value=name, todo=todo)
             with cache.hold(entry) as found:
                 pass
     output.document({"name": name, "path": found})
