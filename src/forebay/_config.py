@@ -166,8 +166,18 @@ class Settings:
     verbosity: str | None = None
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Read and check the ``FOREBAY_*`` variables now. Empty counts as unset. Raises `ConfigError` naming variable and value."""
+    def from_environment(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> Settings:
+        """Read and check the ``FOREBAY_*`` variables now. Empty counts as unset; without ``limits`` so do budget and free space.
+
+        Raises `ConfigError` naming variable and value."""
+        settings, faults = cls.with_faults(environ, limits=limits)
+        if faults:
+            raise faults[0]
+        return settings
+
+    @classmethod
+    def with_faults(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> tuple[Settings, list[ConfigError]]:
+        """As `from_environment`, but what makes no sense counts as unset, and is told beside."""
         said = {
             name: text
             for name, text in (os.environ if environ is None else environ).items()
@@ -175,17 +185,15 @@ class Settings:
         }
         if not _unsaid.get():
             _warn_of_unknown(said)
-        home, progress = said.get("FOREBAY_HOME"), said.get("FOREBAY_PROGRESS")
-        return cls(
-            home=Path(home).expanduser() if home else None,
-            budget=None if _unsaid.get() else _size_text(said, "FOREBAY_BUDGET", parse_budget),
-            min_free=None if _unsaid.get() else _size_text(said, "FOREBAY_MIN_FREE", parse_size),
-            max_age=parse_age(said.get("FOREBAY_MAX_AGE", DEFAULT_MAX_AGE), name="FOREBAY_MAX_AGE"),
-            offline=parse_flag(said.get("FOREBAY_OFFLINE", "0"), name="FOREBAY_OFFLINE"),
-            shared=parse_flag(said.get("FOREBAY_SHARED", "0"), name="FOREBAY_SHARED"),
-            progress=None if progress is None else parse_flag(progress, name="FOREBAY_PROGRESS"),
-            verbosity=_level(said, "FOREBAY_VERBOSITY"),
-        )
+        values, faults = {}, []
+        for field, read in _READERS.items():
+            name = f"FOREBAY_{field.upper()}"
+            if name in said and (field not in _LIMITS or (limits and not _unsaid.get())):
+                try:
+                    values[field] = read(said[name], name)
+                except ConfigError as error:
+                    faults.append(error)
+        return cls(**values), faults
 
 
 _KNOWN = frozenset({
@@ -217,18 +225,30 @@ def with_limits_unsaid(make: Callable[..., T], *args: Any, **how: Any) -> T:
         _unsaid.reset(token)
 
 
-def _size_text(said: Mapping[str, str], name: str, parse: Callable[..., int]) -> str | None:
-    text = said.get(name)
-    if text is not None:
-        parse(text, total=1, name=name)
+def _level(text: str, name: str) -> str:
+    if text.strip().lower() not in _LEVELS:
+        raise _wrong(name, text, "use one of " + ", ".join(_LEVELS))
+    return text.strip().upper()
+
+
+def _sensible(text: str, name: str, parse: Callable[..., int]) -> str:
+    """The text, which ``parse`` takes."""
+    parse(text, total=1, name=name)
     return text
 
 
-def _level(said: Mapping[str, str], name: str) -> str | None:
-    text = said.get(name)
-    if text is not None and text.strip().lower() not in _LEVELS:
-        raise _wrong(name, text, "use one of " + ", ".join(_LEVELS))
-    return None if text is None else text.strip().upper()
+_LIMITS = ("budget", "min_free")
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    "home": lambda text, name: Path(text).expanduser(),
+    "budget": lambda text, name: _sensible(text, name, parse_budget),
+    "min_free": lambda text, name: _sensible(text, name, parse_size),
+    "max_age": lambda text, name: parse_age(text, name=name),
+    "offline": lambda text, name: parse_flag(text, name=name),
+    "shared": lambda text, name: parse_flag(text, name=name),
+    "progress": lambda text, name: parse_flag(text, name=name),
+    "verbosity": _level,
+}
+"""What makes a setting of a variable's text and name."""
 
 
 def default_root(*, is_network: Callable[[Path], bool], environ: Mapping[str, str] | None = None) -> Path:

@@ -83,13 +83,14 @@ class Cache(Upkeep):
         if max_entries is not None and max_entries < 0:
             raise errors.ConfigError(f"max_entries={max_entries} makes no sense: it is not negative", name="max_entries", value=max_entries)
         budget, min_free = said.budget if budget is None else budget, said.min_free if min_free is None else min_free
+        options = remote_options or remote.RemoteOptions.from_environment()  # before anything is opened
         how = place, budget, min_free, max_entries, shared, read_only
         with waits.patience(self._timeout):
             store = open_store(*how) if enabled else PassThrough()
         self.path = store.root.path if isinstance(store, Store) else place.absolute()
         above = open_store(Path(upstream), None, None, None, True, True) if upstream is not None else None
         self._origin = Origin(
-            store, remote_options or remote.RemoteOptions.from_environment(), above if isinstance(above, Store) else None,
+            store, options, above if isinstance(above, Store) else None,
             set() if enabled else {"NoSpace"},  # that nothing is kept was asked for: it need not be told
             self.offline, self._max_age, self._timeout, Reopening(*how) if enabled and isinstance(store, PassThrough) else None,
         )  # fmt: skip

@@ -102,7 +102,7 @@ def test_a_budget_that_is_a_slip_is_refused(text: str, said: str, run: Run, home
         with pytest.raises(errors.ConfigError, match="FOREBAY_BUDGET") as refused:
             Cache(home)
         assert said in str(refused.value)
-        for verb in (["du"], ["ls"], ["prune", "--yes"], ["pull", "http://127.0.0.1:9/x"]):
+        for verb in (["prune", "--yes"], ["clear", "--yes"], ["pull", "http://127.0.0.1:9/x"]):
             ran = run(*verb)
             assert (ran.code, said in ran.err) == (2, True)
         monkeypatch.delenv("FOREBAY_BUDGET")

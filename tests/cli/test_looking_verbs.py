@@ -204,6 +204,26 @@ def test_doctor_sees_damage(run: Run, filled: Cache, server: ScriptedServer) -> 
         path.chmod(0o444)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("FOREBAY_BUDGET", "500"), ("FOREBAY_MIN_FREE", "120%"), ("FOREBAY_OFFLINE", "perhaps"), ("FOREBAY_VERBOSITY", "loud")),
+        *(("FOREBAY_ATTEMPTS", "0"), ("FOREBAY_READ_TIMEOUT", "soon")),
+    ],
+)
+def test_doctor_tells_a_setting_that_makes_no_sense(
+    run: Run, filled: Cache, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv(name, value)
+    ran = run("doctor", "--json")
+    found = {finding["name"]: finding for finding in ran.json}
+    assert (ran.code, ran.err) == (1, "")
+    assert found[name]["state"] == "wrong"
+    assert repr(value) in found[name]["found"]
+    assert {"file system", "free space", "root", "content", "claims"} <= found.keys()
+    assert ("4 entries" in found["content"]["found"]) == (name in ("FOREBAY_BUDGET", "FOREBAY_MIN_FREE"))
+
+
 def test_doctor_shows_no_secret(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_TOKEN", "hush")
     monkeypatch.setenv("https_proxy", "http://user:hush@proxy")

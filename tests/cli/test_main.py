@@ -77,10 +77,23 @@ def test_a_root_that_is_refused(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_wrong_variable_is_a_usage_error(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_OFFLINE", "perhaps")
+    for verb in ("ls", "du", "path", "claims", "prune", "demo"):
+        ran = run(verb)
+        assert (ran.code, "FOREBAY_OFFLINE" in ran.err) == (2, True), verb
+
+
+def test_limits_that_make_no_sense_keep_nobody_from_looking(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.put("key", b"value")
     monkeypatch.setenv("FOREBAY_BUDGET", "plenty")
-    ran = run("ls")
-    assert ran.code == 2
-    assert "FOREBAY_BUDGET" in ran.err
+    monkeypatch.setenv("FOREBAY_MIN_FREE", "120%")
+    assert run("ls", "-q").lines == ["values:key"]
+    for verb in (["du"], ["stats"], ["path"], ["verify"], ["claims"], ["completion", "bash"]):
+        assert run(*verb).code == 0, verb
+    for verb in (["stats", "--zero"], ["verify", "--repair"], ["prune"], ["rm", "key"], ["pin", "key"], ["pull", "http://h/"], ["demo"]):
+        ran = run(*verb)
+        assert (ran.code, "FOREBAY_BUDGET" in ran.err) == (2, True), verb
+    assert cache.get("key") is not None
 
 
 def fault(*args: object, **kwargs: object) -> None:

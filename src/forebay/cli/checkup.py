@@ -14,7 +14,7 @@ from pathlib import Path
 
 import forebay
 from forebay import errors
-from forebay._config import LEAST_BUDGET, Settings, format_size, parse_budget
+from forebay._config import LEAST_BUDGET, Settings, format_size, parse_budget, with_limits_unsaid
 from forebay._kernel import host, mappings
 
 ENOUGH_FILES = 4096
@@ -76,9 +76,22 @@ def _settings(place: Path) -> Iterator[Finding]:
     said = sorted(name for name in os.environ if name.startswith("FOREBAY_"))
     shown = [f"{name}={'(set)' if _SECRET.search(name) else os.environ[name]}" for name in said]
     yield Finding("environment", "ok", " ".join(shown) or "no FOREBAY_ variable is set")
+    for fault in _faults(said):
+        yield Finding(str(fault.facts["name"]), "wrong", str(fault), "correct it or unset it: until then no job can open a cache")
     proxies = sorted(name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"))
     if proxies:
         yield Finding("proxies", "ok", "in use: " + ", ".join(proxies))  # the names only: a proxy's URL may hold a password
+
+
+def _faults(names: list[str]) -> Iterator[errors.ConfigError]:
+    from forebay.remote import RemoteOptions
+
+    yield from Settings.with_faults()[1]
+    for name in names:
+        try:
+            RemoteOptions.from_environment({name: os.environ[name]})
+        except errors.ConfigError as error:
+            yield error
 
 
 def _file_system(place: Path) -> Iterator[Finding]:
@@ -171,7 +184,7 @@ def _content(place: Path) -> Iterator[Finding]:
         return
     from forebay.cache import Cache, fault_of
 
-    with Cache(place, read_only=True) as cache:
+    with with_limits_unsaid(Cache, place, read_only=True) as cache:
         fault = fault_of(cache)
         stats, problems = cache.stats(), cache.check()
     if fault is not None:
@@ -198,7 +211,7 @@ def _budget(budget: int, disk: int) -> Iterator[Finding]:
         yield Finding("budget", "slow", f"{format_size(budget)} keeps hardly anything", how)
     elif budget > disk:
         yield Finding("budget", "slow", f"{format_size(budget)} is more than the disk of {format_size(disk)} has", how)
-    said = Settings.from_environment().budget
+    said = Settings.with_faults()[0].budget
     if said is not None and (wanted := parse_budget(said, total=disk)) != budget:
         found = f"FOREBAY_BUDGET={said} is {format_size(wanted)}, the cache has {format_size(budget)}"
         yield Finding("budget", "ok", found, "the next job with this variable sets it for everybody; a lower one evicts at once")

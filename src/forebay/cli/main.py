@@ -40,6 +40,9 @@ from forebay.cli.render import LOG_LINES, note, say_error, say_two_lines
 
 log = logger("forebay.cli")
 
+LOOKING = frozenset({"claims", "completion", "doctor", "du", "ls", "path", "stats", "verify"})
+"""Verbs that set no limits, and change nothing unless an option says so."""
+
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of click, or of the copy inside newer typers
 
 app = typer.Typer(
@@ -71,14 +74,21 @@ def top(
         return
     say_verb(context.invoked_subcommand)
     context.default_map = {context.invoked_subcommand: {"root": root}}  # what the verb itself says wins
-    _log_to_stderr()
+    _log_to_stderr(context.invoked_subcommand)
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(verb: str) -> None:
     above = logging.getLogger("forebay")
     if LOG_LINES not in above.handlers:
         above.addHandler(LOG_LINES)
-    above.setLevel(Settings.from_environment().verbosity or logging.WARNING)
+    above.setLevel(_settings_for(verb).verbosity or logging.WARNING)
+
+
+def _settings_for(verb: str) -> Settings:
+    """What the environment says to a verb. Raises `ConfigError` for what makes no sense, but for limits where none are set by it."""
+    if verb == "doctor":  # which tells what makes no sense
+        return Settings.with_faults()[0]
+    return Settings.from_environment(limits=verb not in LOOKING)
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -47,7 +47,7 @@ Names = Annotated[list[str], argument("NAME", help="A URL, or SPACE:KEY, as `for
 
 def place(root: Path | None) -> Path:
     """Where the cache lies: ``root``, else ``$FOREBAY_HOME``, else the default place."""
-    return root or Settings.from_environment().home or default_root(is_network=_is_network)
+    return root or Settings.with_faults(limits=False)[0].home or default_root(is_network=_is_network)
 
 
 def _is_network(path: Path) -> bool:
@@ -69,10 +69,12 @@ def existing(root: Path | None) -> Path:
 def opened(root: Path | None, *, change: bool = False) -> Iterator[Cache]:
     """The cache at ``root``, closed at the end: to be looked at only, or with ``change`` to remove, pin or mend what it keeps.
 
-    Looking changes nothing in it. Only verbs that fetch (`filled`) let the environment set its limits, and make one where there is none.
-    Raises `CacheFault` where it cannot be looked into."""
+    Looking changes nothing in it, and takes no notice of the limits that the environment names. Only verbs that fetch (`filled`) let the
+    environment set them, and make a cache where there is none. Raises `CacheFault` where it cannot be looked into, `ConfigError`."""
     from forebay.cache import Cache, fault_of  # here, so that `forebay --help` need not load the engine
 
+    if change:
+        Settings.from_environment()  # nothing is changed where it makes no sense, limits included
     path = existing(root)
     read_only = not (change and os.access(path, os.W_OK))  # an administrator's: what may not be changed says so itself
     # What a group shares may be looked at and removed without a word: no verb runs what others wrote.
