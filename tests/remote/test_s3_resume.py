@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -147,13 +148,22 @@ def test_other_bytes_are_not_mixed_in(aws: RgwServer, bucket: str, source: Path)
     assert fetched(remote, url) == other
 
 
-def test_a_shorter_one_leaves_the_rest_out(aws: RgwServer, bucket: str, source: Path) -> None:  # noqa: F811
+def test_a_shorter_one_leaves_the_rest_out(aws: RgwServer, client: Any, bucket: str, source: Path) -> None:  # noqa: F811
     url = f"s3://{bucket}/shorter"
-    cut_off(url, source, at=4)
+    stored, first = threading.Event(), Watched()
+
+    def fail(method: str, query: Mapping[str, str]) -> None:
+        if query.get("partNumber") == "4" and stored.wait(60):
+            raise errors.AccessDenied("no more", url=url)
+
+    first.before, first.after = fail, lambda _, query: query.get("partNumber") == "3" and stored.set()
+    with pytest.raises(errors.AccessDenied):
+        first.write(url, source, resume=True)
     source.write_bytes(BODY[: 2 * PART])
     remote = Watched()
     remote.write(url, source, resume=True)
     assert fetched(remote, url) == BODY[: 2 * PART]
+    assert left(client, bucket) == 0
 
 
 def test_somebody_else_ends_what_is_gone_on_with(aws: RgwServer, client: Any, bucket: str, source: Path) -> None:  # noqa: F811

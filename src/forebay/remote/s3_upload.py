@@ -81,7 +81,7 @@ class Upload:
     def _run(self, size: int, cut: Callable[[int], Iterator[bytes]]) -> ObjectInfo:
         part = max(self._options.part, MIN_PART, -(-size // MAX_PARTS))
         with Call(self._url, self._options) as call:
-            etag = self._whole(call, b"".join(cut(part))) if size <= part else self._in_parts(call, cut(part))
+            etag = self._whole(call, b"".join(cut(part))) if size <= part else self._in_parts(call, cut(part), -(-size // part))
         return ObjectInfo(self._url, size, etag, strong=bool(etag))
 
     def _whole(self, call: Call, body: bytes) -> str | None:
@@ -96,9 +96,13 @@ class Upload:
                 sent = self._sent
             self._on_sent(sent)
 
-    def _in_parts(self, call: Call, bodies: Iterator[bytes]) -> str | None:
+    def _in_parts(self, call: Call, bodies: Iterator[bytes], count: int) -> str | None:
         self._check(call)
-        begun = (self._left(call) if self._resume else None) or self._begin(call)
+        begun = self._left(call) if self._resume else None
+        if begun is not None and any(number > count for number in begun.parts):
+            self._abort(begun.id)  # of a larger object: Ceph's gateway refuses to leave a part out
+            begun = None
+        begun = begun or self._begin(call)
         try:
             return self._complete(call, begun.id, self._send_parts(call, begun, bodies))
         except BaseException as error:
