@@ -682,6 +682,26 @@ def test_a_tensor_of_a_small_value_and_of_nothing(tmp_path: Path) -> None:
         adapter.tensor(b"abcd", offset=9)
 
 
+class Image:
+    """What PIL's images are to NumPy."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"shape": (2, 3), "typestr": "|u1", "version": 3, "data": self._data}
+
+
+def test_a_tensor_of_what_numpy_takes_for_an_array() -> None:
+    image = Image(b"abcdef")
+    made = adapter.tensor(image)
+    assert (made.dtype, made.tolist()) == (torch.uint8, [[97, 98, 99], [100, 101, 102]])
+    made.zero_()
+    assert bytes(np.asarray(image)) == b"abcdef"
+    assert adapter.tensor(image, torch.uint8, offset=4).tolist() == [101, 102]
+
+
 def test_a_tensor_of_an_array_has_its_type_and_shape(tmp_path: Path) -> None:
     wanted = np.arange(60_000, dtype=np.float32).reshape(200, 300)
     with forebay.Cache(tmp_path / "root", budget="1GB") as cache:

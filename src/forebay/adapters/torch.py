@@ -32,12 +32,14 @@ def tensor(buffer: Any, dtype: Any = None, *, count: int = -1, offset: int = 0) 
     long as the tensor, and what shares its storage.
 
     ``dtype`` (default: `torch.uint8`), ``count`` (elements; -1: all), ``offset`` (bytes): as for `torch.frombuffer`, which itself gives
-    tensors that kill the process when they are written to. A NumPy array gives a tensor of its own type and shape, unless one of these is
-    said. Raises ValueError for what `torch.frombuffer` refuses, TypeError for what is no buffer."""
+    tensors that kill the process when they are written to. A NumPy array, or what NumPy takes for one (an image), gives a tensor of its own
+    type and shape, unless one of these is said. Raises ValueError for what `torch.frombuffer` refuses, TypeError for what is no buffer."""
     if isinstance(buffer, memoryview) or not hasattr(buffer, "__array_interface__"):
         array, view = None, memoryview(buffer)
     else:
-        array = buffer if buffer.flags.c_contiguous else buffer.copy()
+        import numpy  # who has an array has it
+
+        array = numpy.asarray(buffer, order="C")
         view = memoryview(array)
     own = _private(view)
     if array is not None and dtype is None and count == -1 and not offset:
