@@ -28,6 +28,7 @@ from megatron.energon import cache as energon_cache
 from megatron.energon.cache import CachePool, DecodeFileStore, FileStore, FileStoreDecoder, Lazy
 from megatron.energon.source_info import SourceInfo
 
+from forebay.adapters import energon
 from forebay.adapters.energon import FileCacheLazy, FileStoreCachePool, NoCachePool, SpilledLazy
 
 HANG = 30.0
@@ -559,6 +560,29 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         FileStoreCachePool(parent_cache_dir=tmp_path, method="decoded")  # type: ignore[arg-type]
     with forebay.Cache(tmp_path / "root", budget="64MiB") as cache, pytest.raises(errors.ConfigError, match="one of them"):
         FileStoreCachePool(parent_cache_dir=tmp_path, cache=cache)
+
+
+NOTES = [
+    (energon._noted(b"data", None, decoded=False), "0", b"data upper"),
+    (energon._noted(["data"], None, decoded=False), "1", ["data", "upper"]),
+    (energon._noted(b"data", None, decoded=True), "3", b"data"),
+    (energon._noted_plainly(b"data", None), "4", b"data upper"),
+]
+
+
+@pytest.mark.parametrize(("noted", "digit", "value"), NOTES)
+def test_what_older_versions_kept_can_be_read(noted: Any, digit: str, value: Any) -> None:
+    """The first character of a note is one digit, and stays."""
+
+    class Decoding:
+        def _decode_raw(self, data: Any, *, fname: str) -> Any:
+            return data + (b" upper" if isinstance(data, bytes) else ["upper"])
+
+        def __getitem__(self, fname: str) -> Any:
+            raise AssertionError("it is kept, and read anew")
+
+    assert noted.note[0] == digit
+    assert energon._decoded(Decoding(), "fname", noted, plain=digit == "4") == (value, None)
 
 
 def test_without_energon_the_extra_is_named() -> None:

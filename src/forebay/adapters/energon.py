@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import enum
 import hashlib
 import json
 import os
@@ -32,10 +33,18 @@ log = logger("forebay.adapters.energon")
 
 SPACE = "energon"
 GIB = 1 << 30
-_BYTES, _PICKLED, _PLAIN = 0, 1, 4  # what the payload is
 _FORM = "noted"  # how items lie in the cache: those of another form have other keys
 _PYTREE = codecs.codec("pytree")
 _PRIMARY: Any = getattr(energon_base, "PrimaryFileStore", ())  # older versions have none
+
+
+class _Kind(enum.IntFlag):
+    """What an item is as it lies in the cache, and its source beside it. One digit on the disk, which stays readable."""
+
+    PICKLED = 1
+    DECODED = 2
+    PLAIN = 4  # neither is pickled
+
 
 Found = tuple[Any, Any]
 """A value, and Energon's SourceInfo or None."""
@@ -240,7 +249,7 @@ class _Stores:
         token, _, fname = key.partition("/")
         ds = self._by_token[token]
         data, info = ds[fname] if self._method == "pickle" else _raw(ds, fname)
-        return _noted_plainly(data, info) if self._plain else _noted(data, info, pickled=self._method == "pickle")
+        return _noted_plainly(data, info) if self._plain else _noted(data, info, decoded=self._method == "pickle")
 
     def _said_of(self, decoder: Any) -> str:
         """What tells one decoder from another, also in another process; looked at once, since decoding may change it."""
@@ -299,11 +308,13 @@ def _raw(ds: Any, fname: str) -> Found:
     return found[0], found[1]
 
 
-def _noted(data: Any, info: Any, *, pickled: bool) -> Noted:
+def _noted(data: Any, info: Any, *, decoded: bool) -> Noted:
     """Data with their source, so that whoever finds them in the cache has it as well: beside them, since limits are of the data alone."""
-    kind = _BYTES if isinstance(data, bytes | bytearray | memoryview) and not pickled else _PICKLED
-    payload = pickle.dumps(data, pickle.HIGHEST_PROTOCOL) if kind == _PICKLED else data
-    return Noted.of(payload, _note(kind | pickled << 1, pickle.dumps(info, pickle.HIGHEST_PROTOCOL)))
+    kind = _Kind.DECODED if decoded else _Kind(0)
+    if decoded or not isinstance(data, bytes | bytearray | memoryview):
+        kind |= _Kind.PICKLED
+    payload = pickle.dumps(data, pickle.HIGHEST_PROTOCOL) if _Kind.PICKLED in kind else data
+    return Noted.of(payload, _note(kind, pickle.dumps(info, pickle.HIGHEST_PROTOCOL)))
 
 
 def _noted_plainly(data: Any, info: Any) -> Noted:
@@ -321,11 +332,11 @@ def _noted_plainly(data: Any, info: Any) -> Noted:
             f"others can write to this root, and what the dataset gives wants a pickle ({error}): say method='pickle' if you trust them"
         )
         raise errors.ConfigError(message, name="method", value="raw") from error
-    return Noted.of(data, _note(_PLAIN, head))
+    return Noted.of(data, _note(_Kind.PLAIN, head))
 
 
-def _note(kind: int, head: bytes) -> str:
-    return f"{kind}{base64.b85encode(head).decode()}"
+def _note(kind: _Kind, head: bytes) -> str:
+    return f"{int(kind)}{base64.b85encode(head).decode()}"
 
 
 def _plain_info(head: bytes) -> Any:
@@ -340,21 +351,21 @@ def _plain_info(head: bytes) -> Any:
 def _decoded(ds: Any, fname: str, noted: Any, plain: bool) -> Found:
     """What `_noted`, or `_noted_plainly`, had, decoded."""
     note = noted.note if isinstance(noted, Noted) else ""
-    if not note[:1].isdecimal() or (plain and note[0] != str(_PLAIN)):
+    kind = _Kind(int(note[0])) if note[:1].isdecimal() else None
+    if kind is None or (plain and kind != _Kind.PLAIN):
         data, info = ds[fname]  # it was not this pool's kind that wrote it
         return data, info
-    kind = int(note[0])
     try:
         head = base64.b85decode(note[1:])
-        info = _plain_info(head) if kind == _PLAIN else None
+        info = _plain_info(head) if kind == _Kind.PLAIN else None
     except (errors.Damaged, ValueError, TypeError) as error:
         log.warning("what is kept of %s cannot be read, it is read anew: %s", fname, error)
         data, info = ds[fname]
         return data, info
-    if kind != _PLAIN:
+    if kind != _Kind.PLAIN:
         info = pickle.loads(head)
-    data = pickle.loads(noted) if kind & _PICKLED else bytes(noted)
-    if kind >> 1 & 1:
+    data = pickle.loads(noted) if _Kind.PICKLED in kind else bytes(noted)
+    if _Kind.DECODED in kind:
         return data, info
     decode = getattr(ds, "_decode_raw", None)
     if decode is not None:
