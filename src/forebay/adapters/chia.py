@@ -375,9 +375,10 @@ def install() -> None:
         if (error.name or "").partition(".")[0] != "chia":
             raise
         message = (
-            f"adapters.chia.install() needs CHIA, of which {error.name} is not there: it is on no package index (the packages of this "
+            f"adapters.chia.install() needs CHIA, of which {error.name} is not there: have its source in PYTHONPATH "
+            "(it is on no package index; the packages of that name there are other projects)"
         )
-        raise errors.MissingExtra(message + "name there are other projects); have its source in PYTHONPATH", extra="chia") from error
+        raise errors.MissingExtra(message, extra="chia") from error
     replaced = {
         id(vars(homes[home])[name]): ours for home, names in _OURS.items() for name, ours in names.items() if name in vars(homes[home])
     }
@@ -402,8 +403,4 @@ class _Arrival:
     """What a bypass carries from a process where CHIA uses what is here to those where it is restored."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, ()
-
-
-def _arrive() -> None:
-    install()
+        return install, ()
