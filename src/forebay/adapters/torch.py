@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from forebay import errors
+from forebay._codecs.arrays import numpy
 from forebay._kernel import mappings
 from forebay._logs import logger
 from forebay.samples import Samples
@@ -37,9 +38,7 @@ def tensor(buffer: Any, dtype: Any = None, *, count: int = -1, offset: int = 0) 
     if isinstance(buffer, memoryview) or not hasattr(buffer, "__array_interface__"):
         array, view = None, memoryview(buffer)
     else:
-        import numpy  # who has an array has it
-
-        array = numpy.asarray(buffer, order="C")
+        array = numpy().asarray(buffer, order="C")
         view = memoryview(array)
     own = _private(view)
     if array is not None and dtype is None and count == -1 and not offset:
