@@ -86,7 +86,7 @@ ORDER = """
     errors < _claims
     errors < _claims.launchers
     _claims.launchers _kernel.host < _claims.ranks < world < _claims.jobs < claims
-    _kernel.waits < _claims.processes < _claims.table < _claims.members < _claims.named_locks
+    _kernel.waits < _claims.claim_files < _claims.processes < _claims.table < _claims.members < _claims.named_locks
     _config < _claims.named_locks < _claims.memory < _claims.boards < _claims.barriers < claims
     _kernel.waits < _claims.passing < _claims.members
     _kernel.waits < _claims.patience < _claims.place

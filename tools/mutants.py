@@ -921,6 +921,11 @@ MUTANTS = (
         f"{REGISTRY}test_a_directory_that_was_removed_and_its_number_given_away_is_no_conflict",
     ),
     Mutant(
+        10, "a claim that another user planted is joined", "_claims/claim_files.py",
+        "if os.fstat(fd).st_uid != os.geteuid():", "if False:",
+        f"{REGISTRY}test_a_file_of_another_users_in_a_claim_is_not_opened",
+    ),
+    Mutant(
         13, "who is being killed is in the way", "_claims/seen.py",
         "if not self.led or self._is_leader_dying():", "if False:",
         f"{REGISTRY}test_a_killed_leader_is_waited_for_until_the_last_of_it_is_gone",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import os
 import pickle
+import shutil
 import signal
 import socket
 import stat
@@ -24,7 +26,7 @@ import forebay
 import forebay.claims
 import forebay.remote  # here, so that forked children need not
 from forebay import errors
-from forebay._claims import dirs, ledger, members, place, records
+from forebay._claims import claim_files, dirs, ledger, members, place, records, table
 from forebay._claims.records import Stream
 from forebay._claims.registry import Registry
 from forebay._claims.wanted import Wanted
@@ -717,6 +719,90 @@ def test_two_users_do_not_meet_under_one_name(node: Registry, crew: Crew) -> Non
     assert (info.uid, len(info.pids)) == (65534, 1)
     crew.dismiss()
     in_child(as_user(65534, forebay.prune_claims))
+
+
+@pytest.mark.root
+def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registry: Path, crew: Crew) -> None:
+    """He could cut its files short, which kills the process that has them mapped."""
+    attacker, victim = 65533, 65534
+    ready, tag = Gate(), in_child(as_user(victim, lambda: Wanted("job", "job=", "0", ()).tag))
+
+    def plant() -> None:
+        kept = claim("/theirs", world=rank(0, 2), job="job")  # noqa: F841
+        (own,) = claims_in(registry)
+        for path in (registry / own).iterdir():
+            path.chmod(0o666)
+        (registry / own).rename(registry / f"000000.{tag}")
+        ready.open()
+        signal.pause()
+
+    crew(as_user(attacker, plant))
+    ready.wait()
+    planted = registry / f"000000.{tag}"
+
+    def join() -> str:
+        assert node.look()[0].tag == Wanted("job", "job=", "0", ()).tag
+        assert node.look()[0].members() == []
+        for work in (lambda: members.Members.attach(planted), lambda: table.Table(planted)):
+            with pytest.raises(claim_files.Gone):
+                work()
+        return text_of(errors.WaitTimeout, lambda: claim("/theirs", world=rank(1, 2), job="job", timeout=0.1))
+
+    assert "nobody yet" in crew(as_user(victim, join)).result()
+    crew.dismiss()
+    in_child(as_user(attacker, forebay.prune_claims))
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("name", ["claim", "members", "locks", "words"])
+def test_a_file_of_another_users_in_a_claim_is_not_opened(node: Registry, registry: Path, name: str) -> None:
+    with claim("/local") as found:
+        (directory,) = registry.glob("0*")
+        path = directory / name
+        path.chmod(0o666)
+        os.chown(path, 65534, 65534)
+        with pytest.raises(claim_files.Gone):
+            claim_files.open_write(directory, name)
+        if name in ("locks", "words"):
+            with pytest.raises((errors.Closed, claim_files.Gone)), found.lock("a"):
+                raise AssertionError
+        elif name == "members":
+            with pytest.raises(claim_files.Gone):
+                table.Table(directory)
+        else:
+            with pytest.raises(claim_files.Gone):
+                members.Members.attach(directory)
+        os.chown(path, 0, 0)
+
+
+def test_a_link_in_the_place_of_a_claim_that_is_made_is_not_followed(node: Registry, registry: Path, tmp_path: Path) -> None:
+    """The owner of the registry can put one there at any moment: nothing is made where it leads."""
+    home, kept = tmp_path / "home", registry / "kept"
+    for at in itertools.count():
+        home.mkdir(exist_ok=True)
+        steps = itertools.count()
+
+        def swap(call: str, subject: str) -> None:
+            new = next((path for path in registry.glob(".new.*") if not path.is_symlink()), None)
+            if new is not None and not kept.exists() and next(steps) == at:  # noqa: B023
+                new.rename(kept)
+                new.symlink_to(home)
+
+        host.on_step(swap)
+        try:
+            claim("/local", job=f"job {at}").close()
+        except (OSError, errors.ForebayError):
+            pass
+        finally:
+            host.on_step(None)
+        assert list(home.iterdir()) == []
+        if not kept.exists():
+            break
+        shutil.rmtree(kept)
+        for path in registry.iterdir():
+            if path.is_symlink():
+                path.unlink()
+    assert at > 8
 
 
 @pytest.mark.root

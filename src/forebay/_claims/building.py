@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forebay import errors
-from forebay._claims import records, table
+from forebay._claims import claim_files, records, table
 from forebay._claims.passing import passing
 from forebay._claims.records import Record
 from forebay._kernel import host, locks
@@ -41,11 +41,12 @@ def build(directory: Path, record: Record, content: bytes | None = None) -> int:
     Caller: holds the registry's lock, and hands the descriptor over."""
     fd = -1
     try:
-        fd = _make(directory, record.dump())
-        for name, size in ((table.TABLE, table.TABLE_BYTES), ("locks", 0), ("words", COUNT * 4)):
-            _make_file(directory / name, size)
-        if record.beside is not None and content is not None:
-            _make_landmark(directory / LANDMARK, Path(record.beside.landmark), content)
+        with _new(directory) as inside:
+            fd = _make_claim(inside, record.dump())
+            for name, size in ((table.TABLE, table.TABLE_BYTES), ("locks", 0), ("words", COUNT * 4)):
+                _make_file(inside, name, size)
+            if record.beside is not None and content is not None:
+                _make_landmark(inside, Path(record.beside.landmark), content)
         return fd
     except BaseException as error:
         passing.close(fd)
@@ -56,10 +57,10 @@ def build(directory: Path, record: Record, content: bytes | None = None) -> int:
         raise
 
 
-def _make_landmark(inside: Path, landmark: Path, content: bytes) -> None:
-    _make_file(inside, len(content), content)
+def _make_landmark(inside: int, landmark: Path, content: bytes) -> None:
+    _make_file(inside, LANDMARK, len(content), content)
     try:
-        host.link(inside, landmark)
+        host.link(LANDMARK, landmark, inside)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
@@ -86,20 +87,28 @@ def _no_space(registry: Path) -> errors.NoSpace:
 
 def build_refusal(directory: Path, data: bytes) -> int:
     """Make the directory of a claim that was refused, which says why; gives a descriptor as `build` does."""
-    return _make(directory, data)
+    with _new(directory) as inside:
+        return _make_claim(inside, data)
 
 
-def _make(directory: Path, data: bytes) -> int:
+@contextlib.contextmanager
+def _new(directory: Path) -> Iterator[int]:
+    """A new directory, by a descriptor: all that is made in it is named there."""
     host.mkdir(directory, 0o755)
-    host.chmod(directory, 0o755)
-    _make_file(directory / table.CLAIM, 0, data, mode=0o644)
-    fd = passing.take_in(lambda: host.out_of_the_way(host.open_write(directory / table.CLAIM)))
+    with claim_files.inside(directory) as inside:
+        host.chmod(inside, 0o755)  # whatever the umask
+        yield inside
+
+
+def _make_claim(inside: int, data: bytes) -> int:
+    _make_file(inside, table.CLAIM, 0, data, mode=0o644)
+    fd = passing.take_in(lambda: host.out_of_the_way(host.open_write(table.CLAIM, inside)))
     locks.take(fd, table.LEADER)
     return fd
 
 
-def _make_file(path: Path, size: int, content: bytes = b"", *, mode: int = 0o600) -> None:
-    fd = host.create(path, mode)
+def _make_file(inside: int, name: str, size: int, content: bytes = b"", *, mode: int = 0o600) -> None:
+    fd = host.create(name, mode, directory=inside)
     try:
         _fill(fd, size, content)
     finally:
@@ -118,37 +127,20 @@ def read(fd: int) -> bytes:
     return data if len(data) < 1 << 14 else data + os.pread(fd, records.LARGEST, len(data))
 
 
-@contextlib.contextmanager
-def _inside(directory: Path) -> Iterator[int | None]:
-    """A descriptor of a directory of ours, by which it stays the same one: the owner of the registry could put another under its name. None
-    where it is not ours, or not there."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        yield None
-        return
-    try:
-        yield fd if os.fstat(fd).st_uid == os.geteuid() else None
-    finally:
-        os.close(fd)
-
-
 def remove(directory: Path) -> None:
     """Remove a directory that lost its name. What is not ours stays, and is told once."""
-    with _inside(directory) as inside:
-        if inside is None:
-            return
-        try:
+    try:
+        with claim_files.inside(directory, os.O_RDONLY) as inside:
             for name in sorted(os.listdir(inside), key=_LAST.find):
                 with contextlib.suppress(IsADirectoryError):  # then the directory is not empty at the end
                     host.unlink(name, inside)
-            host.rmdir(directory)
-        except FileNotFoundError:
-            return  # another process removes it too
-        except OSError as error:
-            if directory.name not in _told:
-                _told.add(directory.name)
-                log.warning("%s cannot be removed: %s", directory, str(error))
+        host.rmdir(directory)
+    except FileNotFoundError:
+        return  # another process removes it too, or it is not ours
+    except OSError as error:
+        if directory.name not in _told:
+            _told.add(directory.name)
+            log.warning("%s cannot be removed: %s", directory, str(error))
 
 
 def remove_beside(directory: Path) -> None:
@@ -156,9 +148,8 @@ def remove_beside(directory: Path) -> None:
     the same again."""
     if not os.path.lexists(f"{directory}/{LANDMARK}"):
         return  # there is nothing, or a killed process removed it
-    with _inside(directory) as inside:
-        if inside is not None:
-            _remove_beside(f"/proc/self/fd/{inside}")
+    with contextlib.suppress(claim_files.Gone), claim_files.inside(directory) as inside:
+        _remove_beside(f"/proc/self/fd/{inside}")
 
 
 def _remove_beside(inside: str) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 
 from forebay import errors
-from forebay._claims import building, conflicts, dirs, records, seen
+from forebay._claims import building, claim_files, conflicts, dirs, records, seen
 from forebay._claims.building import NEW, OLD, scrap_name
 from forebay._claims.members import Members, OnLeft, at_the_end
 from forebay._claims.passing import passing
@@ -132,7 +132,7 @@ class Ledger:
         if not _is_ours(directory):
             return False
         try:
-            fd = passing.take_in(lambda: host.open_write(directory / CLAIM))
+            fd = passing.take_in(lambda: claim_files.open_write(directory, CLAIM))
         except OSError:
             return False  # without this file it is none that we made
         try:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from forebay import errors
+from forebay._claims import claim_files
+from forebay._claims.claim_files import Gone
 from forebay._claims.passing import passing
-from forebay._claims.table import CLAIM, IN, LEFT, SLOTS, Gone, Identity, Member, Table
+from forebay._claims.table import CLAIM, IN, LEFT, SLOTS, Identity, Member, Table
 from forebay._kernel import host, locks
 from forebay._logs import logger
 
@@ -61,7 +63,8 @@ class Members:
 
     @classmethod
     def attach(cls, directory: Path, *, rank: int | None = None, worker: int | None = None, on_left: OnLeft | None = None) -> Self:
-        """Join those who have the claim. Raises `Gone` where it was freed meanwhile, `NoSpace` where all 1,024 places are taken."""
+        """Join those who have the claim. Raises `Gone` where it was freed meanwhile, or is another user's, `NoSpace` where all 1,024
+        places are taken."""
         fd = passing.take_in(lambda: _open(directory))
         try:
             slot = _lock_a_place(fd, directory, Table(directory))
@@ -218,10 +221,7 @@ class Members:
 
 
 def _open(directory: Path) -> int:
-    try:
-        return host.out_of_the_way(host.open_write(directory / CLAIM))
-    except (FileNotFoundError, NotADirectoryError):
-        raise Gone(f"{directory} was freed") from None
+    return host.out_of_the_way(claim_files.open_write(directory, CLAIM))
 
 
 def _lock_a_place(fd: int, directory: Path, table: Table) -> int:

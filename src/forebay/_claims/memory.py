@@ -6,7 +6,6 @@ a hole would kill, on a full file system, who stores into it.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -15,10 +14,11 @@ import operator
 import os
 import struct
 import urllib.parse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from forebay import errors
+from forebay._claims import claim_files
 from forebay._claims.members import House
 from forebay._claims.named_locks import NamedLock
 from forebay._kernel import host, mappings
@@ -158,10 +158,9 @@ def _quoted(name: str) -> str:
 
 def _open(path: str, told: dict[str, Any], house: House) -> memoryview | None:
     try:
-        with _inside(house) as directory:
-            fd = host.open_write(path, directory)
+        fd = claim_files.open_write(house.directory, os.path.basename(path))
     except FileNotFoundError:
-        return None
+        return None  # `_make` tells it where the claim itself is gone
     try:
         start, known = _header(fd, path)
         if known != told:
@@ -197,7 +196,7 @@ def _make(path: str, told: dict[str, Any], house: House) -> memoryview:
     try:
         if whole > host.free_bytes(house.directory):
             raise _no_room(told, house, whole)  # before others feel it, whom a file that grows until nothing is left would disturb
-        with _inside(house) as directory:
+        with claim_files.inside(house.directory) as directory:
             host.unlink(temporary, directory)  # of one who was killed here
             return _build(path, temporary, _START.pack(_MAGIC, start) + text, whole, directory)[start:]
     except FileNotFoundError:
@@ -206,21 +205,6 @@ def _make(path: str, told: dict[str, Any], house: House) -> memoryview:
         if error.errno == errno.ENOSPC:
             raise _no_room(told, house, whole) from error
         raise
-
-
-@contextlib.contextmanager
-def _inside(house: House) -> Iterator[int]:
-    """A descriptor of the claim's directory: the owner of the registry could put a link, or a directory of his own, in its place."""
-    try:
-        fd = os.open(house.directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        raise house.lost() from None
-    try:
-        if os.fstat(fd).st_uid != os.geteuid():
-            raise house.lost()
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _build(path: str, temporary: str, head: bytes, whole: int, directory: int) -> memoryview:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 
 from forebay import _config, errors
+from forebay._claims import claim_files
 from forebay._claims.members import House
 from forebay._claims.table import Member
 from forebay._kernel import host, locks, waits
@@ -26,8 +27,8 @@ class _Locks:
     locks through a description of its own."""
 
     def __init__(self, directory: Path) -> None:
-        self.file = locks.LockFile(directory / LOCKS)
-        self.words = waits.Words(directory / WORDS)
+        self.file = locks.LockFile(directory / LOCKS, claim_files.opener)
+        self.words = waits.Words(directory / WORDS, claim_files.opener)
         self.threads: dict[int, int] = {}  # offset -> the thread that holds it
         self._path = directory / LOCKS
         self._busy: set[int] = set()  # the threads that are in the middle of a call to `file`
@@ -38,7 +39,7 @@ class _Locks:
     def try_lock(self, offset: int) -> Literal[True] | None:
         me = threading.get_ident()
         if me in self._busy:
-            apart = locks.LockFile(self._path)
+            apart = locks.LockFile(self._path, claim_files.opener)
             if not apart.try_lock(offset, exclusive=True):
                 return None
             self._apart[offset] = apart

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from forebay import errors
 from forebay._claims import building, conflicts, place, seen
+from forebay._claims.claim_files import Gone
 from forebay._claims.ledger import REFUSED, InTheWay, Ledger
 from forebay._claims.members import Members
 from forebay._claims.patience import Patience
 from forebay._claims.seen import Seen
-from forebay._claims.table import CLAIM, LEADER, Gone
+from forebay._claims.table import CLAIM, LEADER
 from forebay._claims.wanted import Held, Wanted
 from forebay._kernel import locks
 
@@ -97,8 +98,8 @@ class Registry:
         """The claim of that job and key, joined. ``led``: only while its leader has it."""
         for name in os.listdir(self.path):
             found = seen.look_at(self.path, name) if name.endswith(wanted.tag) else None
-            if found is None or found.record is None or not found.live or (led and found.is_ending()):
-                continue
+            if found is None or found.record is None or not found.live or found.uid != os.geteuid() or (led and found.is_ending()):
+                continue  # another user's: anybody can tell the tag of a job, and give it to a claim of his own
             try:
                 members = Members.attach(found.directory, rank=wanted.rank, worker=wanted.worker, on_left=self._left)
             except Gone:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from forebay._claims import processes
+from forebay._claims import claim_files, processes
+from forebay._claims.claim_files import Gone
 from forebay._kernel import host, locks, mappings
 
 SLOTS = 1024
@@ -73,16 +74,12 @@ class Member:
         return self.space == processes.pid_space()
 
 
-class Gone(FileNotFoundError):
-    """The claim was freed meanwhile."""
-
-
 class Table:
     """The records of a claim's members, mapped: a byte each for their states, then what they tell."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises OSError; `Gone` where the file is not a whole one."""
-        fd = os.open(directory / TABLE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        """Raises OSError; `Gone` where the file is another user's, or not a whole one."""
+        fd = claim_files.open_write(directory, TABLE)
         try:
             if os.fstat(fd).st_size < TABLE_BYTES:
                 raise Gone(f"{directory / TABLE} is cut short")

@@ -206,10 +206,10 @@ def rmdir(path: Path, directory: int | None = None) -> None:
 
 
 def chmod(path: Path | int, mode: int, directory: int | None = None) -> None:
-    """Set the mode of what a descriptor or a path names. Raises OSError for a symbolic link: none is followed."""
+    """Set the mode of what a descriptor (of ``O_PATH`` too) or a path names. Raises OSError for a symbolic link: none is followed."""
     step("chmod", path)
     if isinstance(path, int):
-        os.fchmod(path, mode)
+        os.chmod(f"/proc/self/fd/{path}", mode)  # os.fchmod takes none of O_PATH
         return
     # os.chmod follows links, and on Linux cannot do else.
     fd = os.open(_last(path, directory), os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
