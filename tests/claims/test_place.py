@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +17,9 @@ from forebay import errors
 from forebay._claims import place
 from forebay._claims.place import LOCK
 from forebay._claims.registry import Registry
-from forebay._kernel import locks
-from tests.claiming import REMOTE, alone
-from tests.harness import Crew
+from forebay._kernel import host, locks
+from tests.claiming import REMOTE, alone, text_of
+from tests.harness import Crew, Gate, as_user
 
 
 def bind(path: Path) -> None:
@@ -57,3 +60,37 @@ def test_the_holder_of_the_lock_is_named_where_proc_does_not_tell(tmp_path: Path
     with place.locked(registry, 5), pytest.raises(errors.WaitTimeout, match=rf"process {os.getpid()} on .* of user {os.geteuid()}"):
         with place.locked(registry, 0.01):
             raise AssertionError
+
+
+@pytest.mark.root
+def test_who_locks_it_by_lockf_and_writes_nothing_is_named(node: Registry, registry: Path, crew: Crew) -> None:
+    ready = Gate()
+    (registry / LOCK).touch()
+    (registry / LOCK).chmod(0o666)
+
+    def squat() -> None:
+        with open(registry / LOCK, "r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            ready.open()
+            signal.pause()
+
+    squatter = crew(as_user(65533, squat))
+    ready.wait()
+
+    def claim() -> str:
+        return text_of(errors.WaitTimeout, lambda: forebay.claim("/local", REMOTE, alone(), timeout=0.01))
+
+    assert f"process {squatter.pid} on" in crew(as_user(65534, claim)).result()
+    squatter.kill()
+
+
+def test_a_full_file_system_keeps_nobody_from_looking(node: Registry) -> None:
+    def full(call: str, subject: str) -> None:
+        if call == "pwrite":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    host.on_step(full)
+    try:
+        assert node.prune() == []
+    finally:
+        host.on_step(None)

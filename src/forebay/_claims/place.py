@@ -100,8 +100,8 @@ def _open_lock(path: Path) -> int:
 
 def _holder(path: Path, fd: int) -> str:
     """Who has the lock, in words: by /proc, else by what the last holder wrote."""
-    if locks.holders(path, 0):
-        return locks.describe_holders(path, 0)
+    if found := locks.holders(path, 0) or locks.posix_holders(path, 0):
+        return ", ".join(map(locks.describe_process, found))
     said = _PID.match(os.pread(fd, 16, 0))
     try:
         user = os.stat(f"/proc/{int(said[1])}").st_uid if said else None
@@ -109,7 +109,7 @@ def _holder(path: Path, fd: int) -> str:
         user = None
     if said is None or user is None:
         return "an unknown process, probably another user's: the superuser sees it in /proc/*/fdinfo"
-    return f"{locks.describe_process(int(said[1]))} of user {user}, as it says"
+    return f"{locks.describe_process(int(said[1]))} of user {user}, as {LOCK!r} says, which every user can write to"
 
 
 @contextlib.contextmanager
@@ -120,7 +120,8 @@ def locked(place: Path, timeout: float | None) -> Iterator[None]:
     try:
         while not locks.take(fd, 0):
             patience.sleep(lambda: ("the list of this node's claims", _holder(place / LOCK, fd) if timeout else "another"))
-        host.pwrite(fd, f"{os.getpid()}\n".encode().ljust(16), 0)  # for people: the kernel tells other users of no holder
+        with contextlib.suppress(OSError):  # on a full file system: it needs a block, and is only for people
+            host.pwrite(fd, f"{os.getpid()}\n".encode().ljust(16), 0)  # the kernel tells other users of no holder
         yield
     finally:
         passing.close(fd, unlocking=1)

@@ -417,6 +417,18 @@ def _covers(line: str, inode: str, offset: int) -> bool:
     return int(start) <= offset and (end == "EOF" or offset <= int(end))
 
 
+def posix_holders(path: str | os.PathLike[str], offset: int) -> tuple[int, ...]:
+    """The processes, of any user, that have locked this byte by ``fcntl`` or ``lockf``: of such locks the kernel tells everybody."""
+    try:
+        found = os.stat(path)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ()
+    file = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino} "
+    told = (int(line.split()[-4]) for line in lines if " POSIX " in line and "->" not in line and _covers(line, file, offset))
+    return tuple(pid for pid in told if pid > 0)  # 0: of another PID namespace
+
+
 def describe_process(pid: int) -> str:
     """A process in words for people, without its arguments, which may hold secrets."""
     try:
