@@ -10,6 +10,7 @@ import re
 import struct
 import sys
 from array import array
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from forebay import errors
@@ -23,6 +24,7 @@ _HEAD = struct.Struct("=8sI")  # of what kind, and how many marks of its places 
 _MAGIC = b"claim 1\n"
 _PROCESS = re.compile(r"process \d+")
 _USER = re.compile(r"://[^/\s@]*@")
+_TAKES_VALUE = re.compile("[cmWX]")  # of the letters of Python's own options, which may stand together: -uc
 _QUERY = re.compile(r"(://[^\s?]*)\?\S*")
 
 
@@ -173,20 +175,40 @@ def shortened(text: str, longest: int) -> str:
 def masked(words: list[str]) -> str:
     """A command line that everybody may read: program, script or module, and the names of options. No value is shown, whatever its name:
     ``-p hush`` is a secret as well as ``--token=hush``."""
-    program = os.path.basename(words[0]) if words else ""
-    shown, awaited = [program], program.startswith(("python", "pypy"))
-    words = [word for word in words[1:] if word]
-    for at, word in enumerate(words):
-        is_module = awaited and at > 0 and words[at - 1] == "-m"
-        if is_module or (awaited and not word.startswith("-")):
-            shown.append(word)
-            awaited = False
-        elif word.startswith("--"):
+    program, left = os.path.basename(words[0]) if words else "", iter(words[1:])
+    shown = [program]
+    if program.startswith(("python", "pypy")):
+        shown += _up_to_script(left)
+    for word in left:
+        if word.startswith("--"):
             name, sign, _ = word.partition("=")
             shown.append(f"{name}=*" if sign else name)
         elif word.startswith("-") and word[1:2].isalpha():
             shown.append(word[:2] if len(word) == 2 else f"{word[:2]}*")
-            awaited = awaited and word[1] != "c"
-        elif shown[-1] != "*":
+        elif word and shown[-1] != "*":
             shown.append("*")
     return _QUERY.sub(r"\1", _USER.sub("://", " ".join(" ".join(shown).split())))
+
+
+def _up_to_script(words: Iterator[str]) -> list[str]:
+    """The interpreter's own options, without their values, and the script or module. Takes all of that from ``words``."""
+    shown: list[str] = []
+    for word in words:
+        if not word.startswith("-") or word == "-":
+            return [*shown, word]
+        letter = _TAKES_VALUE.search(word) if not word.startswith("--") else None
+        if letter is None:
+            name, sign, _ = word.partition("=")
+            shown.append(f"{name}=*" if sign else name)
+            if word == "--check-hash-based-pycs":
+                next(words, None)
+            continue
+        option, value = word[: letter.end()], word[letter.end() :]
+        if letter[0] == "m":
+            return [*shown, option, value or next(words, "")]
+        shown += [f"{option}*"] if value else [option, "*"]
+        if not value:
+            next(words, None)
+        if letter[0] == "c":
+            return shown
+    return shown
