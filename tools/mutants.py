@@ -400,6 +400,16 @@ MUTANTS = (
         "tests/scenarios/test_silent_hosts.py::test_what_lies_there_is_not_believed",
     ),
     Mutant(
+        1, "who writes keeps to a table of slots that was replaced", "_engine/engine.py",
+        "        if not self._slots.are_same():\n", "        if not self._slots:\n",
+        f"{STRANGE}test_a_process_that_only_writes_goes_over_to_the_new_slots",
+    ),
+    Mutant(
+        1, "who reads keeps to a table of slots that was replaced", "_engine/memo.py",
+        "        self._slots.check_same()\n", "",
+        f"{STRANGE}test_a_process_that_only_reads_goes_over_to_the_new_slots[False]",
+    ),
+    Mutant(
         6, "parts of two windows of the clock are one", "_engine/clock.py",
         "        return wall + skew\n", "        return wall + self.window[2]\n",
         "tests/engine/test_clock.py::test_a_step_that_another_thread_sees_between_two_lines_is_no_time_of_its_own",

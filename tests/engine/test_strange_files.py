@@ -15,7 +15,8 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine import check, engine, slots
-from tests.harness import MiB, assert_settled, fork, in_child
+from forebay._engine.store import Settings, Store
+from tests.harness import Gate, MiB, assert_settled, bytes_of, fork, in_child, opened
 
 BUDGET = 8 * MiB
 
@@ -185,6 +186,58 @@ def test_a_process_that_has_the_lost_slots_goes_over_to_the_new_ones(quick_path:
     child.result()
     for fd in (*done, *go):
         os.close(fd)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_process_that_only_reads_goes_over_to_the_new_slots(quick_path: Path, read_only: bool) -> None:
+    """P1 remembers what it read / the table is deleted / P2 makes it anew, and replaces that / P1 reads on, and never writes."""
+    place, said, go = quick_path / "root", Gate(), Gate()
+
+    def writes() -> None:
+        with opened(place, BUDGET) as store:
+            for value in (b"old", b"new"):
+                store.put("v", "k", value)
+                said.open()
+                go.wait()
+
+    child = fork(writes)
+    said.wait()
+    store = Store.open(place, Settings(), read_only=read_only)
+    assert bytes_of(store, "k") == b"old"
+    (place / "slots" / "000").unlink()
+    go.open()
+    said.wait()
+    store.memo._window = 0, 0, 0  # a second has passed
+    assert bytes_of(store, "k") == b"new"
+    assert [entry.key for entry in store.entries("v")] == ["k"]
+    store.close()
+    go.open()
+    child.result()
+    said.close()
+    go.close()
+
+
+def test_a_process_that_only_writes_goes_over_to_the_new_slots(quick_path: Path) -> None:
+    """P1 has the table mapped / it is deleted / P2 makes it anew, and remembers what it reads / P1 replaces that / P2 reads it."""
+    place, ready, go = quick_path / "root", Gate(), Gate()
+
+    def writes() -> None:
+        with opened(place, BUDGET) as store:
+            store.put("v", "k", b"old")
+            ready.open()
+            go.wait()
+            store.put("v", "k", b"new")
+
+    child = fork(writes)
+    ready.wait()
+    (place / "slots" / "000").unlink()
+    with opened(place) as store:
+        assert bytes_of(store, "k") == b"old"
+        go.open()
+        child.result()
+        assert bytes_of(store, "k") == b"new"
+    ready.close()
+    go.close()
 
 
 @pytest.mark.parametrize("harm", ["emptied", "odd size", "garbage"])

@@ -30,7 +30,7 @@ from forebay._engine.ranking import Ranking
 from forebay._engine.reading import Reading
 from forebay._engine.root import Root, open_root
 from forebay._engine.settings import Settings, apply, keep
-from forebay._engine.slots import RECORDS, Slots, SlotsBroken
+from forebay._engine.slots import RECORDS, Slots, SlotsBroken, SlotsReplaced
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
 from forebay._model import Entry, Problem
@@ -64,6 +64,8 @@ def mending(call: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P],
                 if not error.relieved:
                     raise
                 continue
+            except SlotsReplaced as error:
+                self.go_over(error, mends)
             except SlotsBroken:
                 if self.root.read_only:
                     raise
@@ -219,6 +221,14 @@ class Engine:
                     )  # fmt: skip
                 self._slots.remake(chunk, live)
             self.memo.restart(self._slots)  # what it knows of the part that is lost
+
+    def go_over(self, error: SlotsReplaced, mends: int) -> None:
+        """Another process made the table of slots anew, or somebody removed it: go on with the one that lies there. ``mends``: see `mend`."""
+        if not self.root.read_only:
+            self.mend(CatalogBroken(str(error)), mends)
+        else:
+            self._slots.forget()
+            self.memo.restart(self._slots)
 
     def _recover(self) -> None:
         """Before a transaction: what one who died left half done is ended, in the table of slots that all others have too."""

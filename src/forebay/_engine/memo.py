@@ -137,10 +137,13 @@ class Memo:
             self._forget_locked(self._of(space).get(name))
 
     def let_go(self) -> None:
-        """Drop what was evicted meanwhile, if anything was, at most once a second; or where the wall clock jumped."""
+        """Drop what was evicted meanwhile, if anything was, at most once a second; or where the wall clock jumped.
+
+        Raises `SlotsReplaced`: then nothing that is remembered would ever be seen to be replaced or gone."""
         since, until, _ = self._window
         if since <= time.time_ns() < until:
             return
+        self._slots.check_same()
         self._slots.clock.look()
         self._window = self._slots.clock.window
         words, index = self._slots.evictions()

@@ -31,6 +31,10 @@ class SlotsBroken(CacheFault):
     """A part of the table is lost or damaged: it can be made anew of the catalog."""
 
 
+class SlotsReplaced(SlotsBroken):
+    """Another table lies in the root than the one that was mapped, or none: what stands in the mapped one means nothing to others."""
+
+
 class Slots:
     """The table of one root. Callable from any thread and, mappings being inherited, after a fork.
 
@@ -38,7 +42,7 @@ class Slots:
     `SlotsBroken` where the table lacks the slot's chunk or is another root's, and OSError where the disk fails.
     """
 
-    _chunks: dict[int, tuple[memoryview, int, int]]  # chunk -> its words, st_dev, st_ino; only grows
+    _chunks: dict[int, tuple[memoryview, int, int]]  # chunk -> its words, st_dev, st_ino
 
     def __init__(self, root: Root) -> None:
         self._root = root
@@ -205,6 +209,15 @@ class Slots:
             return False
         self._changed = changed
         return True
+
+    def check_same(self) -> None:
+        """Raises `SlotsReplaced` unless `are_same`."""
+        if not self.are_same():
+            raise SlotsReplaced(f"the table of slots in {self._root.slots_dir} was replaced", path=str(self._root.slots_dir))
+
+    def forget(self) -> None:
+        """Map the table anew when it is next needed. Views that are out show what they did."""
+        self._chunks.clear()
 
     def is_same(self) -> bool:
         """Whether the files that were mapped still lie in the root. Two system calls a chunk."""
