@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay._engine.catalog import connection
+from forebay._engine.catalog import connection, entries
 from forebay._engine.catalog.wal import Wal
 from forebay._engine.store import Settings, Store
 from tests.harness import Gate, KiB, MiB, bytes_of, death_of, fork, fork_to_die, opened
@@ -54,6 +54,23 @@ def stand_still_in_a_statement(store: Store, here: Gate, on: Gate) -> list[tuple
     with store._catalog._mutex:
         store._catalog._connection_locked().set_progress_handler(stop, 200)
     return store._catalog.all("SELECT id, key FROM entries ORDER BY key")
+
+
+def test_what_a_directory_adds_to_the_log(place: Path) -> None:
+    """As the README says: 100 bytes and the name for each of its files, when it comes, and when it goes."""
+    count, names = 20_000, "a/directory/of/theirs/{:08d}.jpg"
+    with opened(place, 64 * MiB) as store:
+        store.put("v", "k", b"x")
+        log = Wal(str(store.root.catalog), store.root.files)
+        for link in (True, False):
+            before = log.size()
+            with store._catalog.write() as txn:
+                if link:
+                    entries.link(txn, 1 << 40, [(names.format(n), (1 << 41) + n * 7919 % count) for n in range(count)])
+                else:
+                    entries.delete(txn, 1 << 40, "tree")
+            assert log.size() - before < REFUSE + count * (100 + len(names.format(0)))
+        assert store.check() == []
 
 
 def test_many_short_processes_beside_an_idle_one(place: Path) -> None:

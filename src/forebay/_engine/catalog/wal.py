@@ -25,7 +25,8 @@ RETIRE = 8 << 20
 KEEP = 1 << 20
 """What the log keeps of its blocks when it starts again: on a full disk they are room for the transactions that evict."""
 REFUSE = 12 << 20
-"""No transaction begins above this; one takes at most 4 MiB: so the log never has more than 16."""
+"""No transaction begins above this; one takes at most 4 MiB: so the log never has more than 16. Only the links of a directory come, and
+go, all at once: then it has about 100 bytes and the name more for each of its files."""
 
 # https://www.sqlite.org/walformat.html: two copies of a header of 48 bytes in native order, the last 8 are a checksum of those before.
 _HEADER = struct.Struct("=12I")
