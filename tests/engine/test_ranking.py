@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from forebay._engine import ranking
+from forebay._engine.catalog import Rows, entries
 from forebay._engine.ranking import Ranking, Scope
 from forebay._engine.slots import Slots
 from forebay._engine.store import Store
-from tests.harness import MiB, opened
+from forebay.errors import NoSpace
+from tests.harness import MiB, in_child, opened
 
 STRIPES = 16
 COUNT = 2000
@@ -101,6 +103,72 @@ def test_what_cannot_go_is_passed_by_however_cold_it_is(store: Store) -> None:
         store.put("v", f"new{n}", b"y" * 100)
     assert set(used[:-20]) <= keys(store)
     assert "new14" in keys(store)
+
+
+def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows are asked for from now on, each time."""
+    asked: list[int] = []
+    victims = entries.victims
+
+    def counting(rows: Rows, ids: Sequence[int]) -> list[tuple[int, int, int, int, str, str]]:
+        asked.append(len(ids))
+        return victims(rows, ids)
+
+    monkeypatch.setattr(entries, "victims", counting)
+    return asked
+
+
+def test_what_was_passed_by_is_not_read_again_at_each_look(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = store.used  # type: ignore[attr-defined]
+    for key in used[:-60]:
+        store.set_life("v", key, "pinned")
+    full(store)
+    store.put("v", "first", b"y" * 100)
+    asked = count_rows(monkeypatch)
+    for n in range(50):
+        store._ranking.pick(Scope())
+        store.put("v", f"new{n}", b"y" * 100)
+    assert len(keys(store) & set(used[:-60])) == COUNT - 60
+    assert sum(asked) < 4 * COUNT  # of 50 looks, with 60 each that may go
+
+
+def test_what_another_process_unpins_may_go_at_once_where_nothing_else_may(store: Store) -> None:
+    used = store.used  # type: ignore[attr-defined]
+    for key in used:
+        store.set_life("v", key, "pinned")
+    full(store)
+    for _ in range(2):  # the second time all of it is known
+        with pytest.raises(NoSpace):
+            store.put("v", "new", b"y" * 200)
+    in_child(lambda: [store.set_life("v", key, "cached") for key in used[5:7]])
+    store.put("v", "new", b"y" * 200)
+    assert set(used) - keys(store) <= set(used[5:7])
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+def test_what_was_unpinned_goes_in_its_turn(store: Store, by_us: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once in the process that unpinned it, after `SPARED_FOR` in the others."""
+    used = store.used  # type: ignore[attr-defined]
+    for key in used[:-600]:
+        store.set_life("v", key, "pinned")
+    for _ in range(STRIPES):
+        store._ranking.pick(Scope())
+    if by_us:
+        store.set_life("v", used[0], "cached")
+    else:
+        in_child(lambda: store.set_life("v", used[0], "cached"))
+        store._ranking.pick(Scope())
+        assert used[0] not in {key_of(store, cold.id) for cold in store._ranking.coldest(Scope())}
+        monkeypatch.setattr(ranking.time, "monotonic", lambda now=ranking.time.monotonic() + ranking.SPARED_FOR: now)
+    for _ in range(STRIPES):
+        store._ranking.pick(Scope())
+    assert used[0] in {key_of(store, cold.id) for cold in store._ranking.coldest(Scope())}
+
+
+def key_of(store: Store, id: int) -> str:
+    found = entries.by_id(store._catalog, id)
+    assert found is not None
+    return found.key
 
 
 def test_a_small_space_among_many_entries_finds_its_own(store: Store) -> None:

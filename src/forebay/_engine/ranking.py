@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -28,7 +29,9 @@ AT_ONCE = 8
 LOOK_EVERY = 16
 """A stripe is looked at for so many victims."""
 _SAMPLE = 64  # so many at least say where the coldest end
-_ROWS = 64  # asked of the catalog at a time
+_ROWS, _ROWS_UNLOCKED = 64, 1024  # asked of the catalog at a time: inside a transaction, and under no lock
+SPARED_FOR = 60.0
+"""Seconds for which what was seen to be pinned or linked is passed by unread, while anything else may go."""
 _IN_VAIN = 8  # times in a row: all were pinned or linked; `pick` goes on, under no lock
 _PATROL = 1024
 
@@ -97,6 +100,7 @@ class _Picked:
         self.ready: deque[Cold] = deque()
         self.look: _Look | None = None
         self.spared: dict[int, int] = {}  # slot -> id: pinned, or linked from a tree, when its row was read
+        self.spared_until = 0.0
         self.taken = 0
 
 
@@ -120,22 +124,42 @@ class Ranking:
 
     def pick(self, scope: Scope) -> None:
         """Find some of the coldest that may go, if there are any. Caller: holds no lock."""
-        picked, wanted = self._of(scope), PICKED
+        picked = self._of(scope)
         with self._looking:
-            picked.spared.clear()
-            while True:
-                whole = self._go_on(scope, picked, AT_ONCE, wanted)
-                with self._mutex:
-                    if picked.look is not None and not picked.cold:
-                        picked.cold = deque(sorted(picked.look.cold))  # of a sample
-                    any_left = bool(picked.cold)
-                while picked.cold and not picked.ready:
-                    self._read_rows(picked)
-                if picked.ready or (whole and not any_left):
-                    break
-                wanted *= 4  # all that it found is pinned or linked
+            if time.monotonic() >= picked.spared_until:
+                self._forget(picked)
+            passed_by = bool(picked.spared)
+            self._find(scope, picked)
+            if passed_by and not picked.ready:  # before nothing may go: a pin, a link or a tree may be gone since
+                self._forget(picked)
+                self._find(scope, picked)
         if not picked.ready:
             self._patrol(scope, picked, at_most=1 << 40)
+
+    def forget_spared(self) -> None:
+        """Something was unpinned: what was passed by is looked at again."""
+        for picked in list(self._picked.values()):
+            self._forget(picked)
+
+    def _forget(self, picked: _Picked) -> None:
+        with self._mutex:
+            picked.spared.clear()
+            picked.spared_until = time.monotonic() + SPARED_FOR
+
+    def _find(self, scope: Scope, picked: _Picked) -> None:
+        """Look until anything may go, or all was looked at. Caller: holds `_looking`."""
+        wanted = PICKED
+        while True:
+            whole = self._go_on(scope, picked, AT_ONCE, wanted)
+            with self._mutex:
+                if picked.look is not None and not picked.cold:
+                    picked.cold = deque(sorted(picked.look.cold))  # of a sample
+                any_left = bool(picked.cold)
+            while picked.cold and not picked.ready:
+                self._read_rows(picked, _ROWS_UNLOCKED)
+            if picked.ready or (whole and not any_left):
+                return
+            wanted *= 4  # all that it found is pinned or linked
 
     def _go_on(self, scope: Scope, picked: _Picked, stripes: int, wanted: int) -> bool:
         """Look at some more stripes; whether those were the last ones, and what was found is installed. Caller: holds `_looking`."""
@@ -164,10 +188,10 @@ class Ranking:
             finally:
                 self._looking.release()
 
-    def _read_rows(self, picked: _Picked) -> None:
+    def _read_rows(self, picked: _Picked, count: int = _ROWS) -> None:
         """Ask the catalog what some of those that were found are."""
         with self._mutex:
-            some = {id: (used, slot) for used, slot, id in (picked.cold.popleft() for _ in range(min(_ROWS, len(picked.cold))))}
+            some = {id: (used, slot) for used, slot, id in (picked.cold.popleft() for _ in range(min(count, len(picked.cold))))}
         found = {row[0]: row for row in entries.victims(self._catalog, list(some))}
         ready = [Cold(used, *found[id]) for id, (used, _) in some.items() if id in found]
         with self._mutex:
@@ -185,7 +209,7 @@ class Ranking:
             with self._mutex:
                 picked.cold.extendleft(sorted(lost, reverse=True))
             while lost and picked.cold and not picked.ready:
-                self._read_rows(picked)
+                self._read_rows(picked, _ROWS_UNLOCKED)
             if not self._patrolled or picked.ready:
                 break
 

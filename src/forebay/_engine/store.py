@@ -308,7 +308,10 @@ class Store(Pieces):
     def set_life(self, space: str, key: str, life: str) -> bool:
         """Pin (``pinned``) or unpin (``cached``) a name. False if there is no such entry."""
         with self._catalog.write() as txn:
-            return entries.set_life(txn, self.known_space(space).id, key, life)
+            found = entries.set_life(txn, self.known_space(space).id, key, life)
+        if life != "pinned":
+            self._ranking.forget_spared()
+        return found
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 

@@ -26,10 +26,11 @@ _DOOM = (
 )
 _DOOM_MANY = f"{_DOOM} AND id IN ({_SIXTEEN}) RETURNING id"
 _KNOWN = {table: f"SELECT id FROM {table} WHERE id IN ({_SIXTEEN})" for table in ("entries", "reservations")}
-_VICTIMS = (
-    f"SELECT id, slot, charge, size, kind, suffix FROM entries WHERE id IN ({_SIXTEEN}) AND state = {LIVE} AND life != 'pinned'"
-    " AND id NOT IN (SELECT member FROM links WHERE member = entries.id)"
-)
+_VICTIMS = {
+    count: f"SELECT id, slot, charge, size, kind, suffix FROM entries WHERE id IN ({', '.join('?' * count)}) AND state = {LIVE}"
+    " AND life != 'pinned' AND id NOT IN (SELECT member FROM links WHERE member = entries.id)"
+    for count in (_AT_ONCE, 512)
+}
 _DELETE_MANY = f"DELETE FROM entries WHERE id IN ({_SIXTEEN})"
 _DELETE_DATA = f"DELETE FROM payloads WHERE id IN ({_SIXTEEN})"
 
@@ -58,11 +59,11 @@ def find_many(rows: Rows, space: int, keys: Sequence[str]) -> list[Entry]:
     return found
 
 
-def _sixteens(several: Sequence[T]) -> Iterator[list[T]]:
+def _sixteens(several: Sequence[T], length: int = _AT_ONCE) -> Iterator[list[T]]:
     """In portions of one length, the last one filled up by repeating: one statement for any number, so that it is parsed once."""
-    for at in range(0, len(several), _AT_ONCE):
-        some = list(several[at : at + _AT_ONCE])
-        yield some + some[:1] * (_AT_ONCE - len(some))
+    for at in range(0, len(several), length):
+        some = list(several[at : at + length])
+        yield some + some[:1] * (length - len(some))
 
 
 def by_id(rows: Rows, id: int) -> Entry | None:
@@ -277,7 +278,8 @@ def between(rows: Rows, low: int, high: int, *, values: bool) -> list[Entry]:
 
 def victims(rows: Rows, ids: Sequence[int]) -> list[tuple[int, int, int, int, str, str]]:
     """What may be evicted of these: (id, slot, charge, size, kind, suffix) of what no pin and no link holds."""
-    return [row for some in _sixteens(ids) for row in checked.files(rows, rows.all(_VICTIMS, *some), "isiikx")]
+    count = 512 if len(ids) > 256 else _AT_ONCE
+    return [row for some in _sixteens(ids, count) for row in checked.files(rows, rows.all(_VICTIMS[count], *some), "isiikx")]
 
 
 def after(rows: Rows, id: int, limit: int) -> list[tuple[int, int, int]]:
