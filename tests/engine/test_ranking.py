@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -159,7 +160,8 @@ def test_what_was_unpinned_goes_in_its_turn(store: Store, by_us: bool, monkeypat
         in_child(lambda: store.set_life("v", used[0], "cached"))
         store._ranking.pick(Scope())
         assert used[0] not in {key_of(store, cold.id) for cold in store._ranking.coldest(Scope())}
-        monkeypatch.setattr(ranking.time, "monotonic", lambda now=ranking.time.monotonic() + ranking.SPARED_FOR: now)
+        later = time.monotonic() + ranking.SPARED_FOR
+        monkeypatch.setattr(ranking.time, "monotonic", lambda: later)
     for _ in range(STRIPES):
         store._ranking.pick(Scope())
     assert used[0] in {key_of(store, cold.id) for cold in store._ranking.coldest(Scope())}

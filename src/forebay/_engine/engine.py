@@ -223,7 +223,7 @@ class Engine:
             self.memo.restart(self._slots)  # what it knows of the part that is lost
 
     def go_over(self, error: SlotsReplaced, mends: int) -> None:
-        """Another process made the table of slots anew, or somebody removed it: go on with the one that lies there. ``mends``: see `mend`."""
+        """Another process made the table of slots anew, or somebody removed it: go on with what lies there. ``mends``: see `mend`."""
         if not self.root.read_only:
             self.mend(CatalogBroken(str(error)), mends)
         else:
