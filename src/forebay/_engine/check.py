@@ -11,7 +11,6 @@ from itertools import chain, islice
 from pathlib import Path
 
 from forebay._engine import blobs, packs, stages, trees
-from forebay._engine.budget import Budget
 from forebay._engine.catalog import Catalog, checked, entries, reservations, segments, spaces
 from forebay._engine.catalog.schema import DOOMED
 from forebay._engine.eviction import Eviction
@@ -27,7 +26,7 @@ AT_ONCE = 2048
 """Rows, or names, that are in memory at once."""
 
 
-def check(root: Root, catalog: Catalog, slots: Slots, budget: Budget, *, deep: bool = False) -> list[Problem]:
+def check(root: Root, catalog: Catalog, slots: Slots, *, deep: bool = False) -> list[Problem]:
     """What is wrong. ``deep`` reads every byte and compares checksums.
 
     Rows are read in pages, names a directory at a time, while others work. What is on its way in or out has a name or a row alone: what
@@ -39,7 +38,7 @@ def check(root: Root, catalog: Catalog, slots: Slots, budget: Budget, *, deep: b
     found = [*_check_rows(catalog, slots), *_check_strays(root, catalog, slots)]
     with catalog.still():  # packs are few
         found += _check_segments(root, catalog)
-    found += [*_check_totals(catalog, budget), *_check_files(root, catalog, deep)]
+    found += [*_check_totals(catalog), *_check_files(root, catalog, deep)]
     return [*found, *(Problem("row", row, "it holds what no row of ours would") for row in catalog.doubted)]
 
 
@@ -147,7 +146,7 @@ def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
             yield Problem("total", key, f"{size:,} bytes are noted, and its index and segments take {index + charged.get(id, 0):,}", key)
 
 
-def _check_totals(catalog: Catalog, budget: Budget) -> Iterator[Problem]:
+def _check_totals(catalog: Catalog) -> Iterator[Problem]:
     sums = catalog.all(
         "SELECT s.name, s.bytes, s.charge, s.inline, s.entries, coalesce(sum(e.size * (e.state = 0)), 0), coalesce(sum(e.charge), 0),"
         " coalesce(sum(e.charge * (e.kind = 'value')), 0), count(e.id) FROM spaces s LEFT JOIN entries e ON e.space = s.id GROUP BY s.id"

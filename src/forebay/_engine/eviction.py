@@ -40,7 +40,6 @@ class Doomed:
     id: int
     kind: str
     suffix: str
-    charge: int = 0
 
 
 class Eviction:

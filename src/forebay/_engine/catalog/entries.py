@@ -322,8 +322,3 @@ def members(rows: Rows, tree: int) -> list[tuple[str, Entry]]:
         rows.doubt("entries", (tree,), f"the directory {tree:x}, since the name of a file in it leads out of it")
         return []
     return sorted((row[-1], entry) for row in found if (entry := checked.entry(rows, row[:-1])) is not None)
-
-
-def whole(rows: Rows) -> list[Any]:
-    """Every row as the check wants it: (id, state, kind, slot, size, charge, suffix, key, checksum, space)."""
-    return rows.all("SELECT id, state, kind, slot, size, charge, suffix, key, checksum, space FROM entries")

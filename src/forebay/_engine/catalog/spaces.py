@@ -189,10 +189,6 @@ def counters(rows: Rows) -> dict[str, int]:
     return dict(rows.all("SELECT name, value FROM counters"))
 
 
-def zero_counters(txn: Txn) -> None:
-    txn.run("DELETE FROM counters")
-
-
 def recount(txn: Txn) -> None:
     """Note totals and free slots as the rows have them, and drop payloads and links that belong to no row."""
     txn.run("DELETE FROM payloads WHERE id NOT IN (SELECT id FROM entries)")
