@@ -17,7 +17,7 @@ import pytest
 import forebay
 from forebay import Cache
 from forebay._engine import census
-from forebay._engine.catalog import CatalogBroken
+from forebay._engine.catalog import CatalogBroken, transactions
 from forebay._engine.store import Store
 from forebay._model import ObjectInfo
 from tests.harness import KiB, MiB, assert_settled, in_child, opened
@@ -245,6 +245,14 @@ def test_a_link_in_the_place_of_a_fan_is_made_anew_at_the_next_opening(place: Pa
         store.repair()
         assert store.check(deep=True) == []
     assert len(list(place.parent.glob("moved-*/*"))) == 6
+
+
+def test_doubts_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transactions, "_TOLD", 3)
+    doubts = transactions.Doubts()
+    for n in range(10):
+        doubts.note("entries", (n,), f"row {n}")
+    assert list(doubts.waiting) == [("entries", (0,)), ("entries", (1,)), ("entries", (2,))]
 
 
 def test_what_an_honest_process_left_is_not_doubted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

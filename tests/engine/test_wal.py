@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from forebay._engine.catalog import connection, entries
+from forebay._engine.catalog import connection, entries, writer
 from forebay._engine.catalog.wal import Wal
 from forebay._engine.store import Settings, Store
+from forebay._kernel import host
 from tests.harness import Gate, KiB, MiB, bytes_of, death_of, fork, fork_to_die, opened
 
 SOFT, STEP, RETIRE, REFUSE = 256 * KiB, 32 * KiB, 512 * KiB, 768 * KiB
@@ -181,6 +182,40 @@ def test_killed_at_each_step_of_leaving_a_reader_behind(place: Path) -> None:
         assert step >= 2
         assert store.check() == []
     assert sound(place)
+
+
+def test_who_has_the_writer_lock_goes_on_where_a_killed_one_left_a_marked_index(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for itself."""
+    monkeypatch.setattr(writer, "PATIENCE", 0.2)
+
+    here, on = Gate(), Gate()
+
+    def idle() -> None:
+        with opened(place) as store:
+            bytes_of(store, "k1")
+            here.open()
+            on.wait()
+
+    def retiring() -> None:
+        def hook(call: str, subject: str) -> None:
+            if call == "unlink":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with opened(place) as other, other._catalog.writer(), other._catalog._mutex:
+            host.on_step(hook)
+            other._catalog._retire_index_locked()
+
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 5)
+        child = fork(idle)  # else SQLite removes the index with its last connection
+        here.wait()
+        assert fork(retiring).wait() == -signal.SIGKILL
+        with store._catalog.still():
+            assert len(store._catalog.all("SELECT id FROM entries")) == 5
+        put_many(store, 5)
+        on.open()
+        child.result()
+        assert store.check() == []
 
 
 def _looks(place: Path) -> bytes | None:

@@ -180,6 +180,15 @@ def test_no_id_is_given_twice(quick_path: Path) -> None:
         assert store.check(deep=True) == []
 
 
+def test_any_number_of_ids_is_taken_at_once(tmp_path: Path) -> None:
+    with opened(tmp_path / "root", MiB) as store:
+        with store._catalog.write() as txn:
+            many = txn.new_ids(3 * module_ids() + 7)
+            then, after = txn.new_ids(5), txn.take("next_id")
+        assert many[-1] < then[0]
+        assert then[-1] < after
+
+
 def module_ids() -> int:
     from forebay._engine.catalog import transactions
 

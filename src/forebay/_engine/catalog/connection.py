@@ -109,8 +109,8 @@ class Catalog:
                 self._connect_locked()
 
     def _is_sound_locked(self) -> bool:
-        """Whether SQLite finds no fault with the catalog as it lies there. Not all damage shows in its pages: one that is said a second
-        time to be damaged is."""
+        """Whether SQLite finds no fault with the catalog as it lies there. Not all damage shows in its pages: one that the same call says a
+        second time to be damaged is."""
         try:
             with translated():
                 self._connect_locked()
@@ -123,6 +123,10 @@ class Catalog:
             return False
         self._suspect = self._seen
         return True
+
+    def trust(self) -> None:
+        """Whoever said that the catalog is damaged, and was told that it is not, is content with it by now."""
+        self._suspect = None
 
     def problem(self) -> str | None:
         """What SQLite finds wrong with the pages of the catalog; None: nothing. Reads all of it: seconds, for a million entries."""
@@ -232,7 +236,7 @@ class Catalog:
                 if rows is not None:
                     return rows
             if not self._root.read_only:
-                with self.writer():
+                with contextlib.nullcontext() if self._writer.is_mine() else self.writer():
                     self._unlink_retired()
                     rows = self._try_all(sql, values)
         except DiskFull as error:  # even a reader needs room where the index of the log is yet to be made
@@ -281,7 +285,8 @@ class Catalog:
     @property
     def doubted(self) -> list[str]:
         """Rows that cannot be ours, and that no transaction has set aside yet."""
-        return [f"{table} {', '.join(map(repr, key))}" for table, key in self._doubts.waiting]
+        waiting = list(self._doubts.waiting)  # in one step: others add to it
+        return [f"{table} {', '.join(map(repr, key))}" for table, key in waiting]
 
     def doubt(self, table: str, key: tuple[Any, ...], what: str) -> None:
         """See `Rows.doubt`."""
@@ -522,6 +527,8 @@ class Catalog:
         self._mutex.release()
 
     def after_fork_child(self) -> None:
+        for name in [name for name in _peers if name[0] != os.getpid()]:  # an ancestor's number comes round, and his mutex may be held
+            _peers.pop(name, None)
         self._mutex = self._join_peers()
         self._con, self._seen, self._index, self._pid, self._ids = None, None, None, os.getpid(), [0, 0]
         self._writer.after_fork_child()

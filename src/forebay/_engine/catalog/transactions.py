@@ -53,7 +53,8 @@ class Rows(Protocol):
 
 
 class Doubts:
-    """Rows that cannot be ours, of which this process knows. Its methods are single steps: no lock."""
+    """Rows that cannot be ours, of which this process knows: so many at once; what is left out is met again. Its methods are single
+    steps: no lock."""
 
     def __init__(self) -> None:
         self.waiting: dict[tuple[str, tuple[Any, ...]], None] = {}
@@ -61,7 +62,8 @@ class Doubts:
 
     def note(self, table: str, key: tuple[Any, ...], what: str) -> None:
         row = table, key
-        self.waiting[row] = None
+        if len(self.waiting) < _TOLD:
+            self.waiting[row] = None
         if row not in self._told and len(self._told) < _TOLD:
             self._told.add(row)
             log.warning("the catalog is damaged, or was written by another program: %s is set aside", what)
@@ -191,8 +193,9 @@ class Txn:
         """Ids in a row that none had before. A process takes many at once: others' ids do not tell which came first."""
         first, end = self._ids
         if end - first < count:
-            end = self.take("next_id", IDS) + 1
-            first = end - IDS
+            taken = max(count, IDS)
+            end = self.take("next_id", taken) + 1
+            first = end - taken
         self._ids[:] = first + count, end
         return range(first, first + count)
 
