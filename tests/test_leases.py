@@ -14,6 +14,7 @@ import pytest
 
 import forebay
 from forebay import Cache, Lease, errors
+from forebay._engine import leases
 from forebay.testing import ScriptedServer
 from tests.directories import FILES, files_of, http_directory
 
@@ -105,3 +106,10 @@ def test_what_only_the_engine_gives_says_that_it_does_not_pickle(cache: Cache) -
     assert lease is not None
     with lease, pytest.raises(TypeError, match=r"own:k.*Cache\.local"):
         pickle.dumps(lease)
+
+
+def test_what_goes_while_it_is_looked_at_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1 sees a local file / P2 removes it / P1 asks for its size."""
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    with pytest.raises(errors.NotFound, match="gone"):
+        leases.in_place(str(tmp_path / "gone"))

@@ -285,6 +285,22 @@ MUTANTS = (
         "if total > LARGE and got.length < 0:",
         "tests/remote/test_http_hostile.py::test_a_few_bytes_of_a_large_object_evict_nothing",
     ),
+    Mutant(
+        4, "what was asked for of a busy catalog is counted for ever", "_engine/budget.py",
+        "                for one in owed:\n                    reservations.delete(txn, one)\n                self._eviction",
+        "                self._eviction",
+        f"{BUDGET}test_what_was_asked_for_is_given_back_once_the_catalog_is_free",
+    ),
+    Mutant(
+        4, "who was rolled back withdraws what another was promised", "_engine/budget.py",
+        "            attempt.id = id  # one that was entered", "            id = attempt.id  # one that was entered",
+        f"{BUDGET}test_what_was_rolled_back_withdraws_nothing_of_others",
+    ),
+    Mutant(
+        4, "a lower limit that met a busy catalog is forgotten", "_engine/engine.py",
+        "                if lower:\n", "                if lower and unset:\n",
+        f"{BUDGET}test_a_lower_limit_that_met_a_busy_catalog_is_applied_later",
+    ),
     # 5. A lease pins
     Mutant(
         5, "evict what is leased", "_engine/leases.py",
@@ -352,8 +368,8 @@ MUTANTS = (
     ),
     Mutant(
         6, "what the system refuses reaches the caller", "_engine/engine.py",
-        "        with faults(str(self.root.path)):\n            return mend_and_call(",
-        "        if self.root:\n            return mend_and_call(",
+        "            with faults(str(self.root.path)):\n                return mend_and_call(",
+        "            if self.root:\n                return mend_and_call(",
         "tests/engine/test_no_more_files.py::test_each_call_without_files[True-0]",
     ),
     Mutant(
@@ -429,6 +445,9 @@ MUTANTS = (
         10, "a name of ours is ours wherever it lies", "_engine/layout.py",
         "    return found if found and FANS[found.id & 0xFF] == fan else None\n", "    return found\n",
         "tests/cli/test_strays.py::test_a_name_of_ours_where_it_does_not_belong_is_somebodys",
+        6, "two false alarms make a catalog anew", "_engine/engine.py",
+        "                self._catalog.trust()  # what another", "                self._catalog.sweeper  # what another",
+        f"{DAMAGE}test_false_alarms_that_have_nothing_to_do_with_each_other_cost_nothing",
     ),
     # 7. kill -9 anywhere
     Mutant(
@@ -494,6 +513,11 @@ MUTANTS = (
         "        self._slots.clear(old.slot, old.id)\n        txn.leftovers", "        txn.leftovers",
         f"{OTHERS}test_who_remembers_reads_exact_bytes[replace]",
     ),
+    Mutant(
+        7, "who has the writer lock waits for himself", "_engine/catalog/connection.py",
+        "contextlib.nullcontext() if self._writer.is_mine() else self.writer()", "self.writer()",
+        f"{WAL}test_who_has_the_writer_lock_goes_on_where_a_killed_one_left_a_marked_index",
+    ),
     # 8. A hit takes no lock and no system call
     Mutant(
         8, "a hit asks the kernel", "_engine/memo.py",
@@ -522,6 +546,11 @@ MUTANTS = (
         9, "an unlock after a fork by C code drops the parent's lease", "_kernel/locks.py",
         "        while self._later and self._pid == os.getpid() and self", "        while self._later and self",
         f"{FORKS}test_a_fork_by_c_code_is_passed_by",
+    ),
+    Mutant(
+        9, "a child knows the catalogs of its ancestors", "_engine/catalog/connection.py",
+        "            _peers.pop(name, None)\n", "            _peers.get(name, None)\n",
+        f"{FORKS}test_s17_a_child_knows_no_catalogs_of_its_ancestors",
     ),
     # 10. Nobody else's bytes
     Mutant(

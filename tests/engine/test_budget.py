@@ -11,7 +11,8 @@ import pytest
 
 from forebay import errors
 from forebay._engine import budget, ranking
-from forebay._engine.catalog import reservations
+from forebay._engine.catalog import reservations, writer
+from forebay._engine.room import Want
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
@@ -177,3 +178,99 @@ def test_what_was_replaced_is_not_counted_for_people(store: Store) -> None:
     with lease:
         store.put("v", "k", bytes(120 * KiB))
         assert [space.entries for space in store.usage().spaces if space.name == "v"] == [1]
+
+
+# -- a busy catalog ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[writer.Writer]:
+    """Another process that writes, as this one sees it; nobody waits for it long."""
+    monkeypatch.setattr(writer, "PATIENCE", 0.05)
+    found = writer.Writer(store.root, store.words)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError], ids=["busy", "another fault"])
+def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
+    store: Store, other: writer.Writer, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+) -> None:
+    """The writer is taken by another process between the two transactions."""
+    for n in range(9):
+        store.put("v", f"k{n}", bytes(100 * KiB))
+    unlink = store._budget._unlink
+
+    def and_then(attempt: budget._Attempt) -> None:
+        unlink(attempt)
+        other.take(0)
+        if error is not None:
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._budget, "_unlink", and_then)
+        with pytest.raises(error or errors.WriterBusy):
+            store.put("v", "new", bytes(300 * KiB))
+    assert len(reservations.every(store._catalog)) == 1
+    other.release()
+    store.put("v", "brim", bytes(MiB))
+    assert bytes_of(store, "brim") == bytes(MiB)
+    assert reservations.every(store._catalog) == []
+
+
+def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, other: writer.Writer) -> None:
+    store.put("v", "k", b"x")
+    reserved = store._budget.reserve(Want(1, "a", 7, 100 * KiB))
+    other.take(0)
+    store._budget.cancel(reserved.id)
+    other.release()
+    assert [r.id for r in reservations.every(store._catalog)] == [reserved.id]
+    store._budget.cancel(store._budget.reserve(Want(1, "b", 8, 100 * KiB)).id)
+    assert reservations.every(store._catalog) == []
+
+
+def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1 enters a reservation, and fails: no id was given / P2 gets that id / P1 withdraws."""
+    store.put("v", "k", bytes(600 * KiB))
+    withdraw, others = store._budget._withdraw, []
+
+    def fail(*args: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    def and_another_first(attempt: budget._Attempt, fresh: bool) -> None:
+        others.append(store._budget.reserve(Want(1, "b", 8, KiB)))
+        withdraw(attempt, fresh)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._budget, "_find_room", fail)
+        patch.setattr(store._budget, "_withdraw", and_another_first)
+        with pytest.raises(OSError, match="Too many"):
+            store._budget.reserve(Want(1, "a", 7, 600 * KiB))
+    (reserved,) = others
+    assert [r.id for r in reservations.every(store._catalog)] == [reserved.id]
+    store._budget.cancel(reserved.id)
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["said again", "the next call that writes"])
+def test_a_lower_limit_that_met_a_busy_catalog_is_applied_later(
+    store: Store, other: writer.Writer, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    for n in range(9):
+        store.put("v", f"k{n}", bytes(100 * KiB))
+    make_room = store._budget.make_room
+
+    def while_another_writes() -> bool:
+        other.take(0)
+        return make_room()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._budget, "make_room", while_another_writes)
+        store.configure(Settings(budget=300 * KiB))
+    assert len(store.entries("v")) == 9
+    other.release()
+    if again:
+        store.configure(Settings(budget=300 * KiB))
+    else:
+        store.lock("a name").release()
+    assert len(store.entries("v")) <= 3
+    store.configure(Settings(budget=MiB))

@@ -16,8 +16,11 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.catalog import CatalogBroken
+from forebay._engine.engine import mending
 from forebay._engine.layout import Root
 from forebay._engine.settings_file import Kept, SpaceLimits, read, write
+from forebay._engine.store import Store
 from tests.harness import MiB, assert_settled, fork, in_child
 
 BUDGET, QUOTA = 50 * MiB, 3 * MiB
@@ -155,6 +158,37 @@ def test_damage_is_met_in_the_middle_of_a_process(place: Path) -> None:
 
     in_child(work)
     in_child(lambda: use(place))
+
+
+def false_alarm(store: Store, times: int = 1) -> int:
+    """A call that says so many times that the catalog is damaged; gives how often it was tried."""
+    tries = []
+
+    @mending
+    def call(self: Store) -> int:
+        tries.append(True)
+        if len(tries) <= times:
+            raise CatalogBroken("what is said to be damage", damaged=True)
+        return len(tries)
+
+    return call(store)
+
+
+def test_false_alarms_that_have_nothing_to_do_with_each_other_cost_nothing(place: Path) -> None:
+    """What one call says twice is believed."""
+
+    def work() -> None:
+        with forebay.Cache(place) as cache:
+            store = cache._store
+            assert isinstance(store, Store)
+            for _ in range(3):
+                assert false_alarm(store) == 2
+                assert cache.get("k3") == bytes([3]) * 30
+            assert false_alarm(store, 2) == 3
+            assert cache.get("k3") is None
+            assert cache.budget == BUDGET
+
+    in_child(work)
 
 
 # -- what people set ---------------------------------------------------------------------------------------------------

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import pytest
 
 import forebay
-from forebay._engine.catalog import people
+from forebay import errors
+from forebay._engine.catalog import people, writer
 from forebay._engine.store import Store
-from forebay.errors import CacheFault
+from forebay._kernel import locks
+from tests.harness import MiB, opened
 
 
 def test_a_process_knows_its_own_row(cache: forebay.Cache, caplog: pytest.LogCaptureFixture) -> None:
@@ -32,5 +35,20 @@ def test_a_script_whose_name_is_not_utf_8_registers(cache: forebay.Cache, monkey
 
 def test_text_that_is_none_is_a_fault_of_the_cache(cache: forebay.Cache) -> None:
     assert isinstance(cache._store, Store)
-    with pytest.raises(CacheFault, match="cannot hold"), cache._store._catalog.write() as txn:
+    with pytest.raises(errors.CacheFault, match="cannot hold"), cache._store._catalog.write() as txn:
         txn.run("INSERT INTO meta VALUES (?, 1)", "\udce9")
+
+
+def test_who_could_not_register_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "PATIENCE", 0.05)
+    with opened(tmp_path / "root", MiB) as store:
+        other, owners = writer.Writer(store.root, store.words), locks.LockFile(store.root.lock("owners"))
+        other.take(0)
+        for _ in range(2):
+            with pytest.raises(errors.WriterBusy):
+                store._owners.me()
+        assert owners._first_locked(1, (1 << 62) - 1) is None
+        other.release()
+        assert owners.is_locked(store._owners.me())
+        owners.close()
+        other.close()

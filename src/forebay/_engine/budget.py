@@ -80,6 +80,7 @@ class Budget:
         self._eviction, self._ranking, self._words = eviction, ranking, words
         self._keys = locks.LockFile(root.lock("keys"), root.files.open)  # a reaper's own description: see the module `leases`
         self.room = Room(root, catalog)
+        self._owed: set[int] = set()  # reservations that ended while the catalog was busy: counted until the next transaction here
         self.drop_dead: Callable[[], None] = lambda: None  # lets go of what this process has mapped of victims
         self.any_tails: Callable[[Txn], bool] = lambda txn: False  # see `Packing`, which stands above this room
         self.reclaim_tails: Callable[[], object] = lambda: None
@@ -98,10 +99,23 @@ class Budget:
         return self._attempt(want, _Attempt(self._owners.me(), reservation.id))
 
     def cancel(self, id: int) -> None:
-        """Give a reservation back. Its files are gone already."""
-        with self._catalog.write() as txn:
-            reservations.delete(txn, id)
-        self._words.bump(SPACE_WORD)
+        """Give a reservation back; where the catalog is busy, by the next call that makes room. Its files are gone already."""
+        try:
+            self._give_back(id)
+        except errors.WriterBusy as error:
+            log.info("%s: the reservation %x is given back later: %s", self._root.path, id, str(error))
+        else:
+            self._words.bump(SPACE_WORD)
+
+    def _give_back(self, id: int) -> None:
+        self._owed.add(id)
+        self._catalog.insist(self._delete_owed)
+
+    def _delete_owed(self, txn: Txn) -> None:
+        owed = tuple(self._owed)
+        for one in owed:
+            reservations.delete(txn, one)
+        txn.then = lambda: self._owed.difference_update(owed)
 
     def split(self, txn: Txn, want: Want) -> Reservation:
         """A reservation of its own, out of a larger one that the caller makes smaller in the same transaction."""
@@ -153,9 +167,18 @@ class Budget:
         attempt.pick = set()
         doomed: list[Doomed] = []
         partials: list[Reservation] = []
-        id = attempt.id
+        id, owed = attempt.id, tuple(self._owed)
+
+        def committed() -> None:
+            nonlocal id
+            id = attempt.id
+            self._owed.difference_update(owed)
+
         try:
             with self._catalog.write() as txn:
+                txn.then = committed
+                for one in owed:
+                    reservations.delete(txn, one)
                 self._eviction.delete(txn, attempt.doomed)
                 for partial in attempt.partials:
                     reservations.delete(txn, partial.id)
@@ -172,12 +195,13 @@ class Budget:
                     attempt.contended = want is not None and reservations.any_others(txn, want.space, attempt.id)
         except DiskFull as error:
             self._eviction.release(doomed)
-            doomed, attempt.id = [], id  # a reservation that was entered meanwhile is rolled back too
+            doomed = []
             attempt.full += 1
             if not error.relieved or attempt.full > FULL:
                 raise
         finally:
             self._let_go(attempt)
+            attempt.id = id  # one that was entered and rolled back is none, and its number may be another's by now
             attempt.doomed, attempt.partials = doomed, partials
             self._counters.add(EVICTIONS, len(doomed))
         return None
@@ -301,9 +325,12 @@ class Budget:
         attempt.doomed, attempt.partials = [], []
 
     def _withdraw(self, attempt: _Attempt, fresh: bool) -> None:
-        """Leave nothing pending behind; a reservation that was to grow stays as it was."""
+        """Leave nothing pending behind; a reservation that was to grow stays as it was. Raises nothing: the caller has an error already."""
         if fresh and attempt.id:
-            self._catalog.insist(lambda txn: reservations.delete(txn, attempt.id))
+            try:
+                self._give_back(attempt.id)
+            except (errors.CacheFault, OSError) as error:
+                log.info("%s: the reservation %x is given back later: %s", self._root.path, attempt.id, str(error))
 
     def _wait_for_others(self, until: float) -> None:
         """Others are unlinking what we need. If they died meanwhile, the sweep goes on from there."""
@@ -371,6 +398,7 @@ class Budget:
         self._keys.after_fork_parent()
 
     def after_fork_child(self) -> None:
+        self._owed = set()  # the parent gives them back
         self._keys.after_fork_child(keep=False)
 
 

@@ -51,8 +51,13 @@ def mending(call: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P],
 
     @functools.wraps(call)
     def mended(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
-        with faults(str(self.root.path)):
-            return mend_and_call(self, *args, **kwargs)
+        first = self.mends
+        try:
+            with faults(str(self.root.path)):
+                return mend_and_call(self, *args, **kwargs)
+        finally:
+            if self.mends != first:
+                self._catalog.trust()  # what another call meets later has nothing to do with this
 
     def mend_and_call(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
         self.check_usable()
@@ -96,11 +101,13 @@ class Engine:
         """What was mended so that the root could be opened, until `Store.repair` has told it."""
         # What is to be set by the next call that writes: of the root, and of spaces (policy, quota, number of entries).
         self._unset: Settings | None = None
+        self._lower = False  # a lower limit was set, and is to be applied to what is there
         self._unset_spaces: dict[str, tuple[str | None, int | None, int | None]] = {}
         self._spaces: dict[str, spaces.Space] = {}
         self.memo, self.counters = Memo(Slots(root)), Counters(root)  # the hit paths hold on to these, whatever is made anew
         self._wire(root)
         self._start(settings)
+        self._catalog.trust()
         host.at_fork(self)
 
     # -- opening and closing ---------------------------------------------------------------------------------------
@@ -253,8 +260,11 @@ class Engine:
 
     def _configure(self, settings: Settings, before: Settings | None = None) -> None:
         try:
-            self._in_force = apply(settings, self.root, self._catalog, self._budget, self.counters, before)
-            self._unset = None
+            self._in_force, applied = apply(settings, self.root, self._catalog, self._budget, self.counters, before)
+            self._unset, self._lower = None, self._lower or not applied
+            if self._lower and applied:
+                self._budget.make_room()
+                self._lower = False
         except errors.WriterBusy as error:
             self._in_force, self._unset = settings, settings
             log.warning("%s: budget, min_free and max_entries are not set yet, and will be by a later call: %s", self.root.path, str(error))
@@ -287,19 +297,23 @@ class Engine:
             raise errors.ReadOnly.of(self.root.path)
         if host.forked_unseen():
             raise errors.CacheFault("this process was forked by C code, which ran no hook: it reads past the cache")
-        if writing and self._unset is not None:
+        if writing and (self._unset is not None or self._lower):
             self._set_late()
 
     def _set_late(self) -> None:
         """What could not be set when the root was opened: before anything is written that it may forbid."""
         with self._mending:
-            unset, self._unset = self._unset, None  # `apply` may come here again
-            if unset is not None:
-                try:
-                    self._in_force = apply(unset, self.root, self._catalog, self._budget, self.counters)
-                except BaseException:
-                    self._unset = unset
-                    raise
+            # `apply` may come here again.
+            unset, self._unset, lower, self._lower = self._unset, None, self._lower, False
+            try:
+                if unset is not None:
+                    self._in_force, applied = apply(unset, self.root, self._catalog, self._budget, self.counters)
+                    unset, lower = None, lower or not applied
+                if lower:
+                    self._budget.make_room()
+            except BaseException:
+                self._unset, self._lower = unset, lower
+                raise
 
     def mend(self, error: CatalogBroken, mends: int) -> None:
         """The catalog, or the whole root, is not what was opened: open it once more, making what is missing. ``mends``: how often that

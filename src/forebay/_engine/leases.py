@@ -96,14 +96,15 @@ class Lease:
 
 def in_place(path: str) -> Lease:
     """The hold on a file or directory that is not the cache's: nothing is locked, and it is never removed. Raises NotFound."""
-    if not os.path.exists(path):
-        raise errors.NotFound(f"{path}: there is no such file or directory", url=path)
-    return _InPlace(path)
+    try:
+        return _InPlace(path)
+    except (OSError, ValueError) as error:
+        raise errors.NotFound(f"{path}: there is no such file or directory", url=path) from error
 
 
 class _InPlace(Lease):
     def __init__(self, path: str) -> None:
-        self.path, self._release = path, []
+        self.path, self._release = path, []  # closed, for its finalizer, if there is no such file
         info = os.stat(path)
         kind = "directory" if stat.S_ISDIR(info.st_mode) else "file"
         self.entry = Entry(0, "", path, kind, info.st_size, 0, 0, b"", None, info.st_mtime, "", "cached")
@@ -250,10 +251,6 @@ class Leases:
         for id in ids:
             files.setdefault(id % FILES, []).append(id)
         return {id for number, some in files.items() for id in self._evicting[number].locked_among(sorted(some))}
-
-    def mine(self, id: int) -> bool:
-        """Whether this process holds a lease."""
-        return self._held[id % FILES].held(id)
 
     def drain(self) -> None:
         """Release what finalizers could not."""

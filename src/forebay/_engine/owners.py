@@ -45,9 +45,13 @@ class Owners:
     def _register(self) -> None:
         id = random.SystemRandom().randrange(1, 1 << 62)
         self._mine.try_lock(id, exclusive=True)  # before the row: a row whose byte is free would be reaped
-        with self._catalog.write() as txn:
-            self._reap_dead(txn, [owner.id for owner in people.every(txn)])
-            people.insert(txn, _describe_self(id))
+        try:
+            with self._catalog.write() as txn:
+                self._reap_dead(txn, [owner.id for owner in people.every(txn)])
+                people.insert(txn, _describe_self(id))
+        except BaseException:
+            self._mine.unlock(id)  # the next call takes another id
+            raise
         self._id, self._pid = id, os.getpid()
 
     def reap(self, txn: Txn) -> int:

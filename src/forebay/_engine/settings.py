@@ -14,6 +14,7 @@ from forebay._engine.layout import Root
 from forebay._engine.settings_file import Kept
 from forebay._kernel import host, locks
 from forebay._logs import logger
+from forebay.errors import WriterBusy
 
 log = logger("forebay.settings")
 
@@ -29,15 +30,16 @@ class Settings:
 
 def apply(
     settings: Settings, root: Root, catalog: Catalog, budget: Budget, counters: Counters, before: Settings | None = None
-) -> Settings:  # fmt: skip
+) -> tuple[Settings, bool]:  # fmt: skip
     """Set what is given, and give what binds now. A new root gets three quarters of what is free, and leaves a twentieth of the disk; one
     whose catalog was lost gets what people had set: as the file beside it says, else as it was in force ``before`` for this process.
 
-    A lower limit is applied at once to what is there. Raises `WriterBusy` where something is to be changed and cannot be."""
+    A lower limit is applied at once to what is there. False beside it: the catalog was too busy for that, `Budget.make_room` is due. Raises
+    `WriterBusy` where something is to be changed and cannot be."""
     given = {name: value for name, value in asdict(settings).items() if value is not None}
     if spaces.setting(catalog, "budget") is not None and all(spaces.setting(catalog, name) == value for name, value in given.items()):
         found = spaces.totals(catalog)
-        return Settings(found.budget, found.min_free, found.max_entries)
+        return Settings(found.budget, found.min_free, found.max_entries), True
     with catalog.write() as txn:
         found = spaces.totals(txn)
         first = spaces.setting(txn, "budget") is None
@@ -53,15 +55,22 @@ def apply(
             if value is not None and value != spaces.setting(txn, name):  # one that was said is kept, also where it is the default
                 spaces.set_setting(txn, name, value)
         txn.then = lambda: keep(root, catalog)
+    applied = True
     if first and catalog.lost:
         _say_lost(root, catalog, kept, wanted)
     if changed and not first:
         limits = ", ".join(f"{name} {_number(getattr(found, name))} -> {value:,}" for name, value in changed.items())
-        said = [f"{root.path}: changed for everybody: {limits}", *_shrink(catalog, budget), *_others(counters)]
+        said = [f"{root.path}: changed for everybody: {limits}"]
+        try:
+            said += _shrink(catalog, budget)
+        except WriterBusy as error:
+            applied = False
+            said.append(f"it is not met yet, a later call that writes evicts for it: {error}")
+        said += _others(counters)
         tell = log.warning if len(said) > 1 else log.info
         tell("%s", "; ".join(said))
     in_force = {"budget": found.budget, "min_free": found.min_free, "max_entries": found.max_entries} | changed
-    return Settings(**in_force)
+    return Settings(**in_force), applied
 
 
 def keep(root: Root, catalog: Catalog) -> None:

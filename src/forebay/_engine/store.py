@@ -434,7 +434,7 @@ class Store(Pieces):
         try:
             problem = self._catalog.problem()
             if problem is None:
-                found = check.check(self.root, self._catalog, self._slots, self._budget, deep=deep)
+                found = check.check(self.root, self._catalog, self._slots, deep=deep)
                 others = [name for name in foreign(self.root.path) if not name.startswith("tmp/")]  # those are told already
                 return [*found, *(Problem("foreign", str(self.root.path / name), "nobody counts it: move it away") for name in others)]
         except CatalogBroken as error:
@@ -464,10 +464,13 @@ class Store(Pieces):
         """Mend what `check` finds; gives what was mended, what had to be mended at opening too."""
         self.check_usable(writing=True)
         before, self.recovered = self.recovered, []
-        found = self.check(deep=deep)
-        if any(problem.kind == "catalog" for problem in found):
-            self.mend(CatalogBroken(f"the catalog is damaged: {found[0].found}", damaged=True), self.mends)
-            found += self.check(deep=deep)  # what nobody could look at before
+        found = latest = self.check(deep=deep)
+        for _ in range(2):  # damage that does not show in the pages is mended the second time that it is met
+            if any(problem.kind == "catalog" for problem in latest):
+                self.mend(CatalogBroken(f"the catalog is damaged: {latest[0].found}", damaged=True), self.mends)
+                latest = self.check(deep=deep)  # what nobody could look at before
+                found = [*found, *latest]
+        self._catalog.trust()
         if any(problem.kind == "slots" for problem in found):
             self.remake_slots()
             found += self.check(deep=deep)
