@@ -220,6 +220,22 @@ class Text(str):
     __slots__ = ()
 
 
+class Float(np.float32):
+    pass
+
+
+class Foreign(np.float32):
+    """A number of another package, such as a bfloat16: its dtype tells itself as plain bytes."""
+
+    class _Dtype:
+        hasobject, kind, str = False, "f", "<V2"
+
+    dtype: Any = _Dtype()
+
+
+Foreign._Dtype.type = Foreign  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("value", "where"),
     [
@@ -233,6 +249,8 @@ class Text(str):
         (np.ma.masked_array([1, 2], [True, False]), "MaskedArray"),
         ({frozenset(): 1}, "the frozenset frozenset.* as a key"),
         ({(1, object()): 1}, "object"),
+        (Foreign(1), r"is a .*Foreign"),
+        (Float(1), r"is a .*Float"),
     ],
 )
 def test_what_no_tree_can_hold_is_refused(value: Any, where: str) -> None:
@@ -263,7 +281,7 @@ DAMAGED_TREES = [
     tree('["t",4,"float32",[1],[1],false,false]', b"123"), tree('["t",4,"load",[1],[1],false,false]', b"1234"),
     tree('["t",4,"float32",[9],[1],false,false]', b"1234"), tree('["t",4,"float32",[-1],[1],false,false]', b"1234"), tree('["t"]'),
     tree('["t",4,"float32",[1],[1],true]', b"1234"), tree('["t",4,"__name__",[1],[1],false,false]', b"1234"), tree('["\\ud800"]'),
-    tree("é"),
+    tree("é"), tree('["n","f8,,","00"]'), tree('["n","S99999999999999",""]'), tree("""["a","('V1099511627776', (), 'C')"]"""),
 ]  # fmt: skip
 
 

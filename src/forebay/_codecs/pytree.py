@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import sys
@@ -62,8 +63,10 @@ class Pytree(Named):
             value = reader.value(json.loads(str(data[_FRONT.size : _FRONT.size + length], "ascii")))
             if reader.end != len(data):
                 raise ValueError(f"a value of {reader.end:,} bytes has {len(data):,}")
-        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
-            raise damaged(str(error)) from error
+        except (OSError, ImportError):  # of who gives the memory, and of packages
+            raise
+        except Exception as error:
+            raise damaged(f"{type(error).__name__}: {error}") from error
         return value
 
 
@@ -135,7 +138,13 @@ def _array(value: Any, memory: list[Buffer]) -> Any:
 
 def _is_scalar(value: Any) -> bool:
     np = sys.modules.get("numpy")
-    return np is not None and isinstance(value, np.generic) and not isinstance(value, (np.void, np.object_))
+    return np is not None and isinstance(value, np.generic) and type(value) is value.dtype.type and _is_told_by_its_text(value.dtype)
+
+
+@functools.lru_cache(1024)
+def _is_told_by_its_text(dtype: Any) -> bool:
+    """The dtypes of other packages tell themselves as plain bytes."""
+    return not (dtype.hasobject or dtype.kind == "V" or arrays.numpy().dtype(dtype.str) != dtype)
 
 
 # -- and back ----------------------------------------------------------------------------------------------------------
