@@ -108,10 +108,7 @@ class Values:
 
     def _decoded(self, store: Store | PassThrough, key: str, found: Remembered, who: str, copy: bool) -> tuple[Any] | None:
         try:
-            if copy:
-                own = memoryview(bytearray(found.view)) if found.size < MAPPED_FROM else store.private(found)
-                return (self.codec.decode(own, lambda: own),)
-            return (self.codec.decode(found.view, lambda: store.private(found)),)
+            return (self._decode(store, found, copy),)
         except (AttributeError, ImportError) as error:
             # Of a class that is not there in this program; it may be in another one.
             self._say(who or key, "class", f"{who or key}: {self.space}:{key} cannot be read here, and stays: {error}")
@@ -120,13 +117,25 @@ class Values:
             self._drop_unreadable(store, key, found, error)
             return None
 
+    def _decode(self, store: Store | PassThrough, found: Remembered, copy: bool) -> Any:
+        if not copy:
+            return self.codec.decode(found.view, lambda: store.private(found))
+        own = memoryview(bytearray(found.view)) if found.size < MAPPED_FROM else store.private(found)
+        return self.codec.decode(own, lambda: own)
+
     def _drop_unreadable(self, store: Store | PassThrough, key: str, found: Remembered, error: Exception) -> None:
         self.counted["damaged"] += 1
         try:
             if store.is_intact(found):  # else it has been set aside, and told
                 store.count("damaged")
                 log.warning("%s:%s cannot be read, and is removed: %s: %s", self.space, key, type(error).__name__, str(error))
-                store.discard(found.entry)
+                self._discard(store, key, found)
+        except errors.CacheFault as fault:
+            log.warning("%s:%s cannot be read, and stays: %s", self.space, key, str(fault))
+
+    def _discard(self, store: Store | PassThrough, key: str, found: Remembered) -> None:
+        try:
+            store.discard(found.entry)
         except errors.CacheFault as fault:
             log.warning("%s:%s cannot be read, and stays: %s", self.space, key, str(fault))
 
@@ -146,10 +155,25 @@ class Values:
         if pieces is None:
             return None
         store, found = self._store(), self._stored(key)
+        damage: Exception | None = None
         if found is not None and found.entry.meta == self._meta(digest):
-            return self._decoded(store, key, found, who, copy)
-        own = memoryview(bytearray(b"".join(pieces)))  # another one has put its own there since
-        return (self.codec.decode(own if copy else own.toreadonly(), lambda: own),)
+            try:
+                return (self._decode(store, found, copy),)
+            except Exception as error:  # noqa: BLE001  # whatever the value's own code raises, or damage: what was encoded tells
+                damage = error
+        own = memoryview(bytearray(b"".join(pieces)))  # another one has put its own there since, or evicted it
+        try:
+            value = self.codec.decode(own if copy else own.toreadonly(), lambda: own)
+        except Exception as error:  # noqa: BLE001  # whatever the value's own code raises when it is made anew
+            if found is not None and damage is not None:
+                self._discard(store, key, found)
+            kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+            why = f"its {kind} cannot be made anew from what the codec {self.codec.name!r} stores: {type(error).__name__}: {error}"
+            self._not_kept(key, who, why, error)
+            return None
+        if found is not None and damage is not None:
+            self._drop_unreadable(store, key, found, damage)
+        return (value,)
 
     def _keep(self, key: str, value: Any, *, digest: str, pin: bool, who: str) -> Sequence[Buffer] | None:
         """What a value was stored as; None where it is not kept."""
