@@ -79,7 +79,7 @@ ORDER = """
     errors _model < _tasks
     errors _model < _tasks.naming < _tasks.writing < _tasks.contents < _tasks.hashing < _tasks.identity < _tasks.binding
     _tasks.binding < _tasks.cached < tasks < cache
-    errors < _tasks.code < _tasks.contents
+    errors _kernel.host < _tasks.code < _tasks.contents
     errors _model < _tasks.config < _tasks.bypass < _tasks.cached
     codecs origin < _tasks.values < _tasks.cached
     _tasks.values < _tasks.importing < tasks

@@ -813,7 +813,7 @@ MUTANTS = (
     ),
     Mutant(
         12, "the code of a lambda does not count", "_tasks/hashing.py",
-        'out = b"" if function.__name__ != "<lambda>" else written_code(function).code', 'out = b""',
+        'out = b"" if function.__name__ != "<lambda>" else _code(function, by_source)', 'out = b""',
         "tests/tasks/test_hashing.py::test_what_tells_functions_of_one_name_apart",
     ),
     Mutant(
@@ -823,23 +823,38 @@ MUTANTS = (
     ),
     Mutant(
         12, "the functions that a function uses do not count", "_tasks/identity.py",
-        "        if own:\n", "        if own and not name:\n",
+        'return b"".join((*code, ', 'return b"".join((*(part[:0] for part in code), ',
         f"{IDENTITY}test_what_makes_another_function[return x + 1-return x + 2]",
     ),
     Mutant(
         12, "the constants that a function uses do not count", "_tasks/identity.py",
-        "        elif constant := _constant(value):\n", "        elif constant := name and b'':\n",
+        "        return _lasting(value, by_source)\n", '        return b""\n',
         f"{IDENTITY}test_what_makes_another_function[SCALE = 2-SCALE = 3]",
     ),
     Mutant(
         12, "a file that was edited since is believed", "_tasks/code.py",
-        "if shape_of(found) == shape_of(code)]", "if found]",
+        "if shape_of(found.code) == shape_of(code)]", "if found]",
         f"{IDENTITY}test_a_file_that_was_edited_since_is_not_believed",
     ),
     Mutant(
         12, "who sends a function is believed whatever runs here", "_tasks/identity.py",
-        "if sent is not None and sent.mark == mark:", "if sent is not None:",
+        "if _mark(functions, uses, sent.names) == sent.mark:", "if sent.mark:",
         f"{IDENTITY}test_who_sends_a_function_tells_its_code",
+    ),
+    Mutant(
+        12, "who sends a function is believed where a list differs", "_tasks/identity.py",
+        "(content or _lasting(value, False, lasting_within))", "content",
+        f"{IDENTITY}test_who_sends_a_function_is_not_believed_where_a_list_differs",
+    ),
+    Mutant(
+        12, "what an inner decorator is given does not count", "_tasks/hashing.py",
+        'if function.__closure__ or "<" in function.__code__.co_qualname:', 'if "<" in function.__qualname__:',
+        f"{IDENTITY}test_what_an_inner_decorator_is_given_counts",
+    ),
+    Mutant(
+        12, "what a helper brings does not count", "_tasks/identity.py",
+        "*(brought(one, by_source) for one in chain)", "*()",
+        f"{IDENTITY}test_what_the_decorators_of_a_helper_are_given_counts",
     ),
     Mutant(
         12, "who computes gets what he made", "_tasks/values.py",
@@ -864,7 +879,7 @@ MUTANTS = (
     # What calls keep, by the invariants above
     Mutant(
         7, "an undecodable value stays", "_tasks/values.py",
-        "                store.discard(found.entry)\n", "                pass\n",
+        "                self._discard(store, key, found)\n        except", "                pass\n        except",
         f"{TASKS}test_a_damaged_row_is_a_miss_and_cleared_away[True]",
     ),
     Mutant(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib.util
 import linecache
 import logging
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +25,10 @@ import pytest
 
 import forebay
 from forebay._tasks.binding import Naming
-from forebay._tasks.code import tree_of
-from forebay._tasks.hashing import digest_of
+from forebay._tasks.code import _quiet, tree_of
+from forebay._tasks.hashing import Unstable, as_own, digest_of
 from forebay._tasks.identity import Code, code_of
+from tests.harness import fork
 
 BODY = """
 import functools
@@ -129,6 +134,75 @@ def f(x):
 """
 
 
+TWICE = """
+import functools
+def times(n):
+    def decorate(fn):
+        @functools.wraps(fn)
+        def wrapper(*args):
+            return fn(*args) * n
+        return wrapper
+    return decorate
+@times({})
+@times(2)
+def helper(x):
+    return x
+def f(x):
+    return helper(x)
+"""
+
+
+def test_what_the_decorators_of_a_helper_are_given_counts(digest: Callable[..., str]) -> None:
+    texts = [TWICE.format(1), TWICE.format(3), TWICE.format(1).replace("times(2)", "times(3)")]
+    assert len({digest(text) for text in texts}) == 3
+    assert digest(texts[0]) == digest(texts[0])
+
+
+def test_what_an_inner_decorator_is_given_counts(tmp_path: Path) -> None:
+    text = TWICE.replace("helper(x):", "g(x):")
+    made: list[Any] = [module(text.format(1).replace("times(2)", f"times({n})"), tmp_path / f"{n}.py") for n in (2, 3)]
+    again: Any = module(text.format(1), tmp_path / "again.py")
+    assert as_own(made[0].g) == as_own(again.g) != as_own(made[1].g)
+
+
+def test_the_defaults_of_a_function_that_is_closed_over_count() -> None:
+    def made(n: int) -> Any:
+        def inner(x: int, by: int = n) -> int:
+            return x * by
+
+        return lambda x: inner(x)
+
+    assert as_own(made(2)) == as_own(made(2)) != as_own(made(3))
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new"),
+    [
+        ("def __h(x):\n    return x + 1\ndef f(x):\n    return __h(x)\n", "+ 1", "+ 2"),
+        ("N = 1\ndef h(x, n=N):\n    return x + n\ndef f(x):\n    return h(x)\n", "N = 1", "N = 2"),
+        ("N = 1\ndef h(x, *, n=N):\n    return x + n\ndef f(x):\n    return h(x)\n", "N = 1", "N = 2"),
+        ("N = 1\nA = {'a': [N, -N]}\ndef f(x):\n    return A[x]\n", "N = 1", "N = 2"),
+        ("A = [1] * 3\ndef f(x):\n    return A[x]\n", "[1]", "[2]"),
+        ("A = [x * 2 for x in (1, 2)]\ndef f(x):\n    return A[x]\n", "x * 2", "x * 3"),
+        ("A = {'a': 1, 'b': 2}\ndef f(x):\n    return list(A)\n", "'a': 1, 'b': 2", "'b': 2, 'a': 1"),
+    ],
+)
+def test_what_a_function_reaches_by_a_name_counts(digest: Callable[..., str], text: str, old: str, new: str) -> None:
+    assert digest(text) == digest(text) != digest(text.replace(old, new))
+
+
+def test_what_other_modules_give_counts_in_a_list_and_as_a_default(digest: Callable[..., str]) -> None:
+    for rest in ("A = [pi]\ndef f(x):\n    return A\n", "def h(x, a=pi):\n    return x\ndef f(x):\n    return h(x)\n"):
+        assert digest("from math import pi\n" + rest) != digest("from math import tau as pi\n" + rest)
+
+
+def test_what_calls_gave_counts_neither_as_a_default_nor_within_a_list(digest: Callable[..., str]) -> None:
+    """Else each process would have another function."""
+    text = "import time\nNOW = time.time_ns()\nA = [NOW]\ndef h(x, now=time.time_ns(), then=NOW):\n    return x\n"
+    text += "def f(x):\n    return h(x), A\n"
+    assert digest(text) == digest(text)
+
+
 @pytest.mark.parametrize("wraps", [True, False])
 def test_what_a_decorator_wraps_counts_and_so_does_the_wrapper(digest: Callable[..., str], wraps: bool) -> None:
     first, other = (DECORATED.format(wraps=wraps, rest=rest) for rest in ("", " + 1"))
@@ -195,6 +269,40 @@ def test_odd_objects_break_no_call(tmp_path: Path) -> None:
     assert Naming(lambda: proxy, "t").call((), {}) is not None
 
 
+def test_a_number_of_many_digits_is_a_constant_as_any(digest: Callable[..., str]) -> None:
+    large = hex(1 << 20_000)
+    texts = [f"def f(x):\n    return x & {large}{n}, x in {{{large}, 1}}\n" for n in (1, 2)]
+    assert digest(texts[0]) == digest(texts[0]) != digest(texts[1])
+
+
+def test_code_that_cannot_be_told_lets_the_call_run_uncached(
+    cache: forebay.Cache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise ValueError("no code")
+
+    def double(x: int) -> int:
+        return x * 2
+
+    monkeypatch.setattr("forebay._tasks.binding.code_of", fails)
+    for tag in (None, "t"):
+        cached = cache.tasks("flow").cached(double, tag=tag)
+        with caplog.at_level(logging.WARNING, "forebay.tasks"):
+            assert [cached(1), cached(1)] == [2, 2]
+        assert [r.getMessage().partition("runs uncached: ")[2] for r in caplog.records] == [
+            "its code (ValueError: no code) has no content that stays: give a version"
+        ]
+        with pytest.raises(forebay.errors.ConfigError, match="give a version"):
+            cached.tag_of(1)
+        assert Naming(double, tag).call((1,), {}) is None
+        assert pickle.loads(pickle.dumps(Naming(textwrap.dedent, tag))).identity == "textwrap.dedent"
+        with pytest.raises(Unstable):
+            digest_of(cached)
+        caplog.clear()
+    assert cache.tasks("flow").cached(double, version=1)(2) == 4
+    assert len(cache.tasks("flow").keys()) == 1
+
+
 # -- where it is had from ----------------------------------------------------------------------------------------------
 
 
@@ -242,6 +350,51 @@ def test_who_sends_a_function_tells_its_code(tmp_path: Path) -> None:
     assert code_of(made.f, Code("told", "another", code.names))[0].digest == code.digest
     made.SCALE = 3  # type: ignore[attr-defined]
     assert code_of(made.f, Code("told", code.mark, code.names))[0].digest not in ("told", code.digest)
+
+
+def test_who_sends_a_function_is_not_believed_where_a_list_differs(tmp_path: Path) -> None:
+    """What the old text's worker gave would be found under the new one's name, and the other way round."""
+    sent = code_of(module(BODY, tmp_path / "old.py").f)[0]  # type: ignore[attr-defined]
+    assert code_of(module(BODY, tmp_path / "same.py").f, Code("told", sent.mark, sent.names))[0].digest == "told"  # type: ignore[attr-defined]
+    edited: Any = module(BODY.replace("[1, 2]", "[1, 3]"), tmp_path / "new.py")
+    assert code_of(edited.f, sent)[0] == code_of(edited.f)[0] != sent
+
+
+@pytest.mark.parametrize(("old", "new"), [("times(2)", "times(3)"), ("def helper(x)", "def helper(x, y=1)")])
+def test_who_sends_a_function_is_not_believed_where_a_helper_differs(tmp_path: Path, old: str, new: str) -> None:
+    sent = code_of(module(TWICE.format(1), tmp_path / "old.py").f)[0]  # type: ignore[attr-defined]
+    assert code_of(module(TWICE.format(1), tmp_path / "same.py").f, sent)[0] is sent  # type: ignore[attr-defined]
+    edited: Any = module(TWICE.format(1).replace(old, new), tmp_path / "new.py")
+    assert code_of(edited.f, sent)[0] == code_of(edited.f)[0] != sent
+
+
+def test_a_child_that_is_forked_while_a_source_is_compiled_has_its_own_lock_and_warnings(tmp_path: Path) -> None:
+    made: Any = module("def f():\n    return 1\n", tmp_path / "flow.py")
+    before, inside, done = list(warnings.filters), threading.Event(), threading.Event()
+
+    def compile_for_long() -> None:
+        with _quiet():
+            inside.set()
+            done.wait()
+
+    thread = threading.Thread(target=compile_for_long)
+    thread.start()
+    inside.wait()
+    try:
+        child = fork(lambda: (warnings.filters == before, code_of(made.f)[0].digest, warnings.filters == before))
+        restored, digest, kept = child.result()
+    finally:
+        done.set()
+        thread.join()
+    assert (restored, digest, kept) == (True, code_of(made.f)[0].digest, True)
+    assert warnings.filters == before
+
+
+def test_no_syntax_trees_are_held(tmp_path: Path) -> None:
+    made: Any = module(BODY, tmp_path / "flow.py")
+    assert code_of(made.f)[0].digest
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if issubclass(type(thing), ast.stmt)]
 
 
 SAMPLE = r'''

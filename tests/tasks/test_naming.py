@@ -327,7 +327,9 @@ class Named:
         return "a name"
 
 
-@pytest.mark.parametrize("rule", ["g-{cfg}", "g-{0}", "{cfg!r}", "{cfg!s:>60}", "{step}{cfg}", lambda cfg, step: f"g-{cfg}"])
+@pytest.mark.parametrize(
+    "rule", ["g-{cfg}", "g-{0}", "{cfg!r}", "{cfg!s:>60}", "{cfg!s:>{step}}", "{step}{cfg}", lambda cfg, step: f"g-{cfg}"]
+)
 @pytest.mark.parametrize("cfg", [object(), Model(3), lambda: 3, plain, Model(3).fit])
 def test_a_tag_that_shows_an_address_is_refused(rule: Any, cfg: Any) -> None:
     naming = Naming(configured, rule)
@@ -340,6 +342,13 @@ def test_the_address_of_what_lies_within_is_refused_too() -> None:
     for cfg in ([object()], {"a": Model(1)}):
         with pytest.raises(errors.ConfigError, match=r"\{cfg\}.*lies in memory"):
             Naming(configured, "g-{cfg}").tag_of((cfg, 1), {})
+
+
+def test_the_address_of_what_an_argument_leads_to_is_refused_too() -> None:
+    held, text = Model(object()), "<x at 0x7fffffff>"  # type: ignore[arg-type]
+    with pytest.raises(errors.ConfigError, match=r"tag 'function' shows where an object lies in memory \(at 0x.*leave tag= out"):
+        Naming(configured, lambda cfg, step: f"g-{cfg.size}").tag_of((held, 1), {})
+    assert Naming(configured, lambda cfg, step: f"g-{step}").tag_of((held, text), {}) == f"g-{text}"
 
 
 def test_what_names_itself_makes_a_tag() -> None:

@@ -22,6 +22,8 @@ from forebay._tasks.naming import Tag, any_code_of, arrived, encodable, identity
 log = logger("forebay.tasks")
 
 TagRule = str | Callable[..., str] | None
+_CODE = -2
+"""What `Unstable.index` is where a function's code cannot be told."""
 _VAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -72,17 +74,21 @@ class Naming:
 
     @property
     def code(self) -> Code | None:
-        """The function's code, as it is now; None where a version stands for it."""
-        self._prefix()
+        """The function's code, as it is now; None where a version stands for it, or it cannot be told."""
+        try:
+            self._prefix()
+        except Unstable:
+            return None
         return self._known[1] if self._known is not None else None
 
     def content(self) -> tuple[str, str | None, str]:
-        """What stands for the function where it is an argument."""
+        """What stands for the function where it is an argument. Raises `Unstable`."""
+        self._prefix()
         code = self.code
         return self.identity, self.version, code.digest if code is not None else ""
 
     def _prefix(self) -> str:
-        """What the keys of this function begin with."""
+        """What the keys of this function begin with. Raises `Unstable` where its code cannot be told."""
         known = self._known
         if known is not None:
             for lived_in, name, value in known[2]:
@@ -90,7 +96,12 @@ class Naming:
                     break
             else:
                 return known[0]
-        code, uses = code_of(self.function, self._sent)
+        try:
+            code, uses = code_of(self.function, self._sent)
+        except Exception as error:
+            failed = Unstable(f"{type(error).__name__}: {error}")
+            failed.index = _CODE
+            raise failed from error
         prefix = prefix_of(self.identity, None, code.digest)
         self._known = prefix, code, uses
         return prefix
@@ -116,7 +127,11 @@ class Naming:
         if found is None:
             return None
         said, digest = found
-        return Call(self._tag(said, digest), digest)
+        try:
+            return Call(self._tag(said, digest), digest)
+        except Unstable as error:
+            self._tell_uncached(error)
+            return None
 
     def quick(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str] | None:
         """Key and digest of `call`, without the rest: on the path of a hit each object counts."""
@@ -124,7 +139,11 @@ class Naming:
         if found is None:
             return None
         said, digest = found
-        return encodable(self._prefix() + (digest if said is None else said)), digest
+        try:
+            return encodable(self._prefix() + (digest if said is None else said)), digest
+        except Unstable as error:
+            self._tell_uncached(error)
+            return None
 
     def _apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], said: str | None) -> tuple[str | None, str] | None:
         """The tag, if there is one, and the digest."""
@@ -152,12 +171,12 @@ class Naming:
     def tag_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tag:
         """The tag of the call with these arguments. Raises `ConfigError` where there is none, TypeError as the call would."""
         values = self._bind(*args, **kwargs)
-        if self._make_tag is not None:
-            return self._tag(self._make_tag(values, args, kwargs), "")
         try:
+            if self._make_tag is not None:
+                return self._tag(self._make_tag(values, args, kwargs), "")
             return self._tag(None, self._digest(values))
         except Unstable as error:
-            message = f"{self.identity}: {self._where(error)} has no content to make a tag of: give a tag, or ignore it"
+            message = f"{self.identity}: {self._where(error)} has no content to make a tag of: {self._cure(error)}"
             raise errors.ConfigError(message, name="tag", value="") from error
 
     # -- digests ---------------------------------------------------------------------------------------------------
@@ -252,17 +271,23 @@ class Naming:
             for name, value in zip(self._parameters, values, strict=True):
                 if not isinstance(value, str) and address in f"{value} {value!r}":
                     self._refuse_address(value, name)
+            if not any(isinstance(value, str) and address in value for value in values):
+                raise self._shows_address(f"where an object lies in memory ({address})", "name what tells it apart", said)
         return said
 
     def _refuse_address(self, value: Any, field: str) -> NoReturn:
-        """Else the tag would be another one in each process, and could be that of another object later in this one."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        shown, cure = f"where {field!r} (a {kind}) lies in memory", f"name what tells it apart, such as {{{field}.name}}"
+        raise self._shows_address(shown, cure, kind)
+
+    def _shows_address(self, shown: str, cure: str, value: str) -> errors.ConfigError:
+        """Such a tag would be another one in each process, and could be that of another object later in this one."""
         rule = self._rule if isinstance(self._rule, str) else "function"
         message = (
-            f"{self.identity}: the tag {rule!r} shows where {field!r} (a {kind}) lies in memory, which is elsewhere in each process: name "
-            f"what tells it apart, such as {{{field}.name}}, give its class a __str__, or leave tag= out: then its content counts"
+            f"{self.identity}: the tag {rule!r} shows {shown}, which is elsewhere in each process: {cure}, give its class a __str__, or "
+            "leave tag= out: then its content counts"
         )
-        raise errors.ConfigError(message, name="tag", value=kind)
+        return errors.ConfigError(message, name="tag", value=value)
 
     def _check_format(self, rule: str) -> None:
         """What can be known before the first call: whether each field is an argument."""
@@ -287,13 +312,18 @@ class Naming:
     # -- words -----------------------------------------------------------------------------------------------------
 
     def _where(self, error: Unstable) -> str:
+        if error.index == _CODE:
+            return f"its code ({error.what})"
         if error.index < 0:
             return f"what it closes over ({error.what})"
         return f"argument {self._names[error.index]!r} ({error.what})"
 
     def _tell_uncached(self, error: Unstable) -> None:
         if self._say("uncached"):
-            log.warning("%s runs uncached: %s has no content that stays: give a tag, or ignore it", self.identity, self._where(error))
+            log.warning("%s runs uncached: %s has no content that stays: %s", self.identity, self._where(error), self._cure(error))
+
+    def _cure(self, error: Unstable) -> str:
+        return "give a version" if error.index == _CODE else "give a tag, or ignore it"
 
     def _say(self, what: str) -> bool:
         """Whether this is the first time."""
@@ -356,17 +386,19 @@ class _Shown(string.Formatter):
     """Formats as `str.format` does, and looks at each field: ``refuse`` is called for an object that is shown by its address."""
 
     def __init__(self, refuse: Callable[[Any, str], NoReturn]) -> None:
-        self._refuse, self._field = refuse, ""
+        self._refuse = refuse
+        self._open: list[tuple[Any, str]] = []  # a field within a format specification is formatted before the one that it is of
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         found = super().get_field(field_name, args, kwargs)
-        self._field, self._value = field_name, found[0]
+        self._open.append((found[0], field_name))
         return found
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         text = super().format_field(value, format_spec)
-        if not isinstance(self._value, str) and _ADDRESS.search(text):
-            self._refuse(self._value, self._field)
+        shown, field = self._open.pop()
+        if not isinstance(shown, str) and _ADDRESS.search(text):
+            self._refuse(shown, field)
         return text
 
 

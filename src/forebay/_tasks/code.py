@@ -8,6 +8,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import contextlib
 import dis
 import functools
 import inspect
@@ -25,12 +26,13 @@ from typing import Any
 
 import xxhash
 
+from forebay._kernel import host
+
 _FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # cells of notebooks have it; elsewhere it changes nothing
 _FUTURE = functools.reduce(operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)) & ~0x10
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef)
 _NO_PART = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
-_compiling = threading.Lock()  # filters of warnings are of the process
 
 
 # -- syntax trees ------------------------------------------------------------------------------------------------------
@@ -114,7 +116,9 @@ def _constant(value: Any) -> Any:
         return shape_of(value)
     if isinstance(value, tuple):
         return [_constant(item) for item in value]
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+    if isinstance(value, frozenset):
+        return sorted(repr(_constant(item)) for item in value)
+    return hex(value) if type(value) is int else repr(value)  # large ints have no decimals
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -125,25 +129,43 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
 
 
+def steps_of(code: types.CodeType) -> Iterator[tuple[str, str]]:
+    """The instructions of a code, by name, each with its argument."""
+    # Without its constants: `dis` writes each of them out, and large ints have no decimals.
+    for step in dis.get_instructions(code.replace(co_consts=(None,) * len(code.co_consts))):
+        yield step.opname, str(step.argval)
+
+
 # -- sources -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What lies in one file or cell. ``functions``: code and tree, by name. Of the module's variables: ``constants`` are given values
-    without calling anything, and only outside of functions; ``literals`` are dicts, lists and sets that are written out, once."""
+    """What lies in one file or cell. ``functions``: by name. Of the module's variables: ``constants`` are given values without calling
+    anything, and only outside of functions; ``literals`` are given a dict, list or set so, once: by name, the code of that expression."""
 
-    functions: Mapping[str, list[tuple[types.CodeType, ast.AST]]]
+    functions: Mapping[str, list[_Function]]
     constants: frozenset[str]
-    literals: Mapping[str, ast.expr]
+    literals: Mapping[str, types.CodeType]
 
-    def find(self, code: types.CodeType) -> ast.AST | None:
-        """The tree of a function; None where the source is not what it runs."""
-        same = [(found, node) for found, node in self.functions.get(code.co_name, ()) if shape_of(found) == shape_of(code)]
-        best = max(
-            same, key=lambda pair: (pair[0].co_qualname == code.co_qualname, pair[0].co_firstlineno == code.co_firstlineno), default=None
+    def find(self, code: types.CodeType) -> _Function | None:
+        """What is written of a function; None where the source is not what it runs."""
+        same = [found for found in self.functions.get(code.co_name, ()) if shape_of(found.code) == shape_of(code)]
+        return max(
+            same,
+            key=lambda found: (found.code.co_qualname == code.co_qualname, found.code.co_firstlineno == code.co_firstlineno),
+            default=None,
         )
-        return best[1] if best is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """``tree``: a digest of its tree, which itself would take much room; empty where it is nested too deep. ``defaults``: whether its
+    defaults are given without calling anything."""
+
+    code: types.CodeType
+    tree: bytes
+    defaults: bool
 
 
 def _source_of(code: types.CodeType, namespace: dict[str, Any]) -> Source | None:
@@ -161,30 +183,73 @@ def _source_of(code: types.CodeType, namespace: dict[str, Any]) -> Source | None
 
 @functools.lru_cache(4)
 def _parsed(text: str, name: str, flags: int) -> Source:
-    with _compiling, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it was told when it was imported
+    with _quiet():
         tree = ast.parse(text, name)
         whole = compile(tree, name, "exec", flags=flags | _FLAGS, dont_inherit=True)
+        bound = _bound_by_the_module(tree)
+        constants = frozenset(name for name, values in bound.items() if all(map(_is_constant, values)))
+        called = frozenset(name for name, values in bound.items() if not all(value is None or _is_constant(value) for value in values))
+        literals = {
+            key: compile(ast.Expression(values[0]), name, "eval", flags=flags | _FLAGS, dont_inherit=True)
+            for key, values in bound.items()
+            if len(values) == 1 and values[0] is not None and _has_display(values[0]) and _is_fixed(values[0], called)
+        }
     nodes: dict[tuple[str, int], list[ast.AST]] = {}
-    rebound: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, _FUNCTIONS):
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
             nodes.setdefault((getattr(node, "name", "<lambda>"), first), []).append(node)
-        elif isinstance(node, ast.Global):
-            rebound.update(node.names)
-    functions: dict[str, list[tuple[types.CodeType, ast.AST]]] = {}
+    functions: dict[str, list[_Function]] = {}
     for code in codes_in(whole):
         found = _written_at(code, nodes.get((code.co_name, code.co_firstlineno), []))
         if found is not None:
-            functions.setdefault(code.co_name, []).append((code, found))
-    bound = {name: values for name, values in _bound(tree).items() if name not in rebound}
-    constants = frozenset(name for name, values in bound.items() if all(map(_is_constant, values)))
-    literals = {name: values[0] for name, values in bound.items() if len(values) == 1 and isinstance(values[0], _DISPLAYS)}
+            functions.setdefault(code.co_name, []).append(_Function(code, _digest_of_tree(found), _has_fixed_defaults(found, called)))
     return Source(functions, constants, literals)
 
 
-_DISPLAYS = (ast.Dict, ast.List, ast.Set)
+class _Quiet:
+    """No warnings while a source is compiled: they were told when it was imported.
+
+    Filters of warnings are of the process: one thread at a time sets them. A child that is forked meanwhile has a lock of its own, and the
+    filters that were there before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._set: warnings.catch_warnings[None] | None = None
+        host.at_fork(self)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            self._set = warnings.catch_warnings()
+            try:
+                with self._set:
+                    warnings.simplefilter("ignore")
+                    yield
+            finally:
+                self._set = None
+
+    def before_fork(self) -> None:
+        """Nothing is to be done."""
+
+    def after_fork_parent(self) -> None:
+        """Nothing is to be done."""
+
+    def after_fork_child(self) -> None:
+        left, self._set, self._lock = self._set, None, threading.Lock()
+        if left is not None:
+            with contextlib.suppress(RuntimeError):  # it was about to begin
+                left.__exit__(None, None, None)
+
+
+_quiet = _Quiet()
+
+
+def _digest_of_tree(node: ast.AST) -> bytes:
+    try:
+        return xxhash.xxh3_128_digest(b"T" + tree_of(node))
+    except RecursionError:
+        return b""
 
 
 def _written_at(code: types.CodeType, nodes: list[ast.AST]) -> ast.AST | None:
@@ -227,10 +292,33 @@ def _bound(tree: ast.Module) -> dict[str, list[ast.expr | None]]:
     return bound
 
 
+def _bound_by_the_module(tree: ast.Module) -> dict[str, list[ast.expr | None]]:
+    """What the module's variables are given, but for those that functions give other values."""
+    rebound = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    return {name: values for name, values in _bound(tree).items() if name not in rebound}
+
+
 def _is_constant(value: ast.expr | None) -> bool:
     """Whether an expression gives the same in each process."""
     return value is not None and not any(isinstance(part, _CALLS) for part in ast.walk(value))
 
+
+def _has_display(value: ast.expr) -> bool:
+    """Whether a dict, list or set is written out in an expression."""
+    return any(isinstance(part, _DISPLAYS) for part in ast.walk(value))
+
+
+def _has_fixed_defaults(node: ast.AST, called: frozenset[str]) -> bool:
+    arguments: ast.arguments = node.args  # type: ignore[attr-defined]
+    return all(_is_fixed(value, called) for value in (*arguments.defaults, *arguments.kw_defaults) if value is not None)
+
+
+def _is_fixed(value: ast.expr, called: frozenset[str]) -> bool:
+    """Whether an expression calls nothing, and names nothing of what a call gave."""
+    return _is_constant(value) and called.isdisjoint(part.id for part in ast.walk(value) if isinstance(part, ast.Name))
+
+
+_DISPLAYS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 
 _CALLS = (ast.Call, ast.Attribute, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Starred)
 
@@ -241,11 +329,13 @@ _CALLS = (ast.Call, ast.Attribute, ast.Await, ast.Yield, ast.YieldFrom, ast.Name
 @dataclass(frozen=True, slots=True)
 class Written:
     """How a function was written. ``code``: bytes that only equal code shares. ``constants``: whether a global name is a constant of
-    its module; None where the module has no source. ``literals``: see `Source`."""
+    its module; None where the module has no source. ``literals``: see `Source`. ``defaults``: whether its defaults are constants, as far
+    as can be told."""
 
     code: bytes
     constants: frozenset[str] | None
-    literals: Mapping[str, ast.expr]
+    literals: Mapping[str, types.CodeType]
+    defaults: bool
 
 
 def written(function: types.FunctionType) -> Written:
@@ -260,16 +350,13 @@ def written(function: types.FunctionType) -> Written:
 
 def _looked_up(code: types.CodeType, namespace: dict[str, Any]) -> Written:
     source = _source_of(code, namespace)
-    node = source.find(code) if source is not None else None
-    try:
-        content = b"T" + tree_of(node) if node is not None else b"C" + shape_of(code)
-    except RecursionError:
-        content = b"C" + shape_of(code)
-    content = content[:1] + xxhash.xxh3_128_digest(content)
+    found = source.find(code) if source is not None else None
+    content = b"T" + found.tree if found is not None and found.tree else b"C" + xxhash.xxh3_128_digest(b"C" + shape_of(code))
     if source is None or not isinstance(namespace.get("__file__"), str):  # typed in: what it names lies in other cells
-        return Written(content, None, {})
+        return Written(content, None, {}, True)
     names = names_read_by(code)
-    return Written(content, source.constants & names, {name: node for name, node in source.literals.items() if name in names})
+    literals = {name: expression for name, expression in source.literals.items() if name in names}
+    return Written(content, source.constants & names, literals, found is None or found.defaults)
 
 
 _known: weakref.WeakKeyDictionary[types.CodeType, dict[str, Written]] = weakref.WeakKeyDictionary()
@@ -280,12 +367,12 @@ def names_read_by(code: types.CodeType) -> frozenset[str]:
     """The global names that a function, or one within it, reads and does not set."""
     read, stored = set(), set()
     for part in codes_in(code):
-        for step in dis.get_instructions(part):
-            if step.opname in _LOADS:
-                read.add(str(step.argval))
-            elif step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                stored.add(str(step.argval))
-    return frozenset(name for name in read - stored if not name.startswith("__"))
+        for name, argument in steps_of(part):
+            if name in _LOADS:
+                read.add(argument)
+            elif name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                stored.add(argument)
+    return frozenset(name for name in read - stored if not (name.startswith("__") and name.endswith("__")))
 
 
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})

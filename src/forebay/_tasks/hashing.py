@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import xxhash
 
 from forebay._tasks import contents
+from forebay._tasks.code import is_installed, shape_of, steps_of
 from forebay._tasks.code import written as written_code
 from forebay._tasks.contents import register as register
 from forebay._tasks.naming import place_of
@@ -77,37 +79,82 @@ def as_own(function: Any) -> bytes:
     return out if isinstance(getattr(function, "__qualname__", None), str) else out + writer.write(function)
 
 
-def _own(writer: Writer, function: Any, seen: set[int]) -> bytes:
-    out = b"" if function.__name__ != "<lambda>" else written_code(function).code
+def _own(writer: Writer, function: Any, seen: set[int], by_source: bool = True) -> bytes:
+    out = b"" if function.__name__ != "<lambda>" else _code(function, by_source)
     if function.__closure__:
         seen.add(id(function))
         rebound = _rebound(function.__code__)
         for name, content in contents.cells_of(function):
             if name not in rebound:
-                out += writer.write(name) + lasting(writer, content, seen)
+                out += writer.write(name) + lasting(writer, content, seen, by_source)
     return out
 
 
-def lasting(writer: Writer, value: Any, seen: set[int]) -> bytes:
-    """A value that cannot change; nothing for any other."""
+def _code(function: types.FunctionType, by_source: bool) -> bytes:
+    return written_code(function).code if by_source else shape_of(function.__code__)
+
+
+def brought(function: types.FunctionType, by_source: bool) -> bytes:
+    """What a function that another one uses has beside its code, of values that cannot change: what it closes over, and its defaults,
+    where they are constants. ``by_source``: see `lasting`."""
+    writer, seen = Writer(contents.writer_of), {id(function)}
+    return _defaults(writer, function, seen, by_source) + _own(writer, function, seen, by_source)
+
+
+def _defaults(writer: Writer, function: types.FunctionType, seen: set[int], by_source: bool) -> bytes:
+    given = (*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()))
+    if not given or is_installed(function.__code__.co_filename):
+        return b""
+    # Those of a function that is made in a function are of the one that made it, as what it closes over is.
+    if by_source and "<" not in function.__code__.co_qualname and not written_code(function).defaults:
+        return b""
+    return b"".join(b"d" + lasting(writer, value, seen, by_source) for value in given)
+
+
+def lasting(writer: Writer, value: Any, seen: set[int] | None = None, by_source: bool = True) -> bytes:
+    """A value that cannot change; nothing for any other. ``by_source``: the code of functions, else their bytecode."""
     kind: Any = type(value)
+    seen = set() if seen is None else seen
     is_plain = kind in QUICK and kind is not bytearray
     if is_plain or issubclass(kind, (type, enum.Enum)) or place_of(kind) in LASTING:
         return writer.write(value)
     if kind is tuple or kind is frozenset:
-        parts = [lasting(writer, item, seen) for item in value]
+        parts = [lasting(writer, item, seen, by_source) for item in value]
         return b"(" + b"".join(parts if kind is tuple else sorted(parts)) + b")" if all(parts) else b""
-    if kind is types.FunctionType and id(value) not in seen:
-        local = written_code(value).code + _own(writer, value, seen) if "<" in value.__qualname__ else b""
-        return b"A" + text(place_of(value)) + local
+    if kind is types.FunctionType:
+        known = id(value) in seen
+        seen.add(id(value))
+        return b"A" + text(place_of(value)) + (b"" if known else _beside_its_name(writer, value, seen, by_source))
     if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
-        return kind_text(kind) + lasting(writer, tuple(getattr(value, f.name, None) for f in dataclasses.fields(value)), seen)
+        return kind_text(kind) + lasting(writer, tuple(getattr(value, f.name, None) for f in dataclasses.fields(value)), seen, by_source)
     return b""
+
+
+def _beside_its_name(writer: Writer, function: types.FunctionType, seen: set[int], by_source: bool) -> bytes:
+    """Of a function that another one closes over: the code of one that is made in a function, what that closes over, its defaults."""
+    out = _defaults(writer, function, seen, by_source)
+    # By the name in its code: a wrapper has the qualified name of what it wraps.
+    if function.__closure__ or "<" in function.__code__.co_qualname:
+        if not is_installed(function.__code__.co_filename):
+            out += _code(function, by_source)
+        out += _own(writer, function, seen, by_source)
+    return out
+
+
+def lasting_within(writer: Writer, value: Any, by_source: bool = True) -> bytes:
+    """A dict, list, set or tuple, each in its order, of values that cannot change; nothing where another one is in it."""
+    kind = type(value)
+    if kind not in (dict, list, set, tuple):
+        return lasting(writer, value, None, by_source)
+    if kind in (list, tuple) and (plain := flat(value)):
+        return plain
+    parts = [lasting_within(writer, part, by_source) for part in (itertools.chain(*value.items()) if kind is dict else value)]
+    if not all(parts):
+        return b""
+    return b"%b%x:%b" % (text(kind.__name__), len(parts), b"".join(sorted(parts) if kind is set else parts))
 
 
 def _rebound(code: types.CodeType) -> set[str]:
     """The variables of others that a function, or one within it, gives other values."""
-    import dis
-
-    found = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    found = {argument for name, argument in steps_of(code) if name in ("STORE_DEREF", "DELETE_DEREF")}
     return found.union(*(_rebound(part) for part in code.co_consts if isinstance(part, types.CodeType)))

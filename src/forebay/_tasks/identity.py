@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib.util
 import types
@@ -13,8 +12,8 @@ from typing import Any
 import xxhash
 
 from forebay._tasks import contents
-from forebay._tasks.code import is_installed, names_read_by, shape_of, tree_of, written
-from forebay._tasks.hashing import lasting
+from forebay._tasks.code import codes_in, is_installed, names_read_by, shape_of, written
+from forebay._tasks.hashing import brought, lasting, lasting_within
 from forebay._tasks.writing import Writer, text
 
 _MANY = 100
@@ -27,8 +26,8 @@ Use = tuple[dict[str, Any], str, Any]
 @dataclass(frozen=True, slots=True)
 class Code:
     """``digest``: of the code, the same on every version of Python where there are sources; empty where there is no code.
-    ``mark``: of the bytecode and constants, by which a process of the same version knows that it has the same code. ``names``: what was
-    looked at in the modules."""
+    ``mark``: of the bytecode, constants and literals, by which a process of the same version knows that it has the same code. ``names``:
+    what counts in the modules."""
 
     digest: str
     mark: str
@@ -44,23 +43,33 @@ def code_of(function: Any, sent: Code | None = None) -> tuple[Code, tuple[Use, .
     functions = _functions_of(function)
     if not functions:
         return Code("", "", frozenset()), ()
-    uses = [use for one in functions for use in _uses_of(one, sent.names if sent is not None else None)]
-    mark = _digest([_MAGIC, *(shape_of(one.__code__) for one in functions), *_used(uses, _shape, {})])
-    if sent is not None and sent.mark == mark:
-        return sent, tuple(uses)
-    literals: dict[int, dict[str, ast.expr]] = {}
+    if sent is not None:
+        uses = [use for one in functions for use in _uses_of(one, sent.names)]
+        if _mark(functions, uses, sent.names) == sent.mark:
+            return sent, tuple(uses)
+    uses = [use for one in functions for use in _uses_of(one, None)]
+    literals: dict[int, dict[str, types.CodeType]] = {}
     for one in functions:
         literals.setdefault(id(one.__globals__), {}).update(written(one).literals)
-    digest = _digest([*(written(one).code for one in functions), *_used(uses, _tree, literals)])
-    return Code(digest, mark, frozenset(name for _, name, _ in uses)), tuple(uses)
+    parts, names = [written(one).code for one in functions], set()
+    for lived_in, name, value in uses:
+        expression = literals.get(id(lived_in), {}).get(name)
+        content = _content(lived_in, value, True) or (_as_written(expression, lived_in, value) if expression is not None else b"")
+        if content:
+            parts.append(text(name) + content)
+            names.add(name)
+    counted = frozenset(names)
+    return Code(_digest(parts), _mark(functions, uses, counted), counted), tuple(uses)
 
 
-def _shape(function: types.FunctionType) -> bytes:
-    return shape_of(function.__code__)
-
-
-def _tree(function: types.FunctionType) -> bytes:
-    return written(function).code
+def _mark(functions: list[types.FunctionType], uses: list[Use], names: frozenset[str]) -> str:
+    """By the bytecode. ``names``: of what counts, as it is now; functions always do."""
+    parts = [_MAGIC, *(shape_of(one.__code__) for one in functions)]
+    for lived_in, name, value in uses:
+        content = _content(lived_in, value, False)
+        if name in names or content:
+            parts.append(text(name) + (content or _lasting(value, False, lasting_within)))
+    return _digest(parts)
 
 
 _MAGIC = importlib.util.MAGIC_NUMBER
@@ -120,29 +129,30 @@ def _is_function(value: Any) -> bool:
 
 def _uses_of(function: types.FunctionType, names: frozenset[str] | None) -> list[Use]:
     """The functions and constants of its module that a function names, in the order of their names."""
-    lived_in, how = function.__globals__, written(function)
-    found: list[Use] = []
+    lived_in, found = function.__globals__, list[Use]()
+    if names is None:
+        names = written(function).constants
     for name in sorted(names_read_by(function.__code__)):
         value = lived_in.get(name)
-        counts = name in names if names is not None else how.constants is None or name in how.constants or name in how.literals
+        counts = names is None or name in names
         is_own = any(one.__globals__ is lived_in for one in _chain(value))
         if name in lived_in and (is_own or (counts and not issubclass(type(value), (types.ModuleType, type)))):
             found.append((lived_in, name, value))
     return found
 
 
-def _used(uses: list[Use], write: Callable[[types.FunctionType], bytes], literals: dict[int, dict[str, ast.expr]]) -> Iterator[bytes]:
-    """What stands for each use: the code of a function, the value of a constant, what a variable was given where that is still so."""
-    for lived_in, name, value in uses:
-        own = [one for one in _chain(value) if one.__globals__ is lived_in]
-        node = literals.get(id(lived_in), {}).get(name)
-        if own:
-            version = getattr(getattr(value, "_naming", None), "version", None)
-            yield text(name) + (text(str(version)) if version is not None else b"".join(map(write, own)))
-        elif constant := _constant(value):
-            yield text(name) + constant
-        elif node is not None and type(value) in (dict, list, set) and value and _is_as_written(node, value):
-            yield text(name) + tree_of(node)
+def _content(lived_in: dict[str, Any], value: Any, by_source: bool) -> bytes:
+    """What stands for the value of a module's variable: of a function its code and what it brings, of a constant the value; nothing for
+    any other. ``by_source``: the code of functions, else their bytecode."""
+    chain = list(_chain(value))
+    own = [one for one in chain if one.__globals__ is lived_in]
+    if not own:
+        return _lasting(value, by_source)
+    version = getattr(getattr(value, "_naming", None), "version", None)
+    if version is not None:
+        return text(str(version))
+    code = (written(one).code if by_source else shape_of(one.__code__) for one in own)
+    return b"".join((*code, *(brought(one, by_source) for one in chain)))
 
 
 def _chain(value: Any) -> Iterator[types.FunctionType]:
@@ -156,15 +166,20 @@ def _chain(value: Any) -> Iterator[types.FunctionType]:
         value = _wrapped(value)
 
 
-def _constant(value: Any) -> bytes:
+def _lasting(value: Any, by_source: bool = True, write: Callable[..., bytes] = lasting) -> bytes:
     try:
-        return lasting(Writer(contents.writer_of), value, set())
+        return write(Writer(contents.writer_of), value, by_source=by_source)
     except Exception:  # noqa: BLE001  # of whatever object it is: then it is no constant
         return b""
 
 
-def _is_as_written(node: ast.expr, value: Any) -> bool:
+def _as_written(expression: types.CodeType, lived_in: dict[str, Any], value: Any) -> bytes:
+    """A dict, list or set as long as it is what the module writes, of literals and constants; else nothing."""
+    names = {name for part in codes_in(expression) for name in part.co_names}
+    constants = {name: lived_in[name] for name in names if name in lived_in and _lasting(lived_in[name])}
+    content = _lasting(value, True, lasting_within) if type(value) in (dict, list, set, tuple) and value else b""
     try:
-        return bool(ast.literal_eval(node) == value)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False
+        at_first = eval(expression, {"__builtins__": {}, **constants}) if content else None  # it calls nothing
+    except Exception:  # noqa: BLE001  # such as a name that is no constant
+        return b""
+    return content if _lasting(at_first, True, lasting_within) == content else b""
