@@ -445,6 +445,8 @@ MUTANTS = (
         10, "a name of ours is ours wherever it lies", "_engine/layout.py",
         "    return found if found and FANS[found.id & 0xFF] == fan else None\n", "    return found\n",
         "tests/cli/test_strays.py::test_a_name_of_ours_where_it_does_not_belong_is_somebodys",
+    ),
+    Mutant(
         6, "two false alarms make a catalog anew", "_engine/engine.py",
         "                self._catalog.trust()  # what another", "                self._catalog.sweeper  # what another",
         f"{DAMAGE}test_false_alarms_that_have_nothing_to_do_with_each_other_cost_nothing",
