@@ -58,7 +58,7 @@ def test_s32_planted_pickles_stay_bytes(root: Path, tmp_path: Path, server: Scri
         assert cache.check(deep=True)  # the strays are seen
         assert cache.get_or_put("fresh", lambda: b"value") == b"value"
     for verb in ("ls", "du", "stats", "verify", "doctor", "prune"):
-        command(verb, "--root", root, *(["--json"] if verb != "doctor" else []))
+        command(verb, "--root", root, *(["--json"] if verb != "doctor" else []), *(["--yes"] if verb == "prune" else []))
     repaired = command("verify", "--repair", "--root", root, "--json")
     assert json.loads(repaired.stdout)["mended"]
     assert not marker.exists()
