@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from forebay import _model, errors
-from forebay._engine.fill import OnWait
-from forebay._model import ObjectInfo, Partial, Remote, Span
+from forebay._engine.fill import KeyHold, OnWait
+from forebay._engine.passthrough import MemorySink
+from forebay._model import Buffer, CloningSink, ObjectInfo, Partial, Remote, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,58 @@ class Expecting:
         if not is_same_version(info.validator, self._etag):
             raise errors.ChecksumMismatch.of(self._url, self._etag, info.validator or "no ETag")
         return self._sink.begin(info)
+
+
+class Spilling:
+    """A sink that goes on in memory where the cache has no room: what the first answer began to bring is not asked for again."""
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        """``most``: see `MemorySink`."""
+        self.most = most
+        self.partial: Partial | None = None
+        self._memory = MemorySink(most)
+        self._sink: _model.Sink = self._memory
+        self._hold: KeyHold | None = None
+        self.fault: errors.CacheFault | None = None
+        self.came: memoryview | None = None
+        """All of the object, once it has come and was checked."""
+
+    def held_by(self, hold: KeyHold) -> None:
+        """Let go of this lock as soon as it is known that nothing will be kept: others that want the object need not wait."""
+        self._hold = hold
+
+    def over(self, sink: _model.Sink) -> Self:
+        """Fill this sink as long as it takes the object."""
+        self._sink = sink
+        return self
+
+    @property
+    def data(self) -> bytearray:
+        return self._memory.data
+
+    def take(self) -> memoryview | None:
+        """`came`. Once: the fault, whose frames hold on to this object, is forgotten, and what came lives as long as the caller wants."""
+        came, self.came, self.fault = self.came, None, None
+        return came
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        """See `Sink.begin`."""
+        if self.fault is None:
+            try:
+                return self._sink.begin(info)
+            except errors.CacheFault as error:
+                self.fault, self._sink = error.with_traceback(None), self._memory  # its frames hold on to what they have mapped
+                if self._hold is not None:
+                    self._hold.release()
+        return self._memory.begin(info)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """See `Sink.write`."""
+        self._sink.write(offset, data)
+
+    def clone(self, fd: int) -> bool:
+        """See `CloningSink.clone`."""
+        return isinstance(self._sink, CloningSink) and self._sink.clone(fd)
 
 
 def is_same_version(found: str | None, wanted: str) -> bool:

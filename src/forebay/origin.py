@@ -21,8 +21,8 @@ from forebay._engine.publish import Writing
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Entry, ObjectInfo, Span, Transfer, Victim
-from forebay.asking import Ask, Expecting, Target, is_same_version
+from forebay._model import Entry, ObjectInfo, Sink, Span, Transfer, Victim
+from forebay.asking import Ask, Expecting, Spilling, Target, is_same_version
 from forebay.files import RANGE, LeasedFile, RangeFile
 from forebay.opening import Reopening
 
@@ -110,8 +110,9 @@ class Origin:
         served = self._served(target, ask)
         if served is not None:
             return served
+        spilling = Spilling(self.most)
         try:
-            lease = self.lease(target, ask)
+            lease = self.lease(target, ask, spilling=spilling)
             with lease:
                 found = self.store.view_leased(URLS, target.key, lease)
                 if found is None:
@@ -119,7 +120,11 @@ class Origin:
                 self.store.alias(URLS, target.url, found)
                 return memoryview(found.view)
         except (errors.CacheFault, errors.WaitTimeout) as error:
-            return self._past(target, ask, error, self._direct)
+            came = spilling.take()
+            if came is None:
+                return self._past(target, ask, error, self._direct)
+            self.fall_back(error, target.key)
+            return came
 
     def _served(self, target: Target, ask: Ask) -> memoryview | None:
         """A hit by the memo or the catalog, without a lease."""
@@ -149,11 +154,12 @@ class Origin:
         except (errors.CacheFault, errors.WaitTimeout) as error:
             return self._past(target, ask, error, self._stream)
 
-    def lease(self, target: Target, ask: Ask, *, looked: bool = False) -> Lease:
+    def lease(self, target: Target, ask: Ask, *, looked: bool = False, spilling: Spilling | None = None) -> Lease:
         """A lease on the kept copy, fetched if it is not there or not fresh. Raises `CacheFault` where it cannot be kept.
 
-        ``looked``: the caller has just seen that it is not."""
+        ``looked``: the caller has just seen that it is not. ``spilling``: takes what has no room, before that is raised."""
         made: list[bool] = []
+        on_hold = spilling.held_by if spilling is not None else None
         seen: list[tuple[int, int] | None] = []  # what each look found that does not do, if anything
 
         def look() -> Lease | None:
@@ -161,12 +167,12 @@ class Origin:
 
         def make() -> Lease:
             made.append(True)
-            return self._obtain(target, ask) if any(seen) else self._fetch(target, ask)
+            return self._obtain(target, ask, spilling) if any(seen) else self._fetch(target, ask, spilling)
 
         with waits.patience(ask.timeout):
             lease = None if looked else look()
             if lease is None:
-                lease = self.store.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait)
+                lease = self.store.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait, on_hold=on_hold)
             if not made:
                 self.store.count_hit(lease.entry.size)
             if ask.pin and lease.entry.life != "pinned":
@@ -198,17 +204,17 @@ class Origin:
 
     # -- fetching, under the key's lock ----------------------------------------------------------------------------
 
-    def _obtain(self, target: Target, ask: Ask) -> Lease:
+    def _obtain(self, target: Target, ask: Ask, spilling: Spilling | None) -> Lease:
         """Validate what is kept, else fetch. The look before this one was under the key's lock: nobody else is at it."""
         old = self.store.lease(URLS, target.key)
         if old is None or not self._is_expected(old, ask):
-            return self._fetch(target, ask)
+            return self._fetch(target, ask, spilling)
         current = self._validate(target, ask, old)
         if current is not None:
             self.store.count_hit(current.entry.size)
             return current
         old.close()
-        return self._fetch(target, ask)
+        return self._fetch(target, ask, spilling)
 
     def _validate(self, target: Target, ask: Ask, old: Lease) -> Lease | None:
         """``old`` if it is still the remote's, or the remote cannot be reached; None if the remote has something else."""
@@ -259,7 +265,7 @@ class Origin:
             self._check_sha256(target, ask, writing)
             return self.store.publish_leased(writing, validator=found.entry.validator)
 
-    def _fetch(self, target: Target, ask: Ask) -> Lease:
+    def _fetch(self, target: Target, ask: Ask, spilling: Spilling | None) -> Lease:
         above = self._above(target, ask)
         if above is not None:
             return self._copy(target, ask, above)
@@ -268,7 +274,11 @@ class Origin:
         self.store.count("misses")
         life = "pinned" if ask.pin else "cached"
         with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, on_progress=ask.on_progress) as writing:
-            sink = Expecting(writing, target.key, ask.etag) if ask.etag else writing
+            sink: Sink = writing
+            if spilling is not None and writing.partial is None:
+                sink = spilling.over(writing)
+            if ask.etag:
+                sink = Expecting(sink, target.key, ask.etag)
             began = time.monotonic_ns()
             try:
                 with self.reaching(ask):
@@ -282,6 +292,9 @@ class Origin:
             finally:
                 self.store.count("wait_ns_remote", time.monotonic_ns() - began)
             self.count(transfer)
+            if spilling is not None and spilling.fault is not None:
+                spilling.came = self._read_only(target, ask, spilling.data)
+                raise spilling.fault
             self._check_sha256(target, ask, writing)
             lease = self.store.publish_leased(writing, validator=writing.info.validator if writing.info else None)
         self.store.count("fills")
@@ -340,10 +353,13 @@ class Origin:
             transfer = target.remote.fetch(target.url, Expecting(sink, target.key, ask.etag) if ask.etag else sink)
         if target.in_place is None:
             self.count(transfer)
-        data = memoryview(sink.data).toreadonly()
+        return self._read_only(target, ask, sink.data)
+
+    def _read_only(self, target: Target, ask: Ask, data: bytearray) -> memoryview:
+        """What came in memory, if it is what ``ask`` expects."""
         if ask.sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != ask.sha256.lower():
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
-        return data
+        return memoryview(data).toreadonly()
 
     def most(self) -> int:
         """Bytes that an object may have in memory which comes compressed: as many as the cache could keep."""

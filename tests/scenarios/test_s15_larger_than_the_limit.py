@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 import forebay
+from forebay.asking import Spilling
 from forebay.testing import ScriptedServer
 
 MiB = 1 << 20
@@ -50,6 +53,60 @@ def test_s15_twice_the_budget_is_read_past_the_cache(
         assert f"{len(body):,}" in said[0]
     assert cache.read(server.put("/3.bin", b"3" * MiB)) == b"3" * MiB
     assert cache.entry(server.url + "/3.bin") is not None  # the cache goes on
+
+
+@pytest.mark.parametrize("script", [{}, {"ranges": False}, {"etag": None}], ids=str)
+@pytest.mark.parametrize("why", ["larger than the budget", "all is pinned"])
+def test_s15_what_is_not_kept_costs_no_more_than_without_a_cache(
+    cache: forebay.Cache, server: ScriptedServer, why: str, script: dict[str, Any]
+) -> None:
+    if why == "all is pinned":
+        cache.put("rest", bytes(BUDGET - 4 * MiB))
+        for name in ("rest", *(f"{server.url}/{i}.bin" for i in range(3))):
+            cache.pin(name)
+    size = 2 * BUDGET if why == "larger than the budget" else 2 * MiB
+    body = os.urandom(size)
+    url = server.put("/large.bin", body, **script)
+    before = server.gets
+    assert cache.read(url, bypass=True) == body
+    needed = server.gets - before
+    for _ in range(3):
+        before = server.gets
+        assert cache.read(url) == body
+        assert server.gets - before == needed
+    assert cache.read(url, sha256=hashlib.sha256(body).hexdigest()) == body
+    with pytest.raises(forebay.errors.ChecksumMismatch):
+        cache.read(url, sha256=hashlib.sha256(b"another").hexdigest())
+    assert cache.entry(url) is None
+    assert cache.stats().bytes_reserved == 0
+
+
+def test_s15_what_is_not_kept_is_not_waited_for(root: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
+    """The first one stalls in the middle; the second one is told nothing of it, and has its own."""
+    body = os.urandom(2 * BUDGET)
+    url = server.put("/large.bin", body, stall_after=MiB, stalls=1)
+
+    def rank() -> bool:
+        with forebay.Cache(root, budget=BUDGET) as cache:
+            return bytes(cache.read(url)) == body
+
+    first = children(rank)
+    assert server.stalled.wait(60)
+    server.objects["/large.bin"].stall_after = None
+    assert children(rank).result()
+    server.go.set()
+    assert first.result()
+
+
+def test_s15_what_was_not_kept_does_not_stay_in_memory(cache: forebay.Cache, server: ScriptedServer) -> None:
+    url = server.put("/large.bin", bytes(2 * BUDGET))
+    gc.collect()
+    gc.disable()
+    try:
+        cache.read(url)
+        assert not [one for one in gc.get_objects() if isinstance(one, Spilling)]
+    finally:
+        gc.enable()
 
 
 def test_s15_a_stream_of_it_reads_only_what_is_wanted(cache: forebay.Cache, server: ScriptedServer) -> None:

@@ -94,21 +94,22 @@ class Fill:
         *,
         timeout: float | None = None,
         on_wait: OnWait | None = None,
+        on_hold: Callable[[KeyHold], None] | None = None,
     ) -> T:
-        """What ``look`` finds, else what ``make`` makes under the key's lock.
+        """What ``look`` finds, else what ``make`` makes under the key's lock, which ``on_hold`` is given, and may be let go earlier.
 
         Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds of
         waiting; `Busy` where waiting would never end."""
         keyhash = hash_of(space, key)
         waiting_since = self._lock(key, keyhash, timeout, on_wait)
-        try:
+        with KeyHold(self, keyhash) as hold:
             found = self._look_again(space, key, look, waiting_since)
             if found is not None:
                 return found
+            if on_hold is not None:
+                on_hold(hold)
             with self._making(space, key, keyhash):
                 return make()
-        finally:
-            self.unlock(keyhash)
 
     async def single_async(
         self, space: int, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from forebay import errors
 from forebay._engine.census import Facts, Usage
 from forebay._engine.counters import NAMES
-from forebay._engine.fill import OnWait
+from forebay._engine.fill import KeyHold, OnWait
 from forebay._engine.hosts import SilentHosts
 from forebay._engine.memo import Hit, Remembered, no_hit
 from forebay._engine.pieces import finds_nothing
@@ -150,7 +150,7 @@ class PassThrough:
 
     def single(
         self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], *,
-        timeout: float | None = None, on_wait: OnWait | None = None,
+        timeout: float | None = None, on_wait: OnWait | None = None, on_hold: Callable[[KeyHold], None] | None = None,
     ) -> T:  # fmt: skip
         self._refuse(key)
 

@@ -256,13 +256,13 @@ class Store(Pieces):
 
     def single(
         self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], *,
-        timeout: float | None = None, on_wait: OnWait | None = None,
+        timeout: float | None = None, on_wait: OnWait | None = None, on_hold: Callable[[KeyHold], None] | None = None,
     ) -> T:  # fmt: skip
         """See `Fill.single`. ``make`` runs once: a catalog that breaks meanwhile is mended by the next call."""
         self.check_usable(writing=True)
         place, mends = self.space(space), self.mends
         try:
-            return self._fill.single(place.id, key, look, make, timeout=timeout, on_wait=on_wait)
+            return self._fill.single(place.id, key, look, make, timeout=timeout, on_wait=on_wait, on_hold=on_hold)
         except CatalogBroken as error:
             self.mend(error, mends)
             raise
