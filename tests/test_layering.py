@@ -45,7 +45,7 @@ ORDER = """
     _engine.engine < _engine.store _engine.passthrough
     _config _kernel.waits < remote < testing < cli
     _engine.leases < files < origin
-    _engine.fill < asking < origin
+    _engine.fill _engine.passthrough < asking < origin
     _engine.store _engine.passthrough remote < origin < spaces < cache < cli
     _engine.pack codecs origin < arrays < samples < cache
     pfio_file < samples
