@@ -146,7 +146,7 @@ def _refused(why: str, value: Any) -> errors.ConfigError:
 # Objects
 
 
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+_WITHOUT_BUFFERS = frozenset({type(None), bool, int, float, str, bytes})
 _FRONT = struct.Struct("<4sIQ")  # mark, number of buffers, length of the pickle
 _MARK = b"fbp1"
 
@@ -163,7 +163,7 @@ class _Pickle(Named):
     name = "pickle"
 
     def encode(self, value: Any) -> Sequence[Buffer]:
-        if type(value) in _ATOMS:
+        if type(value) in _WITHOUT_BUFFERS:
             plain = pickle.dumps(value, 5)
             return _FRONT.pack(_MARK, 0, len(plain)), plain
         stream, pickler = _pickled(value)

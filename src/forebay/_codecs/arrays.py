@@ -15,14 +15,27 @@ MAPPED_FROM = 512 * 1024
 
 
 class Odd(Exception):
-    """An array that no head can describe. The text says which."""
+    """What cannot be stored, such as an array that no head can describe. The text says which. ``path``: how it is reached in the value,
+    from the inside."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.path: list[str] = []
+
+
+def head_of(array: Any) -> bytes:
+    """What describes an array. Raises `Odd`."""
+    return _head(array.dtype, array.shape, _order_of(array))
 
 
 def taken_apart(array: Any) -> tuple[bytes, memoryview]:
     """Head and memory of an array, which is copied if it is not contiguous. Raises `Odd`."""
-    order = "F" if array.flags.fnc else "C"
-    head = _head(array.dtype, array.shape, order)
-    return head, memoryview(array.ravel(order).view("u1")) if array.nbytes else memoryview(b"")
+    head = head_of(array)
+    return head, memoryview(array.ravel(_order_of(array)).view("u1")) if array.nbytes else memoryview(b"")
+
+
+def _order_of(array: Any) -> str:
+    return "F" if array.flags.fnc else "C"
 
 
 @functools.lru_cache(1024)
@@ -82,9 +95,9 @@ About = tuple[str, tuple[int, ...], tuple[int, ...], bool, bool]
 
 def tensor_apart(tensor: Any) -> tuple[About, memoryview] | None:
     """What describes a tensor, and its memory; None where only its own pickle can tell it."""
-    lib = torch()
-    if tensor.device.type != "cpu" or tensor.layout != lib.strided or tensor.is_quantized or tensor.__dict__:
+    if not is_plain(tensor):
         return None
+    lib = torch()
     plain = tensor.detach().resolve_conj().resolve_neg()
     if not (plain.is_contiguous() or _dense(plain)):
         plain = plain.contiguous()
@@ -92,6 +105,11 @@ def tensor_apart(tensor: Any) -> tuple[About, memoryview] | None:
     memory = memoryview(flat.view(lib.uint8).numpy()) if flat.numel() else memoryview(b"")
     dtype = str(plain.dtype).removeprefix("torch.")
     return (dtype, tuple(plain.shape), plain.stride(), tensor.requires_grad, type(tensor) is lib.nn.Parameter), memory
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether not only its own pickle can tell a tensor."""
+    return not (tensor.device.type != "cpu" or tensor.layout != torch().strided or tensor.is_quantized or tensor.__dict__)
 
 
 def _dense(tensor: Any) -> bool:

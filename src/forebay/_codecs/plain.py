@@ -12,7 +12,7 @@ from forebay._codecs.base import ALIGNMENT, Named, damaged
 from forebay._codecs.pytree import fitting
 from forebay._model import Buffer
 
-_ATOMS = frozenset({type(None), bool, int, float, str})
+_JSON_LEAVES = frozenset({type(None), bool, int, float, str})
 
 
 class Json(Named):
@@ -37,15 +37,15 @@ class Json(Named):
 def _odd(value: Any, where: str) -> str:
     """The first thing in a value that JSON would change, in words; empty if there is none."""
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in _JSON_LEAVES:
         return ""
     if kind is list:
-        inner = ((item, f"{where}[{i}]") for i, item in enumerate(value) if type(item) not in _ATOMS)
+        inner = ((item, f"{where}[{i}]") for i, item in enumerate(value) if type(item) not in _JSON_LEAVES)
     elif kind is dict:
         for key in value:
             if type(key) is not str:
                 return f"a key of {where} is the {type(key).__name__} {key!r:.80}"
-        inner = ((item, f"{where}[{key!r}]") for key, item in value.items() if type(item) not in _ATOMS)
+        inner = ((item, f"{where}[{key!r}]") for key, item in value.items() if type(item) not in _JSON_LEAVES)
     else:
         return f"{where} is a {kind.__name__}"
     return next(filter(None, (_odd(item, place) for item, place in inner)), "")

@@ -11,23 +11,17 @@ from typing import Any
 
 from forebay import errors
 from forebay._codecs import arrays
+from forebay._codecs.arrays import Odd
 from forebay._codecs.base import ALIGNMENT, Named, damaged
 from forebay._model import Buffer, is_text
 
 _FRONT = struct.Struct("<4sI")  # mark, length of the structure
 _MARK = b"fby1"
-_PLAIN = frozenset({type(None), bool, float})
-_KEYS = frozenset({*_PLAIN, int, str, bytes, complex, tuple})
+_SAME_IN_JSON = frozenset({type(None), bool, float})
+_KEYS = frozenset({*_SAME_IN_JSON, int, str, bytes, complex, tuple})
 _SMALL = 1 << 62
-
-
-class _Odd(Exception):
-    """A part that cannot be stored. ``path``: how it is reached, from the inside."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
-        self.path: list[str] = []
+MOST_AGAIN = 1 << 21
+"""Parts of lists, tuples and dicts that lie in a value more than once, and are written out each time."""
 
 
 class Pytree(Named):
@@ -39,10 +33,10 @@ class Pytree(Named):
     def encode(self, value: Any) -> Sequence[Buffer]:
         memory: list[Buffer] = []
         try:
-            text = json.dumps(_structure(value, memory), separators=(",", ":")).encode()
-        except _Odd as odd:
+            text = json.dumps(_structure(value, _Walk(memory)), separators=(",", ":")).encode()
+        except Odd as odd:
             where = f"value{''.join(reversed(odd.path))}" if odd.path else "the value"
-            raise _use_pickle(f"{where} is {odd.what}") from odd
+            raise _use_pickle(f"{where} is {odd}") from odd
         except RecursionError:
             raise _use_pickle("the value is nested too deep, or lies in itself") from None
         pieces: list[Buffer] = [_FRONT.pack(_MARK, len(text)), text]
@@ -81,59 +75,84 @@ def _use_pickle(what: str) -> errors.ConfigError:
 # -- there -------------------------------------------------------------------------------------------------------------
 
 
-def _structure(value: Any, memory: list[Buffer]) -> Any:
+class _Walk:
+    """Through one value. ``memory``: where that of its parts goes; None: it is only told what the parts are, and none is copied."""
+
+    def __init__(self, memory: list[Buffer] | None) -> None:
+        self.memory = memory
+        self._seen: set[int] = set()  # ids of what lies in the value, and so lives as long
+        self._again = 0
+
+    def enter(self, part: Any) -> None:
+        """A list, tuple or dict. Raises `Odd` where so many lie in it again that a small value would be written without end."""
+        if id(part) not in self._seen:
+            self._seen.add(id(part))
+            return
+        self._again += len(part)
+        if self._again > MOST_AGAIN:
+            raise Odd(f"once more a {type(part).__name__} that lies in it many times, and is written out each time")
+
+    def keep(self, memory: Buffer) -> None:
+        if self.memory is not None:
+            self.memory.append(memory)
+
+
+def _structure(value: Any, walk: _Walk) -> Any:
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _SAME_IN_JSON:
         return value
     if kind is str:
         return value if is_text(value) else ["s", value.encode("utf-8", "surrogatepass").hex()]
     if kind is int:
         return value if -_SMALL < value < _SMALL else ["i", hex(value)]
     if kind is tuple or kind is list:
-        return ["(" if kind is tuple else "[", *_parts(((f"[{i}]", part) for i, part in enumerate(value)), memory)]
+        walk.enter(value)
+        return ["(" if kind is tuple else "[", *_parts(((f"[{i}]", part) for i, part in enumerate(value)), walk)]
     if kind is dict:
+        walk.enter(value)
         odd = next((key for key in value if type(key) not in _KEYS and not _is_scalar(key)), None)
         if odd is not None:
-            raise _Odd(f"a dict with the {type(odd).__name__} {odd!r:.80} as a key")
-        keys = _parts(((f" key {key!r:.80}", key) for key in value), memory)
-        return ["{", [*keys], *_parts(((f"[{key!r:.80}]", part) for key, part in value.items()), memory)]
+            raise Odd(f"a dict with the {type(odd).__name__} {odd!r:.80} as a key")
+        keys = _parts(((f" key {key!r:.80}", key) for key in value), walk)
+        return ["{", [*keys], *_parts(((f"[{key!r:.80}]", part) for key, part in value.items()), walk)]
     if kind is bytes or kind is bytearray:
-        memory.append(value)
+        walk.keep(value)
         return ["b" if kind is bytes else "B", len(value)]
     if kind is complex:
         return ["c", value.real, value.imag]
-    return _array(value, memory)
+    return _array(value, walk)
 
 
-def _parts(parts: Iterator[tuple[str, Any]], memory: list[Buffer]) -> Iterator[Any]:
+def _parts(parts: Iterator[tuple[str, Any]], walk: _Walk) -> Iterator[Any]:
     for where, part in parts:
         try:
-            yield _structure(part, memory)
-        except _Odd as odd:
+            yield _structure(part, walk)
+        except Odd as odd:
             odd.path.append(where)
             raise
 
 
-def _array(value: Any, memory: list[Buffer]) -> Any:
+def _array(value: Any, walk: _Walk) -> Any:
     """Whoever has an array has imported its package: nothing is imported here."""
     np, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     kind = type(value)
     if np is not None and kind in (np.ndarray, np.memmap):
-        try:
-            head, content = arrays.taken_apart(value)
-        except arrays.Odd as error:
-            raise _Odd(str(error)) from error
-        memory.append(content)
+        if walk.memory is None:
+            return ["a", arrays.head_of(value).decode()]
+        head, content = arrays.taken_apart(value)
+        walk.keep(content)
         return ["a", head.decode()]
     if _is_scalar(value):
         return ["n", value.dtype.str, value.tobytes().hex()]
     if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
-        apart = arrays.tensor_apart(value)
+        apart = arrays.tensor_apart(value) if walk.memory is not None else None
         if apart is None:
-            raise _Odd(f"a tensor on {value.device} of layout {value.layout}")
-        memory.append(apart[1])
+            if walk.memory is None and arrays.is_plain(value):
+                return ["t"]
+            raise Odd(f"a tensor on {value.device} of layout {value.layout}")
+        walk.keep(apart[1])
         return ["t", len(apart[1]), *apart[0]]
-    raise _Odd(f"a {kind.__module__}.{kind.__qualname__}".replace("builtins.", ""))
+    raise Odd(f"a {kind.__module__}.{kind.__qualname__}".replace("builtins.", ""))
 
 
 def _is_scalar(value: Any) -> bool:
@@ -225,7 +244,7 @@ def fitting(value: Any) -> str:
     if arrow is not None and isinstance(value, (arrow.Table, arrow.RecordBatch)):
         return "arrow"
     try:
-        _structure(value, [])
-    except (_Odd, RecursionError):
+        _structure(value, _Walk(None))
+    except (Odd, RecursionError):
         return "pickle"
     return "numpy" if np is not None and kind is np.ndarray else "pytree"
