@@ -100,3 +100,48 @@ def test_a_pyarrow_filesystem_is_a_source(tmp_path: Path) -> None:
 def test_a_local_file_that_is_not_there_is_not_found_by_open_too(origin: Origin, tmp_path: Path) -> None:
     with pytest.raises(errors.NotFound, match="nowhere"):
         origin.open(origin.target(tmp_path / "nowhere"), Ask())
+
+
+def test_offline_no_span_is_asked_for_though_the_cache_is_at_fault(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*args: object, **kwargs: object) -> object:
+        raise errors.WaitTimeout.of("a key", 1.0, "somebody")
+
+    with ScriptedServer() as server:
+        target = origin.target(server.put("/a", b"12345"))
+        monkeypatch.setattr(Store, "single", busy)
+        with pytest.raises(errors.Offline):
+            origin.span(target, Span(0, 3), Ask(offline=True, since=-1))
+        assert server.requests == []
+        assert bytes(origin.span(target, Span(0, 3), Ask())) == b"123"
+    assert origin.store.counts()["requests"] == 1
+
+
+def test_an_object_that_is_gone_leases_nothing(origin: Origin) -> None:
+    with ScriptedServer() as server:
+        url = server.put("/a", b"12345")
+        target = origin.target(url)
+        origin.lease(target, Ask()).close()
+        del server.objects["/a"]
+        with pytest.raises(errors.NotFound) as kept:
+            origin.lease(target, Ask(since=origin.store.now(), refresh=True))
+        entry = origin.store.entry("urls", target.key)
+        assert entry is not None
+        assert not origin.store.is_leased(entry), str(kept.value)
+
+
+def test_ranges_of_a_host_that_fell_silent_are_not_waited_for(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ScriptedServer() as server:
+        target = origin.target(server.put("/a", bytes(10 << 20)))
+        with origin.open(target, Ask(bypass=True)) as file:
+            file.read(10)
+            asked = server.gets
+            monkeypatch.setattr(origin.store.hosts, "silent_since", lambda host, patience: 1.0)
+            with pytest.raises(errors.RemoteTimeout, match="gave no answer"):
+                file.read()
+            assert server.gets == asked
+
+
+@pytest.mark.parametrize("kind", [errors.RemoteTimeout, errors.RemoteUnavailable])
+def test_an_error_that_tells_no_attempts_made_one(kind: type[errors.RemoteError]) -> None:
+    error = kind("no", url="http://h/a")
+    assert (error.attempts, error.done) == (1, 0)  # type: ignore[attr-defined]

@@ -235,7 +235,7 @@ MUTANTS = (
     # 4. Never over budget
     Mutant(
         4, "a budget that is a slip is taken at its word", "_config.py",
-        "        if size < LEAST_BUDGET:\n", "        if size < 0:\n",
+        " else LEAST_BUDGET):\n", " else 0):\n",
         "tests/cli/test_looking_changes_nothing.py::test_a_budget_that_is_a_slip_is_refused[63MiB-66060288]",
     ),
     Mutant(
@@ -363,8 +363,18 @@ MUTANTS = (
     ),
     Mutant(
         6, "a handle that passes the cache by stays so", "opening.py",
-        "        if not self._backoff.is_due():\n", "        if self._backoff is not None:\n",
+        "        if not self._turn.take():\n", "        if self._turn is not None:\n",
         "tests/scenarios/test_reopening.py::test_every_front_uses_the_cache_once_it_can_be_used",
+    ),
+    Mutant(
+        6, "a try that was interrupted is the last one", "opening.py",
+        "            if found is None:\n", "            if found is not None:\n",
+        "tests/scenarios/test_reopening.py::test_a_try_that_was_interrupted_is_made_again",
+    ),
+    Mutant(
+        6, "a forked child waits for a thread that it does not have", "_kernel/waits.py",
+        "self._free.setdefault(os.getpid(), [True]).pop()", "self._free.setdefault(0, [True]).pop()",
+        "tests/scenarios/test_reopening.py::test_a_child_that_is_forked_while_its_parent_tries_tries_itself",
     ),
     Mutant(
         6, "what the system refuses reaches the caller", "_engine/engine.py",

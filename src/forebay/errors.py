@@ -398,17 +398,17 @@ class AccessDenied(RemoteError, PermissionError):
 
 
 class RemoteTimeout(RemoteError, TimeoutError):
-    """Nothing came for too long. ``done``: bytes that had come; ``attempts``."""
+    """Nothing came for too long. ``done``: bytes that had come; ``attempts``: 0 where the remote was not even asked."""
 
-    done: int
-    attempts: int
+    done: int = 0
+    attempts: int = 1
 
 
 class RemoteUnavailable(RemoteError, ConnectionError):
     """Every attempt failed. ``attempts``; ``done``: bytes that had come."""
 
-    attempts: int
-    done: int
+    attempts: int = 1
+    done: int = 0
 
 
 class RemoteChanged(RemoteError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from forebay import errors
 from forebay._engine.leases import Lease
@@ -13,6 +13,14 @@ from forebay._model import ObjectInfo, Remote, Span, Transfer
 
 RANGE = 4 << 20
 """Bytes of one read ahead where an object is not kept."""
+
+
+class Watcher(Protocol):
+    """Who counts requests, and knows which hosts were silent lately."""
+
+    def count(self, transfer: Transfer) -> None: ...
+
+    def reaching(self) -> AbstractContextManager[None]: ...
 
 
 class LeasedFile(io.FileIO):
@@ -30,11 +38,11 @@ class LeasedFile(io.FileIO):
 class RangeFile(io.RawIOBase):
     """An object that is not kept: each read asks the remote for a range, of the version that was opened.
 
-    ``count`` is told of each request. Raises `RemoteChanged` once the remote has another version."""
+    ``watcher`` is told of each request. Raises `RemoteChanged` once the remote has another version."""
 
-    def __init__(self, remote: Remote, url: str, key: str, info: ObjectInfo, count: Callable[[Transfer], None]) -> None:
+    def __init__(self, remote: Remote, url: str, key: str, info: ObjectInfo, watcher: Watcher) -> None:
         assert info.size is not None
-        self._remote, self._url, self._key, self._size, self._at, self._count = remote, url, key, info.size, 0, count
+        self._remote, self._url, self._key, self._size, self._at, self._watcher = remote, url, key, info.size, 0, watcher
         self._validator = info.validator
 
     def readable(self) -> bool:
@@ -60,8 +68,9 @@ class RangeFile(io.RawIOBase):
         wanted = min(len(buffer), self._size - self._at)
         if wanted <= 0:
             return 0
-        data = self._remote.read(self._url, Span(self._at, wanted), validator=self._validator)
-        self._count(Transfer(requests=1, received=len(data)))
+        with self._watcher.reaching():
+            data = self._remote.read(self._url, Span(self._at, wanted), validator=self._validator)
+        self._watcher.count(Transfer(requests=1, received=len(data)))
         if len(data) < wanted:
             message = f"{self._key} is shorter than the {self._size:,} bytes that were told when it was opened"
             raise errors.RemoteChanged(message, url=self._key)

@@ -55,29 +55,27 @@ def _open(
 class Reopening:
     """A root that could not be used when it was opened, because the disk was full or its catalog busy: opened again by a later call.
 
-    A try takes a fraction of a second. Callable from any thread."""
+    A try takes a fraction of a second. Callable from any thread and after a fork."""
 
     def __init__(self, *how: Any) -> None:
         """``how``: what `open_store` was given."""
         self._how = how
         self.others_may_write = bool(how[4] or how[5])  # shared, or read-only: whether they can is not known before it is open
-        self._backoff = waits.Backoff()
-        self._turn = [True]  # popped by the thread that tries: one step, and nobody waits
+        self._turn = waits.Turn()
 
     def attempt(self) -> Store | None:
         """The store, once it can be opened: given once."""
-        if not self._backoff.is_due():
+        if not self._turn.take():
             return None
-        try:
-            self._turn.pop()
-        except IndexError:
-            return None
+        found = None
         try:
             with waits.patience(0):
                 found = _open(*self._how)
-        except OSError as error:  # whatever became of the place since: the cache was working without it until now
-            self._turn.append(True)
+        except (errors.ForebayError, OSError) as error:  # whatever became of the place: the cache was working without it until now
             log.info("the cache in %s still cannot be used: %s", self._how[0], str(error))
             return None
+        finally:
+            if found is None:
+                self._turn.give_back()
         log.warning("the cache in %s can be used again", self._how[0])
         return found

@@ -55,24 +55,40 @@ class Origin:
     def others_can_write(self) -> bool:
         """Whether anybody but this user and the superuser can write what is read here, or upstream: a group's root, another's. Nothing
         that lies there is executed unless that is asked for."""
-        may = self.reopening is not None and self.reopening.others_may_write
+        reopening = self.reopening
+        may = reopening is not None and reopening.others_may_write
         return may or any(_others_can_write(store) for store in (self.store, self.upstream) if isinstance(store, Store))
 
     def current(self) -> Store | PassThrough:
         """The store: from the moment on when it can be used, if it could not when it was opened."""
-        if self.reopening is not None and (found := self.reopening.attempt()) is not None:
+        reopening = self.reopening
+        if reopening is not None and (found := reopening.attempt()) is not None:
             self.store, self.reopening = found, None
-            for name, limits in self.unset_spaces.items():
-                found.open_space(name, **limits)
-        return self.store
+        store = self.store
+        if self.unset_spaces and isinstance(store, Store):
+            self._open_noted(store)
+        return store
+
+    def _open_noted(self, store: Store) -> None:
+        """Make the spaces that were asked for before there was a store. No call that came by is to fail for them."""
+        while self.unset_spaces:
+            try:
+                name, limits = self.unset_spaces.popitem()
+            except KeyError:  # another thread had the last one
+                return
+            try:
+                store.open_space(name, **limits)
+            except (errors.ForebayError, OSError) as error:
+                self.warn(f"space {name}", "the space %s is not set up as it was wanted: %s", name, error)
 
     def open_space(self, name: str, **limits: Any) -> None:
         """Have a space with these limits (see `Store.open_space`), as soon as there is a store that can make it."""
         store = self.current()
         if isinstance(store, Store):
             store.open_space(name, **limits)
-        elif self.reopening is not None:
+        else:
             self.unset_spaces[name] = limits
+            self.current()  # another thread may have opened it before this was noted
 
     def is_since(self, store: Store | PassThrough, entry: Entry, since: int) -> bool:
         """Whether an entry of this store, or of the one above it, was validated at or after a time of the clock of this one."""
@@ -209,7 +225,11 @@ class Origin:
         old = self.store.lease(URLS, target.key)
         if old is None or not self._is_expected(old, ask):
             return self._fetch(target, ask, spilling)
-        current = self._validate(target, ask, old)
+        try:
+            current = self._validate(target, ask, old)
+        except BaseException:
+            old.close()  # the error, and so its frames, may be kept for long
+            raise
         if current is not None:
             self.store.count_hit(current.entry.size)
             return current
@@ -382,7 +402,7 @@ class Origin:
         self.count(Transfer(requests=1))
         if info is None or info.size is None:
             return io.BytesIO(self._direct(target, ask))
-        return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, self.count), RANGE))
+        return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, self), RANGE))
 
     def local(self, target: Target, ask: Ask) -> Lease:
         """A lease on the kept copy; a local file is its own path."""
@@ -400,12 +420,16 @@ class Origin:
             found = self.store.view(URLS, key)
             return memoryview(found.view) if found is not None and self._is_fresh(found.entry, ask) else None
 
-        def make() -> memoryview:
+        def fetch() -> bytes:
             if ask.offline:
                 raise errors.Offline.of(key)
             with self.reaching(ask):
                 data = target.remote.read(target.url, span, validator=validator)
             self.count(Transfer(requests=1, received=len(data)))
+            return data
+
+        def make() -> memoryview:
+            data = fetch()
             try:
                 self.store.put(URLS, key, data, validator=validator)
             except errors.CacheFault as error:
@@ -416,7 +440,7 @@ class Origin:
             return look() or self.store.single(URLS, key, look, make, timeout=ask.timeout)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             self.fall_back(error, key)
-            return memoryview(target.remote.read(target.url, span, validator=validator))
+            return memoryview(fetch())
 
     def adopt(self, space: str, key: str, path: str, *, validator: str | None = None) -> Entry:
         """A local file as an entry: its bytes are copied and hashed. Raises `CacheFault`, `NotFound`."""

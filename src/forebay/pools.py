@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from forebay import errors
 from forebay._kernel import waits
+from forebay._logs import logger
 from forebay._model import Item_co
 from forebay.lazies import Later, Lazy, Spilled, add_source
 from forebay.reports import OnProgress, WarmReport
 from forebay.sources import DecodedSource, Source, SourceInfo, source_of
 
+log = logger("forebay.prefetch")
 T = TypeVar("T")
 AHEAD = 64
 
@@ -80,9 +82,11 @@ class PassThrough(Pool[Item_co]):
 
     ``source``, ``decode``: as for `Cache.prefetcher`."""
 
-    def __init__(self, source: Any, *, decode: Any = None, again: Callable[[], Pool[Any] | None] | None = None) -> None:
-        """``again``: opens the prefetcher that this one stands for, once the cache can be used."""
-        self._again, self._backoff = again, waits.Backoff()
+    def __init__(
+        self, source: Any, *, decode: Any = None, again: Callable[[Mapping[str, int]], Pool[Any] | None] | None = None
+    ) -> None:  # fmt: skip
+        """``again``: opens the prefetcher that this one stands for, with these limits, once the cache can be used."""
+        self._again, self._turn = again, waits.Turn()
         self._opened: Any = None
         self._limits: dict[str, int] = {}
         self.source = wrapped(source_of(source), decode)
@@ -131,12 +135,31 @@ class PassThrough(Pool[Item_co]):
         """The prefetcher itself, if it can be had by now. Raises `Closed`."""
         if self.closed:
             raise errors.Closed.of("prefetcher")
-        if self._opened is None and self._again is not None and self._backoff.is_due():
-            with waits.patience(0):
-                self._opened = self._again()
-            if self._opened is not None and self._limits:
-                self._opened.set_limits(**self._limits)
+        if self._opened is None and self._again is not None and self._turn.take():
+            self._open(self._again)
         return self._opened
+
+    def _open(self, again: Callable[[Mapping[str, int]], Pool[Any] | None]) -> None:
+        """By one thread at a time. Faults are for `again` to tell: an item of the loop does not fail for them."""
+        may_try = True
+        given = dict(self._limits)
+        try:
+            with waits.patience(0):
+                found: Any = again(given)
+            if found is not None:
+                self._opened, may_try = found, False
+                if self.closed:  # meanwhile, by another thread
+                    found.close()
+                elif self._limits != given:
+                    found.set_limits(**self._limits)
+        except errors.ConfigError as error:
+            may_try = False
+            log.warning("the prefetcher goes on past the cache: %s", str(error))
+        except errors.CacheFault as error:
+            log.warning("the limits of the prefetcher are not set: %s", str(error))
+        finally:
+            if may_try:
+                self._turn.give_back()
 
     def _read(self, key: str) -> Any:
         return self.source[key]

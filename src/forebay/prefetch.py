@@ -8,8 +8,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import xxhash
@@ -35,6 +36,7 @@ T = TypeVar("T")
 
 STORES = ("raw", "decoded")
 SESSIONS = "sessions"
+_NONE: Mapping[str, int] = MappingProxyType({})
 _PICKLE = codecs.codec("pickle")
 
 
@@ -299,15 +301,15 @@ class _Again:
     source: Any
     how: dict[str, Any]
 
-    def __call__(self) -> Prefetcher[Any] | None:
-        origin, how = self.home._origin, self.how
+    def __call__(self, limits: Mapping[str, int] = _NONE) -> Prefetcher[Any] | None:
+        origin, how = self.home._origin, {**self.how, **limits}
         store = origin.current()
         if not isinstance(store, Store):
             return None
         try:
             store.space(how["name"], policy=how["policy"], quota=how["budget"], max_count=how["max_count"])
             return Prefetcher(origin, self.home, self.source, how)
-        except errors.WriterBusy as error:
+        except (errors.CacheFault, errors.WaitTimeout) as error:
             origin.fall_back(error, f"the prefetcher {how['name']!r}")
             return None
 

@@ -396,18 +396,30 @@ class _LatePack(NoPack):
 
     def __init__(self, length: int, find_pack: Callable[[], Pack | NoPack | None], fingerprint: str | bytes | None) -> None:
         super().__init__(length)
-        self._find_pack, self.fingerprint, self._backoff = find_pack, fingerprint, waits.Backoff()
+        self._find_pack, self.fingerprint, self._turn = find_pack, fingerprint, waits.Turn()
         self.comes: Callable[[], Callable[[Pack], None] | None] = lambda: None
 
     def has(self, slot: int) -> bool:
         super().has(slot)
-        if self._backoff.is_due():
+        if self._turn.take():
+            self._look()
+        return False
+
+    def _look(self) -> None:
+        may_try = True
+        try:
             with waits.patience(0):
                 found = self._find_pack()
             attach = self.comes()
             if isinstance(found, Pack) and attach is not None:
                 attach(found)
-        return False
+                may_try = False
+        except errors.ConfigError as error:  # somebody made another array of this name meanwhile: no get of the loop fails for that
+            may_try = False
+            log.warning("nothing is found in this array, and nothing kept: %s", str(error))
+        finally:
+            if may_try:
+                self._turn.give_back()
 
 
 def _arrive(home: Any, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:

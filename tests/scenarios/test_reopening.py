@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import pickle
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import forebay
+from forebay import errors, opening, prefetch
 from forebay._engine.passthrough import PassThrough
+from forebay._engine.store import Store
 from forebay._kernel import host, waits
+from forebay.origin import Origin
 from forebay.testing import ScriptedServer
+from tests.harness import HANG, in_child
 
 BODY = b"body" * 30_000
 
@@ -123,3 +129,147 @@ def test_a_cache_that_is_switched_off_stays_so(tmp_path: Path, disk: Disk) -> No
         assert not cache.put("k", b"v")
         assert cache.get("k") is None
         assert not (tmp_path / "root").exists()
+
+
+@contextlib.contextmanager
+def passing(root: Path, disk: Disk) -> Iterator[forebay.Cache]:
+    with forebay.Cache(root, budget=64 << 20, min_free=0) as cache:
+        assert isinstance(cache._store, PassThrough)
+        disk.full = False
+        yield cache
+
+
+def test_a_try_that_was_interrupted_is_made_again(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    with passing(tmp_path / "root", disk) as cache:
+        for error in (KeyboardInterrupt(), errors.ConfigError("the root makes no sense now"), OSError(errno.EIO, "no")):
+            with monkeypatch.context() as broken:
+                broken.setattr(opening, "_open", raising(error))
+                with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else contextlib.nullcontext():
+                    assert not cache.put("k", b"v")
+        assert cache.put("k", b"v")
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return call
+
+
+def test_a_child_that_is_forked_while_its_parent_tries_tries_itself(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, go, known = threading.Event(), threading.Event(), opening._open
+
+    def slow(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            go.wait(HANG)
+        return known(*args)
+
+    monkeypatch.setattr(opening, "_open", slow)
+    with passing(tmp_path / "root", disk) as cache:
+        thread = threading.Thread(target=cache.put, args=("mine", b"v"))
+        thread.start()
+        assert entered.wait(HANG)
+        assert not cache.put("k", b"v"), "one thread tries at a time"
+        assert in_child(lambda: cache.put("k", b"of the child"))
+        go.set()
+        thread.join()
+        assert cache.get("k") == b"of the child"
+
+
+def test_spaces_that_cannot_be_made_yet_are_made_by_a_later_call(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    with passing(tmp_path / "root", disk) as cache:
+        disk.full = True
+        assert isinstance(cache._store, PassThrough)
+        some = [cache.space(name, quota=1 << 20) for name in ("a", "b")]
+        cache.space("c", policy="nonsense")
+        disk.full = False
+        with monkeypatch.context() as broken:
+            broken.setattr(Store, "_make_space", raising(errors.NoSpace("no", key="", need=1, free=0, budget=0)))
+            assert cache.get("k") is None
+            assert isinstance(cache._store, Store)
+        for space in some:
+            assert space.put("k", bytes(1 << 16))
+            assert not space.put("large", bytes(2 << 20)), "above its quota"
+
+
+def test_a_space_that_is_asked_for_while_another_thread_opens(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1 sees no store / P2 opens it, and finds no space noted / P1 notes its space."""
+    with passing(tmp_path / "root", disk) as cache:
+        origin, known = cache._origin, Origin.current
+        looks: list[int] = []
+
+        def late(self: Origin) -> Any:
+            looks.append(1)
+            if len(looks) > 1:
+                return known(self)
+            before = self.store
+            assert isinstance(known(self), Store)
+            return before
+
+        with monkeypatch.context() as slow:
+            slow.setattr(Origin, "current", late)
+            origin.open_space("a", quota=1 << 20)
+        assert origin.unset_spaces == {}
+        assert not cache.space("a").put("large", bytes(2 << 20))
+
+
+def test_a_prefetcher_that_cannot_be_opened_yet_reads_past_the_cache(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.full = True
+    with forebay.Cache(tmp_path / "root", budget=64 << 20, min_free=0) as cache:
+        pool = cache.prefetcher(Source())
+        pool.set_limits(max_count=1)
+        disk.full = False
+        for error in (errors.NoSpace("no", key="", need=1, free=0, budget=0), errors.WaitTimeout.of("it", 1.0, "me")):
+            with monkeypatch.context() as broken:
+                broken.setattr(Store, "space", raising(error))
+                assert pool.get_lazy("a").get() == b"item"
+        assert [pool.get_lazy(key).get() for key in "ab"] == [b"item", b"item"]
+        assert isinstance(cache._store, Store)
+        assert cache._store.space("prefetch").max_count == 1
+        pool.close()
+
+
+def test_a_prefetcher_is_opened_by_one_thread() -> None:
+    """P1 opens / P2 wants an item, and P3 closes / P1 has it: it is closed."""
+    entered, go = threading.Event(), threading.Event()
+    opened: list[Opened] = []
+
+    class Opened(Source):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    def again(limits: object) -> Any:
+        opened.append(Opened())
+        entered.set()
+        go.wait(HANG)
+        return opened[-1]
+
+    pool: Any = prefetch.PassThrough(Source(), again=again)
+    pool._turn._backoff._at = 0.0
+    thread = threading.Thread(target=pool._look)
+    thread.start()
+    assert entered.wait(HANG)
+    pool._turn._backoff._at = 0.0
+    assert pool.get_lazy("a").get() == b"item"
+    pool.close()
+    go.set()
+    thread.join()
+    assert [one.closed for one in opened] == [True]
+
+
+def test_what_makes_no_sense_by_now_is_told_once(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    disk.full = True
+    with forebay.Cache(tmp_path / "root", budget=64 << 20, min_free=0) as cache:
+        samples, pool = cache.samples("x", 10), cache.prefetcher(Source(), policy="nonsense")
+        disk.full = False
+        with forebay.Cache(tmp_path / "root") as other, other.samples("x", 20):
+            caplog.clear()
+            for _ in range(3):
+                assert samples.get(0) is None
+                assert not samples.put(0, b"v")
+                assert pool.get_lazy("a").get() == b"item"
+        for words in ("nothing is found in this array", "the prefetcher goes on past the cache"):
+            assert len([1 for record in caplog.records if words in record.message]) == 1

@@ -49,10 +49,11 @@ class Ahead(Engine):
         return found
 
     def open_space(self, name: str, policy: str | None = None, quota: int | None = None, max_count: int | None = None) -> None:
-        """`space`, for who may read at once and write later: where the catalog is busy, the next call that writes to the space makes it."""
+        """`space`, for who may read at once and write later: where the catalog is busy, or cannot be written to for another reason, the
+        next call that writes to the space makes it."""
         try:
             self.space(name, policy=policy, quota=quota, max_count=max_count)
-        except errors.WriterBusy as error:
+        except errors.CacheFault as error:
             self._unset_spaces[name] = policy, quota, max_count
             log.warning("the space %s is not set up yet, and will be by a later call: %s", name, str(error))
 

@@ -134,6 +134,28 @@ class Backoff:
         return True
 
 
+class Turn:
+    """Who tries again what failed, and when: after a `Backoff`, of all threads of a process one at a time, and nobody waits. A forked child
+    has a turn of its own: the thread that had its parent's is not there."""
+
+    def __init__(self) -> None:
+        self._backoff = Backoff()
+        self._free: dict[int, list[bool]] = {}  # by process; popped by the thread that tries: one step
+
+    def take(self) -> bool:
+        """Whether this thread is to try now. Then nobody else does, until it gives the turn back: after what went well, never."""
+        if not self._backoff.is_due():
+            return False
+        try:
+            return self._free.setdefault(os.getpid(), [True]).pop()
+        except IndexError:
+            return False
+
+    def give_back(self) -> None:
+        """It failed."""
+        self._free.setdefault(os.getpid(), []).append(True)
+
+
 class Wait:
     """One wait: how long it has taken, and when it speaks. ``timeout``, ``say_after``: in seconds. ``by``: between what is waited for and
     who has it. It takes no longer than the `patience` that is left."""
