@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay import _config
-from forebay._config import Settings, default_root, format_age, format_size, parse_age, parse_flag, parse_size
+from forebay._config import Settings, default_root, format_age, format_size, parse_age, parse_budget, parse_flag, parse_size
 from forebay.errors import ConfigError
 
 
@@ -159,3 +159,11 @@ def test_the_network_is_asked_of_the_nearest_directory_that_exists(tmp_path: Pat
 
     default_root(is_network=note, environ={"HOME": str(tmp_path)})
     assert asked == [tmp_path]
+
+
+def test_a_share_that_is_hardly_anything_is_no_budget() -> None:
+    assert parse_budget("1%", total=80 << 30) == (80 << 30) // 100
+    assert parse_budget("50%", total=100 << 20) == 50 << 20  # a small disk
+    for text in ("0.0001%", "0%"):
+        with pytest.raises(ConfigError, match="hardly meant"):
+            parse_budget(text, total=80 << 30)

@@ -66,14 +66,16 @@ def parse_size(value: int | str, *, total: int | None = None, name: str = "size"
 
 
 def parse_budget(value: int | str, *, total: int | None = None, name: str = "budget") -> int:
-    """The bytes of a root's budget: as `parse_size` reads them, but text needs a unit and means at least `LEAST_BUDGET`.
+    """The bytes of a root's budget: as `parse_size` reads them, but text needs a unit and means at least `LEAST_BUDGET`; a share of a
+    small disk at least a hundredth of it.
 
     ``"500"``, where 500 GB were meant, would empty the cache of every process. Raises `ConfigError`."""
     size = parse_size(value, total=total, name=name)
-    if isinstance(value, str) and not value.strip().endswith("%"):
-        if not value.strip()[-1].isalpha():
-            raise _wrong(name, value, f'a budget needs a unit: say "{value.strip()}GB" if that is meant')
-        if size < LEAST_BUDGET:
+    if isinstance(value, str):
+        text = value.strip()
+        if not text.endswith("%") and not text[-1].isalpha():
+            raise _wrong(name, value, f'a budget needs a unit: say "{text}GB" if that is meant')
+        if size < (min(LEAST_BUDGET, (total or 0) // 100) if text.endswith("%") else LEAST_BUDGET):
             raise _wrong(name, value, f"less than 64 MiB is hardly meant: if it is, Cache(budget={size}) takes it as an int")
     return size
 

@@ -42,7 +42,8 @@ class Upkeep:
         return Entries(self._store, space)
 
     def entry(self, name: Name) -> Entry | None:
-        """One entry by its name: a URL, ``space:key``, or a key of `Cache.put`. Raises `Ambiguous` where a name means several."""
+        """One entry by its name: a URL, ``space:key``, or a key of `Cache.put`, which is called ``values:key`` in full. What a space has
+        under ``space:key`` comes before a key of `Cache.put` that reads so. Raises `Ambiguous` where a name means several."""
         place = self._find(name)
         found = self._store.entry(*place) if place is not None else None
         return _leased(self._store, found) if found is not None else None
@@ -188,6 +189,8 @@ class Upkeep:
                 return outright[0]
         urls = _places_of(text)
         meant = [place for place in ((space, key), next(filter(is_kept, urls), urls[-1]), (VALUES, text)) if is_kept(place)]
+        if colon and meant and meant[0] == (space, key) and meant[-1] == (VALUES, text):
+            meant.pop()  # which `values:` names; the other has no name but this
         if len(set(meant)) > 1:
             raise errors.Ambiguous.of(_text(name), [f"{space}:{key}" for space, key in dict.fromkeys(meant)])
         return meant[0] if meant else None

@@ -212,7 +212,12 @@ def _budget(budget: int, disk: int) -> Iterator[Finding]:
     elif budget > disk:
         yield Finding("budget", "slow", f"{format_size(budget)} is more than the disk of {format_size(disk)} has", how)
     said = Settings.with_faults()[0].budget
-    if said is not None and (wanted := parse_budget(said, total=disk)) != budget:
+    try:
+        wanted = budget if said is None else parse_budget(said, total=disk, name="FOREBAY_BUDGET")
+    except errors.ConfigError as error:  # a share that makes no sense of this disk
+        yield Finding("budget", "wrong", str(error), "until then no job can open the cache")
+        return
+    if wanted != budget:
         found = f"FOREBAY_BUDGET={said} is {format_size(wanted)}, the cache has {format_size(budget)}"
         yield Finding("budget", "ok", found, "the next job with this variable sets it for everybody; a lower one evicts at once")
 
