@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay import Cache, errors
+from forebay import Cache, errors, remote
 from forebay.errors import ConfigError, RootRefused
+from forebay.listing import _Listing
 from forebay.testing import ScriptedServer
 
 SUM = "0" * 64
@@ -164,3 +165,36 @@ def test_what_a_read_only_root_cannot_do_is_told_as_such(tmp_path: Path) -> None
             cache.pin("a")
         assert found.value.path == str(tmp_path / "root")
         assert pickle.loads(pickle.dumps(found.value)).path == found.value.path
+
+
+SIGNED = "token=SIKRIT"
+
+
+def test_what_is_told_of_progress_holds_no_secret(cache: Cache, tmp_path: Path) -> None:
+    told: list[str] = []
+    with ScriptedServer() as server:
+        url = server.put("/d/", b"") + f"?{SIGNED}"
+        with pytest.raises(errors.ForebayError):
+            cache.directory(url, on_progress=lambda progress: told.append(progress.url))
+        cache.pull(server.put("/a", b"12345") + f"?{SIGNED}", on_progress=lambda progress: told.append(progress.url))
+    assert [url for url in told if "SIKRIT" in url] == []
+    assert remote.shown("/a/token=b") == "/a/token=b"
+    assert "SIKRIT" not in remote.shown("simplecache::s3://me:SIKRIT@bucket/a")
+    with Cache(tmp_path / "off", enabled=False) as off, ScriptedServer() as server:
+        report = off.warm([server.put("/a", b"12345") + f"?{SIGNED}"])
+        assert "SIKRIT" not in str(report.failed[0][1])
+
+
+def test_a_listing_is_gone_through_once() -> None:
+    class Listing(_Listing[int]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.passes += 1
+            return iter(range(3))
+
+    found = Listing()
+    for look in (lambda: found[0:2], lambda: found[-1], lambda: found == [0, 1, 2], lambda: list(iter(found))):
+        found.passes = 0
+        assert look()
+        assert found.passes == 1

@@ -50,6 +50,7 @@ ORDER = """
     _engine.pack codecs origin < arrays < samples < cache
     pfio_file < samples
     _engine.fill < reports < warming < cache
+    remote < warming
     origin reports spaces < upkeep < cache
     origin < listing < upkeep
     _engine.leases < _engine.census

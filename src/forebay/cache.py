@@ -158,7 +158,7 @@ class Cache(Upkeep):
         found = lease(self._origin, url, filesystem, include, exclude, ask)
         if on_progress is not None:
             size = sum(file.size for _, file in self._store.members(found.entry))
-            Teller(os.fspath(url), on_progress).say("done", size, size)
+            Teller(remote.shown(url), on_progress).say("done", size, size)
         part = {"include": include, "exclude": exclude, "filesystem": filesystem}
         how = {**part, "max_age": "forever", "timeout": timeout, "offline": offline, "force": force, "pin": pin}
         return found.reopened_by(open_again, *self.__reduce__(), "directory", url, how)
@@ -184,7 +184,7 @@ class Cache(Upkeep):
         self, url: str | os.PathLike[str], max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **how: Any
     ) -> Ask:  # fmt: skip
         self._check_open()
-        told = Teller(os.fspath(url), on_progress)
+        told = Teller(remote.shown(url), on_progress)
         return self._ask(max_age, refresh, on_wait=told.waiting, on_progress=told.fetching, **how)
 
     def pull(

@@ -230,7 +230,7 @@ class Checkpoint(metaclass=_Kind):
 
         def tell(state: str, done: int, total: int) -> None:
             if on_progress is not None:
-                on_progress(Progress(os.fspath(url), done, total, state))
+                on_progress(Progress(remote.shown(url), done, total, state))
 
         origin = origin_of(made.cache) if keep else made._origin
         done = uploading.push(origin, place_of(origin, *made._source), directory, delete=delete, keep=keep, tell=tell)

@@ -22,7 +22,8 @@ _FIELDS = attrgetter(*(field.name for field in fields(Entry)))
 
 
 class _Listing(Sequence[T]):
-    """A sequence that is read anew each time it is gone through. Counting and indexing go through it, too."""
+    """A sequence that is read anew each time it is gone through. Counting and indexing go through it, too. ``list(it)`` counts first, to
+    make room: ``list(iter(it))`` goes through it once."""
 
     def __iter__(self) -> Iterator[T]:
         raise NotImplementedError
@@ -42,10 +43,10 @@ class _Listing(Sequence[T]):
             for item in islice(self, index, None):
                 return item
             raise IndexError(f"there is no item {index}")
-        return list(self)[index]
+        return list(iter(self))[index]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+        return isinstance(other, Sequence) and list(iter(self)) == list(iter(other))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -132,7 +133,8 @@ class Entries(_Listing[Entry]):
 
 
 class Victims(_Listing[Victim]):
-    """What a plan for more entries than memory should hold would remove: what is there once it is gone through."""
+    """What a plan for more entries than memory should hold would remove: what is there once it is gone through. ``len`` goes through it,
+    and ``list(victims)`` asks for that first: ``list(iter(victims))`` is one pass."""
 
     def __init__(self, entries: Entries) -> None:
         self._entries = entries

@@ -59,7 +59,7 @@ class Stats:
 class Progress:
     """How far the fetch of one URL is. ``state``: ``waiting`` (for ``holder``, since ``waited`` seconds), ``fetching``, ``done`` or
     ``direct`` (there was no room: it is not kept); of an upload ``reading`` (what must be sent?), then ``sending``. ``done`` and
-    ``total`` in bytes; total None: not known."""
+    ``total`` in bytes; total None: not known. ``url``: without its secrets."""
 
     url: str
     done: int = 0

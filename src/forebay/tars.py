@@ -13,10 +13,14 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from forebay import errors
+from forebay._logs import logger
+from forebay._model import ObjectInfo
 from forebay.origin import Origin
-from forebay.places import Prefix, Reach, SourceInfo
+from forebay.places import Prefix, Reach, SourceInfo, is_name
 from forebay.remote import RemoteOptions
 from forebay.shards import Indexed, Shards
+
+log = logger("forebay.sources")
 
 AT_ONCE = 8
 """Shards whose indexes are made at once where all keys are wanted."""
@@ -152,12 +156,20 @@ class TarSource:
             found = [info for info in self._reach.list(self._prefix.folder) if info.url.endswith(".tar")]
             if not found:
                 raise errors.NotFound(f"{self.uri}: no .tar below it", url=self.uri)
-            infos = {self._prefix.name_of(info.url): info for info in found}
+            infos = self._named(self._prefix, found)
             urls = {name: self._prefix.join(name) for name in infos}
             for name, info in infos.items():
                 self._shards.learn(urls[name], info)
             self._layout = _Layout(self.uri, urls)
         return self._layout
+
+    def _named(self, prefix: Prefix, found: Sequence[ObjectInfo]) -> dict[str, ObjectInfo]:
+        """Shards by name. What is no name below the prefix is left out, and told once."""
+        infos = {prefix.name_of(info.url): info for info in found}
+        others = [name for name in infos if not is_name(name)]
+        if others:
+            log.warning("%s: %r is no name below it: such shards are left out", self.uri, others[0])
+        return {name: info for name, info in infos.items() if name not in others}
 
     def _url(self, shard: str) -> str:
         return self._laid_out().urls[shard]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from forebay import errors
+from forebay import errors, remote
 from forebay._model import Entry
 from forebay.reports import WarmReport
 
@@ -42,6 +42,7 @@ def _settle(url: str, future: Future[Entry | None], done: list[str], failed: lis
         failed.append((url, error))
         return
     if entry is None:
-        failed.append((url, errors.NoSpace(f"{url}: no room", key=url, need=0, free=0, budget=0)))
+        key = remote.shown(url)
+        failed.append((url, errors.NoSpace(f"{key}: no room", key=key, need=0, free=0, budget=0)))
     else:
         done.append(url)

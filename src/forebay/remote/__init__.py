@@ -18,6 +18,7 @@ from forebay.remote.base import Hosts as Hosts
 from forebay.remote.base import RemoteOptions as RemoteOptions
 from forebay.remote.base import reaching as reaching
 from forebay.remote.redaction import redacted as redacted
+from forebay.remote.redaction import shown as shown
 from forebay.remote.urls import canonical as canonical
 from forebay.remote.urls import hashed, scheme
 from forebay.remote.urls import is_url as is_url
