@@ -384,7 +384,8 @@ MUTANTS = (
     ),
     Mutant(
         6, "a damaged catalog is not made anew", "_engine/engine.py",
-        "                self.mend(error, mends)\n", "                raise\n",
+        "            except CatalogBroken as error:\n                self.mend(error, mends)\n",
+        "            except CatalogBroken:\n                raise\n",
         f"{FAULTS}test_two_processes_go_on_after_harm[catalog.sqlite-scribble]",
     ),
     Mutant(
@@ -436,14 +437,29 @@ MUTANTS = (
         f"{STRANGE}test_a_process_that_only_reads_goes_over_to_the_new_slots[False]",
     ),
     Mutant(
+        4, "the table of slots grows as far as its next slot says", "_engine/catalog/entries.py",
+        "        if type(noted) is not int or top > RECORDS + noted + free:\n", "        if type(noted) is not int:\n",
+        "tests/engine/test_forged_rows.py::test_a_slot_far_away_makes_no_gigabytes_of_slots[the next slot-False]",
+    ),
+    Mutant(
+        6, "a slot of the catalog is believed", "_engine/catalog/checked.py",
+        "        and rows.has_slot(row[6])\n", "        and row[6] >= 0\n",
+        "tests/engine/test_forged_rows.py::test_rows_of_one_forged_slot_are_set_aside_and_the_others_stay",
+    ),
+    Mutant(
+        6, "a total or a limit that is no number is believed", "_engine/catalog/spaces.py",
+        "    if not _NUMBERS.issuperset(map(type, row)):\n", "    if not row:\n",
+        "tests/engine/test_forged_rows.py::test_what_is_no_number_or_no_name_reaches_no_caller[a budget]",
+    ),
+    Mutant(
         6, "parts of two windows of the clock are one", "_engine/clock.py",
         "        return wall + skew\n", "        return wall + self.window[2]\n",
         "tests/engine/test_clock.py::test_a_step_that_another_thread_sees_between_two_lines_is_no_time_of_its_own",
     ),
     Mutant(
         6, "a lost part of the slots stays lost", "_engine/engine.py",
-        "                if self.root.read_only:\n                    raise\n                self.remake_slots()\n",
-        "                raise\n",
+        "                if self.root.read_only:\n                    raise\n                try:\n",
+        "                if self.root:\n                    raise\n                try:\n",
         f"{STRANGE}test_a_lost_part_of_the_slots_is_made_anew_of_the_catalog[001]",
     ),
     Mutant(

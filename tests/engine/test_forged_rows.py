@@ -17,7 +17,7 @@ import pytest
 import forebay
 from forebay import Cache
 from forebay._engine import census
-from forebay._engine.catalog import CatalogBroken, transactions
+from forebay._engine.catalog import CatalogBroken, people, transactions
 from forebay._engine.store import Store
 from forebay._model import ObjectInfo
 from tests.harness import KiB, MiB, assert_settled, in_child, opened
@@ -63,7 +63,6 @@ ROWS = {
     "a kind that is none": ("UPDATE entries SET kind = 'directory'",),
     "a slot that is none": ("UPDATE entries SET slot = 'first' WHERE key = 'k0'",),
     "a slot below 0": ("UPDATE entries SET slot = -7 WHERE key = 'k0'",),
-    "a slot far away": ("UPDATE entries SET slot = 1 << 50 WHERE key = 'k0'",),
     "a size that is none": ("UPDATE entries SET size = 'much'",),
     "a size below 0": ("UPDATE entries SET size = -1, charge = -5000000",),
     "an id below 0": ("UPDATE entries SET id = -id",),
@@ -191,6 +190,92 @@ def test_the_name_of_a_file_in_a_tree_leads_not_out_of_it(place: Path, name: str
         store.repair()
         assert store.check(deep=True) == []
     assert (place.parent / "outside" / "theirs").read_bytes() == b"theirs"
+
+
+FAR = {
+    "the next slot": ["UPDATE meta SET value = 65536 * 100 WHERE name = 'next_slot'"],
+    "the next slot, further": ["UPDATE meta SET value = (1 << 31) - 1 WHERE name = 'next_slot'"],
+    "a slot, and by it the next one": ["UPDATE entries SET slot = 65536 * 100 WHERE key = 'k0'"],
+    "a slot so far that there is none": ["UPDATE entries SET slot = 1 << 50 WHERE key = 'k0'"],
+    "a slot alone": ["DROP TRIGGER entry_moves", "UPDATE entries SET slot = 65536 * 100 WHERE key = 'k0'"],
+    "a slot of a removed entry": ["DROP TRIGGER entry_moves", "UPDATE entries SET slot = 65536 * 100, state = 2 WHERE key = 'k0'"],
+    "a free slot": ["INSERT INTO free_slots VALUES (65536 * 100)"],
+}
+
+
+@pytest.mark.parametrize("repair", [False, True])
+@pytest.mark.parametrize("what", FAR)
+def test_a_slot_far_away_makes_no_gigabytes_of_slots(place: Path, what: str, repair: bool) -> None:
+    in_child(lambda: _with(place, fill))
+    for sql in FAR[what]:
+        forge(place, sql)
+    with forebay.Cache(place) as cache:
+        store = cache._store
+        assert isinstance(store, Store)
+        if repair:
+            store.repair()
+        for number in range(6):
+            found = store.view("urls", f"k{number}")
+            assert found is None or bytes(found.view) == bytes([number]) * (300 * KiB)
+        for number in range(20):
+            assert cache.put(f"n{number}", bytes([number]) * (300 * KiB))
+            assert cache.get(f"n{number}") == bytes([number]) * (300 * KiB)
+        store.repair()
+        assert store.check(deep=True) == []
+    assert os.listdir(place / "slots") == ["000"]
+    in_child(lambda: assert_settled(place, BUDGET))
+
+
+def test_rows_of_one_forged_slot_are_set_aside_and_the_others_stay(place: Path) -> None:
+    in_child(lambda: _with(place, fill))
+    for sql in FAR["a slot alone"]:
+        forge(place, sql)
+    with opened(place, BUDGET) as store:
+        assert [store.view("urls", f"k{number}") is not None for number in range(6)] == [False] + [True] * 5
+
+
+NUMBERS = {
+    "a budget": "UPDATE meta SET value = 'abc' WHERE name = 'budget'",
+    "a limit that is bytes": "UPDATE meta SET value = x'00' WHERE name = 'min_free'",
+    "a number of entries": "INSERT INTO meta VALUES ('max_entries', 'many')",
+    "a quota": "UPDATE spaces SET quota = 'zz'",
+    "a number of entries of a space": "UPDATE spaces SET max_count = 'zz'",
+    "a policy": "UPDATE spaces SET policy = 'zz'",
+    "a policy that is bytes": "UPDATE spaces SET policy = x'00'",
+    "bytes of a space": "UPDATE spaces SET bytes = 'zz'",
+    "a wait": "INSERT INTO meta VALUES ('wait/zz/1', 'qq')",
+    "a wait for nothing": "INSERT INTO meta VALUES ('wait/1/1', 5)",
+    "a failure": "INSERT OR REPLACE INTO failures SELECT id, 'k1', 'not json', 1 FROM spaces",
+    "a failure that is none": "INSERT OR REPLACE INTO failures SELECT id, 'k1', '[5]', 1 FROM spaces",
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_what_is_no_number_or_no_name_reaches_no_caller(place: Path, what: str) -> None:
+    """Neither where it is met at opening nor later."""
+
+    def use(cache: forebay.Cache) -> None:
+        store = cache._store
+        assert isinstance(store, Store)
+        assert people.waits(store._catalog) == []
+        assert store.failure("urls", "k1", 0) is None
+        for number in range(20):
+            assert cache.put(f"n{number}", bytes([number]) * (300 * KiB))
+        assert cache.get("n19") == bytes([19]) * (300 * KiB)
+        assert cache.stats().budget == BUDGET
+        assert cache.entries()
+        store.repair()
+        assert store.check() == []
+
+    in_child(lambda: _with(place, fill))
+    with forebay.Cache(place) as cache:
+        cache.put("first", b"x")
+        cache.get("first")
+        forge(place, NUMBERS[what])
+        use(cache)
+    forge(place, NUMBERS[what])
+    with forebay.Cache(place) as cache:
+        use(cache)
 
 
 @pytest.mark.parametrize("name", ["next_id", "next_slot"])

@@ -188,6 +188,33 @@ def test_a_process_that_has_the_lost_slots_goes_over_to_the_new_ones(quick_path:
         os.close(fd)
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_what_lies_where_the_next_part_of_the_slots_will_be_is_no_obstacle(quick_path: Path, told: bool) -> None:
+    place = quick_path / "root"
+
+    def put(first: int, end: int) -> None:
+        few_slots()
+        with forebay.Cache(place, budget=BUDGET, min_free=0) as cache:
+            for n in range(first, end):
+                assert cache.put(f"k{n}", bytes([n]) * 100)
+                assert cache.get(f"k{n}") == bytes([n]) * 100
+
+    def mend() -> None:
+        few_slots()
+        with forebay.Cache(place) as cache:
+            assert [problem.kind for problem in cache.check()] == ["slots"]
+            assert [problem.kind for problem in cache.repair()][:1] == ["slots"]
+            assert cache.check(deep=True) == []
+
+    in_child(lambda: put(0, 60))
+    (place / "slots" / "001").write_text("junk")
+    if told:
+        in_child(mend)
+    in_child(lambda: put(60, 130))
+    assert sorted(os.listdir(place / "slots")) == ["000", "001", "002"]
+    assert_settled(place, BUDGET)
+
+
 @pytest.mark.parametrize("read_only", [False, True])
 def test_a_process_that_only_reads_goes_over_to_the_new_slots(quick_path: Path, read_only: bool) -> None:
     """P1 remembers what it read / the table is deleted / P2 makes it anew, and replaces that / P1 reads on, and never writes."""

@@ -32,7 +32,7 @@ def check(root: Root, catalog: Catalog, slots: Slots, *, deep: bool = False) -> 
     Rows are read in pages, names a directory at a time, while others work. What is on its way in or out has a name or a row alone: what
     seems to be wrong is looked at again under the writer lock, where nothing is between the two."""
     with catalog.still():
-        lost = [root.slots_dir / f"{chunk:03d}" for chunk in range(chunks_of(catalog)) if not slots.is_whole(chunk)]
+        lost = [root.slots_dir / f"{chunk:03d}" for chunk in chunks_of(catalog, slots) if not slots.is_whole(chunk)]
     if lost:
         return [Problem("slots", str(path), "a part of the table of slots is lost or damaged") for path in lost]
     found = [*_check_rows(catalog, slots), *_check_strays(root, catalog, slots)]
@@ -42,9 +42,10 @@ def check(root: Root, catalog: Catalog, slots: Slots, *, deep: bool = False) -> 
     return [*found, *(Problem("row", row, "it holds what no row of ours would") for row in catalog.doubted)]
 
 
-def chunks_of(catalog: Catalog) -> int:
-    """How many chunks the table of slots has."""
-    return max(int(spaces.setting(catalog, "next_slot") or 0) - 1, 0) // RECORDS + 1
+def chunks_of(catalog: Catalog, slots: Slots) -> range:
+    """The chunks that the table of slots has, and the next one if anything lies in its place."""
+    count = max(entries.top_slot(catalog) - 1, 0) // RECORDS + 1
+    return range(count + slots.is_there(count))
 
 
 def _check_rows(catalog: Catalog, slots: Slots) -> Iterator[Problem]:
@@ -56,7 +57,7 @@ def _check_rows(catalog: Catalog, slots: Slots) -> Iterator[Problem]:
     )
     if taken + free != (top or 0):
         yield Problem("slot", "the table", f"{top} were given out, but {taken} are taken and {free} free")
-    for low, high in _ranges(catalog, "entries"):
+    for low, high in entries.ranges(catalog, "entries"):
         checked.files(catalog, catalog.all("SELECT id, slot, kind, suffix, key FROM entries WHERE id > ? AND id <= ?", low, high), "iskxt")
         both = "SELECT slot FROM entries WHERE id > ? AND id <= ? AND slot IN (SELECT slot FROM free_slots)"
         for (slot,) in catalog.all(both, low, high):
@@ -65,7 +66,7 @@ def _check_rows(catalog: Catalog, slots: Slots) -> Iterator[Problem]:
             "SELECT key FROM entries WHERE id > ? AND id <= ? AND kind = 'value' AND id NOT IN (SELECT id FROM payloads)", low, high
         ):
             yield Problem("payload", str(key), "a row and its payload are not both there")
-    for low, high in _ranges(catalog, "payloads"):
+    for low, high in entries.ranges(catalog, "payloads"):
         for (id,) in catalog.all("SELECT id FROM payloads WHERE id > ? AND id <= ? AND id NOT IN (SELECT id FROM entries)", low, high):
             yield Problem("payload", f"payload {id}", "a row and its payload are not both there")
     yield from _check_links(catalog)
@@ -81,17 +82,6 @@ def _check_links(catalog: Catalog) -> Iterator[Problem]:
             if not both:
                 yield Problem("link", name, f"tree {tree:x} or its file {member:x} has no entry")
         after = page[-1][:2]
-
-
-def _ranges(catalog: Catalog, table: str) -> Iterator[tuple[int, int]]:
-    """The ids of a table in portions: (from behind, to)."""
-    low = -1 << 63
-    while True:
-        (high,) = catalog.one(f"SELECT max(id) FROM (SELECT id FROM {table} WHERE id > ? ORDER BY id LIMIT ?)", low, AT_ONCE)
-        if high is None:
-            return
-        yield low, high
-        low = high
 
 
 def _check_strays(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Problem]:
@@ -146,14 +136,21 @@ def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
             yield Problem("total", key, f"{size:,} bytes are noted, and its index and segments take {index + charged.get(id, 0):,}", key)
 
 
-def _check_totals(catalog: Catalog) -> Iterator[Problem]:
-    sums = catalog.all(
-        "SELECT s.name, s.bytes, s.charge, s.inline, s.entries, coalesce(sum(e.size * (e.state = 0)), 0), coalesce(sum(e.charge), 0),"
-        " coalesce(sum(e.charge * (e.kind = 'value')), 0), count(e.id) FROM spaces s LEFT JOIN entries e ON e.space = s.id GROUP BY s.id"
-    )
-    for name, *numbers in sums:
-        if numbers[:4] != numbers[4:]:
-            yield Problem("total", name, f"bytes, charge, inline and entries are noted as {numbers[:4]}, and add up to {numbers[4:]}")
+def _check_totals(catalog: Catalog) -> list[Problem]:
+    """What differs while others write is looked at once more while nobody does."""
+    if not _uneven(catalog):
+        return []
+    with catalog.still():
+        return _uneven(catalog)
+
+
+def _uneven(catalog: Catalog) -> list[Problem]:
+    noted, found = catalog.all("SELECT id, name, bytes, charge, inline, entries FROM spaces"), spaces.sums(catalog)
+    return [
+        Problem("total", name, f"bytes, charge, inline and entries are noted as {numbers}, and add up to {there}")
+        for id, name, *numbers in noted
+        if numbers != (there := list(found.get(id, (0, 0, 0, 0))))
+    ]
 
 
 def _check_files(root: Root, catalog: Catalog, deep: bool) -> Iterator[Problem]:
@@ -162,7 +159,7 @@ def _check_files(root: Root, catalog: Catalog, deep: bool) -> Iterator[Problem]:
         path = root.blob(id, suffix)
         if kind == "blob" and state != DOOMED and not _is_there(root, path):
             yield from _check_lost(root, catalog, id, path, "", "file")
-    for low, high in _ranges(catalog, "entries"):
+    for low, high in entries.ranges(catalog, "entries"):
         for entry in entries.between(catalog, low, high, values=deep):
             yield from _check_entry(root, catalog, entry, deep)
 

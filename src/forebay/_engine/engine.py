@@ -74,8 +74,10 @@ def mending(call: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P],
             except SlotsBroken:
                 if self.root.read_only:
                     raise
-                self.remake_slots()
-                continue
+                try:
+                    self.remake_slots()
+                except CatalogBroken as error:  # it knows of more slots than it has entries
+                    self.mend(error, mends)
             except CatalogBroken as error:
                 self.mend(error, mends)
             except FileNotFoundError as error:  # of a lock file, such as the first one that is asked for
@@ -217,7 +219,7 @@ class Engine:
     def remake_slots(self) -> None:
         """Make what is lost or damaged of the table of slots anew, of the catalog."""
         with self._catalog.writer(), faults(str(self.root.slots_dir)):
-            for chunk in range(check.chunks_of(self._catalog)):
+            for chunk in check.chunks_of(self._catalog, self._slots):
                 if self._slots.is_whole(chunk):
                     continue
                 live = entries.living_in(self._catalog, chunk * RECORDS, (chunk + 1) * RECORDS)

@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from forebay._engine.catalog import Catalog, entries, spaces
+from forebay._engine.catalog import Catalog, entries
+from forebay._engine.catalog.transactions import next_slot
 from forebay._engine.slots import Slots
 
 PICKED = 4096
@@ -164,7 +165,7 @@ class Ranking:
     def _go_on(self, scope: Scope, picked: _Picked, stripes: int, wanted: int) -> bool:
         """Look at some more stripes; whether those were the last ones, and what was found is installed. Caller: holds `_looking`."""
         if picked.look is None:
-            top = int(spaces.setting(self._catalog, "next_slot") or 0)
+            top = next_slot(self._catalog)
             wanted = max(wanted, 2 * LOOK_EVERY * top // STRIPE)  # enough until the next look is through
             picked.look = _Look(self._slots, scope, top, wanted, picked.spared)
         for _ in range(min(stripes, picked.look.left)):

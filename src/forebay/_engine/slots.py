@@ -61,6 +61,10 @@ class Slots:
             self._root.install(self._path(chunk), self._fill)
             self._words(chunk)
 
+    def is_there(self, chunk: int) -> bool:
+        """Whether anything has the name of this chunk."""
+        return os.path.lexists(self._path(chunk))
+
     def is_whole(self, chunk: int) -> bool:
         """Whether this chunk is there, and this root's."""
         try:

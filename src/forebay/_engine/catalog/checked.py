@@ -51,7 +51,7 @@ def entry(rows: Rows, row: Sequence[Any]) -> Entry | None:
         and row[3] in KINDS
         and row[4] >= 0
         and row[5] >= 0
-        and 0 <= row[6] < SLOTS
+        and rows.has_slot(row[6])
         and (not row[12] or _SUFFIX(row[12]))
     ):
         return Entry(*row)
@@ -67,13 +67,16 @@ def entries(rows: Rows, several: Iterable[Sequence[Any]]) -> list[Entry]:
 def files(rows: Rows, several: Sequence[Sequence[Any]], shape: str) -> list[Any]:
     """Rows of entries that begin with an id, as ``shape`` says for each column:
     ``i`` a number, ``s`` a slot, ``t`` a text, ``k`` a kind, ``r`` a real number, ``x`` a suffix."""
-    columns = zip(*several, strict=True)
-    if all(_COLUMNS[letter](column) for letter, column in zip(shape, columns, strict=bool(several))):
+    if not several:
+        return []
+    columns, slot = list(zip(*several, strict=True)), shape.find("s")
+    sound = all(_COLUMNS[letter](column) for letter, column in zip(shape, columns, strict=True))
+    if sound and (slot < 0 or rows.has_slot(max(columns[slot]))):
         return list(several)
     tests = [(at, _TESTS[letter]) for at, letter in enumerate(shape)]
     found = []
     for row in several:
-        if all(test(row[at]) for at, test in tests):
+        if all(test(row[at]) for at, test in tests) and (slot < 0 or rows.has_slot(row[slot])):
             found.append(row)
         else:
             rows.doubt("entries", (row[0],), f"the row {row[0]}")

@@ -292,6 +292,10 @@ class Catalog:
         """See `Rows.doubt`."""
         self._doubts.note(table, key, what)
 
+    def has_slot(self, slot: int) -> bool:
+        """See `Rows.has_slot`."""
+        return self._doubts.has_slot(self, slot)
+
     def writer(self, timeout: float | None = None) -> Holding:
         """The writer lock, alone: of all threads and processes one holds it. Raises `WriterBusy` where it cannot be had: see
         `Writer.holding`."""

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
-from forebay._engine.catalog.schema import DOOMED, LIVE, SUPERSEDED
-from forebay._engine.catalog.transactions import SLOTS
+from forebay._engine.catalog.schema import COUNT_SLOTS, DOOMED, LIVE, SUPERSEDED
+from forebay._engine.catalog.transactions import SLOTS, next_slot, number_below
+from forebay._engine.slots import RECORDS
 from forebay._model import Entry
 
 T = TypeVar("T")
@@ -17,7 +18,7 @@ _COLUMNS = "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e
 _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
 _INSERT = "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _INSERT_DATA = "INSERT INTO payloads VALUES (?, ?)"
-_AT_ONCE = 16
+_AT_ONCE, _PAGE = 16, 2048
 _SIXTEEN = ", ".join("?" * _AT_ONCE)
 _FIND_MANY = f"{_FROM} WHERE e.space = ? AND e.state = {LIVE} AND e.key IN ({_SIXTEEN})"
 _DOOM = (
@@ -147,22 +148,59 @@ def has_any(rows: Rows, space: int, prefix: str) -> bool:
 
 def living_in(rows: Rows, first: int, end: int) -> list[tuple[int, int, int]]:
     """Slot, id and space of the live entries whose slots are in this range."""
-    return rows.all(f"SELECT slot, id, space FROM entries WHERE state = {LIVE} AND slot >= ? AND slot < ?", first, end)
+    found = rows.all(f"SELECT id, slot, space FROM entries WHERE state = {LIVE} AND slot >= ? AND slot < ?", first, end)
+    return [(slot, id, space) for id, slot, space in checked.files(rows, found, "isi")]
+
+
+def top_slot(rows: Rows) -> int:
+    """All slots that were given out lie below. Raises `CatalogBroken` where it is far above what is taken and free: the table would be
+    made larger and larger for nobody. Counts rows."""
+    top = next_slot(rows)
+    if top > RECORDS + rows.one(COUNT_SLOTS)[0]:
+        raise CatalogBroken(f"the catalog is damaged: next_slot is {top}, and there are far fewer slots", damaged=True)
+    return top
+
+
+def ranges(rows: Rows, table: str) -> Iterator[tuple[int, int]]:
+    """The ids of a table in portions: (from behind, to)."""
+    low = -1 << 63
+    while True:
+        (high,) = rows.one(f"SELECT max(id) FROM (SELECT id FROM {table} WHERE id > ? ORDER BY id LIMIT ?)", low, _PAGE)
+        if high is None:
+            return
+        yield low, high
+        low = high
 
 
 def free_slot(txn: Txn) -> int:
     """One that was given back, else a new one: free until an entry is inserted with it, or moved to it."""
     freed, new = txn.one("SELECT (SELECT slot FROM free_slots LIMIT 1), (SELECT value FROM meta WHERE name = 'next_slot')")
-    return txn.known(new if freed is None else freed, "next_slot", SLOTS)
+    return _freed(txn, [freed])[0] if freed is not None else _new(txn, number_below(new, "next_slot", SLOTS), 0)
 
 
 def free_slots(txn: Txn, count: int) -> list[int]:
     """`free_slot`, for several entries."""
-    freed = [row[0] for row in txn.all("SELECT slot FROM free_slots LIMIT ?", count)]
+    freed = _freed(txn, [row[0] for row in txn.all("SELECT slot FROM free_slots LIMIT ?", count)])
     if len(freed) < count:
-        first = txn.known(txn.one("SELECT value FROM meta WHERE name = 'next_slot'")[0], "next_slot", SLOTS)
+        first = _new(txn, next_slot(txn), len(freed))
         freed += range(first, first + count - len(freed))
     return freed
+
+
+def _freed(txn: Txn, slots: list[int]) -> list[int]:
+    if slots and not (txn.has_slot(min(slots)) and txn.has_slot(max(slots))):
+        raise CatalogBroken(f"the catalog is damaged: there are free slots from {min(slots)} to {max(slots)}", damaged=True)
+    return slots
+
+
+def _new(txn: Txn, top: int, free: int) -> int:
+    """The first new slot, once it is seen that it follows those of the entries: the table grows by it. ``free``: all that are free."""
+    if not txn.is_proven(top + 1):
+        (noted,) = txn.one("SELECT sum(entries) FROM spaces")
+        if type(noted) is not int or top > RECORDS + noted + free:
+            top_slot(txn)
+        txn.prove(top)
+    return top
 
 
 def insert(txn: Txn, space: int, entry: Entry, data: bytes | memoryview | None = None) -> None:

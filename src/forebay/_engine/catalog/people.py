@@ -66,7 +66,17 @@ def by_id(rows: Rows, id: int) -> Owner | None:
 def failure(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | None:
     """The last failure of a key: when, and the error as `errors.to_wire` wrote it."""
     row = rows.one("SELECT at, error FROM failures WHERE space = ? AND key = ?", space, key)
-    return (row[0], json.loads(row[1])) if row else None
+    if row is None:
+        return None
+    at, text = row
+    try:
+        error = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        error = None
+    if not checked.is_number(at) or not isinstance(error, dict):
+        rows.doubt("failures", (space, key), f"the failure of {key!r}")
+        return None
+    return at, error
 
 
 def record_failure(txn: Txn, space: int, key: str, error: dict[str, Any], at: int) -> None:
@@ -87,9 +97,15 @@ def waits(rows: Rows) -> list[Wait]:
     """The nested waits that are noted, those of dead processes too."""
     found = []
     for name, value in rows.all("SELECT name, value FROM meta WHERE name > 'wait/' AND name < 'wait0'"):
-        _, owner, number = name.split("/")
-        wanted, *held = (int(keyhash, 16) for keyhash in value.split())
-        found.append(Wait(int(owner, 16), int(number, 16), frozenset(held), wanted))
+        try:
+            owner, number, wanted, *held = (int(word, 16) for word in (*name.split("/")[1:], *value.split()))
+        except (ValueError, TypeError, AttributeError):
+            owner = number = wanted = -1
+            held = []
+        if all(map(checked.is_number, (owner, number, wanted, *held))) and name.count("/") == 2:
+            found.append(Wait(owner, number, frozenset(held), wanted))
+        else:
+            rows.doubt("meta", (name,), f"the wait {name!r}")
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import sqlite3
 
+from forebay._engine.slots import RECORDS
+
 FORMAT = 2
 LIVE, SUPERSEDED, DOOMED = 0, 1, 2
 """States of an entry: served; replaced, its bytes go when the last lease does; being unlinked."""
@@ -86,12 +88,21 @@ def create(con: sqlite3.Connection, root_id: int) -> None:
     con.execute("COMMIT")
 
 
+COUNT_SLOTS = "SELECT (SELECT count(*) FROM entries) + (SELECT count(*) FROM free_slots)"
+
+
 def is_sane(con: sqlite3.Connection) -> bool:
-    """Whether the next id and the next slot can be told, and no slot is given twice."""
-    twice = (
-        "SELECT 1 FROM free_slots WHERE slot IN (SELECT slot FROM entries) UNION SELECT 1 FROM entries GROUP BY slot HAVING count(*) > 1"
-    )
-    if con.execute(f"{twice} LIMIT 1").fetchone():
-        return False
+    """Whether the next id, the next slot and the limits can be told, and no slot is given twice. In memory is a byte for each slot."""
     found = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('next_id', 'next_slot')").fetchall())
-    return all(type(found.get(name)) is int and 0 <= found[name] < end for name, end in (("next_id", 1 << 61), ("next_slot", 1 << 31)))
+    if not all(type(found.get(name)) is int and 0 <= found[name] < end for name, end in (("next_id", 1 << 61), ("next_slot", 1 << 31))):
+        return False
+    limits = "SELECT 1 FROM meta WHERE name IN ('budget', 'min_free', 'max_entries') AND typeof(value) NOT IN ('integer', 'real', 'null')"
+    if con.execute(limits).fetchone() or found["next_slot"] > RECORDS + con.execute(COUNT_SLOTS).fetchone()[0]:
+        return False
+    seen = bytearray((found["next_slot"] // RECORDS + 1) * RECORDS)
+    for (slot,) in con.execute("SELECT slot FROM free_slots UNION ALL SELECT slot FROM entries WHERE typeof(slot) = 'integer'"):
+        if 0 <= slot < len(seen):  # an entry elsewhere is set aside
+            if seen[slot]:
+                return False
+            seen[slot] = 1
+    return True

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from forebay._engine.catalog.connection import PAGE, Rows, Txn
+from forebay._engine.catalog import entries
+from forebay._engine.catalog.connection import PAGE, CatalogBroken, Rows, Txn
 from forebay._engine.catalog.schema import DOOMED, LIVE
+from forebay._engine.policy import Policy
 from forebay._engine.settings_file import Kept, SpaceLimits
 
 NEWEST = 1 << 62
@@ -82,6 +84,13 @@ SELECT coalesce(sum(charge), 0), (SELECT coalesce(sum(charge * granted), 0) FROM
     coalesce((SELECT value FROM meta WHERE name = 'budget'), 0)
 FROM spaces
 """
+_SUMS = f"""
+SELECT space, coalesce(sum(size * (state = {LIVE})), 0), coalesce(sum(charge), 0), coalesce(sum(charge * (kind = 'value')), 0), count(*)
+FROM entries WHERE id > ? AND id <= ? GROUP BY space
+"""
+_EMPTY = 0, 0, 0, 0
+_NUMBERS = frozenset((int, float, type(None)))
+_POLICIES = frozenset(map(str, Policy))
 _FROM = "SELECT id, name, kind, policy, quota, bytes, charge, entries, max_count FROM spaces"
 _SEEN = f"""
 SELECT id, name, kind, policy, quota, bytes, charge,
@@ -92,23 +101,41 @@ FROM spaces
 
 def find(rows: Rows, name: str) -> Space | None:
     row = rows.one(f"{_FROM} WHERE name = ?", name)
-    return Space(*row) if row else None
+    return _space(row) if row else None
 
 
 def by_id(rows: Rows, id: int) -> Space | None:
     row = rows.one(f"{_FROM} WHERE id = ?", id)
-    return Space(*row) if row else None
+    return _space(row) if row else None
+
+
+def _space(row: Sequence[Any]) -> Space:
+    """Raises `CatalogBroken` for one that none of ours is: without a space nothing can be said of its entries."""
+    found = Space(*row)
+    _numbers((found.id, found.quota, found.bytes, found.charge, found.entries, found.max_count))
+    words = found.name, found.kind, found.policy
+    if set(map(type, words)) != {str} or found.policy.lower() not in _POLICIES:
+        raise CatalogBroken(f"the catalog is damaged: the row of the space {found.name!r}", damaged=True)
+    return found
+
+
+def _numbers(row: Sequence[Any]) -> Sequence[Any]:
+    """What is to be added and compared. Raises `CatalogBroken` where that cannot be done."""
+    if not _NUMBERS.issuperset(map(type, row)):
+        raise CatalogBroken("the catalog is damaged: a total or a limit is no number", damaged=True)
+    return row
 
 
 def every(rows: Rows) -> list[Space]:
     """For people who look: ``entries`` counts live ones only."""
-    return [Space(*row) for row in rows.all(_SEEN)]
+    return [_space(row) for row in rows.all(_SEEN)]
 
 
 def live(rows: Rows, name: str) -> tuple[int, int]:
     """Bytes and number of the entries that one space serves; what was replaced or is being unlinked apart."""
     row = rows.one(f"SELECT bytes, entries FROM ({_SEEN} WHERE name = ?)", name)
-    return (row[0], row[1]) if row else (0, 0)
+    bytes, entries = _numbers(row) if row else (0, 0)
+    return bytes, entries
 
 
 def insert(txn: Txn, name: str, kind: str, policy: str, quota: int | None) -> None:
@@ -126,7 +153,7 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None, max_count
 def totals(txn: Rows, before: int | None = None, space: int = 0) -> Totals:
     """What is used now. ``before``: count only the pending reservations that are older than this one. Outside of a transaction its parts
     may be of different moments."""
-    row = txn.one(_TOTALS, space)
+    row = _numbers(txn.one(_TOTALS, space))
     charge, inline, rows, any_leaving, any_held, any_promised, pages, budget, min_free, max_entries, used, count, quota, max_count = row
     left, leaving, left_here = txn.one(_LEAVING, space) if any_leaving else (0, 0, 0)
     granted, pending, waiting = txn.one(_PROMISED, NEWEST if before is None else before) if any_promised else (0, 0, 0)
@@ -148,7 +175,7 @@ def uncharged(rows: Rows) -> int:
 
 def usage(rows: Rows) -> tuple[int, int, int]:
     """Bytes of all entries, bytes that are promised, and the budget: of one moment."""
-    charge, granted, budget = rows.one(_USAGE)
+    charge, granted, budget = _numbers(rows.one(_USAGE))
     return charge, granted, budget
 
 
@@ -163,11 +190,14 @@ def set_setting(txn: Txn, name: str, value: Any) -> None:
 
 def kept(rows: Rows) -> Kept:
     """What people set, as `settings_file` keeps it."""
-    limits = {name: setting(rows, name) for name in ("budget", "min_free", "max_entries")}
+    names = "budget", "min_free", "max_entries"
+    limits = dict(zip(names, _numbers([setting(rows, name) for name in names]), strict=True))
     special = rows.all(
         "SELECT name, kind, policy, quota, max_count FROM spaces WHERE policy != 'lru' OR quota IS NOT NULL OR max_count IS NOT NULL"
         " ORDER BY id"
     )
+    for row in special:
+        _numbers(row[3:])
     return Kept(**limits, spaces=tuple(SpaceLimits(*row) for row in special))
 
 
@@ -194,13 +224,36 @@ def recount(txn: Txn) -> None:
     txn.run("DELETE FROM payloads WHERE id NOT IN (SELECT id FROM entries)")
     txn.run("DELETE FROM entries WHERE kind = 'value' AND id NOT IN (SELECT id FROM payloads)")
     txn.run("DELETE FROM links WHERE tree NOT IN (SELECT id FROM entries) OR member NOT IN (SELECT id FROM entries)")
-    txn.run(
-        "UPDATE spaces SET (bytes, charge, inline, entries) = (SELECT coalesce(sum(size * (state = 0)), 0), coalesce(sum(charge), 0),"
-        " coalesce(sum(charge * (kind = 'value')), 0), count(id) FROM entries WHERE space = spaces.id)"
-    )
-    txn.run("DELETE FROM free_slots WHERE slot IN (SELECT slot FROM entries)")
-    top = int(setting(txn, "next_slot") or 0)
-    free = {row[0] for row in txn.all("SELECT slot FROM free_slots UNION ALL SELECT slot FROM entries")}
-    for slot in range(top):
-        if slot not in free:
-            txn.run("INSERT INTO free_slots VALUES (?)", slot)
+    found = sums(txn)
+    for (id,) in txn.all("SELECT id FROM spaces"):
+        txn.run("UPDATE spaces SET bytes = ?, charge = ?, inline = ?, entries = ? WHERE id = ?", *found.get(id, _EMPTY), id)
+    _recount_slots(txn)
+
+
+def sums(rows: Rows) -> dict[int, tuple[int, ...]]:
+    """By space: bytes, charge, inline and entries as the rows have them, a page of them at a time."""
+    found: dict[int, tuple[int, ...]] = {}
+    for low, high in entries.ranges(rows, "entries"):
+        for space, *more in rows.all(_SUMS, low, high):
+            found[space] = tuple(map(sum, zip(found.get(space, _EMPTY), more, strict=True)))
+    return found
+
+
+def _recount_slots(txn: Txn) -> None:
+    """Each slot below the next new one is taken or free. In memory is a byte for each."""
+    known = bytearray(entries.top_slot(txn))
+    for low, high in entries.ranges(txn, "entries"):
+        for (slot,) in txn.all("SELECT slot FROM entries WHERE id > ? AND id <= ? AND typeof(slot) = 'integer'", low, high):
+            if 0 <= slot < len(known):
+                known[slot] = 1
+    after = -1 << 63
+    while free := [row[0] for row in txn.all("SELECT slot FROM free_slots WHERE slot > ? ORDER BY slot LIMIT 2048", after)]:
+        txn.run_many("DELETE FROM free_slots WHERE slot = ?", [(slot,) for slot in free if not 0 <= slot < len(known) or known[slot]])
+        for slot in free:
+            if 0 <= slot < len(known):
+                known[slot] = 1
+        after = free[-1]
+    slot = known.find(0)
+    while slot >= 0:
+        txn.run("INSERT INTO free_slots VALUES (?)", slot)
+        slot = known.find(0, slot + 1)

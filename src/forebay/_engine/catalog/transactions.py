@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from forebay import errors
+from forebay._engine.slots import RECORDS
 from forebay._logs import logger
 
 log = logger("forebay.catalog")
@@ -18,6 +19,7 @@ KINDS = ("blob", "value", "tree", "pack", "session")
 NUMBERS, SLOTS = 1 << 62, 1 << 32
 """Ids and hashes of keys, and slots, lie below these."""
 _TOLD = 10_000
+_KEYS = {"segments": "pack IS ? AND number IS ?", "failures": "space IS ? AND key IS ?", "meta": "name IS ?"}  # of the others: their id
 # What a sound catalog in its own file never answers. `SQLITE_ERROR` is a table or a column that is not there, or a sum of numbers that
 # nobody wrote; a header of its own decides whether SQLite takes a file that may be written to for one that may only be read.
 _DAMAGE = {
@@ -51,6 +53,22 @@ class Rows(Protocol):
     def doubt(self, table: str, key: tuple[Any, ...], what: str) -> None:
         """A row holds what none of ours would: it is served to nobody, told once, and set aside by the next transaction."""
 
+    def has_slot(self, slot: int) -> bool:
+        """Whether an entry may live in this slot: none lives behind the chunk of the table that the next new one is in."""
+
+
+def number_below(value: Any, name: str, end: int) -> int:
+    """A number of the catalog's own, that must lie below ``end``. Raises `CatalogBroken`: nothing else could tell what is taken."""
+    if type(value) is not int or not 0 <= value < end:
+        raise CatalogBroken(f"the catalog is damaged: {name} is {value!r}", damaged=True)
+    return value
+
+
+def next_slot(rows: Rows) -> int:
+    """The first slot that was never given out."""
+    found = rows.one("SELECT value FROM meta WHERE name = 'next_slot'")
+    return number_below(found[0] if found else None, "next_slot", SLOTS)
+
 
 class Doubts:
     """Rows that cannot be ours, of which this process knows: so many at once; what is left out is met again. Its methods are single
@@ -59,6 +77,14 @@ class Doubts:
     def __init__(self) -> None:
         self.waiting: dict[tuple[str, tuple[Any, ...]], None] = {}
         self._told: set[tuple[str, tuple[Any, ...]]] = set()
+        self.slots_end = 0  # that there are slots up to here was seen; there may be more by now
+        self.slots_proven = 0  # and that they are not more than their entries need
+
+    def has_slot(self, rows: Rows, slot: int) -> bool:
+        """See `Rows.has_slot`. The catalog is asked once a chunk."""
+        if slot >= self.slots_end:
+            self.slots_end = (next_slot(rows) // RECORDS + 1) * RECORDS
+        return 0 <= slot < self.slots_end
 
     def note(self, table: str, key: tuple[Any, ...], what: str) -> None:
         row = table, key
@@ -145,15 +171,21 @@ class Txn:
     def take(self, name: str, count: int = 1) -> int:
         """The next number of a sequence in ``meta``: the last of ``count``."""
         self.run("UPDATE meta SET value = value + ? WHERE name = ?", count, name)  # with RETURNING it takes thrice as long
-        last = self.known(self.one("SELECT value FROM meta WHERE name = ?", name)[0], name, NUMBERS)
-        self.known(last - count, name, NUMBERS)
+        last = number_below(self.one("SELECT value FROM meta WHERE name = ?", name)[0], name, NUMBERS)
+        number_below(last - count, name, NUMBERS)
         return last
 
-    def known(self, value: Any, name: str, end: int) -> int:
-        """A number of the catalog's own, that must lie below ``end``. Raises `CatalogBroken`: nothing else could tell what is taken."""
-        if type(value) is not int or not 0 <= value < end:
-            raise CatalogBroken(f"the catalog is damaged: {name} is {value!r}", damaged=True)
-        return value
+    def has_slot(self, slot: int) -> bool:
+        """See `Rows.has_slot`."""
+        return self._doubts.has_slot(self, slot)
+
+    def is_proven(self, end: int) -> bool:
+        """Whether this process saw that there are not many more slots than entries, when the next one was in the chunk of ``end``."""
+        return end <= self._doubts.slots_proven
+
+    def prove(self, end: int) -> None:
+        """See `is_proven`."""
+        self._doubts.slots_proven = (end // RECORDS + 1) * RECORDS
 
     def doubt(self, table: str, key: tuple[Any, ...], what: str) -> None:
         """See `Rows.doubt`; set aside at once."""
@@ -166,10 +198,8 @@ class Txn:
             (table, key), _ = self._doubts.waiting.popitem()
             if table == "entries":
                 self._set_entry_aside(key[0])
-            elif table == "segments":
-                self.run("DELETE FROM segments WHERE pack IS ? AND number IS ?", *key)
             else:
-                self.run(f"DELETE FROM {table} WHERE id IS ?", *key)
+                self.run(f"DELETE FROM {table} WHERE {_KEYS.get(table, 'id IS ?')}", *key)
 
     def _set_entry_aside(self, id: Any) -> None:
         found = self.one("SELECT slot, space FROM entries WHERE id IS ?", id)
@@ -180,7 +210,7 @@ class Txn:
             f" checksum = x'', meta = '', created = 0.0, kind = CASE WHEN kind IN {KINDS} THEN kind ELSE 'blob' END WHERE id IS ?", id,
         )  # fmt: skip
         slot, space = found
-        if type(slot) is int and 0 <= slot < SLOTS and 0 < id < NUMBERS:
+        if type(slot) is int and self.has_slot(slot) and 0 < id < NUMBERS:
             self.leftovers = True
             return
         (trigger,) = self.one("SELECT sql FROM sqlite_master WHERE type = 'trigger' AND name = 'entry_goes'")

@@ -1,0 +1,70 @@
+"""A check and a repair of many rows: a page of them at a time, while others work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forebay._engine.catalog import Rows, schema, spaces
+from forebay._model import Victim
+from tests.harness import MiB, opened
+
+
+@pytest.fixture
+def place(quick_path: Path) -> Path:
+    return quick_path / "root"
+
+
+def test_a_check_and_a_repair_have_a_page_of_rows_in_memory(place: Path) -> None:
+    """No statement sorts or collects all rows: SQLite would do that in memory, since a read that takes long keeps the log from starting
+    again."""
+    with opened(place, 8 * MiB) as store:
+        said: list[str] = []
+        store.put("v", "k", b"x")
+        con = store._catalog._con
+        assert con is not None
+        con.set_trace_callback(said.append)
+        assert store.check() == []
+        with store._catalog.write() as txn:
+            spaces.recount(txn)
+        assert schema.is_sane(con)
+        con.set_trace_callback(None)
+        for sql in {sql for sql in said if sql.startswith(("SELECT", "DELETE", "UPDATE", "INSERT"))}:
+            plan = [row[-1] for row in con.execute(f"EXPLAIN QUERY PLAN {sql}")]
+            if " > " not in sql:  # of a page, whatever is done with it
+                assert not [step for step in plan if step.startswith(("USE TEMP", "LIST")) or "AUTOMATIC" in step], sql
+
+
+def test_totals_that_change_while_they_are_added_up_are_no_problem(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums, left = spaces.sums, ["other"]
+
+    def added_up(rows: Rows) -> dict[int, tuple[int, ...]]:
+        while left:
+            store.put("v", left.pop(), b"x")
+        return sums(rows)
+
+    with opened(place, 8 * MiB) as store:
+        store.put("v", "k", b"x")
+        monkeypatch.setattr(spaces, "sums", added_up)
+        assert store.check() == []
+        with store._catalog.write() as txn:
+            txn.run("UPDATE spaces SET charge = charge + 1")
+        assert [problem.kind for problem in store.check()] == ["total"]
+        store.repair()
+        assert store.check() == []
+
+
+def test_free_slots_are_found_again(place: Path) -> None:
+    with opened(place, 8 * MiB) as store:
+        for n in range(20):
+            store.put("v", f"k{n}", b"x")
+        store.remove([Victim(e.name, e.size, e.charge, e.used, e.id) for e in store.entries("v")[:10]])
+        with store._catalog.write() as txn:
+            one, free = (txn.one(f"SELECT min(slot) FROM {table}")[0] for table in ("entries", "free_slots"))
+            txn.run("DELETE FROM free_slots WHERE slot = ?", free)
+            txn.run("INSERT INTO free_slots VALUES (?), (-1), (40)", one)
+            spaces.recount(txn)
+            taken = {slot for (slot,) in txn.all("SELECT slot FROM entries")}
+            assert [slot for (slot,) in txn.all("SELECT slot FROM free_slots")] == sorted(set(range(20)) - taken)
+        assert store.check() == []
