@@ -477,6 +477,16 @@ MUTANTS = (
         "                self._catalog.trust()  # what another", "                self._catalog.sweeper  # what another",
         f"{DAMAGE}test_false_alarms_that_have_nothing_to_do_with_each_other_cost_nothing",
     ),
+    Mutant(
+        6, "a log that was taken away stays away", "_engine/catalog/wal.py",
+        "head[_MODE_AT:] not in (_LOG_MODE, b\"\")", "head[_MODE_AT:] == b\"\"",
+        f"{STRANGE}test_a_log_that_was_taken_away_comes_again",
+    ),
+    Mutant(
+        6, "what takes the place of the log stays there", "_engine/catalog/wal.py",
+        "                self.remove(path)\n", "                self.exists()\n",
+        f"{STRANGE}test_what_is_no_file_hangs_nobody[catalog.sqlite-wal-a pipe]",
+    ),
     # 7. kill -9 anywhere
     Mutant(
         7, "nobody ends what the dead began", "_engine/catalog/connection.py",
@@ -657,6 +667,11 @@ MUTANTS = (
         'and b".." not in name.split(b"/")',
         "",
         "tests/remote/test_hostile_listings.py::test_members_that_lead_out",
+    ),
+    Mutant(
+        10, "another's rollback journal is played back", "_engine/catalog/connection.py",
+        "                    first.execute(\"BEGIN\")\n                    first.execute(\"SELECT 1 FROM meta\").fetchone()\n", "",
+        f"{STRANGE}test_nor_one_that_comes_a_moment_later",
     ),
     # 11. Nobody waits in silence
     Mutant(

@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine import check, engine, slots
+from forebay._engine.catalog import connection
 from forebay._engine.store import Settings, Store
 from tests.harness import Gate, MiB, assert_settled, bytes_of, fork, in_child, opened
 
@@ -34,7 +37,7 @@ THINGS: dict[str, Callable[[Path], object]] = {
 }
 PLACES = [
     "locks/keys", "locks/writer", "locks/owners", "locks/leases-07", "locks/words", "slots/000", "counters", "settings.json",
-    "catalog.sqlite", "catalog.ballast", "blob", "index", "segment",
+    "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "catalog.sqlite-journal", "catalog.ballast", "blob", "index", "segment",
 ]  # fmt: skip
 
 
@@ -89,14 +92,31 @@ def use(place: Path) -> bool:
         return kept
 
 
+def value_of(place: Path) -> bytes | None:
+    with forebay.Cache(place) as cache:
+        found = cache.get("k")
+        return found and bytes(found)
+
+
 @pytest.mark.parametrize("thing", THINGS)
 @pytest.mark.parametrize("name", PLACES)
 def test_what_is_no_file_hangs_nobody(place: Path, name: str, thing: str) -> None:
     path = path_of(place, name)
-    path.unlink()
+    path.unlink(missing_ok=True)
     THINGS[thing](path)
+    if name.startswith("catalog.sqlite-"):
+        assert in_child(lambda: value_of(place)) == b"value"
     kept = in_child(lambda: use(place))
-    if name in ("slots/000", "counters", "settings.json", "blob", "index", "segment") and (thing, name) != ("a directory", "slots/000"):
+    mended = {
+        "slots/000",
+        "counters",
+        "settings.json",
+        "blob",
+        "index",
+        "segment",
+        *(f"catalog.sqlite-{end}" for end in ("wal", "shm", "journal")),
+    }
+    if name in mended and (thing, name) != ("a directory", "slots/000"):
         assert kept
     if kept and thing == "a pipe":
         assert in_child(lambda: use(place))
@@ -293,3 +313,119 @@ def test_damaged_counters_are_no_fault(place: Path, harm: str) -> None:
 
     in_child(work)
     in_child(lambda: use(place))
+
+
+# -- beside the catalog ------------------------------------------------------------------------------------------------
+
+
+def plant_journal(place: Path, victim: Path) -> None:
+    """A rollback journal that names a file which SQLite removes once it has played it back."""
+    name, magic = os.fsencode(victim), bytes.fromhex("d9d505f920a163d7")
+    head = magic + struct.pack(">IIIII", 0, 0, (place / "catalog.sqlite").stat().st_size // 4096, 512, 4096)
+    tail = struct.pack(">I", 0x40000000 // 4096 + 1) + name + struct.pack(">II", len(name), sum(name)) + magic
+    (place / "catalog.sqlite-journal").write_bytes(head.ljust(512, b"\0") + tail)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    found = tmp_path / "theirs.txt"
+    found.write_bytes(b"theirs")
+    return found
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_rollback_journal_is_never_played_back(place: Path, victim: Path, attached: bool) -> None:
+    with forebay.Cache(place) if attached else contextlib.nullcontext():
+        plant_journal(place, victim)
+        assert in_child(lambda: use(place))
+    assert victim.exists()
+    assert not (place / "catalog.sqlite-journal").exists()
+
+
+def test_nor_one_that_comes_a_moment_later(place: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1 finds none / P2 puts one there / P1 opens the catalog."""
+    opened = connection.Catalog._opened
+
+    def one_comes(self: connection.Catalog, how: str) -> sqlite3.Connection:
+        if not planted or (how == "mode=rw" and len(planted) == 1):
+            plant_journal(place, victim)
+            planted.append(how)
+        return opened(self, how)
+
+    def work() -> bool:
+        monkeypatch.setattr(connection.Catalog, "_opened", one_comes)
+        return use(place)
+
+    planted: list[str] = []
+    assert in_child(lambda: (work(), planted)) == (True, ["mode=ro", "mode=rw"])
+    assert victim.exists()
+
+
+def test_who_only_looks_plays_none_back_and_says_so(place: Path, victim: Path) -> None:
+    here, on = Gate(), Gate()
+
+    def attached() -> None:
+        with forebay.Cache(place) as cache:
+            cache.put("other", b"x")  # so that there is a log
+            here.open()
+            on.wait()
+
+    child = fork(attached)
+    here.wait()
+    plant_journal(place, victim)
+    with pytest.raises(errors.CacheFault, match=r"catalog\.sqlite-journal is not Forebay's"):
+        Store.open(place, Settings(), read_only=True)
+    on.open()
+    child.result()
+    assert victim.exists()
+    assert (place / "catalog.sqlite-journal").exists()
+
+
+@pytest.mark.parametrize("how", ["by its header", "by a program"])
+def test_a_log_that_was_taken_away_comes_again(place: Path, how: str) -> None:
+    """And nothing is lost, whoever of several is first."""
+    if how == "by a program":
+        with contextlib.closing(sqlite3.connect(place / "catalog.sqlite")) as con:
+            assert con.execute("PRAGMA journal_mode = DELETE").fetchone() == ("delete",)
+    else:
+        with open(place / "catalog.sqlite", "r+b") as file:
+            file.seek(18)
+            file.write(b"\x01\x01")
+
+    def looks() -> None:
+        with forebay.Cache(place, read_only=True) as cache:
+            assert cache.get("k") == b"value"
+            assert cache.check(deep=True) == []
+
+    def works() -> None:
+        with forebay.Cache(place) as cache:
+            assert cache.get("k") == b"value"
+            assert cache.get("large") == b"l" * 100_000
+            assert cache.put(str(os.getpid()), b"new")
+            assert cache.check(deep=True) == []
+
+    in_child(looks)
+    for child in [fork(works) for _ in range(3)]:
+        child.result()
+    in_child(looks)
+
+
+@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("ending", ["-wal", "-shm"])
+def test_what_takes_the_place_of_the_log_under_a_process_that_has_it_open(place: Path, ending: str, thing: str) -> None:
+    with forebay.Cache(place) as cache:
+        assert cache.put("mine", b"mine")
+        path = Path(f"{place}/catalog.sqlite{ending}")
+        path.unlink()
+        THINGS[thing](path)
+        assert in_child(lambda: use(place))
+        assert cache.put("after", b"after")
+        assert (cache.get("after"), cache.get("new")) == (b"after", b"new")
+    assert in_child(lambda: use(place))
+
+
+def test_somebodys_directory_in_the_place_of_the_log_stays(place: Path) -> None:
+    (place / "catalog.sqlite-wal").mkdir()
+    (place / "catalog.sqlite-wal" / "theirs").write_bytes(b"theirs")
+    assert not in_child(lambda: use(place))
+    assert (place / "catalog.sqlite-wal" / "theirs").read_bytes() == b"theirs"

@@ -202,6 +202,11 @@ class Below:
             log.warning("%s", str(error))
             return False
 
+    def rmdir(self, path: Path) -> None:
+        """See `host.rmdir`."""
+        with self._parent(path) as fd:
+            host.rmdir(path, fd)
+
     def remove_whole(self, path: Path) -> bool:
         """Remove a file, or a directory with all that is in it, however deep; False if it was missing, as in `unlink`."""
         try:

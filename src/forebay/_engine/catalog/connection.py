@@ -96,7 +96,8 @@ class Catalog:
         Two processes may both have seen the damage: the one that comes second finds a sound catalog and keeps it."""
         with self.writer():
             with self._mutex:
-                self._close_locked()
+                self._close_peers_locked()
+                self._wal.mend()
                 if self._is_sound_locked():
                     return
                 self._close_locked()
@@ -167,8 +168,12 @@ class Catalog:
         self._still = self._immutable or (self._root.read_only and not self._wal.exists())
         if self._still:
             con = self._connected("immutable=1&mode=ro")
+        elif strange := self._wal.strange():
+            raise CatalogBroken(f"{strange} is no plain file", damaged=True)
         elif not self._root.read_only:
-            con = self._connected("mode=rw")
+            con = self._connected_to_write()
+        elif os.path.lexists(self._wal.journal):
+            raise CatalogBroken(f"{self._wal.journal} is not Forebay's: SQLite would play it back", damaged=True)
         else:
             try:
                 con = self._connected("mode=ro&readonly_shm=1")  # else SQLite writes into the journal's index, or makes it
@@ -182,23 +187,44 @@ class Catalog:
             raise CatalogBroken(f"the catalog {self._path} was replaced")
         self._con, self._pid = con, os.getpid()
 
+    def _connected_to_write(self) -> sqlite3.Connection:
+        """SQLite plays a rollback journal back before it sees that there is a log, and removes whatever file that journal names. A
+        connection that cannot write refuses it; and while it has the file locked, none that can write plays one back."""
+        for _ in range(TRIES):
+            if os.path.lexists(self._wal.journal):
+                self._wal.remove(self._wal.journal)
+            try:
+                with contextlib.closing(self._opened("mode=ro")) as first:
+                    first.execute("BEGIN")
+                    first.execute("SELECT 1 FROM meta").fetchone()
+                    return self._connected("mode=rw")
+            except sqlite3.OperationalError as error:
+                refused = error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK
+                if not refused and not (error.sqlite_errorcode == sqlite3.SQLITE_BUSY and os.path.lexists(self._wal.journal)):
+                    raise
+                last = error
+        raise last
+
     def _connected(self, how: str) -> sqlite3.Connection:
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISREG(os.lstat(self._path).st_mode):
-                raise CatalogBroken(f"the catalog {self._path} is no plain file", damaged=True)
-        uri = f"file:{_quoted(self._path)}?{how}"
-        try:
-            con = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=2.0, cached_statements=256)
-        except sqlite3.OperationalError as error:
-            if not os.path.exists(self._path):
-                raise CatalogBroken(f"the catalog {self._path} is gone: {error}") from error
-            raise
+        con = self._opened(how)
         try:
             self._check_identity(con)
         except BaseException:
             con.close()
             raise
         return con
+
+    def _opened(self, how: str) -> sqlite3.Connection:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(self._path).st_mode):
+                raise CatalogBroken(f"the catalog {self._path} is no plain file", damaged=True)
+        uri = f"file:{_quoted(self._path)}?{how}"
+        try:
+            return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=2.0, cached_statements=256)
+        except sqlite3.OperationalError as error:
+            if not os.path.exists(self._path):
+                raise CatalogBroken(f"the catalog {self._path} is gone: {error}") from error
+            raise
 
     def _check_identity(self, con: sqlite3.Connection) -> None:
         if not self._root.read_only:
@@ -208,6 +234,8 @@ class Catalog:
         con.execute("PRAGMA temp_store = MEMORY")
         con.execute("SELECT 1 FROM meta").fetchone()  # opens the index of the log
         self._index = self._wal.current_index()  # were it another one than was opened, that one would be unreadable to what follows
+        if not self._root.read_only and con.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+            raise CatalogBroken(f"the catalog {self._path} has lost its log: its header says so", damaged=True)
         found = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
         if found.get("format") != schema.FORMAT:
             raise CatalogBroken(f"the catalog has format {found.get('format')!r}, {schema.FORMAT} was expected")

@@ -1,4 +1,4 @@
-"""The write-ahead log of the catalog, and its bound.
+"""The write-ahead log of the catalog, its bound, and what else may lie beside the catalog.
 
 SQLite starts its log again from the beginning once all of it is in the database and no reader needs it any more. A reader says what
 it needs by a lock on the log's index, the file ``catalog.sqlite-shm``. A process that is stopped inside a SELECT holds that lock for
@@ -13,10 +13,15 @@ a connection that still has the old index can neither read by it nor, when it is
 from __future__ import annotations
 
 import os
+import stat
 import struct
 
+from forebay import errors
 from forebay._kernel import host
 from forebay._kernel.below import Below
+from forebay._logs import logger
+
+log = logger("forebay.catalog")
 
 SOFT, STEP = 4 << 20, 512 << 10
 """From ``SOFT`` bytes on the log is copied into the database, again after each ``STEP`` while readers keep it from starting again."""
@@ -31,6 +36,8 @@ go, all at once: then it has about 100 bytes and the name more for each of its f
 # https://www.sqlite.org/walformat.html: two copies of a header of 48 bytes in native order, the last 8 are a checksum of those before.
 _HEADER = struct.Struct("=12I")
 _VERSION, _RETIRED = 3_007_000, 0xF0BEBA11
+# https://www.sqlite.org/fileformat.html: how it is written and how it is read; 2 by a log, 1 by a rollback journal.
+_MAGIC, _MODE_AT, _LOG_MODE = b"SQLite format 3\0", 18, b"\x02\x02"
 
 
 class Wal:
@@ -38,6 +45,9 @@ class Wal:
 
     def __init__(self, catalog: str, files: Below) -> None:
         self.log, self.index, self._files = f"{catalog}-wal", f"{catalog}-shm", files
+        self.journal = f"{catalog}-journal"
+        """A rollback journal, as a catalog with a log never has one: somebody put it there."""
+        self._catalog = catalog
 
     def size(self) -> int:
         """Bytes of the log. Above `KEEP` that is what is in use of it: it is cut to that when it starts again."""
@@ -47,7 +57,42 @@ class Wal:
             return 0
 
     def exists(self) -> bool:
-        return os.path.exists(self.log)
+        return _is_plain(self.log) is True
+
+    def strange(self) -> str | None:
+        """The log or the index, where that is a pipe, a link or anything else that SQLite could not use."""
+        return next((path for path in (self.log, self.index) if _is_plain(path) is False), None)
+
+    def mend(self) -> None:
+        """Remove what is strange, and let the header say that there is a log. Caller: holds the writer lock, and no connection of this
+        process is open: closing a descriptor of the catalog would take its locks."""
+        if _is_plain(self.log) is False and _is_plain(self.index) and not self.retire_index():
+            self._files.unlink(self.index)  # it is of another log, which is gone
+        for path in (self.log, self.index):
+            if _is_plain(path) is False:
+                self.remove(path)
+        try:
+            fd = self._files.open(self._catalog, os.O_RDWR)
+        except OSError:
+            return  # it is gone, is no file, or may not be written to: the caller finds out
+        try:
+            head = os.pread(fd, _MODE_AT + 2, 0)
+            if head.startswith(_MAGIC) and head[_MODE_AT:] not in (_LOG_MODE, b""):
+                log.warning("%s: somebody took its log away: it has one again", self._catalog)
+                host.pwrite(fd, _LOG_MODE, _MODE_AT)
+        finally:
+            os.close(fd)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, pipe, link or empty directory beside the catalog that is not ours."""
+        log.warning("%s: nothing of Forebay's: it is removed", path)
+        try:
+            self._files.unlink(path)
+        except IsADirectoryError:
+            try:
+                self._files.rmdir(path)
+            except OSError as error:
+                raise errors.CacheFault(f"{path}: a directory stands in the way: remove it ({error.strerror})") from error
 
     def current_index(self) -> tuple[int, int] | None:
         """Which file the index is: another one after it was retired; None between the two."""
@@ -90,6 +135,14 @@ class Wal:
         """Go on from there. Caller: holds the writer lock too."""
         if self.is_retired():
             self._files.unlink(self.index)
+
+
+def _is_plain(path: str) -> bool | None:
+    """Whether a plain file lies there; None: nothing does."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return None
 
 
 def _checksum(words: list[int]) -> list[int]:
