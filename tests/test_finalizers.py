@@ -113,3 +113,44 @@ def test_a_late_reference_prints_nothing(front: str, place: str, tmp_path: Path,
     code = HEAD.format(url=url, root=str(tmp_path / "root")) + PLACES[place].format(use=FRONTS[front])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+PROGRAM = """
+import logging, multiprocessing, os, sys
+import forebay
+
+URL, ROOT, WAY = sys.argv[1:] if sys.argv[1:] else os.environ["JOB"].split()
+
+
+def work():
+    cache = forebay.Cache(ROOT, budget="64MiB", min_free=0)
+    samples = cache.samples(None, 10)
+    samples.put(1, b"x" * 5000)
+    kept = [cache, cache.local(URL), cache.open(URL), samples, samples.get(1)]
+    {holder}
+
+
+if __name__ == "__main__":
+    if WAY == "spawn":
+        os.environ["JOB"] = " ".join(sys.argv[1:])
+        child = multiprocessing.get_context("spawn").Process(target=work)
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
+    pid = os.fork()
+    if not pid:
+        work()
+        sys.exit(0)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+@pytest.mark.parametrize("holder", ["logging.of_mine = kept", "os.of_mine = kept", "sys.excepthook = lambda *args: print(kept)"])
+def test_a_late_reference_in_a_child_prints_nothing(holder: str, way: str, tmp_path: Path, server: ScriptedServer) -> None:
+    """The child makes what it refers to itself, as a data loader's worker does, and another module has it when ours is gone."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(holder=holder))
+    words = [server.put("/x.bin", bytes(300_000)), str(tmp_path / "root"), way]
+    done = subprocess.run([sys.executable, str(program), *words], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

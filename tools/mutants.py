@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TAKEN = ("src", "tests", "tools", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md")
+TAKEN = ("src", "tests", "tools", "docs", "benchmarks", "examples", "pyproject.toml", "mkdocs.yml", "Makefile", "README.md", "CHANGELOG.md")
 SECONDS = 240
 
 
@@ -50,6 +50,7 @@ JOBS = "tests/claims/test_jobs.py::"
 REGISTRY = "tests/claims/test_registry.py::"
 BARRIERS = "tests/claims/test_barriers.py::"
 MEMBERS = "tests/claims/test_members.py::"
+MEMORY = "tests/cli/test_memory.py::test_memory_does_not_grow_with_what_is_kept"
 STREAMING = "tests/adapters/test_streaming_prefix.py::"
 
 MUTANTS = (
@@ -521,6 +522,44 @@ MUTANTS = (
         f"{WAL}test_a_reader_that_stands_still_is_left_behind",
     ),
     Mutant(
+        4, "a checkpoint waits for readers", "_engine/catalog/connection.py",
+        "wal_checkpoint(PASSIVE)", "wal_checkpoint(TRUNCATE)",
+        f"{WAL}test_a_reader_that_stands_still_is_left_behind",
+    ),
+    Mutant(
+        4, "a log that cannot be bounded is written to", "_engine/catalog/connection.py",
+        "        if not self._try_to_bound_locked(size) and size > REFUSE:\n",
+        "        if not self._try_to_bound_locked(size) and size < 0:\n",
+        f"{WAL}test_nothing_is_written_to_a_log_that_cannot_be_bounded",
+    ),
+    Mutant(
+        4, "a listing as JSON holds all entries", "cli/render.py",
+        '(json.dumps(entry_record(entry)) for entry in entries), "]"', '(json.dumps(entry_record(entry)) for entry in list(entries)), "]"',
+        f"{MEMORY}[ls --json]",
+    ),
+    Mutant(
+        4, "names are listed from a list of all", "listing.py",
+        "        listings = [self._names_of(space, backwards) for space in self._spaces()]\n",
+        "        listings = [iter([*self._names_of(space, backwards)]) for space in self._spaces()]\n",
+        f"{MEMORY}[ls -q]",
+    ),
+    Mutant(
+        4, "entries are listed from a list of all", "listing.py",
+        "        listings = [self._of(space, backwards) for space in self._spaces()]\n",
+        "        listings = [iter([*self._of(space, backwards)]) for space in self._spaces()]\n",
+        f"{MEMORY}[ls -q --filter size>1]",
+    ),
+    Mutant(
+        4, "what is sorted stays in memory", "listing.py",
+        "            if len(some) >= IN_MEMORY:\n", "            if len(some) < 0:\n",
+        f"{MEMORY}[ls -s size]",
+    ),
+    Mutant(
+        4, "a check holds the names of all files", "_engine/check.py",
+        "        while some := dict(islice(named, AT_ONCE)):\n", "        while some := dict(named):\n",
+        f"{MEMORY}[verify --quick]",
+    ),
+    Mutant(
         1, "what was read while the log started again is believed", "_engine/catalog/connection.py",
         "            if self._is_current_locked():\n                return rows\n", "            return rows\n",
         f"{WAL}test_a_reader_that_stands_still_is_left_behind",
@@ -568,6 +607,11 @@ MUTANTS = (
         "tests/engine/test_hit_path.py::test_two_hits_are_views_of_the_same_bytes",
     ),
     # 9. Fork, spawn, pickle
+    Mutant(
+        9, "a lease is closed while the interpreter goes down", "_engine/leases.py",
+        "        if not is_finalizing():  # at exit the kernel", "        if is_finalizing:  # at exit the kernel",
+        "tests/test_finalizers.py::test_a_late_reference_prints_nothing[a lease-here]",
+    ),
     Mutant(
         9, "a fork does not wait for the catalog", "_engine/engine.py",
         "        for part in self._forking:  # the catalog first: a thread inside a transaction takes the mutexes of the others\n",

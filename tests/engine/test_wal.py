@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sqlite3
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay import errors
 from forebay._engine.catalog import connection, entries, writer
 from forebay._engine.catalog.wal import Wal
 from forebay._engine.store import Settings, Store
@@ -91,8 +93,24 @@ def test_many_short_processes_beside_an_idle_one(place: Path) -> None:
         assert store.check() == []
 
 
-def test_a_reader_that_stands_still_is_left_behind(place: Path) -> None:
-    """Its log goes on without it, and what it had read of the older pages is read again."""
+@pytest.fixture
+def checkpoints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The checkpoints of this process, as SQLite is asked for them."""
+    found: list[str] = []
+    real = connection.Catalog._connected
+
+    def traced(self: connection.Catalog, how: str) -> sqlite3.Connection:
+        con = real(self, how)
+        con.set_trace_callback(lambda sql: found.append(sql) if "checkpoint(" in sql else None)
+        return con
+
+    monkeypatch.setattr(connection.Catalog, "_connected", traced)
+    return found
+
+
+def test_a_reader_that_stands_still_is_left_behind(place: Path, checkpoints: list[str]) -> None:
+    """Its log goes on without it, and what it had read of the older pages is read again. Nobody waits for it: of all checkpoints only a
+    passive one does not, the others ask SQLite's busy handler for two seconds."""
     here, on = Gate(), Gate()
 
     def reader() -> list[tuple[int, str]]:
@@ -106,6 +124,7 @@ def test_a_reader_that_stands_still_is_left_behind(place: Path) -> None:
         child.signal(signal.SIGSTOP)
         largest = max(put_many(store, 200, "new"), put_many(store, 50))
         assert largest < MiB
+        assert set(checkpoints) == {"PRAGMA wal_checkpoint(PASSIVE)"}
         assert bytes_of(store, "new7") == b"x" * 12 * KiB
         child.signal(signal.SIGCONT)
         on.open()
@@ -113,6 +132,37 @@ def test_a_reader_that_stands_still_is_left_behind(place: Path) -> None:
         assert rows == store._catalog.all("SELECT id, key FROM entries ORDER BY key")
         assert store.check() == []
     assert sound(place)
+
+
+def test_nothing_is_written_to_a_log_that_cannot_be_bounded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not even the index can be retired: a write is refused, what is kept is read, and it goes on once the log can be copied."""
+    here, on = Gate(), Gate()
+
+    def reader() -> None:
+        with opened(place) as store:
+            stand_still_in_a_statement(store, here, on)
+
+    def failing(self: Wal) -> bool:
+        raise OSError(errno.EIO, "the index cannot be opened")
+
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 50)
+        child = fork(reader)
+        here.wait()
+        with monkeypatch.context() as broken:
+            broken.setattr(Wal, "retire_index", failing)
+            with pytest.raises(errors.CacheFault, match="cannot be copied into the catalog"):
+                put_many(store, 400, "new")
+            size = Wal(str(store.root.catalog), store.root.files).size()
+            assert REFUSE < size < MiB
+            with pytest.raises(errors.CacheFault, match="cannot be copied into the catalog"):
+                store.put("v", "more", b"x")
+            assert Wal(str(store.root.catalog), store.root.files).size() == size
+            assert bytes_of(store, "k7") == b"x" * 12 * KiB
+        assert store.put("v", "more", b"x")
+        on.open()
+        child.result()
+        assert store.check() == []
 
 
 def test_who_was_left_behind_and_closes_last_does_not_copy_an_old_log(place: Path) -> None:

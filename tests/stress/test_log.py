@@ -67,5 +67,6 @@ def test_a_long_listing_beside_writers(tmp_path: Path) -> None:
             listing.kill()
             listing.wait()
         assert largest <= BOUND
-        assert longest < 10  # none waited for a reader
+        assert longest < 1.5  # none waited for a reader: SQLite's busy handler would have for 2 s, each time again
+        assert n > 6000  # ten a second where each checkpoint waits for the reader
         assert cache.check() == []
