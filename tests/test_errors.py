@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import copy
 import importlib
@@ -10,6 +11,7 @@ import pickle
 import pkgutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +33,7 @@ WAYS: dict[str, Way] = {
 
 
 def import_everything() -> None:
-    """All rooms but the adapters', which bring frameworks: a process that has them forks ten times as slowly. For those see
-    `tests/adapters/test_errors.py`."""
+    """All rooms but the adapters', which bring frameworks: a process that has them forks ten times as slowly."""
     for module in pkgutil.walk_packages(forebay.__path__, "forebay."):
         if not module.name.endswith("__main__") and ".adapters" not in module.name:
             importlib.import_module(module.name)
@@ -52,6 +53,17 @@ CLASSES = sorted(set(classes_below(ForebayError)), key=lambda cls: (cls.__module
 def test_all_are_found() -> None:
     assert {NoConfig, errors.Incomplete, errors.NoSpace} < set(CLASSES)
     assert any(cls.__module__ != "forebay.errors" for cls in CLASSES)
+
+
+def test_adapters_have_no_errors_of_their_own() -> None:
+    """One that had would have to be imported above."""
+    names = {cls.__name__ for cls in CLASSES}
+    found = []
+    for path in (Path(forebay.__path__[0]) / "adapters").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and names & {ast.unparse(base).rpartition(".")[2] for base in node.bases}:
+                found.append(f"{path.name}: {node.name}")
+    assert found == []
 
 
 def led_to(error: BaseException) -> BaseException:

@@ -384,6 +384,22 @@ MUTANTS = (
         "tests/engine/test_no_more_files.py::test_each_call_without_files[True-0]",
     ),
     Mutant(
+        6, "statistics that cannot be read are an error", "upkeep.py",
+        "        except OSError as error:\n            if isinstance(self._store, Store)",
+        "        except ZeroDivisionError as error:\n            if isinstance(self._store, Store)",
+        "tests/engine/test_no_more_files.py::test_statistics_that_cannot_be_read_are_zeros",
+    ),
+    Mutant(
+        6, "who opens a pipe waits for its writer", "_kernel/below.py",
+        "flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)", "flags | os.O_CLOEXEC | os.O_NOFOLLOW)",
+        f"{STRANGE}test_what_is_no_file_hangs_nobody[blob-a pipe]",
+    ),
+    Mutant(
+        6, "a directory and its files do not go together", "_engine/store.py",
+        " if self._has_trees() else set()", " if not self._has_trees() else set()",
+        "tests/cli/test_pull_directories.py::test_clear_takes_a_directory_and_its_files_at_once[False]",
+    ),
+    Mutant(
         6, "a damaged catalog is not made anew", "_engine/engine.py",
         "            except CatalogBroken as error:\n                self.mend(error, mends)\n",
         "            except CatalogBroken:\n                raise\n",
@@ -639,6 +655,16 @@ MUTANTS = (
         10, "who looks writes into the journal's index", "_engine/catalog/connection.py",
         "mode=ro&readonly_shm=1", "mode=ro",
         "tests/cli/test_looking_changes_nothing.py::test_every_looking_verb[killed]",
+    ),
+    Mutant(
+        10, "what is said shows secrets", "remote/redaction.py",
+        '    return _SECRET.sub(r"\\1...", _URL.sub(_shown, text))\n', "    return text\n",
+        "tests/cli/test_names.py::test_no_output_gives_a_secret_away[warning]",
+    ),
+    Mutant(
+        10, "everybody may read the catalog", "_engine/catalog/connection.py",
+        "self._root.files.create(draft, self._root.file_mode)", "self._root.files.create(draft, 0o644)",
+        "tests/test_shared_roots.py::test_files_have_the_modes_of_their_root[False-0]",
     ),
     Mutant(
         10, "foreign files are built upon", "_engine/root.py",

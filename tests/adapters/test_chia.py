@@ -190,7 +190,7 @@ def test_a_flow_of_chia_s_functions(nodes: Nodes, place: Path, source: str) -> N
     paths = [source, str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     words = [sys.executable, str(HERE / "chia_flow.py"), nodes.cluster.address, str(place)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "ours": True, "first": 49, "nested": 64, "kept": ["iter7", "iter8"], "again": [49, 64, 81], "nested again": 64,

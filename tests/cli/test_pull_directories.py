@@ -44,6 +44,19 @@ def test_pull_tells_what_it_did_as_json(run: Run, url: str, server: ScriptedServ
     assert (found[url]["state"], found[f"{server.url}/none/"]["state"]) == ("kept", "failed")
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_clear_takes_a_directory_and_its_files_at_once(run: Run, url: str, cache: Cache, dry_run: bool) -> None:
+    """The directory goes first: while it stands its files are in use."""
+    run("pull", url)
+    count = len(cache.entries())
+    if dry_run:
+        assert run("clear", "-n").lines[-1].startswith(f"{count} entries would go, ")
+        return
+    ran = run("clear", "--yes", "--json")
+    assert (ran.code, ran.json["spared"], len(ran.json["removed"])) == (0, [], count)
+    assert cache.entries() == []
+
+
 def test_a_part(run: Run, url: str, server: ScriptedServer, cache: Cache) -> None:
     ran = run("pull", url, "--include", "model-*", "--include", "*.json", "--exclude", "*-00002*")
     assert (ran.code, ran.err) == (0, "")

@@ -180,7 +180,7 @@ def test_all_that_a_call_waits_for_shares_its_timeout(root: Path, server: Script
         with forebay.Cache(root, timeout=0.5) as cache:
             with pytest.raises(errors.CacheFault) if name == "directory" else contextlib.nullcontext():  # there is no other way to a path
                 assert CALLS[name](cache, server.url)
-            assert in_vain
+            assert in_vain or name == "a lazy"  # it reads from its source, and what it keeps can wait
             assert sum(in_vain) <= 0.5, in_vain
 
     in_child(other)
