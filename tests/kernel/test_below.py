@@ -139,3 +139,44 @@ def test_it_travels(top: Path) -> None:
     with pytest.raises(LinkInTheWay) as caught:
         files.lstat(top / "link/file")
     assert pickle.loads(pickle.dumps(caught.value)).filename == str(top / "link")
+
+
+@pytest.mark.parametrize("where", ["/", ".", "relative"])
+def test_what_lies_below_the_topmost_or_the_current_directory(top: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.chdir(top)
+    files = Below(Path(where if where != "relative" else "a"))
+    path = top / "a/file" if where == "/" else Path("a/file")
+    assert files.lstat(path).st_size == 4
+    os.close(files.open(path))
+    assert "file" in files.names_in(path.parent)
+    assert files.is_directory(Path(where) if where != "relative" else Path("a"))
+    for outside in ("../outside/file", *(() if where == "/" else ("/etc/passwd",))):
+        with pytest.raises(ValueError, match="does not lie below"):
+            files.lstat(Path(outside))
+    link = path.parent / "link/file"
+    with pytest.raises(LinkInTheWay):
+        files.lstat(link)
+    assert files.remove_whole(path)
+
+
+def test_what_is_missing_is_looked_for_once(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not below._knows_openat2() or below._open_at_once.__name__ == "<lambda>":
+        pytest.skip("step by step, each step is one")
+    walked = list[object]()
+    for name in ("a/missing", "missing/deeper/file"):
+        with monkeypatch.context() as patch, pytest.raises(FileNotFoundError, match=name):
+            patch.setattr(os, "open", lambda *how, **more: walked.append(how))
+            Below(top).open(top / name)
+    assert walked == []
+
+
+def test_a_kernel_without_the_call_is_asked_once(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[object]()
+    monkeypatch.setattr(below, "_openat2", lambda *how: (asked.append(how), -1)[1])
+    below._knows_openat2.cache_clear()
+    try:
+        for _ in range(3):
+            os.close(Below(top).open(top / "a/file"))
+        assert len(asked) <= 1
+    finally:
+        below._knows_openat2.cache_clear()

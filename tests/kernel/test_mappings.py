@@ -184,3 +184,15 @@ def test_the_interpreter_ends_quietly_with_mappings(path: Path) -> None:
 
 def test_the_number_of_mappings_has_a_limit() -> None:
     assert mappings.max_maps() == int(Path("/proc/sys/vm/max_map_count").read_text())
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/null"), None], ids=["pipe", "link", "nothing"])
+def test_another_thing_in_the_place_of_a_file_is_not_mapped(path: Path, fd: int, put: Callable[[Path], object] | None) -> None:
+    """And is waited for by nobody: a pipe is opened when somebody writes to it."""
+    view = mappings.map_file(fd, len(CONTENT))
+    mappings.note_file(view, str(path), os.fstat(fd))
+    assert mappings.private(view, mappings.anchor(view)) == CONTENT
+    path.unlink()
+    if put is not None:
+        put(path)
+    assert mappings.private(view, mappings.anchor(view)) is None

@@ -34,9 +34,24 @@ def _how(flags: int) -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(bytes(_How(flags, 0, _NO_LINKS)), ctypes.sizeof(_How))
 
 
+@functools.cache
+def _knows_openat2() -> bool:
+    """Whether the kernel has that call, and no sandbox forbids it."""
+    fd: int = _openat2(_OPENAT2, _HERE, b"/", _how(os.O_PATH | os.O_CLOEXEC), ctypes.sizeof(_How))
+    if fd >= 0:
+        os.close(fd)
+    return fd >= 0
+
+
 def _open_at_once(path: str, flags: int) -> int:
-    """A descriptor of a path without any symbolic link, the way to the top included; negative where this call does not tell."""
-    return _openat2(_OPENAT2, _HERE, os.fsencode(path), _how(flags), ctypes.sizeof(_How))  # type: ignore[no-any-return]
+    """A descriptor of a path without any symbolic link, the way to the top included; negative where this call does not tell.
+    Raises FileNotFoundError: up to what is missing, it met no link."""
+    if not _knows_openat2():
+        return -1
+    fd: int = _openat2(_OPENAT2, _HERE, os.fsencode(path), _how(flags), ctypes.sizeof(_How))
+    if fd < 0 and ctypes.get_errno() == errno.ENOENT:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return fd
 
 
 _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -65,10 +80,10 @@ class _Walk:
         if not self._names:  # the top itself may be reached through links: it was chosen by the one who may
             self._fd = os.open(self._top, self._flags & ~os.O_NOFOLLOW)
             return self._fd
-        self._fd = _open_at_once(f"{self._top}/{'/'.join(self._names)}", self._flags)
+        self._fd = _open_at_once("/".join((self._top.rstrip("/"), *self._names)), self._flags)
         if self._fd >= 0:
             return self._fd
-        fd, path, left = -1, self._top, len(self._names)
+        fd, path, left = -1, self._top.rstrip("/"), len(self._names)
         for name in self._names:
             above, path, left = fd, f"{path}/{name}", left - 1
             try:
@@ -96,7 +111,7 @@ class Below:
 
     def __init__(self, top: Path) -> None:
         self.top = os.fspath(top)
-        self._head = f"{self.top}/"
+        self._head = "" if self.top == "." else self.top if self.top.endswith("/") else f"{self.top}/"
 
     def _names(self, path: Path) -> list[str]:
         text = os.fspath(path)

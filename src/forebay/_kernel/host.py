@@ -180,7 +180,7 @@ def link(old: str | Path, new: str | Path, old_directory: int | None = None, new
 
 
 def unlink(path: str | Path, directory: int | None = None) -> bool:
-    """Remove a name; False if it was missing."""
+    """Remove a name; False if it was missing. With ``directory`` only the last name of ``path`` counts, not what leads to it."""
     step("unlink", path)
     try:
         os.unlink(_last(path, directory), dir_fd=directory)

@@ -6,6 +6,7 @@ CPython's ``mmap`` keeps a descriptor for each mapping (until 3.13): a job with 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -20,6 +21,7 @@ _map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, c
 _unmap = libc.munmap
 _unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
+_ANOTHER = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))  # nothing, a link or a socket lies there by now
 _FIXED, _NORESERVE, _PROT_NONE = 0x10, 0x4000, 0  # of Linux on all its machines that matter here; Python's module has them not
 
 
@@ -67,9 +69,11 @@ def private(view: memoryview, of: object) -> memoryview | None:
     at = _begins_at(view) - ctypes.addressof(cast(Any, of))
     before = at % mmap.PAGESIZE
     try:
-        fd = os.open(known[0], os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
+        fd = os.open(known[0], os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in _ANOTHER:
+            return None
+        raise
     try:
         found = os.fstat(fd)
         if (found.st_dev, found.st_ino) != known[1:] or found.st_size < at + view.nbytes:
