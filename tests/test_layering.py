@@ -26,7 +26,7 @@ ORDER = """
     _engine.layout < _engine.hosts < _engine.engine _engine.passthrough
     _engine.root _engine.slots _engine.catalog < _engine.strays < _engine.store
     _engine.layout _engine.policy < _engine.settings_file < _engine.catalog
-    _engine.blobs < _engine.stages
+    _engine.blobs _engine.faults < _engine.stages
     _engine.root _engine.slots _engine.counters _engine.policy _engine.stages _engine.trees _engine.faults < _engine.memo _engine.catalog
     _engine.memo _engine.catalog < _engine.owners < _engine.leases < _engine.ranking < _engine.eviction < _engine.budget _engine.fill
     _engine.catalog _engine.stages < _engine.room < _engine.budget < _engine.displace < _engine.publish < _engine.linking < _engine.engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
+from forebay._engine import stages
 from forebay._engine.store import Settings, Store
 from forebay._model import ObjectInfo
+from tests.harness import write_whole
 
 
 @pytest.fixture
@@ -26,6 +29,38 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def text_of(store: Store, space: str, key: str) -> bytes | None:
     found = store.view(space, key)
     return bytes(found.view) if found else None
+
+
+def test_a_look_for_a_key_makes_no_space(store: Store) -> None:
+    store.put("there", "key", b"x")
+    assert store.has_any("there", "ke")
+    assert not store.has_any("nowhere", "ke")
+    assert store.known_space("nowhere").id == 0
+
+
+def test_a_partial_that_cannot_be_taken_over_is_left_to_the_next(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what it takes is counted as this process's, and nobody may have it, as long as that lives."""
+    body = bytes(3 << 20)
+
+    def begun(*, resume: bool) -> None:
+        with store.writing("v", "k", resume=resume) as writing:
+            writing.begin(ObjectInfo("", len(body), '"1"', strong=True))
+            writing.write(0, body[: 1 << 20])
+            raise KeyError  # it is kept for a successor
+
+    with pytest.raises(KeyError):
+        begun(resume=False)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages.chunkmaps, "read", fail)
+        hold = store.hold("v", "k")
+        with pytest.raises(errors.CacheFault):
+            begun(resume=True)
+        hold.release()
+    assert write_whole(store, "k", body)
 
 
 def test_many_values_in_one_call(store: Store) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from forebay._engine import stages
 from forebay._engine.blobs import checksum_of
@@ -20,6 +22,7 @@ from forebay._engine.stages import Stage
 from forebay._kernel import host
 from forebay._model import Partial, Span
 from forebay.errors import CacheFault, NoSpace
+from tests.conftest import descriptors
 
 KEY, ID = 2**64 - 5, 0xABC
 MIB = 1 << 20
@@ -253,7 +256,10 @@ def test_nothing_is_gone_on_from_when_the_object_is_another(root: Root, stage: S
     successor.close()
 
 
-HARMS = ("no validator", "long validator", "reboot", "no map", "short map", "other root", "scribbled", "short file", "bad mark")
+HARMS = (
+    "no validator", "long validator", "reboot", "no map", "short map", "other root", "scribbled", "short file", "bad mark",
+    "a link", "no text", "large map",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("harm", HARMS)
@@ -270,6 +276,17 @@ def test_nothing_is_gone_on_from_that_cannot_be_trusted(root: Root, stage: Stage
         path.write_bytes(path.read_bytes()[:-1])
     elif harm == "short file":
         os.truncate(root.tmp(KEY, ID), 6 * MIB)
+    elif harm == "a link":
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to(path.with_name("elsewhere"))
+    elif harm == "no text":
+        content = bytearray(path.read_bytes())
+        end = content.index(b'"etag"') + 6
+        content[end - 6 : end] = bytes([0xFF]) * 6
+        content[end : end + 8] = xxhash.xxh3_64_digest(bytes(content[:end]))
+        path.write_bytes(content)
+    elif harm == "large map":
+        os.truncate(path, 8 << 40)  # a hole: it takes no disk, and must take no memory
     elif harm in ("other root", "scribbled", "bad mark"):
         content = bytearray(path.read_bytes())
         content[{"other root": 8, "scribbled": 70, "bad mark": 515}[harm]] ^= 0x40
@@ -281,6 +298,32 @@ def test_nothing_is_gone_on_from_that_cannot_be_trusted(root: Root, stage: Stage
     for at, piece in pieces(successor.missing()):
         successor.write(at, piece)
     assert successor.finish() == (len(DATA), checksum_of(DATA))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("at", ["the bytes", "the map"])
+def test_what_cannot_be_read_is_begun_anew_and_leaves_nothing_open(
+    root: Root, stage: Stage, monkeypatch: pytest.MonkeyPatch, at: str, number: int
+) -> None:
+    stage.begin(len(DATA), '"etag"')
+    stage.write(0, DATA[: 5 * MIB])
+    stage.close()
+    pread = os.pread
+
+    def failing(fd: int, length: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".map") == (at == "the map"):
+            raise OSError(number, os.strerror(number))
+        return pread(fd, length, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    if number == errno.EMFILE:  # that says nothing of the partial
+        with pytest.raises(OSError, match="Too many open files"):
+            Stage.resume(root, KEY, ID)
+        assert files(root) == {"", ".map"}
+    else:
+        assert Stage.resume(root, KEY, ID) is None
+        assert files(root) == set()
+    assert descriptors(root.path) == set()
 
 
 def test_nothing_is_gone_on_from_where_nothing_is(root: Root) -> None:

@@ -6,6 +6,7 @@ chunk, stored before that byte: what dies leaves a map that is true, and who goe
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from bisect import bisect_left
@@ -138,12 +139,27 @@ def read(path: Path, root: Root) -> Seen | None:
         fd = root.files.open(path)
     except (FileNotFoundError, NoPlainFile):
         return None
-    with open(fd, "rb") as file:
-        content = file.read()
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a symbolic link, which is none of ours
+            raise
+        return None
+    try:
+        return _parsed(fd, root)
+    except UnicodeDecodeError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _parsed(fd: int, root: Root) -> Seen | None:
+    size, content = os.fstat(fd).st_size, os.pread(fd, _HEADER, 0)
     if len(content) < _HEADER:
         return None
     magic, root_id, total, chunk, boot, length = _FIELDS.unpack_from(content)
-    if (magic, root_id, chunk, len(content)) != (_MAGIC, root.id, CHUNK, size_of(total)) or length > _LONGEST:
+    if (magic, root_id, chunk, size) != (_MAGIC, root.id, CHUNK, size_of(total)) or length > _LONGEST:
+        return None
+    content += os.pread(fd, size - _HEADER, _HEADER)  # only now: what lies there may be of any size
+    if len(content) != size:
         return None
     end, marks = _FIELDS.size + length, content[_HEADER : _HEADER + _count(total)]
     if content[end : end + 8] != xxhash.xxh3_64_digest(content[:end]) or marks.strip(b"\0\1"):

@@ -80,7 +80,7 @@ class Pieces(Ahead):
     @mending
     def has_any(self, space: str, prefix: str) -> bool:
         """Whether a key of this space begins so."""
-        return entries.has_any(self._catalog, self.space(space).id, prefix)
+        return entries.has_any(self._catalog, self.known_space(space).id, prefix)
 
     def quota_of(self, space: str) -> int | None:
         """What the entries of a space may have in bytes, as whoever said so last has set it; None: no more than the root."""

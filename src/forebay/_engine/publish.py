@@ -206,9 +206,13 @@ class Publisher(Inserting):
             for reservation in left[:1]:
                 reservations.set_owner(txn, reservation.id, me)
         for reservation in left[:1]:
-            blobs.remove_blob(self.root, reservation.id, reservation.suffix)  # renamed by one who died before his commit
-            stage = Stage.resume(self.root, keyhash, reservation.id)
-            return reservation, stage or Stage.create(self.root, keyhash, reservation.id)
+            try:
+                blobs.remove_blob(self.root, reservation.id, reservation.suffix)  # renamed by one who died before his commit
+                stage = Stage.resume(self.root, keyhash, reservation.id)
+                return reservation, stage or Stage.create(self.root, keyhash, reservation.id)
+            except BaseException:
+                self.give_up(reservation)  # else it is counted as this process's as long as that lives
+                raise
         return None
 
     def give_up(self, reserved: Reservation) -> None:

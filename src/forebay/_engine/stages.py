@@ -17,6 +17,7 @@ from forebay._engine import chunkmaps
 from forebay._engine.blobs import BLOCK, checksum_of, digest_of_block, seal
 from forebay._engine.chunkmaps import CHUNK as CHUNK
 from forebay._engine.chunkmaps import ChunkMap, Coverage
+from forebay._engine.faults import SCARCE
 from forebay._engine.layout import Root
 from forebay._kernel import host
 from forebay._logs import logger
@@ -120,18 +121,25 @@ class Stage:
         except PermissionError:  # another user's, who died before the group had its rights
             remove_partial(root, keyhash, id)
             return None
-        stage._has_map = True
-        seen = chunkmaps.read(stage._map_path, root)
-        if seen and seen.validator and seen.boot == host.boot_id() and found.st_size == seen.total:
-            stage._coverage = stage._what_the_disk_kept(seen)
-            stage.partial = Partial(seen.total, seen.validator, stage._coverage.missing(seen.total))
-        if found.st_uid != os.geteuid() and os.geteuid() != 0:
-            try:
-                stage._make_ours()
-            except BaseException:
-                stage.close()
+        try:
+            stage._go_on(found)
+        except BaseException as error:
+            stage.close()
+            if not isinstance(error, OSError) or error.errno in SCARCE:
                 raise
+            log.warning("%s cannot be gone on with, and is begun anew: %s", path, str(error))
+            remove_partial(root, keyhash, id)
+            return None
         return stage
+
+    def _go_on(self, found: os.stat_result) -> None:
+        self._has_map = True
+        seen = chunkmaps.read(self._map_path, self.root)
+        if seen and seen.validator and seen.boot == host.boot_id() and found.st_size == seen.total:
+            self._coverage = self._what_the_disk_kept(seen)
+            self.partial = Partial(seen.total, seen.validator, self._coverage.missing(seen.total))
+        if found.st_uid != os.geteuid() and os.geteuid() != 0:
+            self._make_ours()
 
     def _make_ours(self) -> None:
         """Go on in a file of our own: only a file's owner may set its mode and its time, as `finish` does. What another user wrote moves
