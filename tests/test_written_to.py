@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -14,6 +15,7 @@ import forebay
 from forebay import Checkpoint
 from forebay._engine import blobs
 from forebay._engine.store import Store
+from forebay._kernel import host
 from forebay.cache import origin_of
 from tests.directories import CKPT, files_of
 from tests.directories import remote as remote
@@ -207,10 +209,68 @@ def test_every_file_has_its_seal(cache: forebay.Cache, size: int) -> None:
     store.discard(entry)
 
 
-@pytest.mark.parametrize("unit", [1, 100, 1000, 1_000_000, 1_000_000_000])
-def test_coarse_times_do_for_a_seal(unit: int) -> None:
+@pytest.mark.parametrize("unit", [100, 1000, 1_000_000, 1_000_000_000])
+def test_coarse_times_are_no_seal(unit: int) -> None:
+    """``tar``, ``touch`` and ``cp -p`` leave such, after any write."""
     checksum = bytes(range(16))
     ns = 1_700_000_000_000_000_000 + int.from_bytes(checksum[:8], "little") % 1_000_000_000
-    status = os.stat_result((0,) * 10 + (0.0,) * 3 + (0, ns - ns % unit, 0))
-    assert blobs.is_sealed(status, checksum)
-    assert blobs.is_sealed(status, bytes(16)) == (unit == 1_000_000_000)
+    assert blobs.is_sealed(os.stat_result((0,) * 10 + (0.0,) * 3 + (0, ns, 0)), checksum)
+    assert not blobs.is_sealed(os.stat_result((0,) * 10 + (0.0,) * 3 + (0, ns - ns % unit, 0)), checksum)
+
+
+def test_a_write_that_leaves_a_whole_second_is_noticed(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+
+    def store() -> str:
+        with forebay.Cache(root, budget=64 << 20, min_free=0) as cache:
+            cache.put("k", b"a" * (2 << 20))
+            store = origin_of(cache).store
+            assert isinstance(store, Store)
+            found = store.lease("values", "k")
+            assert found is not None
+            return str(found.path)
+
+    path = in_child(store)
+    os.chmod(path, 0o644)
+    with open(path, "r+b") as file:
+        file.write(b"b")
+    os.utime(path, (1_700_000_000, 1_700_000_000))
+    with forebay.Cache(root) as cache:
+        assert cache.get("k") is None
+
+
+def test_on_a_file_system_of_whole_seconds_a_process_reads_a_file_once(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And sets one time in all: else the others would read again, each after each."""
+    reads, times = list[int](), list[int]()
+    checksum_of, set_mtime = blobs.checksum_of, host.set_mtime
+    monkeypatch.setattr(host, "set_mtime", lambda fd, ns: (times.append(ns), set_mtime(fd, ns // 10**9 * 10**9))[1])
+    cache.put("k", b"a" * (2 << 20))
+    store = origin_of(cache).store
+    assert isinstance(store, Store)
+    monkeypatch.setattr(blobs, "checksum_of", lambda source: (reads.append(1), checksum_of(source))[1])
+    for _ in range(3):
+        lease = store.lease("values", "k")
+        assert lease is not None
+        lease.close()
+    assert (len(reads), len(times)) == (1, 2)
+
+
+@pytest.mark.parametrize("step", ["set_mtime", "open"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EPERM, errno.EMFILE])
+def test_a_note_that_cannot_be_written_costs_the_hit_nothing(
+    cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch, step: str, number: int
+) -> None:
+    cache.put("k", BIG)
+    store = origin_of(cache).store
+    assert isinstance(store, Store)
+    lease = store.lease("values", "k")
+    assert lease is not None
+    os.utime(lease.path, ns=(1, 123_456_789))
+    lease.close()
+
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(*((host, "set_mtime") if step == "set_mtime" else (type(store._reading), "_seal_again")), fail)
+    assert cache.get("k") == BIG
+    assert cache.stats().hits == 1

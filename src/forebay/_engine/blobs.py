@@ -49,10 +49,8 @@ def is_sealed(status: os.stat_result, checksum: bytes) -> bool:
     """Whether a file still has the time that `seal` gave it. Any write, by whatever name of the file, sets another one.
 
     Only the fraction of the second counts: it follows from the bytes, so that entries which share a file agree, and it needs no record.
-    File systems that keep coarser times tell less, and those that keep whole seconds nothing."""
-    kept, wanted = status.st_mtime_ns % _SECOND, _fraction(checksum)
-    unit = next(unit for unit in (_SECOND, 1_000_000, 1000, 100, 1) if kept % unit == 0)
-    return kept == wanted - wanted % unit
+    A file system that does not keep nanoseconds keeps no seal: whole seconds are also what ``tar`` and ``cp -p`` leave, after any write."""
+    return status.st_mtime_ns % _SECOND == _fraction(checksum)
 
 
 def _fraction(checksum: bytes) -> int:

@@ -8,6 +8,7 @@ import os
 from forebay import errors
 from forebay._engine import blobs, counters, trees
 from forebay._engine.catalog import Catalog, entries
+from forebay._engine.catalog.transactions import DiskFull
 from forebay._engine.counters import Counters
 from forebay._engine.faults import faults
 from forebay._engine.leases import Lease, Leases
@@ -34,6 +35,7 @@ class Reading:
         self._leases, self._memo, self._counts = leases, memo, counts
         self._verified: set[int] = set()
         self._unsealed: dict[int, int] = {}  # by id: the time of a file that has no seal, and was checked
+        self._keeps_no_seals = False  # the file system, as a first try showed
         self._trees: dict[int, int] = {}  # by id: the fingerprint of a tree that was checked
 
     def view(self, space: str, place: int, key: str) -> Remembered | None:
@@ -213,15 +215,25 @@ class Reading:
             return
         # Written by a version that knew no seals, or somebody set its time; a group's files have other owners.
         self._remember(self._unsealed, entry.id, status.st_mtime_ns)
-        if not self._root.read_only and status.st_uid == os.geteuid():
-            own = blobs.open_blob(self._root, entry.id, entry.suffix) if fd is None else fd
-            try:
+        if self._root.read_only or self._keeps_no_seals or status.st_uid != os.geteuid():
+            return
+        try:
+            self._seal_again(entry, status, fd)
+        except OSError as error:  # it may not be written to, or nothing more can be opened: the bytes are sound all the same
+            log.debug("%s: its time cannot be set: %s", entry.name, str(error))
+
+    def _seal_again(self, entry: Entry, status: os.stat_result, fd: int | None) -> None:
+        own = blobs.open_blob(self._root, entry.id, entry.suffix) if fd is None else fd
+        try:
+            now = os.fstat(own)
+            if now.st_ino == status.st_ino and now.st_mtime_ns == status.st_mtime_ns:
+                blobs.seal(own, entry.checksum)
                 now = os.fstat(own)
-                if now.st_ino == status.st_ino and now.st_mtime_ns == status.st_mtime_ns:
-                    blobs.seal(own, entry.checksum)
-            finally:
-                if fd is None:
-                    os.close(own)
+                self._keeps_no_seals = not blobs.is_sealed(now, entry.checksum)  # else each hit would write, and other processes read again
+                self._remember(self._unsealed, entry.id, now.st_mtime_ns)
+        finally:
+            if fd is None:
+                os.close(own)
 
     def note_sound(self, entry: Entry) -> None:
         """It need not be looked at again in this process."""
@@ -229,7 +241,7 @@ class Reading:
             self._verified.clear()
         self._verified.add(entry.id)
         if entry.boot != host.boot_id() and not self._root.read_only:
-            with contextlib.suppress(errors.WriterBusy), self._catalog.write(0) as txn:  # else by the next that reads it
+            with contextlib.suppress(errors.WriterBusy, errors.ReadOnly, DiskFull), self._catalog.write(0) as txn:  # else by the next
                 entries.set_boot(txn, entry.id, host.boot_id())
 
     def note_tree(self, lease: Lease, found: dict[str, tuple[int, int, int]] | None = None) -> None:
