@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import random
@@ -451,6 +452,40 @@ def test_processes_without_a_cache_copy_one_after_the_other(source: Path, tmp_pa
     crew = [fork(work) for _ in range(4)]
     assert sorted(child.result() > 0 for child in crew) == [False, False, False, True]
     assert found(target) == BODIES
+
+
+def is_locked(directory: Path) -> bool:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["made", "replaced"])
+def test_a_directory_that_appears_while_its_lock_is_waited_for_is_locked_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """Those who come later lock that: two would copy at once, and one would sweep what the other stages."""
+    target, flock, waits = tmp_path / "copy", fcntl.flock, itertools.count()
+    if before:
+        target.mkdir()
+
+    def late(fd: int, how: int) -> None:
+        if how == fcntl.LOCK_EX and next(waits) == 0:  # who had the lock until now, and let go
+            if before:
+                target.rename(tmp_path / "before")
+            target.mkdir()
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(target):
+        assert is_locked(target)
+        assert not is_locked(tmp_path)
+    assert not is_locked(target)
 
 
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:

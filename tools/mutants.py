@@ -96,8 +96,19 @@ MUTANTS = (
     ),
     Mutant(
         1, "what was handed out is served though it was written to", "_engine/blobs.py",
-        "    return kept == wanted - wanted % unit\n", "    return True\n",
+        "    return status.st_mtime_ns % _SECOND == _fraction(checksum)\n", "    return True\n",
         "tests/test_written_to.py::test_the_file_by_its_own_name[local]",
+    ),
+    Mutant(
+        1, "a time of whole seconds is a seal", "_engine/blobs.py",
+        "    return status.st_mtime_ns % _SECOND == _fraction(checksum)\n",
+        "    return status.st_mtime_ns % _SECOND in (0, _fraction(checksum))\n",
+        "tests/test_written_to.py::test_a_write_that_leaves_a_whole_second_is_noticed",
+    ),
+    Mutant(
+        2, "who waits for a copy's lock believes what was there before", "_directories/copying.py",
+        "            if _is_lock_of(fd, target, above):", "            if above or _is_lock_of(fd, target, above):",
+        "tests/test_copying.py::test_a_directory_that_appears_while_its_lock_is_waited_for_is_locked_itself[made]",
     ),
     Mutant(
         10, "a copy that its caller removes is the original", "_directories/private.py",

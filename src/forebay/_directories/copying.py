@@ -46,15 +46,33 @@ def target_of(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Of all processes of this host one at a time: for those that have no cache, which has better locks."""
-    os.makedirs(target.parent, exist_ok=True)
-    fd = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Of all processes of this host one at a time: for those that have no cache, which has better locks. What is locked is the directory
+    itself where there is one, and else the one above, which may be /tmp and everybody's."""
+    while True:
+        above = not target.is_dir()
+        if above:
+            os.makedirs(target.parent, exist_ok=True)
+        try:
+            fd = os.open(target.parent if above else target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # it went meanwhile
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # death lets go; a signal ends the wait
+            if _is_lock_of(fd, target, above):  # else whoever had it made the directory, and those who come now lock that
+                yield
+                return
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child of a fork has the same lock
+            os.close(fd)
+
+
+def _is_lock_of(fd: int, target: Path, above: bool) -> bool:
+    if above:
+        return not target.is_dir()
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # death lets go; a signal ends the wait
-        yield
-    finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a child of a fork has the same lock
-        os.close(fd)
+        return os.path.samestat(os.fstat(fd), os.stat(target))
+    except OSError:
+        return False
 
 
 def copy_tree(

@@ -68,7 +68,7 @@ def _alone(origin: Origin, target: Path, ask: Ask) -> contextlib.AbstractContext
     store = origin.store
     if isinstance(store, Store) and not store.root.read_only:
         return store.lock(f"copy to {target}", timeout=ask.timeout, on_wait=ask.on_wait)
-    return copying.locked(target / copying.PART if target.is_dir() else target)  # not /tmp, which is everybody's
+    return copying.locked(target)
 
 
 def _tree(origin: Origin, directories: Directories, place: Place, part: Part, ask: Ask) -> Lease | None:
