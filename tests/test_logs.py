@@ -50,6 +50,33 @@ def test_arguments_that_do_not_fit_are_left_to_the_handler() -> None:
     assert (record.msg, record.args) == ("%d", ("x",))
 
 
+def test_the_text_of_an_error_makes_no_line_of_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        try:
+            raise KeyError from ValueError(EVIL)
+        except KeyError as error:
+            error.add_note(EVIL)
+            group = ExceptionGroup(EVIL, [error, OSError(EVIL)])
+        raise group
+
+    try:
+        fail()
+    except ExceptionGroup:
+        _logs.logger("forebay.some.room").exception("it failed")
+    (record,) = caplog.records
+    text = logging.Formatter().format(record)
+    lines = text.split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert not [line for line in lines if "forged" in line and r"a\n2026-11-22 ERROR forged\r" not in line]
+    assert len([line for line in lines if "forged" in line]) >= 4
+    assert "    raise KeyError from ValueError(EVIL)" in text
+
+
+def test_a_record_without_an_error_has_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    _logs.logger("forebay.some.room").warning("told", exc_info=True)
+    assert caplog.records[0].exc_text is None or "NoneType" in caplog.records[0].exc_text
+
+
 def calls_of_logging(path: Path) -> list[str]:
     tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 
 
 def logger(name: str) -> logging.Logger:
@@ -27,7 +28,33 @@ class _Escaping(logging.Filter):
             return True
         if not message.isprintable():
             record.msg, record.args = escaped(message), None
+        if record.exc_info and record.exc_info[1] is not None and not record.exc_text:
+            record.exc_text = _told(record.exc_info[1])  # what formatters take where it is there
         return True
+
+
+def _told(error: BaseException) -> str:
+    """The traceback of an error, with no line in it that the text of an error made."""
+    told = traceback.TracebackException.from_exception(error)
+    left, seen = [told], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        _escape_text(one)
+        left += [other for other in (one.__cause__, one.__context__, *(one.exceptions or ())) if other is not None]
+    return "\n".join(map(escaped, "".join(told.format()).removesuffix("\n").split("\n")))
+
+
+def _escape_text(told: traceback.TracebackException) -> None:
+    plain = told.format_exception_only
+    # On the object: those of causes are made by Python, of its own class.
+    told.format_exception_only = lambda *args, **kwargs: (  # type: ignore[method-assign]
+        escaped(line.removesuffix("\n")) + "\n" for line in plain(*args, **kwargs)
+    )
+    if isinstance(told.__notes__, list):
+        told.__notes__ = [escaped(str(note)) for note in told.__notes__]
 
 
 _ESCAPING = _Escaping()
