@@ -9,6 +9,8 @@ import importlib
 import multiprocessing
 import pickle
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -142,6 +144,49 @@ def test_of_a_cause_that_cannot_travel_class_and_text_arrive(cause: Exception) -
 def test_a_fact_that_cannot_travel_arrives_as_text() -> None:
     found = pickle.loads(pickle.dumps(errors.CacheFault("failed", key=lambda: 1)))
     assert "lambda" in found.key
+
+
+def test_a_fact_that_does_not_come_back_arrives_as_text() -> None:
+    found = pickle.loads(pickle.dumps(errors.CacheFault("failed", key=NeedsMore(1, 2))))
+    assert found.key == "NeedsMore('1 and 2')"
+
+
+ELSEWHERE = """
+import pickle, sys
+from forebay import errors
+class Own(Exception): pass
+cause = Own("its own")
+cause.__cause__ = ValueError("before")
+cause.add_note("a note")
+error = errors.CacheFault("failed", key="k")
+error.__cause__ = cause
+sys.stdout.buffer.write(pickle.dumps([error, "and more"]))
+"""
+
+
+def test_a_cause_of_another_program_arrives_as_text() -> None:
+    """Its class is in that one's `__main__`: what cannot be read would take all that is in the same pickle with it."""
+    data = subprocess.run([sys.executable, "-c", ELSEWHERE], check=True, stdout=subprocess.PIPE).stdout
+    found, more = pickle.loads(data)
+    assert (str(found), more) == ("failed", "and more")
+    assert type(found.__cause__) is errors.RemoteCause
+    assert str(found.__cause__) == "__main__.Own: its own"
+    assert repr(found.__cause__.__cause__) == "ValueError('before')"
+    assert found.__cause__.__notes__ == ["a note"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_notes_of_a_cause_arrive_once(way: str) -> None:
+    error, cause = errors.CacheFault("failed"), ValueError("before")
+    cause.add_note("a note")
+    error.__cause__ = cause
+    found = WAYS[way](WAYS[way](error))
+    assert (type(found.__cause__), found.__cause__.__notes__) == (ValueError, ["a note"])  # type: ignore[union-attr]
+
+
+def test_a_missing_extra_is_quoted_for_the_shell() -> None:
+    assert str(errors.MissingExtra.of("it", "ray")).endswith("pip install 'ray[train]'")
+    assert str(errors.MissingExtra.of("it", "tasks")).endswith("pip install cloudpickle PyYAML")
 
 
 def test_errors_in_a_ring_arrive() -> None:

@@ -47,6 +47,7 @@ from __future__ import annotations
 import builtins
 import errno
 import pickle
+import shlex
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -129,10 +130,10 @@ def _story_of(error: BaseException, told: set[int]) -> _Story | None:
 
 def _tell_again(error: BaseException, story: _Story) -> None:
     cause, context, hidden, notes = story
-    cause, context = (reason.told() if isinstance(reason, _Retold) else reason for reason in (cause, context))
+    cause, context = (reason.told() if isinstance(reason, _Retold | _Carried) else reason for reason in (cause, context))
     error.__cause__, error.__context__, error.__suppress_context__ = cause, context or cause, hidden
-    for note in notes:
-        error.add_note(note)
+    if notes:
+        error.__notes__ = notes  # an error of another package may have brought them itself
 
 
 class _Retold:
@@ -153,6 +154,33 @@ def _told_of(error: BaseException, story: _Story) -> BaseException:
     return _Retold(error, story).told()
 
 
+class _Carried:
+    """Carries an error of another package in its own pickle: where its class is not known, as of another program's ``__main__``, what is
+    unpickled around it must come all the same. ``data``: empty where it cannot be pickled."""
+
+    def __init__(self, data: bytes, text: str, story: _Story | None) -> None:
+        self._data, self._text, self._story = data, text, story
+
+    def told(self) -> BaseException:
+        error: BaseException = RemoteCause(self._text)
+        try:
+            known = pickle.loads(self._data)
+        except Exception:  # noqa: BLE001  whatever its class, not ours, makes of it
+            known = None
+        if isinstance(known, BaseException):
+            error = known
+        if self._story is not None:
+            _tell_again(error, self._story)
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _carried, (self._data, self._text, self._story)
+
+
+def _carried(data: bytes, text: str, story: _Story | None) -> BaseException:
+    return _Carried(data, text, story).told()
+
+
 def _stand_in(reason: BaseException | None, told: set[int]) -> Any:
     """``reason`` itself where it can be pickled and comes back as it was, else its text. None where it was told before: errors may form
     a ring."""
@@ -162,22 +190,22 @@ def _stand_in(reason: BaseException | None, told: set[int]) -> Any:
     if isinstance(reason, ForebayError):  # one that knows nothing of what led to it: its story is told here, where rings are seen
         copy: BaseException = _rebuild(type(reason), str(reason), _portable(reason.facts), _others_of(reason))
         return copy if story is None else _Retold(copy, story)
+    text = f"{type(reason).__module__}.{type(reason).__qualname__}: {reason}"
     try:
-        copy = pickle.loads(pickle.dumps(reason))
+        data = pickle.dumps(reason)
+        copy = pickle.loads(data)
         sound = type(copy) is type(reason) and str(copy) == str(reason)
     except Exception:  # noqa: BLE001  whatever its class, not ours, makes of it
         sound = False
-    if not sound:
-        copy = RemoteCause(f"{type(reason).__module__}.{type(reason).__qualname__}: {reason}")
-    return copy if story is None else _Retold(copy, story)
+    return _Carried(data if sound else b"", text, story)
 
 
 def _portable(facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts as they can be pickled: of others the text."""
+    """Facts as they can be pickled, and come back: of others the text."""
     found = {}
     for name, value in facts.items():
         try:
-            pickle.dumps(value)
+            pickle.loads(pickle.dumps(value))
             found[name] = value
         except Exception:  # noqa: BLE001  whatever its class makes of it
             found[name] = repr(value)
@@ -199,7 +227,7 @@ class MissingExtra(ForebayError, ImportError):
 
     @classmethod
     def of(cls, what: str, extra: str) -> MissingExtra:
-        packages = " ".join(EXTRAS.get(extra, (extra,)))
+        packages = " ".join(map(shlex.quote, EXTRAS.get(extra, (extra,))))  # a shell may take brackets for a pattern
         return cls(f"{what} needs the extra {extra!r} of Forebay, which is not installed: pip install {packages}", extra=extra)
 
 
