@@ -11,7 +11,7 @@ import pytest
 import forebay
 from forebay import listing
 from forebay._engine import census, check, store
-from forebay._engine.catalog import Catalog
+from forebay._engine.catalog import Catalog, entries
 from forebay.cli import render
 from tests.harness import MiB, fork
 
@@ -22,7 +22,8 @@ MOST = 40
 @pytest.fixture
 def cache(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[forebay.Cache]:
     for module, name, value in (
-        (census, "PAGE", 20), (check, "AT_ONCE", 20), (store, "REMOVED_AT_ONCE", 16), (listing, "IN_MEMORY", 50), (render, "A_PAGE", 20)
+        (census, "PAGE", 20), (check, "AT_ONCE", 20), (entries, "RANGE", 20), (store, "REMOVED_AT_ONCE", 16), (listing, "IN_MEMORY", 50),
+        (render, "A_PAGE", 20),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     with forebay.Cache(quick_path / "root", budget=64 * MiB) as found:

@@ -18,7 +18,9 @@ _COLUMNS = "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e
 _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
 _INSERT = "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _INSERT_DATA = "INSERT INTO payloads VALUES (?, ?)"
-_AT_ONCE, _PAGE = 16, 2048
+RANGE = 2048
+"""Rows that are read at once where all are read."""
+_AT_ONCE = 16
 _SIXTEEN = ", ".join("?" * _AT_ONCE)
 _FIND_MANY = f"{_FROM} WHERE e.space = ? AND e.state = {LIVE} AND e.key IN ({_SIXTEEN})"
 _DOOM = (
@@ -165,7 +167,7 @@ def ranges(rows: Rows, table: str) -> Iterator[tuple[int, int]]:
     """The ids of a table in portions: (from behind, to)."""
     low = -1 << 63
     while True:
-        (high,) = rows.one(f"SELECT max(id) FROM (SELECT id FROM {table} WHERE id > ? ORDER BY id LIMIT ?)", low, _PAGE)
+        (high,) = rows.one(f"SELECT max(id) FROM (SELECT id FROM {table} WHERE id > ? ORDER BY id LIMIT ?)", low, RANGE)
         if high is None:
             return
         yield low, high

@@ -247,7 +247,7 @@ def _recount_slots(txn: Txn) -> None:
             if 0 <= slot < len(known):
                 known[slot] = 1
     after = -1 << 63
-    while free := [row[0] for row in txn.all("SELECT slot FROM free_slots WHERE slot > ? ORDER BY slot LIMIT 2048", after)]:
+    while free := [row[0] for row in txn.all("SELECT slot FROM free_slots WHERE slot > ? ORDER BY slot LIMIT ?", after, entries.RANGE)]:
         txn.run_many("DELETE FROM free_slots WHERE slot = ?", [(slot,) for slot in free if not 0 <= slot < len(known) or known[slot]])
         for slot in free:
             if 0 <= slot < len(known):
