@@ -51,39 +51,26 @@ def mending(call: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P],
 
     @functools.wraps(call)
     def mended(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
-        first = self.mends
+        mends = self.mends
         try:
-            with faults(str(self.root.path)):
-                return mend_and_call(self, *args, **kwargs)
-        finally:
-            if self.mends != first:
-                self._catalog.trust()  # what another call meets later has nothing to do with this
+            self.check_usable()
+            return call(self, *args, **kwargs)
+        except (DiskFull, SlotsBroken, CatalogBroken, OSError) as error:
+            try:
+                with faults(str(self.root.path)):
+                    self.recover_from(error, mends)
+                    return call_again(self, *args, **kwargs)
+            finally:
+                if self.mends != mends:
+                    self._catalog.trust()  # what another call meets later has nothing to do with this
 
-    def mend_and_call(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
-        self.check_usable()
-        for _ in range(ATTEMPTS - 1):  # damage that does not show in the pages is mended the second time that it is met
+    def call_again(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
+        for _ in range(ATTEMPTS - 2):  # damage that does not show in the pages is mended the second time that it is met
             mends = self.mends
             try:
                 return call(self, *args, **kwargs)
-            except DiskFull as error:
-                if not error.relieved:
-                    raise
-                continue
-            except SlotsReplaced as error:
-                self.go_over(error, mends)
-            except SlotsBroken:
-                if self.root.read_only:
-                    raise
-                try:
-                    self.remake_slots()
-                except CatalogBroken as error:  # it knows of more slots than it has entries
-                    self.mend(error, mends)
-            except CatalogBroken as error:
-                self.mend(error, mends)
-            except FileNotFoundError as error:  # of a lock file, such as the first one that is asked for
-                if self.root.is_same():
-                    raise
-                self.mend(CatalogBroken(f"the root {self.root.path} was deleted: {error.strerror}"), mends)
+            except (DiskFull, SlotsBroken, CatalogBroken, OSError) as error:
+                self.recover_from(error, mends)
         return call(self, *args, **kwargs)
 
     return mended  # type: ignore[return-value]  # a method keeps its name for self
@@ -316,6 +303,22 @@ class Engine:
             except BaseException:
                 self._unset, self._lower = unset, lower
                 raise
+
+    def recover_from(self, error: Exception, mends: int) -> None:
+        """Do what lets a call succeed that failed with ``error``, or raise that. ``mends``: see `mend`."""
+        if isinstance(error, SlotsReplaced):
+            self.go_over(error, mends)
+        elif isinstance(error, SlotsBroken) and not self.root.read_only:
+            try:
+                self.remake_slots()
+            except CatalogBroken as broken:  # it knows of more slots than it has entries
+                self.mend(broken, mends)
+        elif isinstance(error, CatalogBroken):
+            self.mend(error, mends)
+        elif isinstance(error, FileNotFoundError) and not self.root.is_same():  # of a lock file, such as the first one that is asked for
+            self.mend(CatalogBroken(f"the root {self.root.path} was deleted: {error.strerror}"), mends)
+        elif not (isinstance(error, DiskFull) and error.relieved):
+            raise error
 
     def mend(self, error: CatalogBroken, mends: int) -> None:
         """The catalog, or the whole root, is not what was opened: open it once more, making what is missing. ``mends``: how often that

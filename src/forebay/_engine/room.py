@@ -84,7 +84,8 @@ class Room:
         totals = spaces.totals(rows, id or None, want.space if want else 0)
         charge = self.charge_of(want) if want else 0
         used = totals.entries + totals.granted + totals.pending + totals.over
-        floor = totals.min_free + self._catalog.owed + charge - host.free_bytes(self._path)
+        self._catalog.free = host.free_bytes(self._path)
+        floor = totals.min_free + self._catalog.owed + charge - self._catalog.free
         quota = count = rows_over = -NO_LIMIT
         new = want.entries - bool(want.replaces) if want is not None else 0
         if want is not None and (totals.quota is not None or totals.max_count is not None):

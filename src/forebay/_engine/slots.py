@@ -48,6 +48,7 @@ class Slots:
         self._root = root
         self._chunks = {}
         self._changed = 0  # when the directory was, as far as it was looked at
+        self._place = str(root.slots_dir)
         self.clock = Clock(self, writable=not root.read_only)
 
     def clock_words(self) -> tuple[memoryview, int]:
@@ -204,7 +205,7 @@ class Slots:
     def are_same(self) -> bool:
         """`is_same`, for each transaction: looks closer only where names in the directory changed since the last look."""
         try:
-            changed = os.stat(self._root.slots_dir).st_mtime_ns
+            changed = os.stat(self._place).st_mtime_ns
         except FileNotFoundError:
             return False
         if changed == self._changed:

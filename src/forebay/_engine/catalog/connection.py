@@ -22,7 +22,7 @@ from forebay._engine.catalog.transactions import DiskFull as DiskFull
 from forebay._engine.catalog.transactions import Doubts, fetched, translated
 from forebay._engine.catalog.transactions import Rows as Rows
 from forebay._engine.catalog.transactions import Txn as Txn
-from forebay._engine.catalog.wal import KEEP, REFUSE, RETIRE, SOFT, STEP, Wal
+from forebay._engine.catalog.wal import EASY, KEEP, REFUSE, RETIRE, SOFT, STEP, Wal
 from forebay._engine.catalog.writer import Holding, Writer
 from forebay._engine.root import Root
 from forebay._kernel import host, waits
@@ -60,6 +60,9 @@ class Catalog:
         self._con: sqlite3.Connection | None = None
         self._seen: tuple[int, int] | None = None
         self._index: tuple[int, int] | None = None
+        self._log_size = 0  # before the transaction that runs
+        self.free = 0
+        """Bytes of the disk that were free when a transaction last looked."""
         self._copied_at = 0  # the size of the log when this process last copied it into the database
         self._doubts = Doubts()
         self._ids = [0, 0]  # from, to: taken by this process, and nobody's yet
@@ -428,18 +431,18 @@ class Catalog:
 
     def _make_way_locked(self) -> None:
         """Before a transaction: the log does not grow above its bound, and on a full disk it starts again in the blocks that it has."""
-        size = self._wal.size()
-        if size <= KEEP // 4 or (size <= REFUSE and host.free_bytes(self._root.path) > KEEP):
+        size = self._log_size = self._wal.size()
+        if size <= REFUSE and (size <= KEEP // 4 or self.free > EASY or host.free_bytes(self._root.path) > KEEP):
             return
         if not self._try_to_bound_locked(size) and size > REFUSE:
             raise errors.CacheFault(f"{self._wal.log} has {size:,} bytes, and cannot be copied into the catalog")
 
     def _bound_log_locked(self) -> None:
-        """After a commit, whoever made it: copy the log into the database where it has grown. It starts again with the next transaction.
+        """After a commit: copy the log into the database where it had grown, whoever wrote. It starts again with the next transaction.
 
         Caller: holds the writer lock, so that nobody can be stopped while he copies and go on with it later."""
-        size = self._wal.size()
-        if size < SOFT:
+        size = self._log_size
+        if size <= SOFT:
             self._copied_at = 0
         elif not self._copied_at <= size < self._copied_at + STEP:
             self._copied_at = size

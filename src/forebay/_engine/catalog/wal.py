@@ -23,12 +23,15 @@ from forebay._logs import logger
 
 log = logger("forebay.catalog")
 
-SOFT, STEP = 4 << 20, 512 << 10
-"""From ``SOFT`` bytes on the log is copied into the database, again after each ``STEP`` while readers keep it from starting again."""
+SOFT, STEP = 2 << 20, 512 << 10
+"""Above ``SOFT`` bytes the log is copied into the database, again after each ``STEP`` while readers keep it from starting again."""
 RETIRE = 8 << 20
 """What the log may have when its readers are waited for no longer."""
-KEEP = 1 << 20
-"""What the log keeps of its blocks when it starts again: on a full disk they are room for the transactions that evict."""
+KEEP = SOFT
+"""What the log keeps of its blocks when it starts again: on a full disk they are room for the transactions that evict, and blocks that
+are given back and taken anew each time cost a small put a tenth."""
+EASY = 256 << 20
+"""Where so much of the disk was free a transaction ago, nobody looks how much is."""
 REFUSE = 12 << 20
 """No transaction begins above this; one takes at most 4 MiB: so the log never has more than 16. Only the links of a directory come, and
 go, all at once: then it has about 100 bytes and the name more for each of its files."""
