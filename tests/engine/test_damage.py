@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from forebay._engine.engine import mending
 from forebay._engine.layout import Root
 from forebay._engine.settings_file import Kept, SpaceLimits, read, write
 from forebay._engine.store import Store
-from tests.harness import MiB, assert_settled, fork, in_child
+from tests.harness import MiB, assert_settled, bytes_of, fork, in_child, opened
 
 BUDGET, QUOTA = 50 * MiB, 3 * MiB
 PAGE = 4096
@@ -189,6 +190,17 @@ def test_false_alarms_that_have_nothing_to_do_with_each_other_cost_nothing(place
             assert cache.budget == BUDGET
 
     in_child(work)
+
+
+def test_a_text_that_is_too_long_is_no_damage(place: Path) -> None:
+    """It would be met twice by the call that has it, and cost the catalog."""
+    with opened(place) as store:
+        with store._catalog._mutex:
+            store._catalog._connection_locked().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)
+        with pytest.raises(errors.CacheFault, match="TOOBIG") as found:
+            store.put("values", "k" * 200_000, b"x")
+        assert not isinstance(found.value, CatalogBroken)
+        assert bytes_of(store, "k3", "values") == bytes([3]) * 30
 
 
 # -- what people set ---------------------------------------------------------------------------------------------------

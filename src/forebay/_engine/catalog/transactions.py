@@ -24,7 +24,7 @@ _KEYS = {"segments": "pack IS ? AND number IS ?", "failures": "space IS ? AND ke
 # nobody wrote; a header of its own decides whether SQLite takes a file that may be written to for one that may only be read.
 _DAMAGE = {
     sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_INTERNAL, sqlite3.SQLITE_CONSTRAINT,
-    sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_RANGE,
+    sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_FORMAT,
 }  # fmt: skip
 _DAMAGE_EXACTLY = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR_SHORT_READ}
 _FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE}
