@@ -657,9 +657,14 @@ MUTANTS = (
         f"{FORKS}test_a_fork_by_c_code_is_passed_by",
     ),
     Mutant(
-        9, "a child knows the catalogs of its ancestors", "_engine/catalog/connection.py",
-        "            _peers.pop(name, None)\n", "            _peers.get(name, None)\n",
+        9, "a child knows the catalogs of its ancestors", "_engine/catalog/peers.py",
+        "        _peers.pop(name, None)\n", "        _peers.get(name, None)\n",
         f"{FORKS}test_s17_a_child_knows_no_catalogs_of_its_ancestors",
+    ),
+    Mutant(
+        9, "a fork does not wait for a check of all pages", "_engine/catalog/connection.py",
+        "        self._peers.stop_apart()\n        self._close_locked()\n", "        self._close_locked()\n",
+        f"{WAL}test_a_check_of_all_pages_stops_and_begins_again[a fork]",
     ),
     # 10. Nobody else's bytes
     Mutant(

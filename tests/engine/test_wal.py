@@ -7,16 +7,17 @@ import os
 import signal
 import sqlite3
 import struct
+import threading
 from pathlib import Path
 
 import pytest
 
 from forebay import errors
-from forebay._engine.catalog import connection, entries, writer
+from forebay._engine.catalog import connection, entries, peers, writer
 from forebay._engine.catalog.wal import Wal
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host
-from tests.harness import Gate, KiB, MiB, bytes_of, death_of, fork, fork_to_die, opened
+from tests.harness import HANG, Gate, KiB, MiB, bytes_of, death_of, fork, fork_to_die, in_child, opened
 
 SOFT, STEP, RETIRE, REFUSE = 256 * KiB, 32 * KiB, 512 * KiB, 768 * KiB
 SETTINGS = Settings(budget=64 * MiB, min_free=0)
@@ -341,3 +342,71 @@ def test_a_read_only_handle_of_the_same_process_goes_along(place: Path) -> None:
         finally:
             looking.close()
         assert store.check() == []
+
+
+@pytest.fixture
+def at_pages(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """A check of all pages stops in the middle: it is there, and it may go on."""
+    here, on = threading.Event(), threading.Event()
+    begin = peers.Peers.begin_apart
+
+    def wait() -> int:
+        here.set()
+        on.wait(HANG)
+        return 0
+
+    def beginning(self: peers.Peers, one: peers.Apart, con: sqlite3.Connection) -> None:
+        con.set_progress_handler(wait, 1)
+        begin(self, one, con)
+
+    monkeypatch.setattr(peers.Peers, "begin_apart", beginning)
+    return here, on
+
+
+def test_a_check_of_all_pages_holds_up_no_other_thread(place: Path, at_pages: tuple[threading.Event, threading.Event]) -> None:
+    here, on = at_pages
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 5)
+        found: list[str | None] = []
+        checking = threading.Thread(target=lambda: found.append(store._catalog.problem()))
+        checking.start()
+        assert here.wait(10)
+        put_many(store, 5, "later")
+        assert bytes_of(store, "later3") == b"x" * 12 * KiB
+        assert not found
+        on.set()
+        checking.join()
+        assert found == [None]
+
+
+@pytest.mark.parametrize("why", ["a fork", "another index"])
+def test_a_check_of_all_pages_stops_and_begins_again(
+    place: Path, at_pages: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """No thread is inside SQLite when the process is copied, and none keeps an index that nobody else has."""
+    here, on = at_pages
+    stop, stopped = peers.Peers.stop_apart, []
+
+    def stopping(self: peers.Peers) -> None:
+        on.set()
+        stopped.append(len(self._apart))
+        stop(self)
+        assert not self._apart
+
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 5)
+        monkeypatch.setattr(peers.Peers, "stop_apart", stopping)
+        found: list[str | None] = []
+        checking = threading.Thread(target=lambda: found.append(store._catalog.problem()))
+        checking.start()
+        assert here.wait(10)
+        if why == "a fork":
+            assert in_child(lambda: bytes_of(store, "k1")) == b"x" * 12 * KiB
+        else:
+            with store._catalog.writer(), store._catalog._mutex:
+                store._catalog._retire_index_locked()
+            put_many(store, 5, "later")
+        on.set()
+        checking.join()
+        assert found == [None]
+    assert stopped[0] == 1

@@ -11,12 +11,12 @@ import os
 import sqlite3
 import stat
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema
+from forebay._engine.catalog.peers import Apart, forget_ancestors, peers_of
 from forebay._engine.catalog.transactions import CatalogBroken as CatalogBroken
 from forebay._engine.catalog.transactions import DiskFull as DiskFull
 from forebay._engine.catalog.transactions import Doubts, fetched, translated
@@ -36,17 +36,6 @@ LEAST_BALLAST = 128 << 10  # it is made anew of what there is, and leaves as muc
 PAGE = 4096
 TRIES = 3
 """How often a statement that others' writes overtook is begun again before it takes the writer lock."""
-
-
-class _Peers:
-    """The catalogs of one path in this process. SQLite lets their connections share the index of the log: it goes when all are closed."""
-
-    def __init__(self) -> None:
-        self.mutex = threading.RLock()
-        self.catalogs: weakref.WeakSet[Catalog] = weakref.WeakSet()  # guarded by the mutex
-
-
-_peers: dict[tuple[int, str], _Peers] = {}  # by process and path: a child of a fork begins anew
 
 
 class Catalog:
@@ -77,7 +66,7 @@ class Catalog:
         self.recover: Callable[[], None] | None = None
 
     def _join_peers(self) -> threading.RLock:
-        self._peers = _peers.setdefault((os.getpid(), self._path), _Peers())
+        self._peers = peers_of(self._path)
         with self._peers.mutex:
             self._peers.catalogs.add(self)
         return self._peers.mutex
@@ -118,7 +107,12 @@ class Catalog:
         try:
             with translated():
                 self._connect_locked()
-                if self._con is None or self.problem() is not None or not schema.is_sane(self._con) or self._seen == self._suspect:
+                if (
+                    self._con is None
+                    or self.problem(apart=False) is not None
+                    or not schema.is_sane(self._con)
+                    or self._seen == self._suspect
+                ):
                     return False
                 self._con.execute("BEGIN IMMEDIATE")
                 self._con.execute("ROLLBACK")
@@ -132,10 +126,11 @@ class Catalog:
         """Whoever said that the catalog is damaged, and was told that it is not, is content with it by now."""
         self._suspect = None
 
-    def problem(self) -> str | None:
-        """What SQLite finds wrong with the pages of the catalog; None: nothing. Reads all of it: seconds, for a million entries."""
+    def problem(self, *, apart: bool = True) -> str | None:
+        """What SQLite finds wrong with the pages of the catalog; None: nothing. Reads all of it: seconds, for a million entries. ``apart``:
+        other threads of this process go on meanwhile."""
         try:
-            (found,) = self.all("PRAGMA quick_check(1)")[0]
+            (found,) = self._until_current(self._try_apart if apart else self._try_all, "PRAGMA quick_check(1)", ())[0]
         except CatalogBroken as error:
             if not error.damaged:
                 raise
@@ -261,15 +256,18 @@ class Catalog:
         """The rows of one statement, fetched to the end: a reader that stays open would let the log grow.
 
         One that takes longer than others need to write some MiB is begun again, and at last run under the writer lock."""
+        return self._until_current(self._try_all, sql, values)
+
+    def _until_current(self, attempt: Callable[[str, tuple[Any, ...]], list[Any] | None], sql: str, values: tuple[Any, ...]) -> list[Any]:
         try:
             for _ in range(TRIES):
-                rows = self._try_all(sql, values)
+                rows = attempt(sql, values)
                 if rows is not None:
                     return rows
             if not self._root.read_only:
                 with contextlib.nullcontext() if self._writer.is_mine() else self.writer():
                     self._unlink_retired()
-                    rows = self._try_all(sql, values)
+                    rows = attempt(sql, values)
         except DiskFull as error:  # even a reader needs room where the index of the log is yet to be made
             self.relieve(error)
             raise
@@ -291,6 +289,27 @@ class Catalog:
                 return rows
             self._close_peers_locked()
             return None
+
+    def _try_apart(self, sql: str, values: tuple[Any, ...]) -> list[Any] | None:
+        """`_try_all`, by a connection of its own and outside the mutex. None: it was stopped, for a fork or since the index was retired."""
+        if self._root.read_only:
+            return self._try_all(sql, values)
+        one, index = Apart(), None
+        try:
+            with self._mutex, translated():
+                if self._try_all("SELECT 1 FROM meta", ()) is None:
+                    return None
+                index = self._index
+                self._peers.begin_apart(one, self._opened("mode=ro"))
+            with translated():
+                rows = one.run(sql)
+        except errors.CacheFault:
+            if index is None or index == self._wal.current_index():
+                raise
+            return None
+        finally:
+            self._peers.end_apart(one)
+        return rows if index == self._wal.current_index() else None
 
     def _is_current_locked(self) -> bool:
         """Whether the index of the log is the one that was opened. Inside a transaction nobody can retire it."""
@@ -539,6 +558,7 @@ class Catalog:
 
     def _close_peers_locked(self) -> None:
         """Caller: goes on with the same catalog, and learns if it is another one by now."""
+        self._peers.stop_apart()
         for catalog in self._peers.catalogs:
             seen = catalog._seen
             catalog._close_locked()
@@ -554,6 +574,7 @@ class Catalog:
 
     def before_fork(self) -> None:
         self._mutex.acquire()  # held over the fork: no thread is inside SQLite while the process is copied
+        self._peers.stop_apart()
         self._close_locked()
         self._writer.before_fork()
 
@@ -562,8 +583,7 @@ class Catalog:
         self._mutex.release()
 
     def after_fork_child(self) -> None:
-        for name in [name for name in _peers if name[0] != os.getpid()]:  # an ancestor's number comes round, and his mutex may be held
-            _peers.pop(name, None)
+        forget_ancestors()
         self._mutex = self._join_peers()
         self._con, self._seen, self._index, self._pid, self._ids = None, None, None, os.getpid(), [0, 0]
         self._writer.after_fork_child()

@@ -1,0 +1,79 @@
+"""The catalogs of one path in this process, and long looks at it through connections of their own.
+
+SQLite lets the connections of a process share the index of the log, and none may be inside SQLite at a fork. So a long look that runs
+outside the mutex is stopped, and waited for, before the index is another one and before a fork; then it begins again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+if TYPE_CHECKING:
+    from forebay._engine.catalog.connection import Catalog
+
+_ASK_AGAIN = 0.01
+
+
+class Apart:
+    """One long look."""
+
+    def __init__(self) -> None:
+        self.con: sqlite3.Connection | None = None
+        self.ended = threading.Event()
+
+    def run(self, sql: str) -> list[Any] | None:
+        """The rows of a statement, None if it was stopped."""
+        assert self.con is not None
+        try:
+            return self.con.execute(sql).fetchall()
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+                raise
+            return None
+
+
+class Peers:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.mutex = threading.RLock()
+        self.catalogs: WeakSet[Catalog] = WeakSet()  # guarded by the mutex
+        self._apart: set[Apart] = set()  # added to under the mutex, removed from by single steps
+
+    def begin_apart(self, one: Apart, con: sqlite3.Connection) -> None:
+        """Caller: holds the mutex now, not while it runs, and calls `end_apart` in any event."""
+        one.con = con
+        self._apart.add(one)
+
+    def end_apart(self, one: Apart) -> None:
+        if one.con is not None:
+            one.con.close()
+        self._apart.discard(one)
+        one.ended.set()
+
+    def stop_apart(self) -> None:
+        """Wait until all have ended. Caller: holds the mutex, so that none begins meanwhile."""
+        for one in list(self._apart):
+            while one.con is not None and not one.ended.is_set():
+                with contextlib.suppress(sqlite3.ProgrammingError):  # it was closed a moment ago
+                    one.con.interrupt()
+                one.ended.wait(_ASK_AGAIN)  # an interrupt that comes before the statement is lost
+
+
+_peers: dict[tuple[int, str], Peers] = {}  # by process and path: a child of a fork begins anew
+
+
+def peers_of(path: str) -> Peers:
+    """Those of this path in this process."""
+    return _peers.setdefault((os.getpid(), path), Peers())
+
+
+def forget_ancestors() -> None:
+    """In a child: an ancestor's number comes round, and his mutex may be held."""
+    for name in [name for name in _peers if name[0] != os.getpid()]:
+        _peers.pop(name, None)
