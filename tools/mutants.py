@@ -492,8 +492,13 @@ MUTANTS = (
     ),
     Mutant(
         4, "files that no entry names are counted by nobody", "_engine/strays.py",
-        "            if id not in intended:\n", "            if id in intended:\n",
+        "if parsed.id not in intended}", "if parsed.id in intended}",
         "tests/cli/test_strays.py::test_s19_strays_are_counted_told_and_removed[by0]",
+    ),
+    Mutant(
+        4, "a second file with the id of an entry is that entry's", "_engine/catalog/entries.py",
+        " or _file_of(files.get(name[0], name)) != _file_of(name)}", "}",
+        "tests/cli/test_strays.py::test_what_has_an_entrys_id_and_is_not_its_file_is_a_stray[another suffix]",
     ),
     Mutant(
         10, "a name of ours is ours wherever it lies", "_engine/layout.py",
@@ -583,7 +588,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "a check holds the names of all files", "_engine/check.py",
-        "        while some := dict(islice(named, AT_ONCE)):\n", "        while some := dict(named):\n",
+        "    while some := dict(islice(named, AT_ONCE)):\n", "    while some := dict(named):\n",
         f"{MEMORY}[verify --quick]",
     ),
     Mutant(

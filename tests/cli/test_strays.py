@@ -113,6 +113,49 @@ def test_what_du_promises_prune_removes(home: Path, run: Run, name: str, size: i
     assert run("verify").code == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("blobs/{fan}/{id}.evil", 1), ("trees/{id}/file", 1), ("packs/{id}/index", 1)],
+    ids=["another suffix", "a tree", "a pack"],
+)
+@pytest.mark.parametrize("by", [["prune", "--yes"], ["verify", "--repair"]])
+def test_what_has_an_entrys_id_and_is_not_its_file_is_a_stray(home: Path, run: Run, name: str, count: int, by: list[str]) -> None:
+    """It goes, also while the entry is in use, and the entry's own file stays."""
+    with Cache(home, budget=64 * MiB, min_free=0) as cache:
+        cache.put("large", bytes(100_000))
+        entry = cache.entry("large")
+        assert entry is not None
+        path = home / name.format(fan=f"{entry.id & 0xFF:02x}", id=f"{entry.id:016x}")
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(MiB))
+        held = cache.get("large")
+        told = run("du", "--json").json["strays"]
+        assert (told["files"], told["bytes"] >= MiB) == (count, True)
+        ran = run("verify")
+        assert (ran.code, f"{entry.id:016x}" in ran.out) == (1, True)
+        run(*by)
+        assert not path.exists()
+        assert run("du", "--json").json["strays"]["files"] == 0
+        assert held == bytes(100_000)
+    assert run("verify").code == 0
+    with Cache(home) as cache:
+        assert cache.get("large") == bytes(100_000)
+
+
+def test_each_file_of_a_stray_id_is_counted(home: Path, run: Run) -> None:
+    with Cache(home, budget=64 * MiB, min_free=0):
+        names = {
+            "blobs/a1/00000000000001a1.a": MiB, "blobs/a1/00000000000001a1.b": 4 * MiB,
+            "tmp/00000000000000aa-00000000000000bb": 5 * MiB, "tmp/00000000000000aa-00000000000000bb.map": 4096,
+        }  # fmt: skip
+        for name, size in names.items():
+            (home / name).write_bytes(bytes(size))
+    found = run("du", "--json").json["strays"]
+    assert (found["files"], found["bytes"]) == (4, sum((home / name).stat().st_blocks * 512 for name in names))
+    assert "0 entries and 4 stray files removed" in run("prune", "--yes").out
+    assert not any((home / name).exists() for name in names)
+
+
 def test_s19_what_is_being_written_is_no_stray(home: Path, run: Run) -> None:
     """A download in progress, a pack that is filled, and a directory that is held."""
     with Cache(home, budget=64 * MiB, min_free=0) as cache:

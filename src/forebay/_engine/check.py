@@ -86,14 +86,17 @@ def _check_links(catalog: Catalog) -> Iterator[Problem]:
 
 def _check_strays(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Problem]:
     """Files and directories that no row names. Those of an intent the next writer removes."""
-    directories = chain(((id, root.tree(id)) for id in trees.list_trees(root)), ((id, root.pack(id)) for id in packs.list_packs(root)))
-    for what, named in (("a file", blobs.list_blobs(root)), ("a directory", directories)):
-        while some := dict(islice(named, AT_ONCE)):
-            for id in some.keys() - entries.known(catalog, list(some)):
-                with catalog.still():
-                    stray = not entries.is_known(catalog, id) and id not in slots.intent() and _is_there(root, some[id])
-                if stray:
-                    yield Problem("stray", str(some[id]), f"{what} that no row names")
+    named = chain(
+        (((id, "blob", path.name.removeprefix(f"{id:016x}")), path) for id, path in blobs.list_blobs(root)),
+        (((id, "tree", ""), root.tree(id)) for id in trees.list_trees(root)),
+        (((id, "pack", ""), root.pack(id)) for id in packs.list_packs(root)),
+    )
+    while some := dict(islice(named, AT_ONCE)):
+        for file in entries.unnamed(catalog, list(some)):
+            with catalog.still():
+                stray = bool(entries.unnamed(catalog, [file])) and file[0] not in slots.intent() and _is_there(root, some[file])
+            if stray:
+                yield Problem("stray", str(some[file]), f"{'a file' if file[1] == 'blob' else 'a directory'} that no row names")
     for name in root.files.names_in(root.tmp_dir):
         parsed = parse_tmp_name(name)
         with catalog.still():

@@ -186,15 +186,27 @@ class Eviction:
             ((id, Doomed(id, "pack", "")) for id in packs.list_packs(self._root)),
         )
         while some := list(islice(found, _LISTED_AT_ONCE)):
-            known = entries.known(self._catalog, [id for id, _ in some])
-            removed += sum(self._remove_orphan(id, what) for id, what in some if id not in known)
+            unnamed = entries.unnamed(self._catalog, [(id, what.kind, what.suffix) for id, what in some])
+            removed += sum(self._remove_orphan(id, what) for id, what in some if (id, what.kind, what.suffix) in unnamed)
         return removed
 
     def _remove_orphan(self, id: int, what: Doomed) -> bool:
+        if entries.is_known(self._catalog, id):
+            return self._remove_beside(id, what)
         with self._leases.evicting(id) as free, self._catalog.writer():
             # Listed before its row was committed, and published since: look again, now that nobody else may touch it. A small file lies
             # under its name before its row is committed, but for the writer's lock.
             if not free or entries.is_known(self._catalog, id):
                 return False
+            self.unlink([what])
+            return True
+
+    def _remove_beside(self, id: int, what: Doomed) -> bool:
+        """What has the id of an entry and is not its file: nobody has a lease on that."""
+        with self._catalog.writer():
+            if not entries.unnamed(self._catalog, [(id, what.kind, what.suffix)]):
+                return False
+            if what.kind == "blob":
+                return blobs.remove_blob(self._root, id, what.suffix)  # and no other suffix, as `unlink` would
             self.unlink([what])
             return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
@@ -17,6 +17,9 @@ T = TypeVar("T")
 _COLUMNS = "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e.validator, e.created, e.boot, e.life, e.suffix, e.meta"
 _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
 _INSERT = "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+FileName: TypeAlias = tuple[int, str, str]
+"""A file or directory of a root: id, kind and suffix."""
+
 _INSERT_DATA = "INSERT INTO payloads VALUES (?, ?)"
 RANGE = 2048
 """Rows that are read at once where all are read."""
@@ -29,6 +32,7 @@ _DOOM = (
 )
 _DOOM_MANY = f"{_DOOM} AND id IN ({_SIXTEEN}) RETURNING id"
 _KNOWN = {table: f"SELECT id FROM {table} WHERE id IN ({_SIXTEEN})" for table in ("entries", "reservations")}
+_FILES = f"SELECT id, kind, suffix FROM entries WHERE id IN ({_SIXTEEN}) AND state = {LIVE}"
 _VICTIMS = {
     count: f"SELECT id, slot, charge, size, kind, suffix FROM entries WHERE id IN ({', '.join('?' * count)}) AND state = {LIVE}"
     " AND life != 'pinned' AND id NOT IN (SELECT member FROM links WHERE member = entries.id)"
@@ -308,6 +312,21 @@ def is_known(rows: Rows, id: int) -> bool:
 def known(rows: Rows, ids: Sequence[int]) -> set[int]:
     """Those of some ids that `is_known` is true of."""
     return {row[0] for some in _sixteens(ids) for table in ("entries", "reservations") for row in rows.all(_KNOWN[table], *some)}
+
+
+def unnamed(rows: Rows, names: Sequence[FileName]) -> set[FileName]:
+    """Of some files and directories those that nothing names: no row or reservation has the id, or a live row has another kind or suffix.
+
+    Of a row that is leaving any file may be: one that was set aside has lost its suffix."""
+    ids = list({id for id, _, _ in names})
+    ours = known(rows, ids)
+    files = {row[0]: row for some in _sixteens(ids) for row in checked.files(rows, rows.all(_FILES, *some), "ikx")}
+    return {name for name in names if name[0] not in ours or _file_of(files.get(name[0], name)) != _file_of(name)}
+
+
+def _file_of(name: FileName) -> FileName:
+    id, kind, suffix = name
+    return id, kind, suffix if kind == "blob" else ""
 
 
 def between(rows: Rows, low: int, high: int, *, values: bool) -> list[Entry]:
