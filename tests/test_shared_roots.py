@@ -156,8 +156,8 @@ def test_energon_keeps_sources_without_pickle(shared: Cache, tmp_path: Path) -> 
     store = Store(tmp_path / "reads")
     found = energon._decoded(store, "a", framed, True)
     assert found[1] == info
-    assert found[0] == energon._decoded(store, "a", energon._noted(b"data", info, pickled=False), False)[0]
-    evil = energon._noted(Evil(tmp_path / "executed"), info, pickled=True)
+    assert found[0] == energon._decoded(store, "a", energon._noted(b"data", info, decoded=False), False)[0]
+    evil = energon._noted(Evil(tmp_path / "executed"), info, decoded=True)
     for bad in (evil, energon.Noted.of(b"data", "4"), energon.Noted.of(b"data", "4~~"), energon.Noted.of(b"data", framed.note[:-5])):
         assert energon._decoded(store, "a", bad, True)[1].index == "a"  # read anew
     assert not (tmp_path / "executed").exists()

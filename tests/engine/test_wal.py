@@ -77,6 +77,12 @@ def test_what_a_directory_adds_to_the_log(place: Path) -> None:
         assert store.check() == []
 
 
+def test_many_values_at_once_are_several_transactions(quick_path: Path) -> None:
+    with opened(quick_path / "root", 256 * MiB) as store:
+        assert len(store.put_many("v", [(f"k{n}", b"x" * 12_000) for n in range(3000)])) == 3000
+        assert Wal(str(store.root.catalog), store.root.files).size() < 8 * MiB
+
+
 def test_many_short_processes_beside_an_idle_one(place: Path) -> None:
     """No process commits often enough to think of the log by itself."""
     with opened(place, 64 * MiB) as store:

@@ -42,6 +42,8 @@ INLINE = 16 << 10
 """Values up to this size lie in the catalog: neither a block nor an inode each."""
 SMALL = 256 << 10
 """Files up to this size come into memory first, and are written and published in one step."""
+AT_ONCE = 1 << 20
+"""About so many bytes of small values are written in one transaction: its log has a bound."""
 PATIENCE = 5.0
 """Seconds that a value waits for others that are written into its space, to take their place then."""
 
@@ -118,19 +120,28 @@ class Publisher(Inserting):
             raise
 
     def put_many(self, items: Sequence[tuple[Label, Buffer]]) -> list[Entry]:
-        """Store several values, as many small ones as fit in one transaction. Raises what `put` does; those before it stay."""
+        """Store several values, the small ones about a MiB in one transaction. Raises what `put` does; those before it stay."""
         left = deque(items)
         found: list[Entry] = []
         with faults(items[0][0].key if items else ""):
-            with self._catalog.write() as txn:
-                while left and memoryview(left[0][1]).nbytes <= INLINE:
-                    label, data = left[0][0], bytes(left[0][1])
-                    want = self.want(txn, label, len(data), inline=True)
-                    if not self.budget.room.fits(txn, want):
-                        break
-                    found.append(self.insert(txn, label, txn.new_id(), "value", len(data), blobs.checksum_of(data), None, data, want))
-                    left.popleft()
+            while some := self._put_some(left):
+                found += some
             return found + [self.put(label, data) for label, data in left]
+
+    def _put_some(self, left: deque[tuple[Label, Buffer]]) -> list[Entry]:
+        """Store the first of ``left`` in one transaction, as far as they are small and there is room as things are."""
+        found: list[Entry] = []
+        with self._catalog.write() as txn:
+            done = 0
+            while left and memoryview(left[0][1]).nbytes <= INLINE and done < AT_ONCE:
+                label, data = left[0][0], bytes(left[0][1])
+                want = self.want(txn, label, len(data), inline=True)
+                if not self.budget.room.fits(txn, want):
+                    break
+                found.append(self.insert(txn, label, txn.new_id(), "value", len(data), blobs.checksum_of(data), None, data, want))
+                left.popleft()
+                done += len(data)
+        return found
 
     def want(self, rows: Rows, label: Label, size: int, *, inline: bool = False) -> Want:
         """What a write of ``size`` bytes asks for, as things are."""
