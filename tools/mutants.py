@@ -565,6 +565,11 @@ MUTANTS = (
         f"{WAL}test_nothing_is_written_to_a_log_that_cannot_be_bounded",
     ),
     Mutant(
+        4, "what the budget does not count is not shown", "cli/render.py",
+        "        self.line(f\"{format_size(sum(overhead.values()))} beside the budget: {parts}\")\n", "",
+        "tests/cli/test_overhead.py::test_each_part_keeps_its_bound[0]",
+    ),
+    Mutant(
         4, "a listing as JSON holds all entries", "cli/render.py",
         '(json.dumps(entry_record(entry)) for entry in entries), "]"', '(json.dumps(entry_record(entry)) for entry in list(entries)), "]"',
         f"{MEMORY}[ls --json]",
@@ -1030,6 +1035,16 @@ MUTANTS = (
         10, "what others can write is unpickled by default", "codecs.py",
         '"pytree" if others_can_write else "pickle"', '"pickle"',
         "tests/test_shared_roots.py::test_a_pickle_of_anothers_is_a_miss",
+    ),
+    Mutant(
+        10, "a cluster's tasks are pickled in a root that others can write to", "adapters/ray_tasks.py",
+        "default_codec(others_can_write=origin_of(cache).others_can_write)", "default_codec(others_can_write=False)",
+        "tests/adapters/test_ray_shared.py::test_tasks_of_a_cluster",
+    ),
+    Mutant(
+        10, "copies of pickles are left where others can write", "adapters/ray_sessions.py",
+        'if place.codec == "pickle" and origin_of(cache).others_can_write:', "if False:",
+        "tests/adapters/test_ray_shared.py::test_a_node_whose_own_cache_is_a_groups_copies_no_pickles[pickle]",
     ),
     Mutant(
         10, "a spilled object is taken back whatever it has become", "prefetch.py",

@@ -233,6 +233,7 @@ def _open(place: Place, head: Head) -> Values | Nowhere:
         cache = Cache(enabled=False)
     if place.codec == "pickle" and origin_of(cache).others_can_write:
         log.warning("others can write to %s: no values are copied to it, they come by Ray", cache.path)
+        cache.close()
         cache = Cache(enabled=False)
     plain = cache.tasks(f"{SPACE}@{place.root:016x}", codec=place.codec)._values
     return Away(plain._origin, cache, plain.space, plain.codec, head)
