@@ -19,7 +19,7 @@ from forebay._engine.store import Store
 from forebay._kernel import host, waits
 from forebay.origin import Origin
 from forebay.testing import ScriptedServer
-from tests.harness import HANG, in_child
+from tests.harness import HANG, Gate, fill_the_disk, fork, in_child
 
 BODY = b"body" * 30_000
 
@@ -50,17 +50,25 @@ class Disk:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    found = Disk()
-    monkeypatch.setattr(host, "allocate", found.allocate)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause before what failed is tried again."""
     monkeypatch.setattr(waits, "FIRST_PAUSE", 0.0)
     monkeypatch.setattr(waits, "LONGEST_PAUSE", 0.0)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, at_once: None) -> Iterator[Disk]:
+    found = Disk()
+    monkeypatch.setattr(host, "allocate", found.allocate)
     return found
 
 
-def test_every_front_uses_the_cache_once_it_can_be_used(tmp_path: Path, server: ScriptedServer, disk: Disk) -> None:
-    url, source = server.put("/x", BODY), Source()
-    with forebay.Cache(tmp_path / "root", budget=64 << 20, min_free=0) as cache:
+@pytest.mark.usefixtures("at_once")
+def test_every_front_uses_the_cache_once_it_can_be_used(tmpfs: Callable[[str], Path], server: ScriptedServer) -> None:
+    """On a disk that another program's file fills, until it is removed."""
+    url, source, small = server.put("/x", BODY), Source(), tmpfs("64m")
+    fill_the_disk(small)
+    with forebay.Cache(small / "root", budget=32 << 20, min_free=0) as cache:
         assert isinstance(cache._store, PassThrough)
         space, tasks, samples = cache.space("s", quota=1 << 20), cache.tasks("t", budget=1 << 20), cache.samples("array", 4)
         unnamed = cache.samples(length=4, codec="pickle")
@@ -79,7 +87,7 @@ def test_every_front_uses_the_cache_once_it_can_be_used(tmp_path: Path, server: 
             assert cache.stats().entries == 0
         copies = pickle.loads(pickle.dumps((samples, pool)))
 
-        disk.full = False
+        (small / "others").unlink()
         assert cache.read(url) == cache.read(url) == BODY
         gets = server.gets
         assert cache.read(url) == BODY
@@ -108,10 +116,34 @@ def test_every_front_uses_the_cache_once_it_can_be_used(tmp_path: Path, server: 
         copies[0].close(), copies[1].close(), unnamed.close()
         copies[0]._home.close()
         stats = cache.stats()
-        assert (stats.budget, dict(stats.spaces)["s"][0]) == (64 << 20, 1)
-        assert cache.path == tmp_path / "root"
+        assert (stats.budget, dict(stats.spaces)["s"][0]) == (32 << 20, 1)
+        assert cache.path == small / "root"
         assert cache.check(deep=True) == []
         pool.close()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_root_without_a_catalog_while_another_process_writes(tmp_path: Path) -> None:
+    """Only who has the writer lock can make one, and another process has it for now."""
+    place, held, on = tmp_path / "root", Gate(), Gate()
+
+    def hold() -> None:
+        with forebay.Cache(place, budget=32 << 20, min_free=0) as cache, cache._store._catalog.writer():  # type: ignore[union-attr]
+            (place / "catalog.sqlite").unlink()
+            held.open()
+            on.wait()
+
+    child = fork(hold)
+    held.wait()
+    with forebay.Cache(place, timeout=0.3) as cache:
+        assert isinstance(cache._store, PassThrough)
+        assert not cache.put("k", b"v")
+        on.open()
+        child.result()
+        assert cache.put("k", b"v")
+        assert cache.get("k") == b"v"
+        assert cache.budget == 32 << 20, "what was set survives the catalog"
+        assert cache.check(deep=True) == []
 
 
 def test_it_is_not_tried_at_each_call(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
