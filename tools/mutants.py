@@ -688,6 +688,11 @@ MUTANTS = (
         "tests/cli/test_names.py::test_no_output_gives_a_secret_away[warning]",
     ),
     Mutant(
+        10, "a password of netrc goes where its host redirects to", "remote/exchange.py",
+        "        may = place == home or _may_have_its_own(place, home)\n", "        may = True\n",
+        "tests/remote/test_http_secrets.py::test_netrc_does_not_go_in_clear",
+    ),
+    Mutant(
         10, "everybody may read the catalog", "_engine/catalog/connection.py",
         "self._root.files.create(draft, self._root.file_mode)", "self._root.files.create(draft, 0o644)",
         "tests/test_shared_roots.py::test_files_have_the_modes_of_their_root[False-0]",

@@ -297,6 +297,37 @@ def test_an_intent_of_more_than_anybody_writes_is_nobodys(place: Path) -> None:
         fill(store, 1)
 
 
+@pytest.mark.parametrize("where", ["trees", "packs"])
+def test_a_link_in_the_place_of_trees_or_packs_leads_nowhere(place: Path, where: str) -> None:
+    with forebay.Cache(place, budget=BUDGET, min_free=0) as cache:
+        store: Any = cache._store
+        fill(store)
+        lease = store.lease("urls", "k0")
+        store.plant("directories", "d", [("inner/file", lease)]).close()
+        with cache.samples("pack", 4) as samples:
+            samples.put(0, b"sample" * 100)
+        moved = place.parent / "moved"
+        (place / where).rename(moved)
+        (place / where).symlink_to(moved)
+        before = {path: path.lstat().st_mtime_ns for path in sorted(moved.rglob("*"))}
+        assert len(before) >= 2
+        calls: list[Callable[[], object]] = [
+            lambda: store.lease("directories", "d").close(),
+            lambda: store.plant("directories", "another", [("file", lease)]).close(),
+            lambda: cache.samples("pack", 4).get(0),
+            lambda: cache.samples("another", 4).put(0, b"sample"),
+            lambda: cache.check(deep=True),
+            lambda: lease.close(),
+            lambda: cache.clear().execute(),
+            lambda: cache.prune().execute(),
+            lambda: cache.repair(),
+        ]
+        for call in calls:
+            with contextlib.suppress(OSError, AttributeError):  # the cache fails; there may be no lease to close
+                call()
+        assert {path: path.lstat().st_mtime_ns for path in sorted(moved.rglob("*"))} == before
+
+
 @pytest.mark.parametrize("where", ["blobs", "tmp", "slots", "locks", "blobs/xx"])
 def test_a_link_in_the_place_of_a_directory_leads_nowhere(place: Path, where: str) -> None:
     """Put there while the root is open: what lies behind has the names of our files, and stays."""

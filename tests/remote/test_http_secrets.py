@@ -20,6 +20,7 @@ from forebay.remote.connections import Place
 from forebay.remote.exchange import Exchange
 from forebay.remote.http import HttpRemote
 from forebay.testing import MemorySink, ScriptedServer
+from tests.servers.tls import both as both
 
 SECRET = "5ec3e7"
 
@@ -153,6 +154,19 @@ def test_whom_netrc_is_for(home: str, target: str, may: bool, tmp_path: Path, mo
     away = exchange._standing(places[1], "", places[0])
     assert away.get("Authorization") == (basic("me", "pass") if may else None)
     assert "Cookie" not in away
+
+
+def test_netrc_does_not_go_in_clear(both: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A redirect from https to http, on one host and even one port."""
+    netrc(tmp_path, monkeypatch, f"machine 127.0.0.1 login me password {SECRET}\n")
+    both.put("/b", b"x")
+    safe = both.url.replace("http://", "https://")
+    for how in ({}, {"token": SECRET, "headers": {"Cookie": SECRET}}):
+        both.put("/a", b"", redirect="/b")
+        assert sent(both, f"{safe}/a", **how)["Authorization"] in (basic("me", SECRET), f"Bearer {SECRET}")
+        both.put("/a", b"", redirect=f"{both.url}/b")
+        assert {"Authorization", "Cookie"}.isdisjoint(sent(both, f"{safe}/a", **how))
+        assert "Authorization" in both.requests[-2].headers
 
 
 def test_signing(server: ScriptedServer) -> None:

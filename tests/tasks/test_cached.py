@@ -213,6 +213,24 @@ def test_an_exception_is_not_kept(tasks: Tasks, journal: Journal) -> None:
     assert len(journal) == 3
 
 
+@pytest.mark.parametrize("tag", [None, "t-{x}"])
+def test_what_an_older_version_kept_by_the_name_alone_is_not_found(tasks: Tasks, journal: Journal, tag: str | None) -> None:
+    """Whatever its code was then: nobody knows."""
+
+    def work(x: int) -> int:
+        journal.note()
+        return x + 1
+
+    kept = tasks.cached(work, tag=tag)
+    name, mark, rest = kept.tag_of(1).partition("#")
+    code, colon, said = rest.partition(":")
+    assert (mark, colon) == ("#", ":")
+    assert len(code) >= 16
+    assert tasks.write(f"{name}:{said}", "of another code")
+    assert [kept(1), kept(1)] == [2, 2]
+    assert len(journal) == 1
+
+
 def test_versions_are_kept_apart(tasks: Tasks) -> None:
     def made(version: object, n: int) -> Any:
         def work(x: int) -> int:
