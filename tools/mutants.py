@@ -498,7 +498,7 @@ MUTANTS = (
     Mutant(
         4, "a second file with the id of an entry is that entry's", "_engine/catalog/entries.py",
         " or _file_of(files.get(name[0], name)) != _file_of(name)}", "}",
-        "tests/cli/test_strays.py::test_what_has_an_entrys_id_and_is_not_its_file_is_a_stray[another suffix]",
+        "tests/cli/test_strays.py::test_what_has_an_entrys_id_and_is_not_its_file_is_a_stray[by0-another suffix]",
     ),
     Mutant(
         10, "a name of ours is ours wherever it lies", "_engine/layout.py",
