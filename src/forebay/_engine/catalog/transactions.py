@@ -136,6 +136,8 @@ class translated:
         undecodable = not code and isinstance(error, sqlite3.OperationalError)
         if code & 0xFF in _DAMAGE or code in _DAMAGE_EXACTLY or undecodable:
             raise CatalogBroken(f"the catalog is damaged: {error} ({name})", damaged=True) from error
+        if code == sqlite3.SQLITE_IOERR_FSTAT:  # SQLite makes a log like the catalog, which has no name any more
+            raise CatalogBroken(f"the catalog was deleted while it was opened: {error} ({name})") from error
         raise errors.CacheFault(f"the catalog failed: {error} ({name})") from error
 
 
