@@ -188,7 +188,7 @@ class Catalog:
     def _connected_to_write(self) -> sqlite3.Connection:
         """SQLite plays a rollback journal back before it sees that there is a log, and removes whatever file that journal names. A
         connection that cannot write refuses it; and while it has the file locked, none that can write plays one back."""
-        for _ in range(TRIES):
+        for left in reversed(range(TRIES)):
             if os.path.lexists(self._wal.journal):
                 self._wal.remove(self._wal.journal)
             try:
@@ -198,10 +198,10 @@ class Catalog:
                     return self._connected("mode=rw")
             except sqlite3.OperationalError as error:
                 refused = error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK
-                if not refused and not (error.sqlite_errorcode == sqlite3.SQLITE_BUSY and os.path.lexists(self._wal.journal)):
+                busy = error.sqlite_errorcode == sqlite3.SQLITE_BUSY and os.path.lexists(self._wal.journal)
+                if not left or not (refused or busy):
                     raise
-                last = error
-        raise last
+        raise AssertionError  # the last try returns or raises
 
     def _connected(self, how: str) -> sqlite3.Connection:
         con = self._opened(how)
