@@ -14,10 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _common import FLOOR, OURS, PEER, Line, Timing, main, python
+from _common import FLOOR, OURS, PEER, Line, Part, Timing, interleave, main, python
 
 MB = 1_000_000
 
@@ -339,7 +340,40 @@ def let_loose(root: Path, url: str, members: int, size: int) -> tuple[float, flo
     return max(end for end, _ in found) - began, sum(cpu for _, cpu in found)
 
 
-ROWS = {"one": one, "many": many, "crowd": crowd}
+# -- what is not kept --------------------------------------------------------------------------------------------------
+
+
+def past(folder: Path, quick: bool) -> list[Line]:
+    """Objects of 1 MB, each read once a round: into a cache that is full of what is pinned, and into one that holds half of them."""
+    import forebay
+
+    count, rounds = (16, 2) if quick else (128, 9)
+    with nginx(folder / "nginx") as (url, files):
+        for number in range(count):
+            (files / str(number)).write_bytes(os.urandom(MB))
+        urls = [f"{url}/{number}" for number in range(count)]
+        full = forebay.Cache(folder / "full", budget=80 * MB, min_free=0)
+        full.put("rest", bytes(79 * MB + 900_000))
+        full.pin("rest")
+        half = forebay.Cache(folder / "half", budget=count * MB // 2, min_free=0)
+        none = forebay.Cache(folder / "none", enabled=False)
+
+        def loop(cache: forebay.Cache) -> None:
+            for one in urls:
+                cache.read(one)
+
+        lines = []
+        for what, cache, must in (
+            ("all that is kept is pinned", full, "<= 1.1x no cache"),
+            ("a loop over twice what fits, lru", half, "-"),
+        ):
+            parts = {"Forebay": Part(OURS, partial(loop, cache), count), "no cache": Part(PEER, partial(loop, none), count)}
+            lines.append(Line(f"reads of 1 MB that are not kept: {what}", must, interleave(rounds, parts)))
+        lines[0].met = lines[0].ratio("no cache") >= 1 / 1.1
+    return lines
+
+
+ROWS = {"one": one, "many": many, "crowd": crowd, "past": past}
 
 if __name__ == "__main__":
     main("remote", ROWS, folder=Path("/dev/shm") if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 3e9 else None)

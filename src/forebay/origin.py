@@ -123,12 +123,12 @@ class Origin:
     def _read(self, target: Target, ask: Ask) -> memoryview:
         if ask.bypass or (target.in_place and not ask.force):
             return self._direct(target, ask)
-        served = self._served(target, ask)
+        served, is_missing = self._served(target, ask)
         if served is not None:
             return served
         spilling = Spilling(self.most)
         try:
-            lease = self.lease(target, ask, spilling=spilling)
+            lease = self.lease(target, ask, looked=is_missing, spilling=spilling)
             with lease:
                 found = self.store.view_leased(URLS, target.key, lease)
                 if found is None:
@@ -142,20 +142,20 @@ class Origin:
             self.fall_back(error, target.key)
             return came
 
-    def _served(self, target: Target, ask: Ask) -> memoryview | None:
-        """A hit by the memo or the catalog, without a lease."""
-        if ask.sha256 or ask.etag or ask.pin:
-            return None
+    def _served(self, target: Target, ask: Ask) -> tuple[memoryview | None, bool]:
+        """A hit by the memo or the catalog, without a lease; else whether nothing is there."""
+        if ask.sha256 or ask.etag or ask.pin or ask.refresh:
+            return None, False
         try:
             found = self.store.view(URLS, target.key)
         except errors.CacheFault:
-            return None  # told by the lease, which comes next
-        if found is None or ask.refresh or not self._is_fresh(found.entry, ask):
-            return None
+            return None, False  # told by the lease, which comes next
+        if found is None or not self._is_fresh(found.entry, ask):
+            return None, found is None
         self.store.touch(found.entry)
         self.store.count_hit(found.size)
         self.store.alias(URLS, target.url, found)
-        return memoryview(found.view)
+        return memoryview(found.view), False
 
     def open(self, target: Target, ask: Ask) -> BinaryIO:
         """A file object on the kept copy; by ranges from the remote where it is not kept."""
@@ -296,7 +296,7 @@ class Origin:
         with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, on_progress=ask.on_progress) as writing:
             sink: Sink = writing
             if spilling is not None and writing.partial is None:
-                sink = spilling.over(writing)
+                writing.spills, sink = True, spilling.over(writing)
             if ask.etag:
                 sink = Expecting(sink, target.key, ask.etag)
             began = time.monotonic_ns()

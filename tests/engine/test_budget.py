@@ -64,6 +64,39 @@ def test_leases_alone_make_it_full(store: Store) -> None:
     store.put("v", "new", bytes(300 * KiB))
 
 
+def test_who_can_do_without_does_not_search_in_vain_again_and_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is served from memory anyway: until a moment has passed, less is wanted, or there is room."""
+    for n in range(9):
+        store.put("v", f"k{n}", bytes(100 * KiB), life="pinned")
+
+    def fetch(size: int, key: str = "new") -> None:
+        with store.writing("v", key) as writing:
+            writing.spills = True
+            writing.begin(ObjectInfo("", size))
+            writing.write(0, bytes(size))
+            writing.publish()
+
+    searches: list[object] = []
+    pick = ranking.Ranking.pick
+    monkeypatch.setattr(ranking.Ranking, "pick", lambda self, scope: (searches.append(scope), pick(self, scope)))
+    monkeypatch.setattr(budget, "IN_VAIN", 1000.0)
+    found = 0
+    for again in (False, True):
+        with pytest.raises(errors.NoSpace, match="can be had"):
+            fetch(300 * KiB)
+        assert (len(searches) > found) is not again
+        found = len(searches)
+    with pytest.raises(errors.NoSpace):
+        fetch(200 * KiB)
+    assert len(searches) > found
+    fetch(30 * KiB, "small")
+    for n in range(4):
+        store.set_life("v", f"k{n}", "cached")
+    assert len(store.remove([Victim(e.key, e.size, e.charge, e.used, e.id) for e in store.entries("v") if e.life == "cached"]).removed) == 5
+    fetch(300 * KiB)
+    assert bytes_of(store, "new") == bytes(300 * KiB)
+
+
 @pytest.mark.parametrize("left", [0, 4711], ids=["empty", "a dead writer's"])
 def test_an_entry_whose_slot_a_dead_evictor_emptied_can_go(store: Store, left: int) -> None:
     for n in range(9):

@@ -32,6 +32,8 @@ PICKS = 3
 """How often the coldest are picked anew before they are held to be all in use."""
 FULL = 4
 PATIENCE = 10.0
+IN_VAIN = 0.25
+"""Seconds after a search for room in vain, in which another one is not worth its time to those who can do without."""
 _FOR_THE_JOURNAL = 1 << 20  # to evict takes room too
 
 
@@ -80,6 +82,7 @@ class Budget:
         self._eviction, self._ranking, self._words = eviction, ranking, words
         self._keys = locks.LockFile(root.lock("keys"), root.files.open)  # a reaper's own description: see the module `leases`
         self.room = Room(root, catalog)
+        self._in_vain: dict[int, tuple[float, int]] = {}  # by space: until when that holds, and for how many bytes
         self._owed: set[int] = set()  # reservations that ended while the catalog was busy: counted until the next transaction here
         self.drop_dead: Callable[[], None] = lambda: None  # lets go of what this process has mapped of victims
         self.any_tails: Callable[[Txn], bool] = lambda txn: False  # see `Packing`, which stands above this room
@@ -91,6 +94,15 @@ class Budget:
         """Room for ``want``, evicting what may go. Raises `NoSpace` where not enough may; for what is larger than the whole budget
         nothing is evicted. ``patience``: seconds to wait for others of the space, whose writes can be evicted once they are done."""
         return self._attempt(want, _Attempt(self._owners.me(), patient_until=time.monotonic() + patience))
+
+    def check_lately(self, want: Want) -> None:
+        """Raises `NoSpace` where a search for as much was in vain a moment ago, and there is no room now. A lease that another process let
+        go since is not noticed: for those who can do without."""
+        until, charge = self._in_vain.get(want.space, (0.0, 0))
+        if time.monotonic() < until and self.room.charge_of(want) >= charge:
+            short = self.room.short(self._catalog, want)
+            if not short.fits:
+                raise self._no_space(want, short, hopeless=False)
 
     def resize(self, reservation: Reservation, size: int, *, charged: int = 0, entries: int = 1) -> Reservation:
         """The same reservation with another size. Raises `NoSpace`: then it is as it was."""
@@ -145,6 +157,8 @@ class Budget:
                 if attempt.stuck is not None:
                     # A replacer that died left bytes that no live entry holds: they are as good as a victim's.
                     if attempt.hopeless or not (self._eviction.sweep() or self._others_write(attempt)):
+                        if want is not None:
+                            self._in_vain[want.space] = time.monotonic() + IN_VAIN, self.room.charge_of(want)
                         raise self._no_space(want, attempt.stuck, attempt.hopeless)
                     attempt.stuck = None
                     attempt.picks.clear()  # what others have published is new, and what a swept tree linked may go by now

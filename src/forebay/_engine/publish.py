@@ -254,6 +254,8 @@ class Writing:
         self.validator: str | None = None
         self.info: ObjectInfo | None = None
         self.partial: Partial | None = None
+        self.spills = False
+        """Whether what has no room is as well served from memory: then it is not searched for again and again."""
         if resume:
             with faults(label.key):
                 left = publisher.adopt(self._keyhash)
@@ -278,7 +280,10 @@ class Writing:
         publisher, size = self._publisher, info.size or 0
         budget = publisher.budget
         if self._reserved is None:
-            self._reserved = budget.reserve(publisher.want(publisher.rows, self.label, size), patience=self._patience)
+            want = publisher.want(publisher.rows, self.label, size)
+            if self.spills:
+                budget.check_lately(want)
+            self._reserved = budget.reserve(want, patience=self._patience)
         elif self._reserved.size < size:
             self._reserved = budget.resize(self._reserved, size)
         if self._stage is None:
