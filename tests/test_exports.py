@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay import errors
+from forebay import _config, errors
 from forebay.remote import RemoteOptions
 
 REPO = Path(__file__).parents[1]
@@ -95,7 +95,7 @@ def test_the_settings_in_the_code_are_those_on_the_page() -> None:
     code = "\n".join(file.read_text() for file in (REPO / "src" / "forebay").rglob("*.py"))
     fields = {field.name for field in dataclasses.fields(RemoteOptions)}
     arguments = set(inspect.signature(forebay.Cache).parameters) - {"remote_options"}
-    variables = set(re.findall(r"FOREBAY_[A-Z0-9_]*[A-Z0-9]", code)) - {"FOREBAY_COMPLETE"}
+    variables = set(re.findall(r"FOREBAY_[A-Z0-9_]*[A-Z0-9]", code)) - {"FOREBAY_COMPLETE"} | {f"FOREBAY_{name}" for name in _config._KNOWN}
     assert sorted(fields | arguments | variables) == sorted(set(re.findall(r"`(\w+)`", page)) & (fields | arguments | variables))
     assert set(re.findall(r"FOREBAY_\w+", page)) <= variables
 

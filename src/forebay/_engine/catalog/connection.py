@@ -36,6 +36,7 @@ LEAST_BALLAST = 128 << 10  # it is made anew of what there is, and leaves as muc
 PAGE = 4096
 TRIES = 3
 """How often a statement that others' writes overtook is begun again before it takes the writer lock."""
+_RESERVED = 0x4000_0001  # https://www.sqlite.org/lockingv3.html: who writes with a rollback journal has this byte of the database
 
 
 class Catalog:
@@ -66,7 +67,7 @@ class Catalog:
         self.recover: Callable[[], None] | None = None
 
     def _join_peers(self) -> threading.RLock:
-        self._peers = peers_of(self._path)
+        self._peers = peers_of(self._path, self._root.files.open)
         with self._peers.mutex:
             self._peers.catalogs.add(self)
         return self._peers.mutex
@@ -186,22 +187,23 @@ class Catalog:
         self._con, self._pid = con, os.getpid()
 
     def _connected_to_write(self) -> sqlite3.Connection:
-        """SQLite plays a rollback journal back before it sees that there is a log, and removes whatever file that journal names. A
-        connection that cannot write refuses it; and while it has the file locked, none that can write plays one back."""
-        for left in reversed(range(TRIES)):
+        """SQLite plays a rollback journal back before it sees that there is a log, and removes whatever file that journal names: unless
+        somebody has the byte locked that says whose the journal is. This process does, by a lock that is not SQLite's own."""
+        self._check_plain()
+        guard = self._peers.guard
+        if not guard.is_same():
+            guard.close()
+        try:
+            got = guard.try_lock(_RESERVED, exclusive=False)  # where another has it exclusively that does as well
+        except FileNotFoundError as error:
+            raise CatalogBroken(f"the catalog {self._path} is gone") from error
+        try:
             if os.path.lexists(self._wal.journal):
                 self._wal.remove(self._wal.journal)
-            try:
-                with contextlib.closing(self._opened("mode=ro")) as first:
-                    first.execute("BEGIN")
-                    first.execute("SELECT 1 FROM meta").fetchone()
-                    return self._connected("mode=rw")
-            except sqlite3.OperationalError as error:
-                refused = error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK
-                busy = error.sqlite_errorcode == sqlite3.SQLITE_BUSY and os.path.lexists(self._wal.journal)
-                if not left or not (refused or busy):
-                    raise
-        raise AssertionError  # the last try returns or raises
+            return self._connected("mode=rw")
+        finally:
+            if got:
+                guard.unlock(_RESERVED)
 
     def _connected(self, how: str) -> sqlite3.Connection:
         con = self._opened(how)
@@ -213,9 +215,7 @@ class Catalog:
         return con
 
     def _opened(self, how: str) -> sqlite3.Connection:
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISREG(os.lstat(self._path).st_mode):
-                raise CatalogBroken(f"the catalog {self._path} is no plain file", damaged=True)
+        self._check_plain()
         uri = f"file:{_quoted(self._path)}?{how}"
         try:
             return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=2.0, cached_statements=256)
@@ -223,6 +223,11 @@ class Catalog:
             if not os.path.exists(self._path):
                 raise CatalogBroken(f"the catalog {self._path} is gone: {error}") from error
             raise
+
+    def _check_plain(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(self._path).st_mode):
+                raise CatalogBroken(f"the catalog {self._path} is no plain file", damaged=True)
 
     def _check_identity(self, con: sqlite3.Connection) -> None:
         if not self._root.read_only:
@@ -568,6 +573,8 @@ class Catalog:
         """Close the connection and the lock file. A later call reopens them."""
         with self._mutex:
             self._close_locked()
+            if all(catalog._con is None for catalog in self._peers.catalogs):  # else SQLite's locks on the file would go with it
+                self._peers.guard.close()
         if self.owed:
             self._restore_ballast()
         self._writer.close()

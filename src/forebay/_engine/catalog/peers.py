@@ -13,6 +13,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from forebay._kernel import locks
+
 if TYPE_CHECKING:
     from forebay._engine.catalog.connection import Catalog
 
@@ -40,7 +42,9 @@ class Apart:
 class Peers:
     """See the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str, opener: locks.Opener) -> None:
+        self.guard = locks.LockFile(path, opener, writable=False)
+        """On the catalog itself. Closed when no connection is open only: whoever closes a file loses all that SQLite has locked there."""
         self.mutex = threading.RLock()
         self.catalogs: WeakSet[Catalog] = WeakSet()  # guarded by the mutex
         self._apart: set[Apart] = set()  # added to under the mutex, removed from by single steps
@@ -68,9 +72,9 @@ class Peers:
 _peers: dict[tuple[int, str], Peers] = {}  # by process and path: a child of a fork begins anew
 
 
-def peers_of(path: str) -> Peers:
+def peers_of(path: str, opener: locks.Opener) -> Peers:
     """Those of this path in this process."""
-    return _peers.setdefault((os.getpid(), path), Peers())
+    return _peers.setdefault((os.getpid(), path), Peers(path, opener))
 
 
 def forget_ancestors() -> None:
