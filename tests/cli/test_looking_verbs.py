@@ -264,3 +264,14 @@ def test_s19_a_damaged_catalog_is_told_by_who_looks_and_mended_by_who_is_asked(h
     assert run("verify", "--repair").code == 1  # all that was listed is lost
     assert run("verify").code == 0
     assert run("du", "--json").json["budget"] == 200_000_000
+
+
+def test_s19_a_deleted_catalog_is_told_by_who_mends_it(home: Path, run: Run) -> None:
+    with Cache(home, budget="200MB") as cache:
+        cache.put("k", b"v")
+    for path in home.glob("catalog.sqlite*"):
+        path.unlink()
+    ran = run("verify", "--repair")
+    assert (ran.code, "was deleted" in ran.out, ran.out.count("sound")) == (1, True, 1)
+    ran = run("verify", "--repair")
+    assert (ran.code, ran.out.count("sound")) == (0, 1)

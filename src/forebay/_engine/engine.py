@@ -181,6 +181,8 @@ class Engine:
 
     def _begin(self, settings: Settings, before: Settings | None) -> None:
         self._catalog.open()
+        if self._catalog.lost and not self.recovered:  # it was deleted
+            self.recovered.append(Problem("catalog", str(self.root.catalog), self._catalog.lost))
         if self.root.read_only:
             return
         self._format.try_lock(0, exclusive=False)  # a later version migrates a root only when nobody holds this

@@ -23,7 +23,7 @@ def verify(
         mended = cache.repair(deep=not quick) if repair else []
         left = cache.check(deep=not quick)
     output.document({"mended": mended, "problems": left})
-    if repair:
+    if mended:
         output.problems(mended, verb="mended")
     output.problems(left, verb="left" if repair else "found")
     if left or any(problem.kind == "catalog" for problem in mended):  # mended, but all that it listed is lost
