@@ -178,7 +178,11 @@ class Catalog:
                 con = self._connected("mode=ro&readonly_shm=1")  # else SQLite writes into the journal's index, or makes it
             except sqlite3.OperationalError:  # the index is gone, or a writer died while he changed it
                 con = self._connected("mode=ro")
-        where = os.stat(self._path)
+        try:
+            where = os.stat(self._path)
+        except FileNotFoundError as error:  # P1 connects / P2 finds the catalog broken, and removes it before it makes another
+            con.close()
+            raise CatalogBroken(f"the catalog {self._path} is gone") from error
         seen, self._seen = self._seen, (where.st_dev, where.st_ino)
         if seen not in (None, self._seen):
             self._seen = None
