@@ -280,10 +280,9 @@ class Writing:
         publisher, size = self._publisher, info.size or 0
         budget = publisher.budget
         if self._reserved is None:
-            want = publisher.want(publisher.rows, self.label, size)
             if self.spills:
-                budget.check_lately(want)
-            self._reserved = budget.reserve(want, patience=self._patience)
+                budget.check_lately(Want(self.label.space, self.label.key, self._keyhash, size, self.label.suffix))
+            self._reserved = budget.reserve(publisher.want(publisher.rows, self.label, size), patience=self._patience)
         elif self._reserved.size < size:
             self._reserved = budget.resize(self._reserved, size)
         if self._stage is None:
