@@ -9,6 +9,8 @@ import signal
 import socket
 import sqlite3
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from forebay._engine.store import Settings, Store
 from tests.harness import Gate, MiB, assert_settled, bytes_of, fork, in_child, opened
 
 BUDGET = 8 * MiB
+VERIFY = [sys.executable, "-m", "forebay.cli", "verify", "--repair"]
 
 
 def socket_at(path: Path) -> None:
@@ -116,7 +119,7 @@ def test_what_is_no_file_hangs_nobody(place: Path, name: str, thing: str) -> Non
         "segment",
         *(f"catalog.sqlite-{end}" for end in ("wal", "shm", "journal")),
     }
-    if name in mended and (thing, name) != ("a directory", "slots/000"):
+    if name in mended or (thing, name) == ("a directory", "catalog.sqlite"):
         assert kept
     if kept and thing == "a pipe":
         assert in_child(lambda: use(place))
@@ -431,3 +434,17 @@ def test_somebodys_directory_in_the_place_of_the_log_stays(place: Path) -> None:
     (place / "catalog.sqlite-wal" / "theirs").write_bytes(b"theirs")
     assert not in_child(lambda: use(place))
     assert (place / "catalog.sqlite-wal" / "theirs").read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("name", ["slots/000", "catalog.sqlite"])
+def test_an_empty_directory_in_the_place_of_a_file_goes_and_a_full_one_is_named(place: Path, name: str) -> None:
+    (place / name).unlink()
+    (place / name / "theirs").mkdir(parents=True)
+    found = subprocess.run([*VERIFY, "--root", str(place)], capture_output=True, text=True)
+    assert found.returncode == 1
+    assert f"{place / name}: a directory stands in the way: remove it" in " ".join(found.stderr.split())
+    assert (place / name / "theirs").is_dir()
+    (place / name / "theirs").rmdir()
+    assert in_child(lambda: use(place))
+    assert (place / name).is_file()
+    in_child(lambda: assert_settled(place, BUDGET))

@@ -77,7 +77,7 @@ class Slots:
     def remake(self, chunk: int, live: Iterable[tuple[int, int, int]]) -> None:
         """Make a lost or damaged chunk anew: ``live`` are the slots in it, each with its entry's id and space. When they were used is lost.
 
-        Caller: holds the writer lock. Raises OSError where a directory is in the way."""
+        Caller: holds the writer lock. Raises `CacheFault` where a directory is in the way that is not empty."""
         now = self.clock.now()
 
         def fill(fd: int) -> None:
@@ -88,7 +88,7 @@ class Slots:
 
         self._chunks.pop(chunk, None)
         self._root.files.mkdir(self._root.slots_dir, self._root.dir_mode)
-        self._root.files.unlink(self._path(chunk))
+        self._root.files.make_way(self._path(chunk))
         self._root.install(self._path(chunk), fill)
         self._words(chunk)
 

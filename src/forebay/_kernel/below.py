@@ -16,6 +16,7 @@ from types import TracebackType
 from forebay._kernel import host
 from forebay._kernel.host import Path
 from forebay._logs import logger
+from forebay.errors import CacheFault
 
 log = logger("forebay.kernel")
 
@@ -216,6 +217,19 @@ class Below:
         except LinkInTheWay as error:
             log.warning("%s", str(error))
             return False
+
+    def make_way(self, path: Path) -> None:
+        """Remove what lies in the place of a file: a file, a pipe, a link or an empty directory. Raises `CacheFault` where a directory
+        is not empty: somebody keeps something there."""
+        try:
+            self.unlink(path)
+        except IsADirectoryError:
+            try:
+                self.rmdir(path)
+            except FileNotFoundError:
+                return  # another process was first
+            except OSError as error:
+                raise CacheFault(f"{os.fspath(path)}: a directory stands in the way: remove it ({error.strerror})") from error
 
     def rmdir(self, path: Path) -> None:
         """See `host.rmdir`."""

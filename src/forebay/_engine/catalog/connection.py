@@ -96,7 +96,7 @@ class Catalog:
                 self._close_locked()
             if not os.access(self._path, os.W_OK) and os.path.exists(self._path):
                 raise errors.CacheFault(f"the catalog {self._path} is damaged, or may not be written to: look at its mode and its owner")
-            self._root.files.unlink(self._path)
+            self._root.files.make_way(self._path)
             if self._create():
                 self.lost = why
             with self._mutex, translated():
@@ -144,7 +144,7 @@ class Catalog:
             return False
         draft = f"{self._path}.new"
         for ending in ("", "-wal", "-shm", "-journal"):
-            self._root.files.unlink(draft + ending)
+            self._root.files.make_way(draft + ending)
         os.close(self._root.files.create(draft, self._root.file_mode))  # SQLite gives the mode of this file to those beside it
         host.step("catalog-create", draft)
         with translated(), contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as con:

@@ -16,7 +16,6 @@ import os
 import stat
 import struct
 
-from forebay import errors
 from forebay._kernel import host
 from forebay._kernel.below import Below
 from forebay._logs import logger
@@ -89,13 +88,7 @@ class Wal:
     def remove(self, path: str) -> None:
         """Remove a file, pipe, link or empty directory beside the catalog that is not ours."""
         log.warning("%s: nothing of Forebay's: it is removed", path)
-        try:
-            self._files.unlink(path)
-        except IsADirectoryError:
-            try:
-                self._files.rmdir(path)
-            except OSError as error:
-                raise errors.CacheFault(f"{path}: a directory stands in the way: remove it ({error.strerror})") from error
+        self._files.make_way(path)
 
     def current_index(self) -> tuple[int, int] | None:
         """Which file the index is: another one after it was retired; None between the two."""
