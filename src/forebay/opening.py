@@ -10,6 +10,7 @@ from forebay._engine.faults import FULL
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host, waits
+from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger
 
 log = logger("forebay.cache")
@@ -46,7 +47,7 @@ def _open(
     )
     try:
         return Store.open(place, settings, shared=shared, read_only=read_only)
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+    except (FileNotFoundError, NotADirectoryError, PermissionError, LinkInTheWay) as error:
         wanted, found = "a directory that can be made and written to", error.strerror or type(error).__name__
         message = f"{place}: {wanted} was wanted, but found was '{found}': choose another place"
         raise errors.RootRefused(message, path=str(place), wanted=wanted, found=found) from error

@@ -313,7 +313,8 @@ def _remove_links(root: Root) -> None:
         return
     for name in links:
         log.warning("%s: no directory, but a link or a file, which nobody follows: it is made anew", root.blobs_dir / name)
-        root.files.unlink(root.blobs_dir / name)
+        with contextlib.suppress(IsADirectoryError):  # another process made it anew since it was listed
+            root.files.unlink(root.blobs_dir / name)
 
 
 def _refuse_strange_locks(root: Root) -> None:
