@@ -520,6 +520,21 @@ MUTANTS = (
         "                self.remove(path)\n", "                self.exists()\n",
         f"{STRANGE}test_what_is_no_file_hangs_nobody[catalog.sqlite-wal-a pipe]",
     ),
+    Mutant(
+        6, "an empty directory in the place of the slots stays there", "_engine/slots.py",
+        "files.make_way(self._path(chunk))", "files.unlink(self._path(chunk))",
+        f"{STRANGE}test_what_is_no_file_hangs_nobody[slots/000-a directory]",
+    ),
+    Mutant(
+        6, "what is noted of an entry is believed", "_model.py",
+        "    return found if sound and all(", "    return found if found or all(",
+        "tests/engine/test_forged_rows.py::test_what_is_noted_of_an_entry_is_not_believed[other types]",
+    ),
+    Mutant(
+        1, "a file that is said to be an array is not looked at", "_engine/reading.py",
+        ", \"pack\": self._pack_is_there}", "}",
+        "tests/engine/test_forged_rows.py::test_a_file_that_is_said_to_be_another_thing_is_fetched_again[pack]",
+    ),
     # 7. kill -9 anywhere
     Mutant(
         7, "nobody ends what the dead began", "_engine/catalog/connection.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -181,6 +182,20 @@ class Entry:
     def name(self) -> str:
         """What the command line takes: the URL, or ``space:key``."""
         return self.key if self.space == "urls" else f"{self.space}:{self.key}"
+
+
+def noted(meta: str, **wanted: type) -> dict[str, Any] | None:
+    """What an entry's ``meta`` says as JSON; None where it is none, or lacks one of the ``wanted`` names with a value of that very type (an
+    int: a count): somebody else wrote it."""
+    try:
+        found = json.loads(meta)
+    except (ValueError, RecursionError):
+        return None
+    if type(found) is not dict:
+        return None
+    values: list[Any] = [found.get(name) for name in wanted]
+    sound = all(type(value) is kind for value, kind in zip(values, wanted.values(), strict=True))
+    return found if sound and all(0 <= value < 1 << 48 for value in values if type(value) is int) else None
 
 
 @dataclass(frozen=True, slots=True)

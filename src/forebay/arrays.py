@@ -12,7 +12,7 @@ from forebay._engine.leases import Lease
 from forebay._engine.pack import Pack
 from forebay._engine.passthrough import NoPack, PassThrough
 from forebay._engine.store import Store
-from forebay._model import Entry
+from forebay._model import Entry, noted
 from forebay.origin import Origin
 
 SPACE = "samples"
@@ -27,9 +27,10 @@ class Shape:
     fingerprint: str | None
 
     @classmethod
-    def of(cls, entry: Entry) -> Shape:
-        said = json.loads(entry.meta)
-        return cls(said["length"], said["codec"], entry.validator)
+    def of(cls, entry: Entry) -> Shape | None:
+        """None: what is noted of it is not what one of ours notes."""
+        known = noted(entry.meta, length=int, codec=str)
+        return cls(known["length"], known["codec"], entry.validator) if known and known["length"] > 0 else None
 
     def meta(self) -> str:
         return json.dumps({"length": self.length, "codec": self.codec})
@@ -62,6 +63,10 @@ def find(origin: Origin, name: str, wanted: Shape) -> Pack | None:
         if store is None or lease is None:
             continue
         stored = Shape.of(lease.entry)
+        if stored is None:
+            store.set_aside(lease.entry, f"{lease.entry.name}: its length and codec are not noted as they should be")
+            lease.close()
+            continue
         if wanted.fingerprint is not None and wanted.fingerprint != stored.fingerprint:
             lease.close()
             continue

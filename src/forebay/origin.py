@@ -21,7 +21,7 @@ from forebay._engine.publish import Writing
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Entry, ObjectInfo, Sink, Span, Transfer, Victim
+from forebay._model import Entry, ObjectInfo, Sink, Span, Transfer, Victim, noted
 from forebay.asking import Ask, Expecting, Spilling, Target, is_same_version
 from forebay.files import RANGE, LeasedFile, RangeFile
 from forebay.opening import Reopening
@@ -215,8 +215,8 @@ class Origin:
             return False
         if ask.sha256 is None:
             return True
-        noted = json.loads(lease.entry.meta or "{}").get("sha256")
-        return bool((noted or _sha256_of(lease.path)) == ask.sha256.lower())
+        known = noted(lease.entry.meta, sha256=str)
+        return bool((known["sha256"] if known else _sha256_of(lease.path)) == ask.sha256.lower())
 
     # -- fetching, under the key's lock ----------------------------------------------------------------------------
 

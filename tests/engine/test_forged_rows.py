@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import sqlite3
@@ -16,7 +17,7 @@ import pytest
 
 import forebay
 from forebay import Cache
-from forebay._engine import census
+from forebay._engine import census, root
 from forebay._engine.catalog import CatalogBroken, people, transactions
 from forebay._engine.store import Store
 from forebay._model import ObjectInfo
@@ -386,3 +387,90 @@ def test_what_an_honest_process_left_is_not_doubted(tmp_path: Path, caplog: pyte
         assert len(cache.entries()) == 4
         assert cache.check(deep=True) == []
     assert "written by another program" not in caplog.text
+
+
+METAS = {
+    "nothing": "",
+    "no names": "{}",
+    "a list": "[1]",
+    "a number": "5",
+    "null": "null",
+    "no JSON": '{"size": ',
+    "without end": "[" * 100_000,
+    "other types": '{"size": "much", "listing": 3, "length": true, "codec": [], "sha256": 7}',
+    "counts below 0": '{"size": -1, "listing": "", "length": -1, "codec": "raw"}',
+    "counts without end": '{"size": 1' + "0" * 40 + ', "listing": "", "length": 1' + "0" * 40 + ', "codec": "raw"}',
+}
+
+
+@pytest.mark.parametrize("what", METAS)
+def test_what_is_noted_of_an_entry_is_not_believed(place: Path, what: str) -> None:
+    """Of a tree, of an array, and of a file whose SHA-256 is asked for."""
+    theirs = place.parent / "theirs"
+    theirs.mkdir()
+    (theirs / "a").write_bytes(b"a" * 1000)
+    url, digest = theirs.as_uri(), hashlib.sha256(b"a" * 1000).hexdigest()
+
+    def use(cache: Cache) -> None:
+        for age in ("1d", 0):
+            with cache.directory(url, max_age=age, force=True) as path:
+                assert (Path(path) / "a").read_bytes() == b"a" * 1000
+        with cache.local(f"{url}/a", sha256=digest, force=True) as path:
+            assert Path(path).read_bytes() == b"a" * 1000
+        for length in (4, None):
+            with cache.samples("array", length) as samples:
+                assert len(samples) == 4
+                assert samples.put(0, b"sample") or samples.get(0) == b"sample"
+
+    with Cache(place, budget=BUDGET, min_free=0) as cache:
+        use(cache)
+        for _ in range(2):
+            forge(place, "UPDATE entries SET meta = ?", METAS[what])
+            use(cache)
+        assert cache.check(deep=True) == []
+    in_child(lambda: assert_settled(place, BUDGET))
+
+
+@pytest.mark.parametrize("kind", ["pack", "session", "tree"])
+def test_a_file_that_is_said_to_be_another_thing_is_fetched_again(place: Path, kind: str) -> None:
+    theirs = place.parent / "outside" / "theirs"
+    with Cache(place, budget=BUDGET, min_free=0) as cache:
+        with cache.local(theirs.as_uri(), force=True, max_age="1d") as path:
+            kept = Path(path)
+        kept.chmod(0o600)
+        kept.write_bytes(b"forged")
+        forge(place, "UPDATE entries SET kind = ? WHERE kind = 'blob'", kind)
+        with cache.local(theirs.as_uri(), force=True, max_age="1d") as path:
+            assert Path(path).read_bytes() == b"theirs"
+        cache.repair()
+        assert cache.check(deep=True) == []
+    in_child(lambda: assert_settled(place, BUDGET))
+
+
+def test_a_link_that_becomes_a_directory_while_a_root_is_opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_child(lambda: _with(place, fill))
+    fan = next(fan for fan in (place / "blobs").iterdir() if not any(fan.iterdir()))
+    fan.rmdir()
+    fan.symlink_to(place.parent)
+
+    def exchange(*said: object) -> None:
+        fan.unlink()
+        fan.mkdir()
+
+    monkeypatch.setattr(root.log, "warning", exchange)
+    with Cache(place) as cache:
+        assert cache.put("k", b"value")
+    assert fan.is_dir()
+    assert not fan.is_symlink()
+
+
+def test_a_directory_that_becomes_a_link_while_a_root_is_opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_child(lambda: _with(place, fill))
+
+    def exchange(found: root.Root) -> None:
+        (place / "locks").rename(place.parent / "moved")
+        (place / "locks").symlink_to(place.parent / "moved")
+
+    monkeypatch.setattr(root, "_remove_links", exchange)
+    with pytest.raises(forebay.errors.RootRefused, match="remove it"):
+        Cache(place)

@@ -24,6 +24,7 @@ from forebay._engine.faults import FULL
 from forebay._engine.leases import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import waits
+from forebay._model import noted
 from forebay.asking import Ask, is_same_version
 from forebay.origin import DIRECTORIES, POSTPONED, URLS, Origin
 
@@ -155,7 +156,12 @@ class _Tree:
 
     def _there(self) -> Lease | None:
         """The tree that is there. Its files are looked at later: not while others wait for us."""
-        return self._store.take_many(DIRECTORIES, [self._key]).get(self._key)
+        tree = self._store.take_many(DIRECTORIES, [self._key]).get(self._key)
+        if tree is not None and noted(tree.entry.meta, listing=str, size=int) is None:
+            tree.close()
+            self._store.set_aside(tree.entry, f"{tree.entry.name}: its listing and size are not noted as they should be")
+            return None
+        return tree
 
     def _kept(self) -> Lease | None:
         """The tree, if the remote was asked lately and had the same files."""

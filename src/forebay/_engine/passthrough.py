@@ -133,6 +133,9 @@ class PassThrough:
     def touch(self, entry: Entry) -> None:
         """Nothing is kept."""
 
+    def set_aside(self, entry: Entry, why: str) -> None:
+        """Nothing is kept."""
+
     def now(self) -> int:
         return time.time_ns()
 

@@ -56,19 +56,19 @@ class Reading:
         return None
 
     def lease(self, place: int, key: str) -> Lease | None:
-        """A lease on the file, or tree, of a key; None where there is none, or it is a small value, which has no file."""
+        """A lease on the file, or tree, of a key; None where there is none, or it is a small value or a session, which has no file."""
         with faults(key):
             lease = self._leases.take(place, key)
             if lease is None:
                 return None
-            if lease.entry.kind == "value" or not self.is_sound(lease):
+            if lease.entry.kind in ("value", "session") or not self.is_sound(lease):
                 lease.close()
                 return None
         return lease
 
     def is_sound(self, lease: Lease) -> bool:
-        """Whether a leased file, or each file of a leased tree, is what was stored; else it is set aside."""
-        look = {"blob": self._file_is_sound, "tree": self._tree_is_sound}.get(lease.entry.kind)
+        """Whether a leased file, or each file of a leased tree, is what was stored, and a leased pack is there; else it is set aside."""
+        look = {"blob": self._file_is_sound, "tree": self._tree_is_sound, "pack": self._pack_is_there}.get(lease.entry.kind)
         with faults(lease.entry.key):
             return look is None or look(lease)
 
@@ -138,6 +138,13 @@ class Reading:
             self.set_aside(entry, f"{entry.name}: {status.st_size} bytes stand where {entry.size} were stored")
             return False
         return self._needs_no_look(entry, status) or self._bytes_of(entry) is not None
+
+    def _pack_is_there(self, lease: Lease) -> bool:
+        """Whether a pack has its directory; its samples are looked at one by one, when they are read."""
+        if self._root.files.is_directory(lease.path):
+            return True
+        self._missing(lease.entry)
+        return False
 
     def _tree_is_sound(self, lease: Lease) -> bool:
         """Whether a tree holds what was put there, and nothing else; its files are read at the first look of a process, later only their
