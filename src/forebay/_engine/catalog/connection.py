@@ -108,15 +108,10 @@ class Catalog:
         try:
             with translated():
                 self._connect_locked()
-                if (
-                    self._con is None
-                    or self.problem(apart=False) is not None
-                    or not schema.is_sane(self._con)
-                    or self._seen == self._suspect
-                ):
+                if self.problem(apart=False) or self._seen == self._suspect or (con := self._con) is None or not schema.is_sane(con):
                     return False
-                self._con.execute("BEGIN IMMEDIATE")
-                self._con.execute("ROLLBACK")
+                con.execute("BEGIN IMMEDIATE")
+                con.execute("ROLLBACK")
         except errors.CacheFault as error:
             log.info("%s", str(error))
             return False
