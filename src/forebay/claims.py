@@ -56,8 +56,9 @@ def claim(
     its node, or anybody for a job that is ending.
 
     Raises `ClaimConflict` (a ValueError) where another claim that lives has such a directory, or one above or below it;
-    `ClaimMismatch` (a RuntimeError) where a rank says something else than the first one; `ConfigError`, `WaitTimeout`, `NoSpace`,
-    `RootRefused`. It is freed when the last process that has it closes it, or ends, however."""
+    `ClaimMismatch` (a RuntimeError) where a rank says something else than the first one; `Closed` where somebody removes the claim's
+    directory meanwhile; `ConfigError`, `WaitTimeout`, `NoSpace`, `RootRefused`. It is freed when the last process that has it closes it,
+    or ends, however."""
     streams = _streams(dirs, remotes, shared)
     world = World.detect() if world is None else world
     if not isinstance(world, World):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -14,8 +15,13 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._claims import seen
+from forebay._claims.ledger import InTheWay
+from forebay._claims.registry import Registry
 from forebay._claims.seen import Seen
 from forebay._claims.table import Member
+from forebay._claims.wanted import Wanted
+from forebay._kernel import host
+from forebay._kernel.locks import LockFile
 from tests.claiming import REMOTE, alone, rank
 from tests.harness import Crew
 
@@ -101,6 +107,60 @@ def test_a_forked_rank_is_one_process(registry: Path, crew: Crew) -> None:
     with forebay.claim("/local", REMOTE, rank(0, 2), "job"):
         child = crew(join)
         assert child.result() == (os.getpid(), child.pid)
+
+
+@pytest.mark.parametrize("step", ["mkdir", "chmod", "rename before", "rename after", "free"])
+def test_a_directory_that_is_moved_while_its_claim_is_made(
+    node: Registry, registry: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:  # fmt: skip
+    """The owner of the registry may do that at any time."""
+    if step == "free":
+        registry.joinpath(f"000000.{'a' * 16}").mkdir()
+        registry.joinpath(f"000000.{'a' * 16}", "claim").touch()
+    call, when, _ = step.partition(" ") if step != "free" else ("rename", "before", "")
+    real, moved = getattr(host, call), list[str]()
+
+    def moving(*given: Any) -> None:
+        def move() -> None:
+            for name in os.listdir(registry):
+                if name != "lock" and not name.endswith("~") and not moved:
+                    moved.append(name)
+                    os.rename(registry / name, registry / f"{name}~")
+
+        if when.startswith("before"):
+            move()
+        real(*given)
+        move()
+
+    monkeypatch.setattr(host, call, moving)
+    if step == "free":
+        forebay.claim("/local", REMOTE, alone(), "job").close()
+    else:
+        with pytest.raises(errors.Closed):
+            forebay.claim("/local", REMOTE, alone(), "job")
+    assert moved
+    shutil.rmtree(registry)
+
+
+def test_a_directory_that_is_moved_in_the_middle_of_a_call(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with forebay.claim("/local", REMOTE, alone(), "job") as claim:
+        lock = LockFile.try_lock
+
+        def moving(self: LockFile, offset: int, *, exclusive: bool) -> bool:
+            if claim.path.exists():
+                claim.path.rename(f"{claim.path}~")
+            return lock(self, offset, exclusive=exclusive)
+
+        monkeypatch.setattr(LockFile, "try_lock", moving)
+        with pytest.raises(errors.Closed, match="somebody removed"):
+            claim.array("a", 3, "int64")
+    shutil.rmtree(registry)
+
+
+def test_what_is_in_the_way_survives_pickling() -> None:
+    wanted = Wanted("job", "name", "0", ())
+    again = pickle.loads(pickle.dumps(InTheWay(wanted, errors.ClaimConflict("taken"))))
+    assert (type(again), str(again), str(again.error), again.seen, again._wanted) == (InTheWay, "taken", "taken", None, wanted)
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -12,11 +12,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from forebay import errors
 from forebay._kernel import host
 
 
-class Gone(FileNotFoundError):
+class Gone(errors.Closed, FileNotFoundError):
     """There is no claim of this user under that name: it was freed, or something else stands there."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, what="claim")
 
 
 @contextlib.contextmanager

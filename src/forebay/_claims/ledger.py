@@ -8,6 +8,7 @@ import os
 import stat
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from forebay import errors
 from forebay._claims import building, claim_files, conflicts, dirs, records, seen
@@ -32,6 +33,9 @@ class InTheWay(Exception):
     def __init__(self, wanted: Wanted, error: errors.ClaimConflict, seen: Seen | None = None) -> None:
         super().__init__(str(error))
         self._wanted, self.error, self.seen = wanted, error, seen
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InTheWay, (self._wanted, self.error, self.seen)
 
     def is_ending(self) -> bool:
         """Whether it is about to go."""
@@ -103,7 +107,8 @@ class Ledger:
             raise InTheWay(wanted, conflicts.in_conflict(ours, other.record, other.pids(), found), other)
 
     def make(self, wanted: Wanted, taken: set[int], on_left: OnLeft) -> Held:
-        """Make the claim, under the lowest number that nobody has. Raises `InTheWay`, `NoSpace`, OSError."""
+        """Make the claim, under the lowest number that nobody has. Raises `InTheWay`, `NoSpace`, `Closed` where somebody takes its
+        directory away meanwhile, OSError."""
         for prefix in range(_NUMBERS):
             if prefix in taken or not _is_free(wanted, prefix):
                 continue
@@ -119,7 +124,10 @@ class Ledger:
         record = wanted.record(prefix)
         fd = building.build(new, record, wanted.outside.content(prefix) if wanted.outside is not None else None)
         try:
-            host.rename(new, directory)
+            try:
+                host.rename(new, directory)
+            except FileNotFoundError:
+                raise claim_files.Gone(f"{new} is missing: somebody removed it while it was made") from None
             return Held(record, passing.hand_over(fd, lambda fd: Members(directory, fd, LEADER, wanted.rank, wanted.worker, on_left)))
         except OSError:
             self._scrap(new)
@@ -139,7 +147,10 @@ class Ledger:
             if not stat.S_ISREG(os.fstat(fd).st_mode) or not locks.take(fd, 0, SLOTS):
                 return False
             old = self._path / scrap_name(OLD)
-            host.rename(directory, old)
+            try:
+                host.rename(directory, old)
+            except FileNotFoundError:
+                return False  # the owner of the registry was first
             self._scrap(old)
             return True
         finally:

@@ -159,7 +159,7 @@ class NamedLock:
         if known.threads.get(offset) == me:
             raise errors.ConfigError(f"{self._what()} is held by this very thread: it cannot be taken twice")
         try:
-            if known.try_lock(offset) is None:
+            if self._take() is None:
                 waits.wait_for(self._try, known.words, offset % waits.COUNT, what=self._whose, timeout=self.timeout)
         except BaseException:
             # Ctrl-C after the kernel gave the lock, and before that was noted: nobody would ever let go.
@@ -170,7 +170,13 @@ class NamedLock:
 
     def _try(self) -> Literal[True] | None:
         self._house.check()
-        return self._known.try_lock(self._offset)
+        return self._take()
+
+    def _take(self) -> Literal[True] | None:
+        try:
+            return self._known.try_lock(self._offset)
+        except FileNotFoundError:
+            raise self._house.lost() from None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._known.threads.get(self._offset) == threading.get_ident():  # else it is the parent's of this forked child
