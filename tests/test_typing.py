@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import assert_type
 
 import forebay
-from forebay import Cache, Entries, Entry, Lazy, Lease, Plan, Samples, Stats
+from forebay import Cache, Codec, Entries, Entry, Lazy, Lease, Plan, Samples, Stats
 
 
 def double(key: str, data: bytes) -> list[int]:
@@ -30,11 +30,24 @@ class Texts:
 
     name = "texts"
 
-    def encode(self, value: str) -> list[bytes]:
-        return [value.encode()]
+    def encode(self, value: str) -> bytes:
+        return value.encode()
 
-    def decode(self, data: memoryview, private: object) -> str:
-        return bytes(data).decode()
+    def decode(self, raw: memoryview) -> str:
+        return bytes(raw).decode()
+
+
+class Numbers:
+    """Another one, without a name."""
+
+    def encode(self, value: list[int]) -> bytes:
+        return bytes(value)
+
+    def decode(self, data: memoryview) -> list[int]:
+        return list(data)
+
+
+NUMBERS: Codec[list[int]] = Numbers()
 
 
 def held(cache: Cache, url: str) -> Lease:
@@ -67,6 +80,7 @@ with Cache("/nvme/forebay", budget="500GB") as cache:
     assert_type(cache.read("https://host/x"), memoryview)
     assert_type(cache.samples("raw", 10).get(0), memoryview | None)
     assert_type(cache.samples("texts", 10, codec=Texts()).get_or_put(0, lambda: "text"), str)
+    assert_type(cache.samples("numbers", 10, codec=NUMBERS).get(0), list[int] | None)
     count(cache.samples("raw", 10))
     tasks = cache.tasks("experiments")
 

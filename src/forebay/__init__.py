@@ -16,6 +16,7 @@ from forebay import errors as errors
 
 if TYPE_CHECKING:
     from forebay._engine.leases import Lease as Lease
+    from forebay._model import Codec as Codec
     from forebay._model import Entry as Entry
     from forebay._model import Problem as Problem
     from forebay._model import Report as Report
@@ -42,15 +43,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cache", "Checkpoint", "Claim", "Entries", "Entry", "ForebayError", "Lazy", "Lease", "Plan", "Prefetcher", "Problem", "Progress",
-    "RemoteOptions", "Report", "Samples", "Space", "Stats", "Tasks", "Victim", "WarmReport", "World", "__version__", "claim", "errors",
-    "list_claims", "prune_claims",
+    "Cache", "Checkpoint", "Claim", "Codec", "Entries", "Entry", "ForebayError", "Lazy", "Lease", "Plan", "Prefetcher", "Problem",
+    "Progress", "RemoteOptions", "Report", "Samples", "Space", "Stats", "Tasks", "Victim", "WarmReport", "World", "__version__", "claim",
+    "errors", "list_claims", "prune_claims",
 ]  # fmt: skip
 
 _PLACES = {
     "Cache": "forebay.cache",
     "Checkpoint": "forebay.checkpoint",
     "Claim": "forebay.claims",
+    "Codec": "forebay._model",
     "Entries": "forebay.listing",
     "Entry": "forebay._model",
     "ForebayError": "forebay.errors",

@@ -32,6 +32,19 @@ def is_text(value: str) -> bool:
     return True
 
 
+class Codec(Protocol[Item]):
+    """A codec of a program's own, for `Cache.samples`, `Cache.tasks` and `Cache.prefetcher`.
+
+    ``name``, if it has one that is a str, is stored with the values, else the name of its class: another name is another codec. It is
+    called from any thread, and pickled along with what uses it."""
+
+    def encode(self, value: Item, /) -> Buffer:
+        """The bytes that are stored for a value."""
+
+    def decode(self, data: memoryview, /) -> Item:
+        """The value of such bytes. ``data`` is read-only and stays good as long as anything refers to it."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
     """``length`` bytes from ``start``."""

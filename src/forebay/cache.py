@@ -17,9 +17,8 @@ from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Buffer, Entry, Item
+from forebay._model import Buffer, Codec, Entry, Item
 from forebay.asking import Ask, Target
-from forebay.codecs import Codec
 from forebay.opening import Reopening, is_network, open_store
 from forebay.origin import URLS, Origin
 from forebay.reports import OnProgress as OnProgress
