@@ -261,4 +261,10 @@ def test_a_value_has_no_path(run: Run, cache: Cache) -> None:
     cache.put("k", b"v")
     ran = run("path", "values:k")
     assert ran.code == 2
-    assert "value" in ran.err
+    assert "a small value" in ran.err
+
+
+def test_a_large_value_has_a_path(run: Run, cache: Cache) -> None:
+    cache.put("k", b"v" * 20_000)
+    (path,) = run("path", "values:k").lines
+    assert Path(path).read_bytes() == b"v" * 20_000

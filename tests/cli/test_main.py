@@ -49,6 +49,20 @@ def test_a_usage_error_is_two_lines(run: Run, cache: Cache, arguments: tuple[str
     assert todo.startswith(" hint: ")
 
 
+@pytest.mark.parametrize(("arguments", "command"), [
+    (("ls", "--filter"), "forebay ls"), (("prune", "--free"), "forebay prune"), (("--root",), "forebay"),
+])  # fmt: skip
+def test_an_option_without_its_value_has_its_verbs_hint(run: Run, cache: Cache, arguments: tuple[str, ...], command: str) -> None:
+    ran = run(*arguments)
+    assert ran.code == 2
+    assert f"`{command} --help`" in ran.err
+
+
+@pytest.mark.parametrize("arguments", [("--root=", "path"), ("path", "--root="), ("path", "-C", "")])
+def test_an_empty_root_counts_as_unset(run: Run, cache: Cache, arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).lines == [str(cache.path)]
+
+
 @pytest.mark.parametrize("verb", ["ls", "du", "stats", "verify", "path", "prune", "clear"])
 def test_looking_makes_no_cache(run: Run, tmp_path: Path, verb: str) -> None:
     typo = tmp_path / "typo"

@@ -49,17 +49,17 @@ def fetch_all(urls: Sequence[str], fetch: Fetch, *, jobs: int, quiet: bool) -> l
     for url in urls:
         todo.put(url)
     outcomes = []
-    with Bars(len(urls), quiet=quiet) as bars:
-        for _ in range(min(jobs, len(urls))):
-            threading.Thread(target=_work, args=(todo, results, fetch, bars), daemon=True).start()
-        try:
+    try:
+        with Bars(len(urls), quiet=quiet) as bars:
+            for _ in range(min(jobs, len(urls))):
+                threading.Thread(target=_work, args=(todo, results, fetch, bars), daemon=True).start()
             for _ in urls:
                 outcome = _next(results)
                 bars.finished(outcome.url, outcome.state)
                 outcomes.append(outcome)
-        except KeyboardInterrupt:
-            note("what came is kept: the same command goes on from there")
-            raise
+    except KeyboardInterrupt:
+        note("what came is kept: the same command goes on from there")
+        raise
     return outcomes
 
 

@@ -105,7 +105,7 @@ def hint_for(error: BaseException) -> Hint:
     if type(error) is errors.NotCached and not _is_url(getattr(error, "key", "")):
         found = Hint("check the name: `forebay ls -q` lists all", ABSENT)
     found = found or Hint("this is a fault of Forebay: FOREBAY_VERBOSITY=debug shows where; please report it")
-    todo = getattr(error, "todo", "") or found.todo.replace("forebay VERB", f"forebay {_verb[-1]}" if _verb else "forebay")
+    todo = getattr(error, "todo", "") or found.todo.replace("forebay VERB", command())
     return replace(found, todo=str(todo))
 
 
@@ -113,9 +113,14 @@ def _is_url(name: str) -> bool:
     return "://" in name or name.startswith("/")
 
 
-def say_verb(name: str) -> None:
-    """Which verb the hints are for."""
-    _verb[:] = [name]
+def say_verb(name: str | None) -> None:
+    """Which verb the hints are for; None: no verb yet."""
+    _verb[:] = [] if name is None else [name]
+
+
+def command() -> str:
+    """The command that runs, as it is typed: with its verb, once that is known."""
+    return " ".join(["forebay", *_verb])
 
 
 def is_expected(error: BaseException) -> bool:

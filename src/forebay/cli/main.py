@@ -34,7 +34,7 @@ from forebay.cli import (
     verify,
     warm,
 )
-from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, hint_for, is_expected, say_verb
+from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected, say_verb
 from forebay.cli.options import RootOption
 from forebay.cli.render import LOG_LINES, note, say_error, say_two_lines
 
@@ -102,6 +102,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None) -> int:
+    say_verb(None)
     try:
         if COMPLETE in os.environ:
             completion_init()
@@ -126,8 +127,8 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _say_usage(error: Exception) -> None:
-    context = getattr(error, "ctx", None)
-    where = context.command_path if context else "forebay"
+    context = getattr(error, "ctx", None)  # an option without its value has none
+    where = context.command_path if context else command()
     what = getattr(error, "format_message", error.__str__)()
     say_two_lines(" ".join(what.split()).replace("Value error, ", ""), f"`{where} --help` lists what it takes")
 

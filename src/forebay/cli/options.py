@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from forebay.cache import Cache
 
 
-def option(*flags: str, metavar: str | None = None, help: str) -> Any:
+def option(*flags: str, metavar: str | None = None, help: str, parser: Callable[[str], Any] | None = None) -> Any:
     """An option whose default says nothing worth showing."""
-    return typer.Option(*flags, metavar=metavar, help=help, show_default=False)
+    return typer.Option(*flags, metavar=metavar, help=help, show_default=False, parser=parser)
+
+
+def _place_or_unset(text: str) -> Path | None:
+    return Path(text) if text else None
 
 
 def argument(metavar: str, *, help: str = "") -> Any:
@@ -32,8 +36,12 @@ def argument(metavar: str, *, help: str = "") -> Any:
 
 
 RootOption = Annotated[
-    Path | None, option("--root", "-C", metavar="DIR", help="The cache's directory (default: $FOREBAY_HOME, else ~/.cache/forebay).")
-]
+    Path | None,
+    option(
+        "--root", "-C", metavar="DIR", help="The cache's directory (default: $FOREBAY_HOME, else ~/.cache/forebay).",
+        parser=_place_or_unset,
+    ),
+]  # fmt: skip
 JsonOption = Annotated[bool, option("--json", help="One JSON document on standard output.")]
 YesOption = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
 DryRunOption = Annotated[bool, option("--dry-run", "-n", help="Show what would go; remove nothing.")]

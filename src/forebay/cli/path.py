@@ -10,7 +10,7 @@ from forebay.errors import ConfigError, NotCached
 
 
 def path(
-    name: Annotated[str | None, argument("NAME", help="A URL (a program's values have no files); none: the cache's directory.")] = None,
+    name: Annotated[str | None, argument("NAME", help="A URL, or a large value of a program; none: the cache's directory.")] = None,
     root: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -24,10 +24,12 @@ def path(
             if entry is None:
                 raise NotCached.of(shown(name))
             name = entry.name
-            if entry.space not in ("urls", "directories"):
-                what = "an array of samples" if entry.kind == "pack" else "a value that a program put"
+            if entry.space not in ("urls", "directories") and entry.kind != "blob":
+                what = "an array of samples" if entry.kind == "pack" else "a small value that a program put"
                 todo = "read it in a program, by what stored it: Cache.get, a space, samples or tasks"
-                raise ConfigError(f"{name} is {what}: only what came from a URL has a file", name="NAME", value=name, todo=todo)
+                raise ConfigError(
+                    f"{name} is {what}: only what came from a URL, and large values, have files", name="NAME", value=name, todo=todo
+                )
             with cache.hold(entry) as found:
                 pass
     output.document({"name": name, "path": found})
