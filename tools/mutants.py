@@ -162,6 +162,11 @@ MUTANTS = (
         "tests/test_directories.py::test_an_upload_that_goes_on_is_not_handed_out[arrow]",
     ),
     Mutant(
+        1, "a list of files may be as long as its server likes", "_directories/marks.py",
+        "        if size > LARGEST:\n", "        if size > LARGEST << 60:\n",
+        "tests/remote/test_hostile_listings.py::test_a_large_mark_on_a_filesystem",
+    ),
+    Mutant(
         1, "a file that was uploaded is not looked for", "_directories/listings.py",
         "    if complete and not missing:\n", "    if complete:\n",
         "tests/test_directories.py::test_a_file_of_the_manifest_that_is_missing",

@@ -13,10 +13,12 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._directories import marks
 from forebay.remote import RemoteOptions
 from forebay.remote.s3 import S3Remote
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer
+from tests.directories import write_files
 from tests.servers.counting import Shelf
 from tests.servers.counting import shelf as shelf
 from tests.servers.raw import RawServer
@@ -59,6 +61,36 @@ def test_a_mark_that_makes_no_sense(cache: forebay.Cache, server: ScriptedServer
     server.put("/d/.forebay.json", data)
     with pytest.raises(errors.RemoteProtocolError):
         cache.directory(f"{server.url}/d/")
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_a_mark_without_an_end(cache: forebay.Cache, raw: RawServer, monkeypatch: pytest.MonkeyPatch, stated: bool) -> None:
+    monkeypatch.setattr(marks, "LARGEST", 4 << 20)
+
+    def answer(connection: socket.socket, head: bytes) -> None:
+        length = f"Content-Length: {1 << 40}\r\n" if stated else ""
+        connection.sendall(f"HTTP/1.1 200 OK\r\nConnection: close\r\n{length}\r\n".encode())
+        while True:
+            connection.sendall(b" " * (1 << 20))
+
+    raw.answer = answer
+    with pytest.raises(errors.RemoteProtocolError, match="a small one is due"):
+        cache.directory(f"{raw.url}/d/")
+
+
+def test_a_large_mark_on_a_filesystem(cache: forebay.Cache, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marks, "LARGEST", 1000)
+    shelf.put("d/.forebay.json", b" " * 1001)
+    with pytest.raises(errors.RemoteProtocolError, match="a small one is due"):
+        cache.directory("d", filesystem=shelf.fsspec())
+
+
+def test_a_mark_that_readers_would_refuse_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marks, "LARGEST", 1000)
+    write_files(tmp_path / "from", {f"file-{i}": b"x" for i in range(20)})
+    with pytest.raises(errors.ConfigError, match="pack the 20 files"):
+        forebay.Checkpoint.upload(tmp_path / "from", tmp_path / "to")
+    assert not (tmp_path / "to").exists()
 
 
 def test_names_of_a_filesystem(cache: forebay.Cache, shelf: Shelf, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from forebay import errors
 from forebay._directories.manifests import MARK, File, Manifest
-from forebay._directories.marks import Mark, Noted
+from forebay._directories.marks import Mark, MarkSink, Noted
 from forebay._directories.place import Place
-from forebay._engine.passthrough import MemorySink
 from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay._model import Transfer
@@ -128,9 +127,10 @@ class Listings:
 
     def _noted(self, place: Place, found: set[str] | None) -> Mapping[str, Noted]:
         """The files that an upload wrote down. ``found``: the names that are there, where that is known. Raises `Incomplete`."""
-        sink = MemorySink(self._origin.most)
+        where = f"{place.key}{MARK}"
+        sink = MarkSink(where, self._origin.most)
         self._origin.count(place.remote.fetch(place.object(MARK), sink))
-        mark = Mark.parse(f"{place.key}{MARK}", sink.data)
+        mark = Mark.parse(where, sink.data)
         _check_complete(place, mark.complete, mark.files, found)
         return mark.files
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
 
 from forebay import errors
-from forebay._model import Buffer
+from forebay._engine.passthrough import MemorySink
+from forebay._model import Buffer, ObjectInfo, Span
 
 FORMAT = 1
+LARGEST = 256 << 20
+"""Bytes of a mark: more than a million files take. Who serves a directory may be anybody, and says how long its mark is."""
+_ETAG = 80
+"""Bytes by which the line of a file may grow until its directory is complete."""
 
 
 class Noted(NamedTuple):
@@ -35,6 +40,13 @@ class Mark:
         files = {name: {"size": file.size, "xxh3": file.digest, "etag": file.etag} for name, file in sorted(self.files.items())}
         return json.dumps({"forebay": FORMAT, "complete": self.complete, "files": files}).encode()
 
+    def check_size(self, where: str) -> None:
+        """Raises `ConfigError` where readers would refuse it."""
+        if len(self.encoded) + _ETAG * len(self.files) > LARGEST:
+            many = f"{where} would have more than {LARGEST:,} bytes"
+            message = f"{many}: pack the {len(self.files):,} files into tar files, or upload them as several directories"
+            raise errors.ConfigError(message, name="directory", value=where)
+
     @classmethod
     def parse(cls, where: str, data: Buffer) -> Self:
         """What `encoded` made. Raises `RemoteProtocolError` for anything else."""
@@ -51,3 +63,26 @@ class Mark:
             message = f"{where} was written by a newer Forebay (format {format}): use that one, or remove this object"
             raise errors.RemoteProtocolError(message, url=where)
         return cls(complete, files)
+
+
+class MarkSink(MemorySink):
+    """Takes a mark into memory. Raises `RemoteProtocolError` for more bytes than one may have."""
+
+    def __init__(self, where: str, most: Callable[[], int] | None = None) -> None:
+        super().__init__(lambda: LARGEST if most is None else min(LARGEST, most()))
+        self._where = where
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        """See `Sink.begin`."""
+        self._check(info.size or 0)
+        return super().begin(info)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """See `Sink.write`."""
+        self._check(offset + memoryview(data).nbytes)
+        super().write(offset, data)
+
+    def _check(self, size: int) -> None:
+        if size > LARGEST:
+            message = f"{self._where}: an answer of more than {LARGEST:,} bytes where a small one is due"
+            raise errors.RemoteProtocolError(message, url=self._where)

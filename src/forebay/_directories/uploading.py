@@ -21,7 +21,7 @@ from forebay import errors
 from forebay._directories import crew
 from forebay._directories.directories import Directories
 from forebay._directories.manifests import MARK, File, check_names, is_folder
-from forebay._directories.marks import Mark, Noted
+from forebay._directories.marks import Mark, MarkSink, Noted
 from forebay._directories.metadata import METADATA, forget
 from forebay._directories.place import Place
 from forebay._directories.walking import LocalFile, files_below
@@ -127,9 +127,11 @@ class _Upload:
             return plan
         if not todo and not gone and _is_told(before, files, digests, there):
             return replace(plan, files=self._described(files, digests, there))
+        begun = Mark(False, _noted(files, digests, {file.name: _state(there.get(file.name)) for file in todo}))
+        begun.check_size(self._mark_key)
         if self._place.local is not None:
             sweep(self._place.local)
-        self._write_mark(Mark(False, _noted(files, digests, {file.name: _state(there.get(file.name)) for file in todo})))
+        self._write_mark(begun)
         in_the_way = _in_the_way(gone, files)
         self._remove(in_the_way)
         self._send(todo, sum(file.size for file in files.values()), {name: file.size for name, file in files.items()})
@@ -155,10 +157,14 @@ class _Upload:
         if info is None:
             return None
         self._marked = info.validator or ""
-        return Mark.parse(f"{self._place.key}{MARK}", self._read(MARK))
+        return Mark.parse(self._mark_key, self._read(MARK))
+
+    @property
+    def _mark_key(self) -> str:
+        return f"{self._place.key}{MARK}"
 
     def _read(self, name: str) -> bytes:
-        sink = MemorySink()
+        sink = MarkSink(self._mark_key) if name == MARK else MemorySink()
         self._place.remote.fetch(self._place.object(name), sink)
         return bytes(sink.data)
 
