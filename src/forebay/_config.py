@@ -198,7 +198,7 @@ class Settings:
         return cls(**values), faults
 
 
-_KNOWN = frozenset({
+KNOWN = frozenset({
     *("HOME", "BUDGET", "MIN_FREE", "MAX_AGE", "OFFLINE", "SHARED", "PROGRESS", "VERBOSITY", "CLAIMS", "S3_ANONYMOUS"),
     *("CONNECT_TIMEOUT", "READ_TIMEOUT", "TOTAL_TIMEOUT", "ATTEMPTS", "CONNECTIONS", "STREAMS"),
 })  # fmt: skip
@@ -212,9 +212,9 @@ def _warn_of_unknown(said: Iterable[str]) -> None:
 
     for name in said:
         word = name.removeprefix("FOREBAY_")
-        if word not in _KNOWN and name not in _warned:
+        if word not in KNOWN and name not in _warned:
             _warned.add(name)
-            near = difflib.get_close_matches(word, _KNOWN, 1)
+            near = difflib.get_close_matches(word, KNOWN, 1)
             log.warning("the variable %s is not known%s", name, f": was FOREBAY_{near[0]} meant?" if near else ", and ignored")
 
 

@@ -207,7 +207,7 @@ def _places_of(url: str) -> list[tuple[str, str]]:
 
 
 def _text(name: Name) -> str:
-    return name.name if isinstance(name, Entry) else remote.redacted(os.fspath(name))
+    return name.name if isinstance(name, Entry) else remote.redacted(remote.shown(name))
 
 
 def _leased(store: Store | PassThrough, entry: Entry) -> Entry:

@@ -12,6 +12,7 @@ import pytest
 
 import forebay
 from forebay import Cache, errors
+from forebay.remote.clients import arrow_from_uri
 from forebay.testing import ScriptedServer
 
 from .conftest import Run, Terminal
@@ -175,3 +176,35 @@ def test_claims_show_no_secret_of_their_remotes(run: Run, home: Path, tmp_path: 
         out = run("claims", "--json").out
     assert "bucket/data" in out
     assert SECRET not in out
+
+
+def test_names_that_are_no_url_quite_give_no_secret_away(run: Run, cache: Cache, server: ScriptedServer, tmp_path: Path) -> None:
+    blank = f"{server.url}/a b?{SECRET}"
+    listing = tmp_path / "urls"
+    listing.write_text(f"'{server.url}/x?{SIGNED}'\nhttp:/h/x?{SIGNED}\n{blank}\n")
+    names = [f"'{server.url}/x?{SIGNED}'", f" {server.url}/x?{SIGNED}", f"http:/h/x?{SIGNED}", f"https:h/x?{SIGNED}", blank]
+    verbs = [(verb, *names) for verb in ("pull", "rm", "pin", "unpin")] + [("path", blank), ("warm", listing), ("warm", "--json", listing)]
+    for verb in [*verbs, ("pull", "--json", *names), ("pin", "--json", *names)]:
+        ran = run(*verb)
+        assert SECRET not in ran.out + ran.err, verb
+        assert ran.code != 0, verb
+    for name in names:
+        with pytest.raises(errors.NotCached) as refused:
+            cache.pin(name)
+        assert SECRET not in str(refused.value) + json.dumps(refused.value.facts)
+        with pytest.raises(errors.ForebayError) as failed:
+            cache.pull(name)
+        assert SECRET not in str(failed.value) + json.dumps(failed.value.facts)
+
+
+def test_doctor_tells_no_value_of_a_variable_that_it_does_not_know(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_FOO", SECRET)
+    ran = run("doctor")
+    assert ("FOREBAY_FOO" in ran.out + ran.err, SECRET in ran.out + ran.err) == (True, False)
+
+
+def test_pyarrow_tells_no_secret_of_a_url_that_it_does_not_know(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="forebay")
+    assert arrow_from_uri(f"htp://joe:{SECRET}@h/x?{SECRET}") is None
+    assert SECRET not in caplog.text
+    assert "pyarrow has no filesystem" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.remote import redacted
+from forebay.remote import canonical, redacted
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,29 @@ from forebay.remote import redacted
 )
 def test_what_is_told_holds_no_secret(text: str) -> None:
     assert "SIKRIT" not in redacted(text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "'http://h/x?X-Amz-Signature=SIKRIT'",
+        "'http://h/x?SIKRIT'",
+        "'http://me:SIKRIT@h/x'",
+        " http://h/x?a=1&sig=SIKRIT&x=SIKRIT",
+        "http:/h/x?sig=SIKRIT",
+        "http//h/x?sig=SIKRIT",
+        "https:h/x?a=1&sig=SIKRIT",
+    ],
+)
+def test_a_url_that_was_taken_for_a_path_holds_no_secret(name: str) -> None:
+    told = redacted(f"{canonical(name)}: No such file or directory")
+    assert "SIKRIT" not in told
+    assert redacted(told) == told
+
+
+@pytest.mark.parametrize("path", ["/a/b%3Fc%3Dd", "/a%3A/b%3F", "/a%3A/b"])
+def test_a_path_is_told(path: str) -> None:
+    assert redacted(f"file://{path}: no") == f"file://{path}: no"
 
 
 @pytest.mark.parametrize(

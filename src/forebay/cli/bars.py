@@ -12,7 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from forebay._config import format_age, format_size
-from forebay.cli.render import LOG_LINES, console, plain, shown, wants_bars
+from forebay.cli.render import LOG_LINES, console, plain, shown_name, wants_bars
 
 if TYPE_CHECKING:
     from forebay import reports
@@ -89,7 +89,7 @@ class Bars:
 
 
 def _label(url: str, width: int = 24) -> str:
-    url = shown(url)
+    url = shown_name(url)
     name = plain(url.rstrip("/").rsplit("/", 1)[-1] or url)
     return name if len(name) <= width else name[: width - 12] + "…" + name[-11:]
 

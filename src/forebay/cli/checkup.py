@@ -14,7 +14,7 @@ from pathlib import Path
 
 import forebay
 from forebay import errors
-from forebay._config import LEAST_BUDGET, Settings, format_size, parse_budget, with_limits_unsaid
+from forebay._config import KNOWN, LEAST_BUDGET, Settings, format_size, parse_budget, with_limits_unsaid
 from forebay._kernel import host, mappings
 
 ENOUGH_FILES = 4096
@@ -74,7 +74,8 @@ def _is_installed(package: str) -> bool:
 
 def _settings(place: Path) -> Iterator[Finding]:
     said = sorted(name for name in os.environ if name.startswith("FOREBAY_"))
-    shown = [f"{name}={'(set)' if _SECRET.search(name) else os.environ[name]}" for name in said]
+    known = [name for name in said if name.removeprefix("FOREBAY_") in KNOWN]
+    shown = [f"{name}={'(set)' if _SECRET.search(name) else os.environ[name]}" if name in known else name for name in said]
     yield Finding("environment", "ok", " ".join(shown) or "no FOREBAY_ variable is set")
     for fault in _faults(said):
         yield Finding(str(fault.facts["name"]), "wrong", str(fault), "correct it or unset it: until then no job can open a cache")

@@ -14,7 +14,7 @@ import typer
 from forebay._logs import logger
 from forebay.cli.bars import Bars
 from forebay.cli.hints import OK, is_expected, shared_code
-from forebay.cli.render import Output, note, say_error, shown
+from forebay.cli.render import Output, note, say_error, shown_name
 from forebay.errors import NoSpace
 
 if TYPE_CHECKING:
@@ -89,25 +89,25 @@ def _fetch(url: str, fetch: Fetch, bars: Bars) -> Outcome:
         moved = moved or step.state == "fetching"
         bars.update(replace(step, url=url))  # the URL as it was given, not as it is kept: the bar's name
 
-    log.debug("%s: looking whether the cache has it", shown(url))
+    log.debug("%s: looking whether the cache has it", shown_name(url))
     try:
         entry = fetch(url, told)
     except Exception as error:
-        log.debug("%s: failed", shown(url), exc_info=None if is_expected(error) else error)
+        log.debug("%s: failed", shown_name(url), exc_info=None if is_expected(error) else error)
         return Outcome(url, "failed", seconds=time.monotonic() - began, error=error)
     seconds = time.monotonic() - began
     state = "past" if entry is None else "fetched" if moved else "kept"
-    log.debug("%s: %s after %.3f s", shown(url), _SAID[state], seconds)
+    log.debug("%s: %s after %.3f s", shown_name(url), _SAID[state], seconds)
     return Outcome(url, state, None if entry is None else entry.size, seconds)
 
 
 def conclude(outcomes: Sequence[Outcome], output: Output, *, past_is_failure: bool = True) -> None:
     """Print the outcomes as JSON if asked for, name what failed, and exit with its code if anything did."""
-    output.document([replace(outcome, url=shown(outcome.url)) for outcome in outcomes])
+    output.document([replace(outcome, url=shown_name(outcome.url)) for outcome in outcomes])
     bad = ("failed", "past") if past_is_failure else ("failed",)
     failed = [(o.url, o.error or NoSpace("no room in the cache")) for o in outcomes if o.state in bad]
     for url, error in failed:
-        say_error(error, about=shown(url))
+        say_error(error, about=shown_name(url))
     code = shared_code([error for _, error in failed])
     if code != OK:
         raise typer.Exit(code)

@@ -13,7 +13,7 @@ import typer
 
 from forebay._config import Settings, default_root, with_limits_unsaid
 from forebay.cli.hints import ABSENT, NoCache, NoSuchSpace
-from forebay.cli.render import Output, say_error, shown
+from forebay.cli.render import Output, say_error, shown_name
 from forebay.errors import CacheFault, ConfigError, NotCached
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def find_each(cache: Cache, names: list[str]) -> tuple[list[Entry], list[NotCach
         try:
             entry = cache.entry(name)
             if entry is None:
-                raise NotCached.of(shown(name))
+                raise NotCached.of(shown_name(name))
             found[entry.id] = entry
         except NotCached as error:
             missing.append(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from forebay.cli.options import JsonOption, RootOption, argument, existing, opened
-from forebay.cli.render import Output, shown
+from forebay.cli.render import Output, shown_name
 from forebay.errors import ConfigError, NotCached
 
 
@@ -22,7 +22,7 @@ def path(
         with opened(root) as cache:
             entry = cache.entry(name)
             if entry is None:
-                raise NotCached.of(shown(name))
+                raise NotCached.of(shown_name(name))
             name = entry.name
             if entry.space not in ("urls", "directories") and entry.kind != "blob":
                 what = "an array of samples" if entry.kind == "pack" else "a small value that a program put"

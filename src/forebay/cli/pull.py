@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from forebay.cli.fetching import conclude, fetch_all
 from forebay.cli.options import JobsOption, JsonOption, RootOption, argument, filled, option
-from forebay.cli.render import Output, shown
+from forebay.cli.render import Output, shown_name
 from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound, RemoteError
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def pull(
             try:
                 entry = cache.pull(url, refresh=refresh, sha256=sha256, on_progress=told)
             except RemoteError as error:
-                if (isinstance(error, NotFound) or os.path.isdir(url)) and _is_there_as_directory(cache, url):
-                    message = f"{shown(url)}: there is no such object, but a directory"
-                    raise NotFound(message, url=shown(url), todo="with a slash at the end of its URL it is fetched whole") from error
+                if (isinstance(error, NotFound) or _is_local_directory(url)) and _is_there_as_directory(cache, url):
+                    message = f"{shown_name(url)}: there is no such object, but a directory"
+                    raise NotFound(message, url=shown_name(url), todo="with a slash at the end of its URL it is fetched whole") from error
                 raise
             if url in targets:
                 _copy(cache, url, targets[url], overwrite=overwrite, sha256=sha256)
@@ -70,6 +70,13 @@ def pull(
 
 def _is_directory(url: str) -> bool:
     return url.partition("#")[0].partition("?")[0].endswith("/")
+
+
+def _is_local_directory(url: str) -> bool:
+    from forebay.remote import local_path  # here, so that `forebay --help` need not load it
+
+    path = local_path(url)
+    return path is not None and os.path.isdir(path)
 
 
 def _is_there_as_directory(cache: Cache, url: str) -> bool:

@@ -13,7 +13,7 @@ from forebay._config import Settings, format_size
 from forebay.cli.bars import Bars
 from forebay.cli.hints import NoCache
 from forebay.cli.options import DryRunOption, JobsOption, JsonOption, RootOption, argument, filled, opened, option
-from forebay.cli.render import Output, note, shown
+from forebay.cli.render import Output, note, shown_name
 
 if TYPE_CHECKING:
     from forebay._directories.uploading import Tell, Uploaded
@@ -53,7 +53,7 @@ def push(
         done = _push(origin, directory, url, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell)
         bars.finished(url, "sent" if done.sent else "it was there")
     output = Output(as_json)
-    output.document(Pushed(shown(url), done.sent, done.removed, done.bytes, time.monotonic() - began))
+    output.document(Pushed(shown_name(url), done.sent, done.removed, done.bytes, time.monotonic() - began))
     if dry_run:
         for verb, names in (("would send", done.sent), ("would remove", done.removed)):
             for name in names:

@@ -59,6 +59,14 @@ def shown(text: str) -> str:
     return redacted(text)
 
 
+def shown_name(name: str) -> str:
+    """A whole argument, such as a URL with blanks in it, without secrets."""
+    from forebay.remote import redacted
+    from forebay.remote import shown as without
+
+    return redacted(without(name))
+
+
 def wants_bars() -> bool:
     """Whether bars are drawn: on a terminal, unless ``FOREBAY_PROGRESS=0``; ``=1`` draws them anyway."""
     said = Settings.from_environment().progress

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from forebay._logs import logger
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.errors import ConfigError, RemoteProtocolError, Unsupported
+from forebay.remote.redaction import redacted
 
 log = logger("forebay.remote.clients")
 
@@ -325,7 +326,7 @@ def arrow_from_uri(url: str) -> tuple[Any, str] | None:
     try:
         return FileSystem.from_uri(url)  # type: ignore[no-any-return]
     except (ValueError, NotImplementedError, OSError) as error:
-        log.debug("pyarrow has no filesystem for it: %s", error)
+        log.debug("pyarrow has no filesystem for it: %s", redacted(str(error)))
         return None
 
 

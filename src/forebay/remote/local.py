@@ -15,6 +15,7 @@ from forebay import errors
 from forebay._kernel import host, locks
 from forebay._logs import logger
 from forebay._model import Buffer, CloningSink, ObjectInfo, Sink, Source, Span, Transfer
+from forebay.remote.redaction import redacted
 from forebay.remote.urls import canonical, local_path
 
 log = logger("forebay.remote.local")
@@ -147,8 +148,12 @@ class LocalRemote:
 def _path(url: str) -> str:
     path = local_path(url)
     if path is None:
-        raise errors.ConfigError(f"{canonical(url)} is no local file", url=canonical(url))
+        raise errors.ConfigError(f"{_shown(url)} is no local file", url=_shown(url))
     return path
+
+
+def _shown(url: str) -> str:
+    return redacted(canonical(url))
 
 
 @contextmanager
@@ -160,7 +165,7 @@ def _told(url: str) -> Iterator[None]:
         raise
     except OSError as error:
         kind = _KINDS.get(error.errno or 0, errors.RemoteError)
-        raised = kind(f"{canonical(url)}: {error.strerror}", url=canonical(url))
+        raised = kind(f"{_shown(url)}: {error.strerror}", url=_shown(url))
         raised.errno = error.errno
         raise raised from error
 
@@ -172,7 +177,7 @@ def _open(url: str) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise errors.RemoteError(f"{canonical(url)}: not a regular file", url=canonical(url))
+        raise errors.RemoteError(f"{_shown(url)}: not a regular file", url=_shown(url))
     return fd
 
 

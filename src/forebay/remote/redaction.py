@@ -11,8 +11,8 @@ from forebay.remote.urls import canonical, is_url
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,32}://[^\s'\"<>]+")  # bounded, as it is begun at each letter of a text
 _END = ":,.;!)]}"
 _ENDS = r"(?:token|password|passwd|secret|signature|credential|(?:access|account|api|secret)[_-]?key(?:[_-]?id)?)"  # of names
-_NAMES = rf"(?:{_ENDS}|\b(?:sig|awsaccesskeyid|googleaccessid|key-pair-id|policy))"
-_SECRET = re.compile(rf"(?i)((?:{_NAMES}\W?\s*[=:]|\bbearer\b|\bbasic\b)\s*[\"']?)[^\s&'\",;)]+")
+_NAMES = rf"(?:{_ENDS}|(?:\b|%3F|%26)(?:sig|awsaccesskeyid|googleaccessid|key-pair-id|policy))"
+_SECRET = re.compile(rf"(?i)((?:{_NAMES}(?:\W?\s*[=:]|%3D)|\bbearer\b|\bbasic\b)\s*[\"']?)[^\s&'\",;)]+")
 
 
 def redacted(text: str) -> str:
@@ -34,6 +34,18 @@ def _shown(found: re.Match[str]) -> str:
     url = found[0]
     plain = url.rstrip(_END)
     try:
-        return canonical(plain) + url[len(plain) :]
+        key = canonical(plain)
+        return (_plain(key) if key.startswith("file:") else key) + url[len(plain) :]
     except ConfigError:
         return f"{url.partition('://')[0]}:..."
+
+
+def _plain(key: str) -> str:
+    """The key of a path, without the secrets of a URL that was taken for one: there was a quote or a blank before it, or a slash less."""
+    head, colon, rest = key.partition("%3A/")
+    if not colon:
+        return key
+    path, mark, query = rest.partition("%3F")
+    host, slash, name = path.partition("/")
+    _, at, host = host.rpartition("%40")
+    return f"{head}{colon}{at and '...%40'}{host}{slash}{name}{mark}{query and '...'}"
