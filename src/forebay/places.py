@@ -71,6 +71,9 @@ def is_name(key: str) -> bool:
     return bool(key) and not key.startswith("/") and "\0" not in key and {".", ".."}.isdisjoint(key.split("/"))
 
 
+_PLACES = {"http": "host", "https": "host", "s3": "bucket"}
+
+
 class Prefix:
     """What the URLs of a source begin with; ``plain``: it is a path of a filesystem object, which is never quoted."""
 
@@ -82,6 +85,9 @@ class Prefix:
         self._chained = kind not in ("", "file", "http", "https", "s3")
         head, mark, tail = (local, "", "") if local is not None else self._cut(text, kind)
         self.local = local
+        if kind in _PLACES and head[len(kind) + 3 :] == "":
+            message = f"{kind}:// names no {_PLACES[kind]}: {kind}://{_PLACES[kind]}/path is wanted"
+            raise errors.ConfigError(message, name="url", value=f"{kind}://")
         self._head, self._tail = head.rstrip("/"), mark + tail
         self.url = self._head + self._tail if self._head else head or "/"
 

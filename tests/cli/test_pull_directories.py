@@ -218,3 +218,29 @@ def test_ctrl_c_ends_it_at_once_and_the_next_goes_on(home: Path, url: str, serve
         assert again.end() == 0
     with Cache(home, offline=True) as cache, cache.directory(url) as path:
         assert files_of(path) == FILES
+
+
+@pytest.mark.parametrize("how", ["path", "url"])
+def test_a_local_directory_without_its_slash(run: Run, tmp_path: Path, how: str) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/a").write_bytes(b"a")
+    ran = run("pull", tmp_path / "there" if how == "path" else (tmp_path / "there").as_uri())
+    assert ran.code == 1
+    assert "there is no such object, but a directory" in ran.err
+    assert "with a slash" in ran.err
+
+
+def test_what_stands_in_the_way_is_told_in_words_of_the_command_line(run: Run, url: str, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").mkdir()
+    ran = run("pull", url, "--to", target)
+    assert (ran.code, "overwrite=True" in ran.err, "--overwrite" in ran.err) == (1, False, True)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "s3"])
+@pytest.mark.parametrize("verb", ["pull", "push"])
+def test_a_url_that_names_nothing(run: Run, tmp_path: Path, scheme: str, verb: str) -> None:
+    ran = run(*([verb] if verb == "pull" else [verb, tmp_path]), f"{scheme}://")
+    what = "bucket" if scheme == "s3" else "host"
+    assert (ran.code, f"{scheme}:// names no {what}" in ran.err) == (2, True)

@@ -314,7 +314,7 @@ def _lstat(path: Path) -> os.stat_result | None:
 
 
 def _foreign(path: Path, what: str) -> errors.Foreign:
-    return errors.Foreign(f"{path} is {what}, and stays as it is: name another directory, or say overwrite=True", path=str(path))
+    return errors.Foreign(f"{path} is {what}, and stays as it is: name another directory, or have it overwritten", path=str(path))
 
 
 def _prune(top: Path, names: set[str], prefix: str = "") -> None:
