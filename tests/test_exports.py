@@ -95,7 +95,7 @@ def test_the_settings_in_the_code_are_those_on_the_page() -> None:
     code = "\n".join(file.read_text() for file in (REPO / "src" / "forebay").rglob("*.py"))
     fields = {field.name for field in dataclasses.fields(RemoteOptions)}
     arguments = set(inspect.signature(forebay.Cache).parameters) - {"remote_options"}
-    variables = set(re.findall(r"FOREBAY_[A-Z0-9_]*[A-Z0-9]", code)) - {"FOREBAY_COMPLETE"} | {f"FOREBAY_{name}" for name in _config._KNOWN}
+    variables = set(re.findall(r"FOREBAY_[A-Z0-9_]*[A-Z0-9]", code)) - {"FOREBAY_COMPLETE"} | {f"FOREBAY_{name}" for name in _config.KNOWN}
     assert sorted(fields | arguments | variables) == sorted(set(re.findall(r"`(\w+)`", page)) & (fields | arguments | variables))
     assert set(re.findall(r"FOREBAY_\w+", page)) <= variables
 

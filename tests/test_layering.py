@@ -75,7 +75,7 @@ ORDER = """
     _directories.directories _directories.copying < _directories.private < cache
     _directories.listings _directories.copying < _directories.metadata < checkpoint
     _directories.directories _directories.metadata < _directories.uploading < checkpoint
-    errors _model < _directories.marks < _directories.listings
+    errors _model _engine.passthrough < _directories.marks < _directories.listings
     _engine.blobs remote _directories.manifests < _directories.walking < _directories.uploading
     errors _model < _tasks
     errors _model < _tasks.naming < _tasks.writing < _tasks.contents < _tasks.hashing < _tasks.identity < _tasks.binding

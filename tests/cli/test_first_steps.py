@@ -168,7 +168,7 @@ def test_a_variable_that_nobody_knows_is_told_once(monkeypatch: pytest.MonkeyPat
 
 def test_the_known_variables_are_those_on_the_page() -> None:
     page = (REPO / "docs" / "settings.md").read_text()
-    assert set(re.findall(r"FOREBAY_(\w+)", page)) == _config._KNOWN
+    assert set(re.findall(r"FOREBAY_(\w+)", page)) == _config.KNOWN
 
 
 def test_doctor_lists_all_extras(run: Run) -> None:

@@ -127,11 +127,11 @@ class _Upload:
             return plan
         if not todo and not gone and _is_told(before, files, digests, there):
             return replace(plan, files=self._described(files, digests, there))
-        begun = Mark(False, _noted(files, digests, {file.name: _state(there.get(file.name)) for file in todo}))
-        begun.check_size(self._mark_key)
+        states = {file.name: _state(there.get(file.name)) for file in todo}
+        Mark(False, _noted(files, digests, states)).check_size(self._mark_key)
         if self._place.local is not None:
             sweep(self._place.local)
-        self._write_mark(begun)
+        self._write_mark(Mark(False, _noted(files, digests, states)))
         in_the_way = _in_the_way(gone, files)
         self._remove(in_the_way)
         self._send(todo, sum(file.size for file in files.values()), {name: file.size for name, file in files.items()})
