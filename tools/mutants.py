@@ -205,7 +205,7 @@ MUTANTS = (
         2, "a chunk is marked before it is written", "_engine/stages.py",
         "            host.pwrite(fd, view, offset)\n            with self._idle:\n                self._take_in_locked(written, view)\n",
         "            with self._idle:\n                self._take_in_locked(written, view)\n            host.pwrite(fd, view, offset)\n",
-        f"{STEPS}test_a_successor_resumes",
+        "tests/engine/test_stages.py::test_a_kill_at_any_step_can_be_gone_on_from",
     ),
     Mutant(
         2, "a partial is gone on from whatever the validator", "_engine/stages.py",
