@@ -275,6 +275,74 @@ def test_who_has_the_writer_lock_goes_on_where_a_killed_one_left_a_marked_index(
         assert store.check() == []
 
 
+def test_a_mark_that_goes_with_its_index_while_a_reader_looks_for_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1 marks the index / P2 cannot read it, and sees the same file still / P1 unlinks it / P2 asks whether it was marked."""
+    marked, on, gone = Gate(), Gate(), Gate()
+
+    def retiring() -> None:
+        def hook(call: str, subject: str) -> None:
+            if call == "unlink":
+                marked.open()
+                on.wait()
+
+        with opened(place) as other, other._catalog.writer(), other._catalog._mutex:
+            host.on_step(hook)
+            other._catalog._retire_index_locked()
+            gone.open()
+
+    is_retired = Wal.is_retired
+
+    def looks_late(self: Wal) -> bool:
+        if not late:
+            late.append(True)
+            on.open()
+            gone.wait()
+        return is_retired(self)
+
+    late: list[bool] = []
+    with opened(place, 64 * MiB) as store:
+        put_many(store, 5)
+        child = fork(retiring)
+        assert bytes_of(store, "k1") == b"x" * 12 * KiB
+        marked.wait()
+        monkeypatch.setattr(Wal, "is_retired", looks_late)
+        assert len(store._catalog.all("SELECT id FROM entries")) == 5
+        assert late
+        child.result()
+        assert store.check() == []
+
+
+def test_an_index_that_is_being_written_is_read_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who only looks cannot mend what a writer is in the middle of: SQLite tells him so, and the next look finds it whole."""
+    here, on = Gate(), Gate()
+
+    def attached() -> None:
+        with opened(place, 64 * MiB) as store:
+            put_many(store, 5)
+            here.open()
+            on.wait()
+
+    child = fork(attached)
+    here.wait()
+    store = Store.open(place, Settings(), read_only=True)
+    fetched, left = connection.fetched, [1, 2, 3, 4]
+
+    def being_written(con: sqlite3.Connection, sql: str, values: tuple[object, ...]) -> list[object]:
+        if left and "FROM entries" in sql:
+            left.pop()
+            error = sqlite3.OperationalError("attempt to write a readonly database")
+            error.sqlite_errorcode, error.sqlite_errorname = sqlite3.SQLITE_READONLY_RECOVERY, "SQLITE_READONLY_RECOVERY"
+            raise error
+        return fetched(con, sql, values)
+
+    monkeypatch.setattr(connection, "fetched", being_written)
+    assert len(store._catalog.all("SELECT id FROM entries")) == 5
+    assert left == []
+    store.close()
+    on.open()
+    child.result()
+
+
 def _looks(place: Path) -> bytes | None:
     with opened(place) as store:
         return bytes_of(store, "k3")

@@ -34,8 +34,8 @@ T = TypeVar("T")
 BALLAST = 4 << 20
 LEAST_BALLAST = 128 << 10  # it is made anew of what there is, and leaves as much for the next transaction
 PAGE = 4096
-TRIES = 3
-"""How often a statement that others' writes overtook is begun again before it takes the writer lock."""
+TRIES, LOOKS = 3, 8
+"""How often a statement that others' writes overtook is begun again before it takes the writer lock; where it cannot."""
 _RESERVED = 0x4000_0001  # https://www.sqlite.org/lockingv3.html: who writes with a rollback journal has this byte of the database
 
 
@@ -215,9 +215,10 @@ class Catalog:
 
     def _opened(self, how: str) -> sqlite3.Connection:
         self._check_plain()
-        uri = f"file:{_quoted(self._path)}?{how}"
         try:
-            return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=2.0, cached_statements=256)
+            return sqlite3.connect(
+                self._wal.uri(how), uri=True, isolation_level=None, check_same_thread=False, timeout=2.0, cached_statements=256
+            )
         except sqlite3.OperationalError as error:
             if not os.path.exists(self._path):
                 raise CatalogBroken(f"the catalog {self._path} is gone: {error}") from error
@@ -264,7 +265,7 @@ class Catalog:
 
     def _until_current(self, attempt: Callable[[str, tuple[Any, ...]], list[Any] | None], sql: str, values: tuple[Any, ...]) -> list[Any]:
         try:
-            for _ in range(TRIES):
+            for _ in range(LOOKS if self._root.read_only else TRIES):
                 rows = attempt(sql, values)
                 if rows is not None:
                     return rows
@@ -276,7 +277,7 @@ class Catalog:
             self.relieve(error)
             raise
         if rows is None:
-            raise errors.CacheFault(f"the catalog {self._path} changes while it is read")
+            raise errors.CacheFault(f"the catalog {self._path} changes while it is read: try again when others write less")
         return rows
 
     def _try_all(self, sql: str, values: tuple[Any, ...]) -> list[Any] | None:
@@ -322,14 +323,17 @@ class Catalog:
         return self._index is not None and self._index == self._wal.current_index()
 
     def _was_retired_locked(self, error: Exception) -> bool:
-        """Whether that is why a statement failed: then all connections of this process are closed."""
-        if not self._is_current_locked():
-            self._close_peers_locked()
-            return True
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_CANTOPEN or (self._con and self._con.in_transaction):
+        """Whether that is why a statement failed, or since the index was being written: then this process's connections are closed."""
+        code, again = getattr(error, "sqlite_errorcode", 0), not self._is_current_locked()
+        unread = code & 0xFF == sqlite3.SQLITE_CANTOPEN and not (self._con and self._con.in_transaction)
+        if not (again or unread or code == sqlite3.SQLITE_READONLY_RECOVERY):
             return False
-        self._close_peers_locked()
-        return self._wal.is_retired()
+        with self._wal.pinned_index() as index:
+            # P1 marks the index / P2 cannot read it, and sees the same file still / P1 unlinks it, and its mark with it.
+            # Where it was never opened there is nothing to compare: who has the writer lock knows that nobody retired it.
+            again |= not unread or (index != self._index if self._con else not self._writer.is_mine())
+            self._close_peers_locked()
+            return again or self._wal.is_retired() or self._wal.current_index() != index
 
     def one(self, sql: str, *values: Any) -> Any:
         """The first row, or None."""
@@ -593,7 +597,3 @@ class Catalog:
         self._mutex = self._join_peers()
         self._con, self._seen, self._index, self._pid, self._ids = None, None, None, os.getpid(), [0, 0]
         self._writer.after_fork_child()
-
-
-def _quoted(path: str) -> str:
-    return path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")

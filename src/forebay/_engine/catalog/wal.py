@@ -12,9 +12,11 @@ a connection that still has the old index can neither read by it nor, when it is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import struct
+from collections.abc import Iterator
 
 from forebay._kernel import host
 from forebay._kernel.below import Below
@@ -50,6 +52,10 @@ class Wal:
         self.journal = f"{catalog}-journal"
         """A rollback journal, as a catalog with a log never has one: somebody put it there."""
         self._catalog = catalog
+
+    def uri(self, how: str) -> str:
+        """The catalog, as SQLite is told to open it."""
+        return f"file:{self._catalog.replace('%', '%25').replace('?', '%3f').replace('#', '%23')}?{how}"
 
     def size(self) -> int:
         """Bytes of the log. Above `KEEP` that is what is in use of it: it is cut to that when it starts again."""
@@ -97,6 +103,20 @@ class Wal:
         except FileNotFoundError:
             return None
         return found.st_dev, found.st_ino
+
+    @contextlib.contextmanager
+    def pinned_index(self) -> Iterator[tuple[int, int] | None]:
+        """`current_index`, whose number no other file gets while the block runs. Its descriptor's end lets go of no lock of SQLite's."""
+        try:
+            fd = self._files.open(self.index, os.O_PATH)
+        except FileNotFoundError:
+            yield None
+            return
+        try:
+            found = os.fstat(fd)
+            yield found.st_dev, found.st_ino
+        finally:
+            os.close(fd)
 
     def retire_index(self) -> bool:
         """Mark the index as unreadable, and unlink it. False if this SQLite's index has a form that is not known here.
