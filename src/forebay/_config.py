@@ -74,7 +74,8 @@ def parse_budget(value: int | str, *, total: int | None = None, name: str = "bud
     if isinstance(value, str):
         text = value.strip()
         if not text.endswith("%") and not text[-1].isalpha():
-            raise _wrong(name, value, f'a budget needs a unit: say "{text}GB" if that is meant')
+            meant = f"{text}GB" if len(text) < 6 else f"{text}B"
+            raise _wrong(name, value, f'a budget needs a unit: say "{meant}" if that is meant')
         if size < (min(LEAST_BUDGET, (total or 0) // 100) if text.endswith("%") else LEAST_BUDGET):
             raise _wrong(name, value, f"less than 64 MiB is hardly meant: if it is, Cache(budget={size}) takes it as an int")
     return size
