@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 
+import forebay
 from forebay import errors
+from forebay._engine.catalog import Catalog
+from forebay.cli import main
 from forebay.cli.hints import ABSENT, FAILED, OK, USAGE, hint_for, shared_code
 
 OURS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.ForebayError)]
@@ -51,6 +55,22 @@ def test_a_subclass_has_its_own_hint() -> None:
 def test_what_is_not_cached_can_be_fetched_only_if_it_is_a_url(name: str, todo: str) -> None:
     hint = hint_for(errors.NotCached.of(name))
     assert (todo in hint.todo, hint.code) == (True, ABSENT)
+
+
+def test_what_is_written_to_all_the_time_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By who only looks: he has no writer's lock to read it under."""
+    with forebay.Cache(tmp_path / "root", budget="200MB") as cache:
+        cache.put("k", b"v")
+        monkeypatch.setattr(Catalog, "_try_apart", lambda self, sql, values: None)
+        code = main.run(["-C", str(tmp_path / "root"), "verify"])
+        said = capsys.readouterr()
+        assert (code, "faster than it can be read" in said.err, "--repair" in said.err) == (FAILED, True, False)
+        main.run(["-C", str(tmp_path / "root"), "doctor"])
+        said = capsys.readouterr()
+        assert "it could not be looked at" in said.out
+        assert "--repair" not in said.out
 
 
 def test_one_code_for_several() -> None:

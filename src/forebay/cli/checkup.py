@@ -44,8 +44,12 @@ def _safely(check: Callable[[Path], Iterator[Finding]], place: Path) -> Iterator
     try:
         yield from check(place)
     except (OSError, errors.ForebayError) as error:
+        name = check.__name__.strip("_").replace("_", " ")
+        if isinstance(error, errors.WriterBusy):
+            yield Finding(name, "slow", f"it could not be looked at: {error}", "run it again when others write less")
+            return
         todo = "`forebay verify --repair`" if isinstance(error, errors.CacheFault) else "see the message"
-        yield Finding(check.__name__.strip("_").replace("_", " "), "wrong", str(error), todo)
+        yield Finding(name, "wrong", str(error), todo)
 
 
 def _there(place: Path) -> Path:

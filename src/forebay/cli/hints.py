@@ -71,6 +71,7 @@ _HINTS: tuple[tuple[type[BaseException], Hint], ...] = (
     ),
     (errors.ReadOnly, Hint("run it as the owner of the cache, or --root names one of your own")),
     (errors.Damaged, Hint("`forebay verify --repair` sets damaged entries aside")),
+    (errors.WriterBusy, Hint("nothing is wrong with the cache: run it again when others write less")),
     (errors.CacheFault, Hint("`forebay doctor` looks for the cause, `forebay verify --repair` mends the cache")),
     (errors.WaitTimeout, Hint("wait for the holder, or end it: what it has fetched is kept")),
     (errors.ClaimConflict, Hint("`forebay claims` shows who has it: end that job, or give this one a directory of its own")),

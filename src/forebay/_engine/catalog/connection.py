@@ -277,7 +277,7 @@ class Catalog:
             self.relieve(error)
             raise
         if rows is None:
-            raise errors.CacheFault(f"the catalog {self._path} changes while it is read: try again when others write less")
+            raise errors.WriterBusy(f"the catalog {self._path} changes faster than it can be read", waited=0.0, holder="")
         return rows
 
     def _try_all(self, sql: str, values: tuple[Any, ...]) -> list[Any] | None:
