@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from forebay import errors
 from forebay._kernel import host
@@ -19,8 +20,8 @@ from forebay._kernel import host
 class Gone(errors.Closed, FileNotFoundError):
     """There is no claim of this user under that name: it was freed, or something else stands there."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, what="claim")
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message, **{"what": "claim", **facts})
 
 
 @contextlib.contextmanager

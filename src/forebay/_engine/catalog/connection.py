@@ -70,6 +70,7 @@ class Catalog:
         self._peers = peers_of(self._path, self._root.files.open)
         with self._peers.mutex:
             self._peers.catalogs.add(self)
+            self._guard = self._peers.guard()
         return self._peers.mutex
 
     # -- opening ---------------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ class Catalog:
         """SQLite plays a rollback journal back before it sees that there is a log, and removes whatever file that journal names: unless
         somebody has the byte locked that says whose the journal is. This process does, by a lock that is not SQLite's own."""
         self._check_plain()
-        guard = self._peers.guard
+        guard = self._guard
         if not guard.is_same():
             guard.close()
         try:
@@ -577,7 +578,7 @@ class Catalog:
         with self._mutex:
             self._close_locked()
             if all(catalog._con is None for catalog in self._peers.catalogs):  # else SQLite's locks on the file would go with it
-                self._peers.guard.close()
+                self._guard.close()
         if self.owed:
             self._restore_ballast()
         self._writer.close()

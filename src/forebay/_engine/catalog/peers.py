@@ -10,8 +10,9 @@ import contextlib
 import os
 import sqlite3
 import threading
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from forebay._kernel import locks
 
@@ -43,11 +44,18 @@ class Peers:
     """See the module."""
 
     def __init__(self, path: str, opener: locks.Opener) -> None:
-        self.guard = locks.LockFile(path, opener, writable=False)
-        """On the catalog itself. Closed when no connection is open only: whoever closes a file loses all that SQLite has locked there."""
+        self._guard: Callable[[], locks.LockFile | None] = lambda: None
+        self._path, self._opener = path, opener
         self.mutex = threading.RLock()
-        self.catalogs: WeakSet[Catalog] = WeakSet()  # guarded by the mutex
+        self.catalogs: weakref.WeakSet[Catalog] = weakref.WeakSet()  # guarded by the mutex
         self._apart: set[Apart] = set()  # added to under the mutex, removed from by single steps
+
+    def guard(self) -> locks.LockFile:
+        """On the catalog itself, for as long as one of the catalogs keeps it. Closed when no connection is open only: whoever closes a file
+        loses all that SQLite has locked there. Caller: holds the mutex."""
+        found = self._guard() or locks.LockFile(self._path, self._opener, writable=False)
+        self._guard = weakref.ref(found)
+        return found
 
     def begin_apart(self, one: Apart, con: sqlite3.Connection) -> None:
         """Caller: holds the mutex now, not while it runs, and calls `end_apart` in any event."""
