@@ -38,6 +38,16 @@ def test_a_span_is_fetched_once_and_is_of_one_version(origin: Origin) -> None:
             origin.span(target, Span(512, 3), Ask(), validator=info.validator)
 
 
+def test_a_span_is_as_old_as_the_question(origin: Origin) -> None:
+    with ScriptedServer() as server:
+        target, asked = origin.target(server.put("/shard.tar", bytes(1000))), []
+        server.on_request = lambda request: asked.append(origin.store.now())
+        origin.span(target, Span(256, 3), Ask())
+        found = [entry for entry in origin.store.entries("urls") if "#bytes=" in entry.key]
+        assert len(found) == 1
+        assert 0 < origin.store.validated(found[0]) < asked[0]
+
+
 def test_a_local_file_is_adopted(origin: Origin, tmp_path: Path) -> None:
     source = tmp_path / "model.bin"
     source.write_bytes(b"weights" * 10_000)

@@ -249,6 +249,14 @@ MUTANTS = (
         "        second, later = self._second, self._later\n",
         f"{FORKS}test_s17_a_dead_parents_locks_do_not_live_on_in_the_child",
     ),
+    Mutant(
+        3, "an object is as new as its last byte", "origin.py", "life=life, validated=now, on_progress", "life=life, on_progress",
+        "tests/scenarios/test_s23_freshness.py::test_s23_refresh_does_not_take_what_was_asked_for_before",
+    ),
+    Mutant(
+        3, "refresh by a clock that was not looked at", "cache.py", "now = self._store.now(exact=refresh)", "now = self._store.now()",
+        "tests/scenarios/test_clocks.py::test_refresh_asks_although_its_process_has_not_seen_the_clock_jump",
+    ),
     # 4. Never over budget
     Mutant(
         4, "a budget that is a slip is taken at its word", "_config.py",

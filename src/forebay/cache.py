@@ -407,7 +407,7 @@ class Cache(Upkeep):
     ) -> Ask:  # fmt: skip
         offline = self.offline if offline is None else offline
         age = self._max_age if max_age is None else _config.parse_age(max_age, name="max_age") * _SECOND
-        now = self._store.now()
+        now = self._store.now(exact=refresh)
         since = -1 if offline else now if refresh else 1 if age >= _FOREVER else max(1, now - int(age))
         sha256 = None if sha256 is None else _config.parse_sha256(sha256)
         patience = self._timeout if timeout is None else _config.parse_timeout(timeout)

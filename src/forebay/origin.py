@@ -90,10 +90,10 @@ class Origin:
             self.unset_spaces[name] = limits
             self.current()  # another thread may have opened it before this was noted
 
-    def is_since(self, store: Store | PassThrough, entry: Entry, since: int) -> bool:
-        """Whether an entry of this store, or of the one above it, was validated at or after a time of the clock of this one."""
-        ahead = store.now() - self.store.now() if store is not self.store and since > 1 else 0
-        return store.validated(entry) >= since + ahead
+    def validated(self, store: Store | PassThrough, entry: Entry) -> int:
+        """When an entry of this store, or of the one above it, was validated, by the clock of this one; 0: ask."""
+        found = store.validated(entry)
+        return found if store is self.store or found <= 1 else max(found - (store.now() - self.store.now()), 1)
 
     # -- what a URL is ---------------------------------------------------------------------------------------------
 
@@ -259,27 +259,32 @@ class Origin:
     def _postpone(self, entry: Entry, ask: Ask) -> None:
         """The remote cannot be reached: who waits for this answer, or asks in the next seconds, need not wait for a time-out of his own."""
         if ask.since > 1:
-            self.store.set_validated(entry, ask.since + min(self.store.now() - ask.since, POSTPONED))
+            self.store.set_validated(entry, self._postponed(ask))
 
-    def _above(self, target: Target, ask: Ask) -> Remembered | None:
-        """What the upstream root has of it, while that is still the remote's. A prefilled root is old: the remote is asked once."""
+    def _postponed(self, ask: Ask) -> int:
+        return ask.since + min(self.store.now() - ask.since, POSTPONED)
+
+    def _above(self, target: Target, ask: Ask) -> tuple[Remembered, int] | None:
+        """What the upstream root has of it, while that is still the remote's, and when it was seen to be. A prefilled root is old: the
+        remote is asked once."""
         found = self.upstream.view(URLS, target.key) if self.upstream is not None else None
-        if found is not None and ask.etag and not is_same_version(found.entry.validator, ask.etag):
+        if found is None or self.upstream is None or (ask.etag and not is_same_version(found.entry.validator, ask.etag)):
             return None
-        if found is None or self.upstream is None or ask.offline or self.is_since(self.upstream, found.entry, ask.since):
-            return found
+        at, began = self.validated(self.upstream, found.entry), self.store.now()
+        if ask.offline or at >= ask.since:
+            return found, at
         try:
             self.count(Transfer(requests=1))
             with self.reaching(ask):
-                return found if target.remote.stat(target.url, known=found.entry.validator) is None else None
+                return (found, began) if target.remote.stat(target.url, known=found.entry.validator) is None else None
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn_stale(target.key, "%s cannot be reached (%s): the upstream's copy is served", error)
-            return found
+            return found, self._postponed(ask)
 
-    def _copy(self, target: Target, ask: Ask, found: Remembered) -> Lease:
+    def _copy(self, target: Target, ask: Ask, found: Remembered, validated: int) -> Lease:
         """An entry of the upstream as one of ours."""
         life = "pinned" if ask.pin else "cached"
-        with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, resume=False) as writing:
+        with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, validated=validated, resume=False) as writing:
             writing.begin(ObjectInfo(target.key, found.size, found.entry.validator))
             writing.write(0, found.view)
             self._check_sha256(target, ask, writing)
@@ -288,12 +293,14 @@ class Origin:
     def _fetch(self, target: Target, ask: Ask, spilling: Spilling | None) -> Lease:
         above = self._above(target, ask)
         if above is not None:
-            return self._copy(target, ask, above)
+            return self._copy(target, ask, *above)
         if ask.offline:
             raise errors.Offline.of(target.key)
         self.store.count("misses")
-        life = "pinned" if ask.pin else "cached"
-        with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, on_progress=ask.on_progress) as writing:
+        life, now = "pinned" if ask.pin else "cached", self.store.now()
+        with self.store.writing(
+            URLS, target.key, suffix=target.suffix, life=life, validated=now, on_progress=ask.on_progress
+        ) as writing:  # fmt: skip
             sink: Sink = writing
             if spilling is not None and writing.partial is None:
                 writing.spills, sink = True, spilling.over(writing)
@@ -366,7 +373,7 @@ class Origin:
         """The whole object in memory, or over the upstream's mapping."""
         above = self._above(target, ask) if not ask.bypass else None
         if above is not None and ask.sha256 is None and ask.etag is None:
-            return memoryview(above.view)
+            return memoryview(above[0].view)
         self._refuse_offline(target, ask)
         sink = MemorySink(self.most)
         with self.reaching(ask):
@@ -429,9 +436,10 @@ class Origin:
             return data
 
         def make() -> memoryview:
+            began = self.store.now()
             data = fetch()
             try:
-                self.store.put(URLS, key, data, validator=validator)
+                self.store.put(URLS, key, data, validator=validator, validated=began)
             except errors.CacheFault as error:
                 self.fall_back(error, key)
             return memoryview(data)

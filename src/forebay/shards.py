@@ -83,9 +83,10 @@ class Shards:
             return _noted(origin, url, self._reach.key(url), since)
 
         def make() -> ObjectInfo:
+            began = origin.store.now()
             info = self._reach.stat(url)
             if info.validator is not None:
-                _keep(origin, self._reach.key(url), json.dumps([info.size, info.validator]).encode())
+                _keep(origin, self._reach.key(url), json.dumps([info.size, info.validator]).encode(), began)
             return info
 
         try:
@@ -200,7 +201,7 @@ def _views(origin: Origin, key: str) -> Iterator[tuple[Store | PassThrough, Reme
 def _noted(origin: Origin, url: str, key: str, since: int) -> ObjectInfo | None:
     """What the remote said of a shard at or after ``since``."""
     for store, found in _views(origin, key):
-        if not origin.is_since(store, found.entry, since):
+        if origin.validated(store, found.entry) < since:
             continue
         try:
             size, validator = json.loads(bytes(found.view))
@@ -224,8 +225,8 @@ def _kept(origin: Origin, key: str) -> Index | None:
     return None
 
 
-def _keep(origin: Origin, key: str, data: bytes | memoryview) -> None:
+def _keep(origin: Origin, key: str, data: bytes | memoryview, validated: int | None = None) -> None:
     try:
-        origin.store.put(SPACE, key, data)
+        origin.store.put(SPACE, key, data, validated=validated)
     except PAST as error:
         origin.fall_back(error, key)

@@ -12,7 +12,7 @@ import pytest
 import forebay
 from forebay.testing import ScriptedServer
 from tests.clocks import Clocks
-from tests.harness import in_child
+from tests.harness import fork, in_child
 
 SECOND = 1_000_000_000
 HOUR, DAY = 3600 * SECOND, 86_400 * SECOND
@@ -96,6 +96,29 @@ def test_refresh_asks_whatever_the_clock_says(root: Path, server: ScriptedServer
         else:
             assert in_child(lambda: forebay.Cache(root).read(url, refresh=True) == NEW)
         assert cache.read(url) == NEW
+
+
+def test_refresh_asks_although_its_process_has_not_seen_the_clock_jump(root: Path, server: ScriptedServer) -> None:
+    """Another process began to fetch while the clock was an hour ahead: that was before, though its time is greater."""
+    url = server.put("/x", OLD, stall_after=1000)
+
+    def first() -> bool:
+        with forebay.Cache(root) as cache:
+            return cache.read(url) == OLD
+
+    with Clocks(together=True) as clocks, forebay.Cache(root) as cache:
+        clock = cache._store._slots.clock
+        clock.look()
+        since, _, skew = clock.window
+        clocks.step(HOUR)
+        child = fork(first)
+        assert server.stalled.wait(60)
+        clocks.step(-HOUR)
+        clock.window = since, since + HOUR, skew  # however slow this machine is
+        server.put("/x", NEW)
+        with cache.local(url, refresh=True, on_wait=lambda waiting: server.go.set()) as path:
+            assert Path(path).read_bytes() == NEW
+        assert child.result()
 
 
 @STEPS

@@ -121,6 +121,61 @@ def test_s23_refresh_and_invalidate_ask_now(root: Path, server: ScriptedServer) 
         assert server.gets == 3
 
 
+@pytest.mark.parametrize("size", [100_000, MiB], ids=["in memory", "on disk"])
+def test_s23_refresh_does_not_take_what_was_asked_for_before(
+    root: Path, server: ScriptedServer, children: Callable[..., Any], size: int
+) -> None:
+    """One process is in the middle of the old version when the object is replaced; another refreshes, and waits for its lock."""
+    old, new = os.urandom(size), os.urandom(size)
+    url = server.put("/x.bin", old, stall_after=1000)
+
+    def first() -> None:
+        with forebay.Cache(root) as cache:
+            assert cache.read(url) == old
+
+    child = children(first)
+    assert server.stalled.wait(60)
+    server.put("/x.bin", new)
+    with forebay.Cache(root) as cache:
+        with cache.local(url, refresh=True, on_wait=lambda waiting: server.go.set()) as path:
+            assert Path(path).read_bytes() == new
+    child.result()
+    assert server.go.is_set(), "nobody waited"
+    assert server.gets == 2
+
+
+def test_s23_an_object_is_as_old_as_the_question(root: Path, server: ScriptedServer, children: Callable[..., Any], tmp_path: Path) -> None:
+    """A download may take long, and an upstream may have asked long ago: neither makes a version younger."""
+    url = server.put("/x.bin", os.urandom(100_000), stall_after=1000)
+
+    def validated(cache: forebay.Cache) -> int:
+        entry = cache._store.entry("urls", url)
+        assert entry is not None
+        return cache._store.validated(entry)
+
+    def first() -> None:
+        with forebay.Cache(root) as cache:
+            cache.read(url)
+
+    child = children(first)
+    assert server.stalled.wait(60)
+    with forebay.Cache(root) as cache:
+        stalled = cache._store.now()
+        server.go.set()
+        child.result()
+        at = validated(cache)
+        assert 0 < at < stalled
+        with forebay.Cache(tmp_path / "below", upstream=root) as below:
+            below.read(url)
+            assert abs(validated(below) - at) < 1e9 / 20, "the clocks of two roots are read one after the other"
+            assert server.gets == 1
+            before = below._store.now()
+            below.evict(url)
+            below.read(url, refresh=True)
+            assert before <= validated(below) <= below._store.now()
+            assert (server.gets, server.heads) == (1, 1)
+
+
 @pytest.mark.parametrize("conditions", [True, False])
 def test_s23_no_read_mixes_two_versions(root: Path, server: ScriptedServer, children: Callable[..., Any], conditions: bool) -> None:
     """It is overwritten again and again while processes read it, also between the ranges of one download."""

@@ -76,8 +76,9 @@ class Listings:
         try:
             entry = store.entry(LISTINGS, place.key)
             if entry is None or entry.validator != listing.version:
-                entry = store.put(LISTINGS, place.key, listing.manifest.encoded, validator=listing.version)
-            store.set_validated(entry, listing.at)
+                store.put(LISTINGS, place.key, listing.manifest.encoded, validator=listing.version, validated=listing.at)
+            else:
+                store.set_validated(entry, listing.at)
         except errors.CacheFault as error:
             self._origin.warn("listing", "what is in %s is not kept, and asked for each time: %s", place.key, error)
 

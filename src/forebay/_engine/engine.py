@@ -279,9 +279,11 @@ class Engine:
         if self._slots.id_of(entry.slot) == entry.id:
             self._slots.touch(entry.slot, self._slots.clock.now())
 
-    def now(self) -> int:
-        """Nanoseconds of the root's clock, which never goes back; about those since 1970."""
-        return self._slots.clock.now()
+    def now(self, *, exact: bool = False) -> int:
+        """Nanoseconds of the root's clock, which never goes back; about those since 1970. ``exact``: not before what any process saw, even
+        within a second after the machine's clock was set."""
+        clock = self._slots.clock
+        return clock.look() if exact else clock.now()
 
     def check_usable(self, *, writing: bool = False) -> None:
         if writing and self.root.read_only:

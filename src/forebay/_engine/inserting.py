@@ -17,7 +17,8 @@ from forebay._model import Entry
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What an entry is to be called and to carry. ``life``: ``cached``, ``pinned`` or ``held``; a pin follows the name."""
+    """What an entry is to be called and to carry. ``life``: ``cached``, ``pinned`` or ``held``; a pin follows the name. ``validated``: when
+    it was seen to be the remote's, in ns of the root's clock, if that was before it is published."""
 
     space: int
     space_name: str
@@ -25,6 +26,7 @@ class Label:
     suffix: str = ""
     life: str = "cached"
     meta: str = ""
+    validated: int | None = None
 
 
 class New(NamedTuple):
@@ -64,7 +66,7 @@ class Inserting:
             label.suffix, label.meta,
         )  # fmt: skip
         entries.insert(txn, label.space, entry, data)
-        self._slots.settle(slot, id, now, label.space)
+        self._slots.settle(slot, id, now, now if label.validated is None else label.validated, label.space)
         return entry
 
     def _supersede(self, txn: Txn, old: Entry) -> None:
@@ -88,5 +90,5 @@ class Inserting:
             made.append((entry, new.data))
         entries.insert_many(txn, label.space, made)
         for entry, _ in made:
-            self._slots.settle(entry.slot, entry.id, now, label.space)
+            self._slots.settle(entry.slot, entry.id, now, now, label.space)
         return [entry for entry, _ in made]

@@ -136,7 +136,7 @@ class PassThrough:
     def set_aside(self, entry: Entry, why: str) -> None:
         """Nothing is kept."""
 
-    def now(self) -> int:
+    def now(self, *, exact: bool = False) -> int:
         return time.time_ns()
 
     def validated(self, entry: Entry) -> int:

@@ -129,11 +129,11 @@ class Slots:
         words, base = self.record(slot)
         host.set_word(words, base + ID, id)
 
-    def settle(self, slot: int, id: int, ns: int, space: int) -> None:
-        """Let the entry ``id`` of a space, used and validated at ``ns``, live in ``slot``. Caller: holds the writer lock."""
+    def settle(self, slot: int, id: int, used: int, validated: int, space: int) -> None:
+        """Let the entry ``id`` of a space, used and validated then, live in ``slot``. Caller: holds the writer lock."""
         self.ensure(slot)
         words, base = self.record(slot)
-        words[base + USED] = words[base + VALIDATED] = ns
+        words[base + USED], words[base + VALIDATED] = used, validated
         words[base + SPACE] = space
         host.set_word(words, base + ID, id)
 

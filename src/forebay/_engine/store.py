@@ -100,14 +100,14 @@ class Store(Pieces):
     @mending
     def put(
         self, space: str, key: str, data: Buffer, *, life: str = "cached", meta: str = "", validator: str | None = None,
-        timeout: float | None = None,
+        validated: int | None = None, timeout: float | None = None,
     ) -> Entry:  # fmt: skip
-        """Store bytes. Raises `NoSpace` or another `CacheFault`; what was there before then stays.
+        """Store bytes. Raises `NoSpace` or another `CacheFault`; what was there before then stays. ``validated``: see `Label`.
 
         In a space whose policy is ``wait`` it waits while all bytes are held: at most ``timeout`` seconds, then `NoSpace`."""
         self.check_usable(writing=True)
         place = self.space(space)
-        label = Label(place.id, place.name, key, life=life, meta=meta)
+        label = Label(place.id, place.name, key, life=life, meta=meta, validated=validated)
         while True:
             try:
                 entry = self._publisher.put(label, data, validator=validator)
@@ -130,13 +130,14 @@ class Store(Pieces):
 
     @mending
     def writing(
-        self, space: str, key: str, *, suffix: str = "", life: str = "cached", meta: str = "", resume: bool = True,
-        on_progress: Callable[[int, int | None], None] | None = None,
+        self, space: str, key: str, *, suffix: str = "", life: str = "cached", meta: str = "", validated: int | None = None,
+        resume: bool = True, on_progress: Callable[[int, int | None], None] | None = None,
     ) -> Writing:  # fmt: skip
-        """A write that a remote fills. Caller: holds the key's lock where ``resume``."""
+        """A write that a remote fills, asked not before ``validated``. Caller: holds the key's lock where ``resume``."""
         self.check_usable(writing=True)
         place = self.space(space)
-        return Writing(self._publisher, Label(place.id, place.name, key, suffix, life, meta), resume=resume, on_progress=on_progress)
+        label = Label(place.id, place.name, key, suffix, life, meta, validated)
+        return Writing(self._publisher, label, resume=resume, on_progress=on_progress)
 
     @mending
     def put_many(self, space: str, items: Sequence[tuple[str, Buffer]], *, life: str = "cached") -> list[Entry]:
