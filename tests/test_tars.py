@@ -605,6 +605,20 @@ def test_a_shard_that_changes_is_indexed_again(server: ScriptedServer, cache: fo
     assert list(source.keys()) == ["a.tar/before", "a.tar/y", "a.tar/x"]
 
 
+def test_a_shard_whose_ranges_tell_no_etag_is_indexed_again(server: ScriptedServer, cache: forebay.Cache) -> None:
+    """What is noted of it for all processes is enough to tell that it changed."""
+    url, versions = server.put("/a.tar", tar_of({"x": b"old", "y": b"other"})), iter(['W/"1"', 'W/"2"'])
+
+    def answer(request: Request) -> None:
+        server.objects["/a.tar"].etag = next(versions) if request.method == "HEAD" else None
+
+    server.on_request = answer
+    assert bound(cache, url)["a.tar/x"] == b"old"
+    server.put("/a.tar", tar_of({"y": b"other", "x": b"new"}), modified=1.7e9)
+    assert bound(cache, url)["a.tar/x"] == b"new"
+    assert next(versions, None) is None  # the second asked for the version only once it saw another one
+
+
 def test_a_local_shard_that_changes_is_indexed_again(folder: Path) -> None:
     source = TarSource(folder)
     assert source[KEYS[0]] == b"jpg"

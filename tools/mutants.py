@@ -185,13 +185,18 @@ MUTANTS = (
     ),
     Mutant(
         1, "what is opened past the cache is not compared where its ETag is weak", "files.py",
-        "self._validator = info.validator",
-        "self._validator = info.validator if info.strong else None",
+        "info=self._info)",
+        "info=self._info if self._info.strong else None)",
         "tests/remote/test_http_hostile.py::test_open_past_the_cache_reads_one_version",
     ),
     Mutant(
+        1, "a range that tells no ETag is of any version", "remote/answers.py",
+        "    return any(None not in (one, other) and one != other", "    return any(False",
+        "tests/remote/test_http_hostile.py::test_what_ranges_leave_out_is_no_change",
+    ),
+    Mutant(
         1, "that a range is not there tells nothing of the version", "remote/http.py",
-        "not is_end(validator, answer.headers, span)", "validator == span",
+        "not is_end(known, answer.headers, span)", "known == span",
         "tests/remote/test_http_hostile.py::test_what_ended_sooner_may_be_another_version",
     ),
     # 2. One fetch

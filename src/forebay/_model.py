@@ -129,8 +129,11 @@ class Remote(Protocol):
         """Bring the whole object (or what `Sink.partial` lacks) into ``sink``. Retries, resumes, checks lengths.
         Raises `RemoteError`, or what ``sink`` raises. Caller: holds no lock but this key's own."""
 
-    def read(self, url: str, span: Span, *, validator: str | None = None) -> bytes:
-        """Exactly the bytes of ``span`` (less only where the object ends); `RemoteChanged` if ``validator`` is given and gone."""
+    def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
+        """Exactly the bytes of ``span`` (less only where the object ends); `RemoteChanged` if ``validator`` is given and gone.
+
+        ``info``: what the remote said of the object before. Its validator counts as ``validator``, and what else it tells where an answer
+        has nothing to compare a validator with."""
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """All objects whose URL begins with ``url``, in order of name."""

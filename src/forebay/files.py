@@ -43,7 +43,7 @@ class RangeFile(io.RawIOBase):
     def __init__(self, remote: Remote, url: str, key: str, info: ObjectInfo, watcher: Watcher) -> None:
         assert info.size is not None
         self._remote, self._url, self._key, self._size, self._at, self._watcher = remote, url, key, info.size, 0, watcher
-        self._validator = info.validator
+        self._info = info
 
     def readable(self) -> bool:
         return True
@@ -69,7 +69,7 @@ class RangeFile(io.RawIOBase):
         if wanted <= 0:
             return 0
         with self._watcher.reaching():
-            data = self._remote.read(self._url, Span(self._at, wanted), validator=self._validator)
+            data = self._remote.read(self._url, Span(self._at, wanted), info=self._info)
         self._watcher.count(Transfer(requests=1, received=len(data)))
         if len(data) < wanted:
             message = f"{self._key} is shorter than the {self._size:,} bytes that were told when it was opened"

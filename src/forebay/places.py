@@ -186,7 +186,7 @@ class Reach:
         asked = self.remote(url)
         if self.is_local(url):
             info = self.stat(url)
-            return asked.read(url, Span(0, info.size or 0), validator=info.validator)
+            return asked.read(url, Span(0, info.size or 0), info=info)
         sink = MemorySink(self.origin.most if self.origin is not None else in_memory)
         try:
             with self._reaching():
@@ -197,10 +197,10 @@ class Reach:
             raise
         return bytes(sink.data)
 
-    def part(self, url: str, span: Span, validator: str | None = None) -> bytes:
-        """Some bytes of an object, of this version if one is given. Raises `RemoteError`, of which `RemoteChanged`."""
+    def part(self, url: str, span: Span, info: ObjectInfo) -> bytes:
+        """Some bytes of an object, of this version. Raises `RemoteError`, of which `RemoteChanged`."""
         with self._reaching():
-            data = self.remote(url).read(url, span, validator=validator)
+            data = self.remote(url).read(url, span, info=info)
         self._count(url, Transfer(requests=1, received=len(data)))
         return data
 

@@ -86,7 +86,7 @@ class Shards:
             began = origin.store.now()
             info = self._reach.stat(url)
             if info.validator is not None:
-                _keep(origin, self._reach.key(url), json.dumps([info.size, info.validator]).encode(), began)
+                _keep(origin, self._reach.key(url), json.dumps([info.size, info.validator, info.modified]).encode(), began)
             return info
 
         try:
@@ -183,7 +183,7 @@ class Shards:
 
     def _build(self, url: str, info: ObjectInfo) -> bytes:
         def read(span: Span) -> bytes:
-            return self._reach.part(url, span, info.validator)
+            return self._reach.part(url, span, info)
 
         # A request costs as much as a megabyte or more; a read of a local file as much as some blocks of it.
         window, most, jump = (65_536, 65_536, 16_384) if self._reach.is_local(url) else (1 << 20, 8 << 20, 1 << 20)
@@ -204,11 +204,11 @@ def _noted(origin: Origin, url: str, key: str, since: int) -> ObjectInfo | None:
         if origin.validated(store, found.entry) < since:
             continue
         try:
-            size, validator = json.loads(bytes(found.view))
+            size, validator, modified = json.loads(bytes(found.view))
         except (ValueError, TypeError) as error:
             log.warning("what is noted of %s is not used: %s", key, str(error))
             continue
-        return ObjectInfo(url, size, str(validator))
+        return ObjectInfo(url, size, str(validator), modified=modified)
     return None
 
 

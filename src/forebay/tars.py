@@ -95,7 +95,7 @@ class TarSource:
         span = found.members.get(name)
         if span is None:
             raise errors.NotFound(f"{self._shown(shard)} has no member {name!r}", url=self._shown(shard))
-        data = self._reach.part(self._url(shard), span, found.info.validator)
+        data = self._reach.part(self._url(shard), span, found.info)
         if len(data) < span.length:
             message = f"{self._shown(shard)}: cut short within {name!r}, at byte {span.start + len(data):,}"
             raise errors.BadArchive(message, url=self._shown(shard), offset=span.start + len(data))

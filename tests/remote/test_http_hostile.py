@@ -155,7 +155,7 @@ def test_a_head_that_lies(small: forebay.Cache, raw: RawServer, size: int) -> No
         if head.startswith(b"HEAD"):
             connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n".encode())
         else:
-            connection.sendall(b"HTTP/1.1 206 Partial\r\nContent-Length: 5\r\nContent-Range: bytes 0-4/5\r\n\r\n12345")
+            connection.sendall(b"HTTP/1.1 206 Partial\r\nContent-Length: 5\r\nContent-Range: bytes 0-4/*\r\n\r\n12345")
 
     raw.answer = answer
     with small, small.open(f"{raw.url}/a", bypass=True) as file, pytest.raises(errors.RemoteChanged, match="shorter"):
@@ -267,6 +267,9 @@ CHUNKED = b"64\r\n" + bytes(range(100)) + b"\r\n0\r\n\r\n"
         ([MODIFIED], [MODIFIED, 'ETag: "1"'], True),
         (['ETag: W/"1"', MODIFIED], [], True),
         (['ETag: W/"1"'], [MODIFIED], True),
+        (['ETag: W/"1"', MODIFIED], [MODIFIED], True),
+        (['ETag: W/"1"', MODIFIED], [LATER], False),
+        (['ETag: W/"1"', MODIFIED], [LATER, 'ETag: W/"1"'], True),
         (['ETag: W/"1"'], ['ETag: W/"2"'], False),
         (['ETag: "1"'], [], False),
     ],
@@ -291,6 +294,20 @@ def test_what_ranges_leave_out_is_no_change(
         else:
             with pytest.raises(errors.RemoteChanged):
                 file.read()
+
+
+@pytest.mark.parametrize("head", [[], ['ETag: W/"1"']])
+def test_a_range_of_an_object_of_another_size_is_another_version(small: forebay.Cache, raw: RawServer, head: list[str]) -> None:
+    def answer(connection: socket.socket, asked: bytes) -> None:
+        if asked.startswith(b"HEAD"):
+            lines, body = ["HTTP/1.1 200 OK", *head, "Content-Length: 100"], b""
+        else:
+            lines, body = ["HTTP/1.1 206 Partial", "Content-Range: bytes 0-99/200", "Content-Length: 100"], bytes(100)
+        connection.sendall("\r\n".join([*lines, "Connection: close", "", ""]).encode() + body)
+
+    raw.answer = answer
+    with small, small.open(f"{raw.url}/a", bypass=True) as file, pytest.raises(errors.RemoteChanged):
+        file.read()
 
 
 @pytest.mark.parametrize(

@@ -208,24 +208,28 @@ def is_same(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and one.removeprefix("W/") == other.removeprefix("W/")
 
 
-def is_other(known: str, headers: Mapping[str, str], size: int | None) -> bool:
+def is_other(known: ObjectInfo, headers: Mapping[str, str], size: int | None) -> bool:
     """Whether an answer is of another version than ``known``. An ETag that is strong has to be told; of another validator, what an
-    answer does not tell is no sign: many servers leave it out of answers to GET, or of ranges. ``size``: bytes of the whole, if told."""
-    etag, modified = headers.get("ETag", "").strip(), _seconds(headers.get("Last-Modified"))
-    if is_etag(known):
-        return not is_same(etag, known) if etag or known.startswith('"') else False
-    seconds, _, length = known.rpartition("-")
-    return (modified is not None and f"{modified:.0f}" != seconds) or (size is not None and str(size) != length)
+    answer does not tell is no sign: many servers leave it out of answers to GET, or of ranges. ``size``: bytes of the whole, if told.
+
+    Where there are no two ETags to compare, time and size are, as far as both tell them."""
+    etag, modified, validator = headers.get("ETag", "").strip(), _seconds(headers.get("Last-Modified")), known.validator
+    if validator is not None and not is_etag(validator):
+        seconds, _, length = validator.rpartition("-")
+        return (modified is not None and f"{modified:.0f}" != seconds) or (size is not None and str(size) != length)
+    if validator is not None and (etag or validator.startswith('"')):
+        return not is_same(etag, validator)
+    return any(None not in (one, other) and one != other for one, other in ((modified, known.modified), (size, known.size)))
 
 
-def is_end(known: str, headers: Mapping[str, str], span: Span) -> bool:
+def is_end(known: ObjectInfo, headers: Mapping[str, str], span: Span) -> bool:
     """Whether an answer 416 tells that the version ``known`` ends before ``span``: and not that another one does, which is shorter."""
-    etag = headers.get("ETag", "").strip()
-    if etag and is_etag(known):
-        return is_same(etag, known)
-    if is_etag(known):
-        return known.startswith('"')  # it was asked under If-Match
-    size = known.rpartition("-")[2]
+    etag, validator = headers.get("ETag", "").strip(), known.validator or ""
+    if etag and is_etag(validator):
+        return is_same(etag, validator)
+    if is_etag(validator):
+        return validator.startswith('"')  # it was asked under If-Match
+    size = validator.rpartition("-")[2]
     return not is_other(known, headers, None) and size.isdecimal() and int(size) <= span.start
 
 

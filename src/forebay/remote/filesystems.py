@@ -164,8 +164,9 @@ class FilesystemRemote:
             yield at, block
             at += len(block)
 
-    def read(self, url: str, span: Span, *, validator: str | None = None) -> bytes:
+    def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
         """See `Remote.read`."""
+        validator = validator if info is None else info.validator
         with self._begin(url) as call:
             data = call.retrying(lambda: b"".join(bytes(block) for _, block in self._blocks(call, url, span)))
             if validator is not None and self._look(call, url).validator != validator:

@@ -82,28 +82,28 @@ class HttpRemote:
             call = call.again()
         return call.transfer
 
-    def read(self, url: str, span: Span, *, validator: str | None = None) -> bytes:
+    def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
         """See `Remote.read`."""
         if span.length == 0:
             return b""
         with Call(url, self.options) as call:
-            return call.retrying(lambda: self._read(call, url, span, validator))
+            return call.retrying(lambda: self._read(call, url, span, info or ObjectInfo(url, None, validator)))
 
-    def _read(self, call: Call, url: str, span: Span, validator: str | None) -> bytes:
-        headers = {"Range": f"bytes={span.start}-{span.end - 1}"}
+    def _read(self, call: Call, url: str, span: Span, known: ObjectInfo) -> bytes:
+        headers, validator = {"Range": f"bytes={span.start}-{span.end - 1}"}, known.validator
         if validator is not None and validator.startswith('"'):
             headers["If-Match"] = validator
         with self._exchange.ask(call, "GET", url, headers, ok=(200, 206, 412, 416)) as answer:
             if answer.status == 416:
                 answer.drain()
-                if validator is not None and not is_end(validator, answer.headers, span):
+                if validator is not None and not is_end(known, answer.headers, span):
                     raise changed(call.url)
                 return b""
             if answer.status == 412:
                 answer.drain()
                 raise changed(call.url)
             size = ranged(answer, span).total if answer.status == 206 else answer.length
-            if validator is not None and is_other(validator, answer.headers, None if answer.encoding else size):
+            if is_other(known, answer.headers, None if answer.encoding else size):
                 raise changed(call.url)
             if answer.encoding and answer.status == 206:
                 raise errors.RemoteProtocolError(f"{call.url}: a range of a compressed body tells nothing", url=call.url, status=206)

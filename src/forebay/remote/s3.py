@@ -86,9 +86,9 @@ class S3Remote:
         """See `Remote.fetch`."""
         return _at_home(lambda: self._http.fetch(_checked(url), sink))
 
-    def read(self, url: str, span: Span, *, validator: str | None = None) -> bytes:
+    def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
         """See `Remote.read`."""
-        return _at_home(lambda: self._http.read(_checked(url), span, validator=validator))
+        return _at_home(lambda: self._http.read(_checked(url), span, validator=validator, info=info))
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See `Remote.list`. A request for each 1,000 objects, sent when they are wanted."""
