@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -365,6 +368,42 @@ def test_an_object_that_shrinks_or_goes_meanwhile(server: ScriptedServer, http: 
     server.on_request = lambda request: None if request.headers["Range"].startswith("bytes=0-") else server.objects.clear()
     with pytest.raises(errors.NotFound):
         http.fetch(url, MemorySink())
+
+
+def links() -> list[str]:
+    """Link-local addresses of this machine, each with its zone."""
+    path = Path("/proc/net/if_inet6")
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [f"{ipaddress.IPv6Address(bytes.fromhex(line[0]))}%{line[5]}" for line in lines if line[0].startswith("fe80")]
+
+
+@pytest.mark.skipif(not links(), reason="this machine has no link-local address")
+def test_an_address_with_a_zone() -> None:
+    address, heads = links()[0], list[bytes]()
+    with socket.socket(socket.AF_INET6) as listener:
+        listener.bind(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4])
+        listener.listen()
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                heads.append(connection.recv(1 << 16))
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\n12345")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        port = listener.getsockname()[1]
+        assert HttpRemote().read(f"http://[{address}]:{port}/a", Span(0, 5)) == b"12345"
+        thread.join()
+    assert f"\r\nHost: [{address.partition('%')[0]}]:{port}\r\n".encode() in heads[0]  # a zone means nothing to the host
+
+
+@pytest.mark.parametrize("host", ["[fe80::1%lo]", "[fe80::1%25lo]", "[fe80::1%no-such.0]"])
+def test_an_address_with_a_zone_that_leads_nowhere(host: str) -> None:
+    options = RemoteOptions(attempts=1, connect_timeout=5)
+    for scheme in ("http", "https"):
+        with pytest.raises((errors.RemoteUnavailable, errors.RemoteTimeout)):
+            HttpRemote(options).stat(f"{scheme}://{host}:9/a")
 
 
 def test_nothing_is_written_over_http(server: ScriptedServer) -> None:

@@ -187,7 +187,7 @@ def test_a_weak_etag_that_stays_is_one_version(small: forebay.Cache, server: Scr
         assert file.read() == b"a" * ((6 << 20) - 10)
 
 
-HOSTS = ["a b", "x\0y", "a..b", f"{'a' * 70}.b", "[fe80::1%eth0]", "127.0.0.1%41"]
+HOSTS = ["a b", "x\0y", "a..b", f"{'a' * 70}.b", "[fe80::1%]", "[fe80::1%a/b]", "127.0.0.1%41"]
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -29,14 +29,16 @@ from forebay.remote.urls import canonical
 _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3}[^'\")]*)")
 MAX_PLACES = 100  # hosts with idle connections
 PORTS = {"http": 80, "https": 443}
-_HOST = re.compile(r"[a-z0-9._~!$&'()*+,;=-]+|[0-9a-f:.]+")
+_HOST = re.compile(r"[a-z0-9._~!$&'()*+,;=-]+|[0-9a-f:.]+|[0-9a-f.]*:[0-9a-f:.]*%[A-Za-z0-9._~-]+")
+_ZONE = re.compile(r"%[^]]*(?=])")
 _ONCE = Retry(False, redirect=False)
 
 _pools: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
 class Place(NamedTuple):
-    """Whom to connect to. ``name``: host and port as a URL has them, without a default port."""
+    """Whom to connect to. ``host``: an IPv6 address may have a zone: ``fe80::1%eth0``. ``name``: host and port as a URL has them, without
+    a default port."""
 
     scheme: str
     host: str
@@ -52,6 +54,11 @@ class Place(NamedTuple):
     def key(self) -> str:
         """Its scheme, host and port."""
         return f"{self.scheme}://{self.name}"
+
+    @property
+    def told(self) -> str:
+        """The name as the host may be told it: without a zone, which names an interface of this machine."""
+        return _ZONE.sub("", self.name)
 
 
 @lru_cache(maxsize=1024)
@@ -138,7 +145,8 @@ class Connections:
                 manager = self._managers[proxy] = self._manager(proxy)
             if len(self._known) >= MAX_PLACES:
                 self._known.clear()
-            found = self._known[place] = manager.connection_from_host(place.host, place.port, place.scheme)
+            host = f"[{place.host}]" if ":" in place.host else place.host  # without brackets, urllib3 takes no zone
+            found = self._known[place] = manager.connection_from_host(host, place.port, place.scheme)
         return found
 
     def _manager(self, proxy: str | None) -> PoolManager:

@@ -99,7 +99,7 @@ class Exchange:
     def _find_standing(self, place: Place, user: str, at_home: bool, may: bool) -> dict[str, str]:
         mine = dict(self.options.headers) if at_home else {}
         names = {name.lower() for name in mine}
-        own = OWN if self._sign else {"Host": place.name, **OWN}  # the host is a part of what is signed
+        own = OWN if self._sign else {"Host": place.told, **OWN}  # the host is a part of what is signed
         found = {name: value for name, value in own.items() if name.lower() not in names}
         if self._sign is None and "authorization" not in names:
             found |= self._credentials(place, user, at_home, may)
