@@ -262,6 +262,11 @@ MUTANTS = (
         3, "refresh by a clock that was not looked at", "cache.py", "now = self._store.now(exact=refresh)", "now = self._store.now()",
         "tests/scenarios/test_clocks.py::test_refresh_asks_although_its_process_has_not_seen_the_clock_jump",
     ),
+    Mutant(
+        3, "a pause makes the clock early", "_engine/clock.py",
+        "        wall = time.time_ns()  # after the monotonic one", "        # after the monotonic one",
+        "tests/engine/test_clock.py::test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_early",
+    ),
     # 4. Never over budget
     Mutant(
         4, "a budget that is a slip is taken at its word", "_config.py",
@@ -646,7 +651,7 @@ MUTANTS = (
     ),
     Mutant(
         7, "an old journal meets a new catalog", "_engine/catalog/connection.py",
-        "            self._root.files.unlink(self._path + ending)\n", "            continue\n",
+        "            self._root.files.make_way(self._path + ending)\n", "            continue\n",
         "tests/crash/test_creation.py::test_somebody_deletes_a_part_of_it[catalog.sqlite]",
     ),
     Mutant(
@@ -664,6 +669,11 @@ MUTANTS = (
         7, "who has the writer lock waits for himself", "_engine/catalog/connection.py",
         "contextlib.nullcontext() if self._writer.is_mine() else self.writer()", "self.writer()",
         f"{WAL}test_who_has_the_writer_lock_goes_on_where_a_killed_one_left_a_marked_index",
+    ),
+    Mutant(
+        7, "who meets the damage second throws a sound catalog away", "_engine/catalog/connection.py",
+        "                self._seen = None  # another one may lie there by now, which is sound\n", "",
+        "tests/engine/test_damage.py::test_the_second_that_met_the_damage_keeps_what_the_first_began",
     ),
     # 8. A hit takes no lock and no system call
     Mutant(

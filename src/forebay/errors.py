@@ -502,6 +502,6 @@ def from_wire(wire: dict[str, Any]) -> Exception:
     if isinstance(known, type) and issubclass(known, Exception) and isinstance(args, list):
         try:
             return known(*args)
-        except TypeError:
+        except (TypeError, ValueError):  # whatever stands there
             return FillFailed(f"{kind}: {message}", kind=kind)
     return FillFailed(f"{kind}: {message}", kind=kind)

@@ -238,7 +238,7 @@ class Origin:
 
     def _validate(self, target: Target, ask: Ask, old: Lease) -> Lease | None:
         """``old`` if it is still the remote's, or the remote cannot be reached; None if the remote has something else."""
-        began = self.store.now()
+        began = self.store.now(exact=True)
         try:
             with self.reaching(ask):
                 info = target.remote.stat(target.url, known=old.entry.validator)
@@ -270,7 +270,7 @@ class Origin:
         found = self.upstream.view(URLS, target.key) if self.upstream is not None else None
         if found is None or self.upstream is None or (ask.etag and not is_same_version(found.entry.validator, ask.etag)):
             return None
-        at, began = self.validated(self.upstream, found.entry), self.store.now()
+        at, began = self.validated(self.upstream, found.entry), self.store.now(exact=True)
         if ask.offline or at >= ask.since:
             return found, at
         try:
@@ -297,7 +297,7 @@ class Origin:
         if ask.offline:
             raise errors.Offline.of(target.key)
         self.store.count("misses")
-        life, now = "pinned" if ask.pin else "cached", self.store.now()
+        life, now = "pinned" if ask.pin else "cached", self.store.now(exact=True)
         with self.store.writing(
             URLS, target.key, suffix=target.suffix, life=life, validated=now, on_progress=ask.on_progress
         ) as writing:  # fmt: skip
@@ -436,7 +436,7 @@ class Origin:
             return data
 
         def make() -> memoryview:
-            began = self.store.now()
+            began = self.store.now(exact=True)
             data = fetch()
             try:
                 self.store.put(URLS, key, data, validator=validator, validated=began)

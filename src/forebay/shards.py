@@ -83,7 +83,7 @@ class Shards:
             return _noted(origin, url, self._reach.key(url), since)
 
         def make() -> ObjectInfo:
-            began = origin.store.now()
+            began = origin.store.now(exact=True)
             info = self._reach.stat(url)
             if info.validator is not None:
                 _keep(origin, self._reach.key(url), json.dumps([info.size, info.validator, info.modified]).encode(), began)

@@ -104,6 +104,23 @@ def test_a_step_that_another_thread_sees_between_two_lines_is_no_time_of_its_own
     assert lines > 4
 
 
+def test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_early(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for at a time that is yet to come would be newer than a question that came after it."""
+    passed = 0
+
+    def monotonic() -> int:
+        nonlocal passed
+        passed += SECOND // 2  # it stood still in front of this
+        return monotonic_ns() + passed
+
+    monotonic_ns, time_ns = time.monotonic_ns, time.time_ns
+    monkeypatch.setattr(time, "monotonic_ns", monotonic)
+    monkeypatch.setattr(time, "time_ns", lambda: time_ns() + passed)
+    clock = store._slots.clock
+    clock.look()
+    assert clock.now() <= clock.look() - SECOND // 2
+
+
 def test_after_a_reboot_it_goes_on_from_what_was_seen_last(store: Store, clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
     table, at = words(store)
     before = store.now()

@@ -17,12 +17,12 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.catalog import CatalogBroken
+from forebay._engine.catalog import Catalog, CatalogBroken
 from forebay._engine.engine import mending
 from forebay._engine.layout import Root
 from forebay._engine.settings_file import Kept, SpaceLimits, read, write
 from forebay._engine.store import Store
-from tests.harness import MiB, assert_settled, bytes_of, fork, in_child, opened
+from tests.harness import Gate, MiB, assert_settled, bytes_of, fork, in_child, opened
 
 BUDGET, QUOTA = 50 * MiB, 3 * MiB
 PAGE = 4096
@@ -140,6 +140,74 @@ def test_damage_under_processes_that_have_it_open(place: Path, how: str) -> None
     in_child(lambda: use(place))
     for fd in (*done, *go):
         os.close(fd)
+
+
+def test_the_second_that_met_the_damage_keeps_what_the_first_began(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1 meets the damage / P2 meets it, begins a new catalog and stores into it / P1 comes to do the same."""
+    ready, damaged, began, go = gates = [Gate() for _ in range(4)]
+
+    def second() -> None:
+        with forebay.Cache(place) as cache:
+            assert cache.get("k1") == bytes([1]) * 10
+            ready.open()
+            damaged.wait()
+            rebuild = Catalog.rebuild
+
+            def late(catalog: Catalog, why: str) -> None:
+                monkeypatch.setattr(Catalog, "rebuild", rebuild)
+                began.open()
+                go.wait()
+                rebuild(catalog, why)
+
+            monkeypatch.setattr(Catalog, "rebuild", late)
+            assert cache.put("second", b"too")
+            assert cache.get("first") == b"stored"
+
+    child = fork(second)
+    ready.wait()
+    overwrite(place / "catalog.sqlite", PAGE, os.urandom((place / "catalog.sqlite").stat().st_size - PAGE))
+    damaged.open()
+    began.wait()
+
+    def first() -> bool:
+        with forebay.Cache(place) as cache:
+            return cache.put("first", b"stored")
+
+    assert in_child(first)
+    go.open()
+    child.result()
+    with forebay.Cache(place) as cache:
+        assert (cache.get("first"), cache.get("second")) == (b"stored", b"too")
+        assert cache.check() == []
+    for gate in gates:
+        gate.close()
+
+
+@pytest.mark.parametrize("name", ["catalog.sqlite-wal", "catalog.sqlite-shm"])
+def test_a_directory_in_the_place_of_the_log_of_a_lost_catalog(place: Path, name: str) -> None:
+    (place / "catalog.sqlite").unlink()
+    (place / name).unlink(missing_ok=True)
+    (place / name).mkdir()
+
+    def work() -> None:
+        with forebay.Cache(place) as cache:
+            assert cache.put("new", b"value")
+            assert cache.budget == BUDGET
+
+    in_child(work)
+
+
+@pytest.mark.parametrize("size", [0, 47])
+def test_a_pipe_for_a_log_and_an_index_that_was_cut(place: Path, size: int) -> None:
+    os.mkfifo(place / "catalog.sqlite-wal")
+    (place / "catalog.sqlite-shm").write_bytes(bytes(size))
+
+    def work() -> None:
+        with forebay.Cache(place) as cache:
+            assert cache.put("new", b"value")
+            assert cache.get("k1") == bytes([1]) * 10
+
+    in_child(work)
 
 
 def test_damage_is_met_in_the_middle_of_a_process(place: Path) -> None:

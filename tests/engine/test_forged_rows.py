@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay import Cache
+from forebay import Cache, errors
 from forebay._engine import census, root
 from forebay._engine.catalog import CatalogBroken, people, transactions
 from forebay._engine.store import Store
@@ -277,6 +278,66 @@ def test_what_is_no_number_or_no_name_reaches_no_caller(place: Path, what: str) 
     forge(place, NUMBERS[what])
     with forebay.Cache(place) as cache:
         use(cache)
+
+
+TABLES = ("counters", "spaces", "owners", "failures", "links", "entries", "payloads", "meta", "reservations", "segments", "free_slots")
+PLANTED = {
+    "counters": ["INSERT OR REPLACE INTO counters VALUES ('hits', 'zz')", "INSERT OR REPLACE INTO counters VALUES (x'ff', 1e300)"],
+    "links": ["INSERT INTO links VALUES ('a', 'b', 'c')", "INSERT INTO links VALUES (5, 'b', 'c')"],
+    "failures": [
+        """INSERT OR REPLACE INTO failures SELECT id, 'k', '{"kind": "CacheFault", "facts": 5}', 1 FROM spaces""",
+        """INSERT OR REPLACE INTO failures SELECT id, 'k', '{"kind": "ExceptionGroup", "args": ["x", []]}', 1 FROM spaces""",
+    ],
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_no_value_of_any_column_reaches_a_caller_as_another_error(quick_path: Path, table: str) -> None:
+    """The calls go well, or raise what is ours: a `MemoryError` of a length, a `TypeError` of a text are not."""
+    pattern, data = quick_path / "pattern", quick_path / "data"
+    data.write_bytes(b"d" * 50_000)
+
+    def make() -> None:
+        with forebay.Cache(pattern, budget=BUDGET, min_free=0) as cache:
+            for number in range(4):
+                cache.put(f"k{number}", b"x" * 300)
+            cache.put("large", bytes(100_000))
+            cache.local(data, force=True).close()
+            cache.stats()
+
+    in_child(make)
+    with contextlib.closing(sqlite3.connect(pattern / "catalog.sqlite")) as con:
+        columns = [row[1] for row in con.execute(f"PRAGMA table_info({table})")]
+    values = ["'zz'", "-7", "x'ff00'", "1e300", "4611686018427387904"]
+    cases = [f"UPDATE OR REPLACE {table} SET {column} = {value}" for column in columns for value in values]
+
+    def use(place: Path) -> None:
+        with forebay.Cache(place) as cache:
+            store = cache._store
+            calls: list[Callable[[], object]] = [
+                lambda: cache.get("k0"), lambda: cache.local(data, force=True).close(), lambda: cache.read(data, force=True),
+                lambda: cache.put("new", b"1" * 100), lambda: cache.put("new large", bytes(100_000)), cache.stats,
+                lambda: list(cache.entries()), lambda: len(cache.entries()), lambda: cache.evict("k1"), lambda: cache.pin("k2"),
+                lambda: isinstance(store, Store) and store.failure("values", "k", 0), cache.check, cache.repair, cache.check,
+            ]  # fmt: skip
+            for call in calls:
+                with contextlib.suppress(errors.ForebayError):
+                    call()
+
+    def use_all() -> None:
+        for number, sql in enumerate(cases + PLANTED.get(table, [])):
+            place = quick_path / f"root{number}"
+            shutil.copytree(pattern, place)
+            try:
+                forge(place, sql)
+                use(place)
+            except sqlite3.IntegrityError:
+                pass  # such a value cannot stand there
+            except Exception as error:
+                raise AssertionError(sql) from error
+            shutil.rmtree(place)
+
+    in_child(use_all)
 
 
 @pytest.mark.parametrize("name", ["next_id", "next_slot"])

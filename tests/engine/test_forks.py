@@ -44,6 +44,26 @@ def use(store: Store, number: int) -> None:
     assert Path(lease).read_bytes() == BLOB
 
 
+def test_a_chain_of_forks_keeps_no_descriptor_of_the_catalog(tmp_path: Path) -> None:
+    place = tmp_path / "root"
+
+    def count(store: Store, depth: int) -> list[int]:
+        store.put("v", f"{depth}", b"x")
+        mine = sum(_target(fd) == str(place / "catalog.sqlite") for fd in os.listdir("/proc/self/fd"))
+        return [mine, *(in_child(lambda: count(store, depth - 1)) if depth else ())]
+
+    with opened(place, 4 * MiB) as store:
+        found = count(store, 4)
+        assert len(set(found)) == 1, found
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # of the listing itself
+        return ""
+
+
 def fork_while_threads_work(place: Path, forks: int) -> None:
     stop = threading.Event()
     faults: list[BaseException] = []

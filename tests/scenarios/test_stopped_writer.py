@@ -133,9 +133,12 @@ def _wait_for_end(pidfd: int) -> None:
     os.close(pidfd)
 
 
-def test_a_budget_is_set_later_where_it_cannot_be_set_now(root: Path, url: str, stopped: Child) -> None:
+@pytest.mark.parametrize("again", [{}, {"min_free": 12345}], ids=["", "with another limit"])
+def test_a_budget_is_set_later_where_it_cannot_be_set_now(root: Path, url: str, stopped: Child, again: dict[str, int]) -> None:
+    """Whatever else the process opens meanwhile."""
+
     def other() -> None:
-        with forebay.Cache(root, budget=70 << 20, timeout=0.1) as cache:
+        with forebay.Cache(root, budget=70 << 20, timeout=0.1) as cache, forebay.Cache(root, timeout=0.1, **again):
             assert cache.get("k") == b"value"
             assert cache.budget == 64 << 20
             assert not cache.put("new", b"x")

@@ -59,7 +59,7 @@ class Listings:
         `RemoteError`."""
         if ask.offline and place.local is None:
             raise errors.Offline.of(place.key)
-        at = self._origin.store.now()
+        at = self._origin.store.now(exact=True)
         with self._origin.reaching(ask):
             manifest = Manifest.of(place.key, self._listed(place))
         if not manifest.files:

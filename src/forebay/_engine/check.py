@@ -80,8 +80,12 @@ def _check_links(catalog: Catalog) -> Iterator[Problem]:
     ):  # fmt: skip
         for tree, name, member, both in page:
             if not both:
-                yield Problem("link", name, f"tree {tree:x} or its file {member:x} has no entry")
+                yield Problem("link", name, f"tree {_hex(tree)} or its file {_hex(member)} has no entry")
         after = page[-1][:2]
+
+
+def _hex(id: object) -> str:
+    return f"{id:x}" if isinstance(id, int) else repr(id)
 
 
 def _check_strays(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Problem]:

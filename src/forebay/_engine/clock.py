@@ -59,6 +59,7 @@ class Clock:
         now = ticks + ahead
         if self._writable:
             self._tell(ahead, now)
+        wall = time.time_ns()  # after the monotonic one: who pauses in between is late until he looks again, and never early
         self.window = wall, wall + (0 if told is None else LOOK_AGAIN), now - wall  # a table that is not made yet is looked for again
         return now
 

@@ -250,14 +250,21 @@ class Engine:
         self._configure(settings)
 
     def _configure(self, settings: Settings, before: Settings | None = None) -> None:
+        given = settings != Settings()
+        if given and self._unset is not None:
+            settings = settings.over(self._unset)
         try:
             self._in_force, applied = apply(settings, self.root, self._catalog, self._budget, self.counters, before)
-            self._unset, self._lower = None, self._lower or not applied
+            self._lower = self._lower or not applied
+            if given:
+                self._unset = None
             if self._lower and applied:
                 self._budget.make_room()
                 self._lower = False
         except errors.WriterBusy as error:
-            self._in_force, self._unset = settings, settings
+            self._in_force = settings
+            if given or self._unset is None:
+                self._unset = settings
             log.warning("%s: budget, min_free and max_entries are not set yet, and will be by a later call: %s", self.root.path, str(error))
 
     def _keep_settings(self) -> None:

@@ -44,6 +44,8 @@ SMALL = 256 << 10
 """Files up to this size come into memory first, and are written and published in one step."""
 AT_ONCE = 1 << 20
 """About so many bytes of small values are written in one transaction: its log has a bound."""
+ROW = 512
+"""Bytes of the log that a value takes beside its own, at most."""
 PATIENCE = 5.0
 """Seconds that a value waits for others that are written into its space, to take their place then."""
 
@@ -140,7 +142,7 @@ class Publisher(Inserting):
                     break
                 found.append(self.insert(txn, label, txn.new_id(), "value", len(data), blobs.checksum_of(data), None, data, want))
                 left.popleft()
-                done += len(data)
+                done += len(data) + ROW
         return found
 
     def want(self, rows: Rows, label: Label, size: int, *, inline: bool = False) -> Want:

@@ -27,6 +27,10 @@ class Settings:
     min_free: int | None = None
     max_entries: int | None = None
 
+    def over(self, earlier: Settings) -> Settings:
+        """These, and of an earlier call what these do not say."""
+        return Settings(**{name: value if value is not None else getattr(earlier, name) for name, value in asdict(self).items()})
+
 
 def apply(
     settings: Settings, root: Root, catalog: Catalog, budget: Budget, counters: Counters, before: Settings | None = None

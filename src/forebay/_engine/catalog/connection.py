@@ -85,12 +85,12 @@ class Catalog:
             self._connect_locked()
 
     def rebuild(self, why: str) -> None:
-        """Throw the catalog away and begin an empty one. The caller then sweeps the files that no row names.
-
-        Two processes may both have seen the damage: the one that comes second finds a sound catalog and keeps it."""
+        """Throw the catalog away and begin an empty one. The caller then sweeps the files that no row names. Two processes may both have
+        seen the damage: the one that comes second finds a sound catalog and keeps it."""
         with self.writer():
             with self._mutex:
                 self._close_peers_locked()
+                self._seen = None  # another one may lie there by now, which is sound
                 self._wal.mend()
                 if self._is_sound_locked():
                     return
@@ -98,8 +98,7 @@ class Catalog:
             if not os.access(self._path, os.W_OK) and os.path.exists(self._path):
                 raise errors.CacheFault(f"the catalog {self._path} is damaged, or may not be written to: look at its mode and its owner")
             self._root.files.make_way(self._path)
-            if self._create():
-                self.lost = why
+            self.lost = why if self._create() else self.lost
             with self._mutex, translated():
                 self._connect_locked()
 
@@ -151,7 +150,7 @@ class Catalog:
         self.make_ballast()
         for ending in ("-wal", "-shm"):
             # A journal whose catalog somebody deleted: SQLite would take it for the new one's, and ids would be given twice.
-            self._root.files.unlink(self._path + ending)
+            self._root.files.make_way(self._path + ending)
         self._root.files.rename(draft, self._path)
         return True
 
@@ -595,6 +594,7 @@ class Catalog:
 
     def after_fork_child(self) -> None:
         forget_ancestors()
+        self._guard.after_fork_child(keep=False)
         self._mutex = self._join_peers()
         self._con, self._seen, self._index, self._pid, self._ids = None, None, None, os.getpid(), [0, 0]
         self._writer.after_fork_child()

@@ -82,7 +82,10 @@ def by_id(rows: Rows, id: int) -> Entry | None:
 def payload(rows: Rows, id: int) -> bytes | None:
     """The bytes of a small value."""
     row = rows.one("SELECT data FROM payloads WHERE id = ?", id)
-    return bytes(row[0]) if row else None
+    if row and type(row[0]) is not bytes:
+        rows.doubt("entries", (id,), f"the value {id}")
+        return None
+    return row[0] if row else None
 
 
 def any_leftovers(rows: Rows) -> bool:

@@ -73,7 +73,7 @@ def failure(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | No
         error = json.loads(text)
     except (ValueError, TypeError, RecursionError):
         error = None
-    if not checked.is_number(at) or not isinstance(error, dict):
+    if not checked.is_number(at) or not isinstance(error, dict) or not isinstance(error.get("facts") or {}, dict):
         rows.doubt("failures", (space, key), f"the failure of {key!r}")
         return None
     return at, error

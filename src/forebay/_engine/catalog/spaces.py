@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from forebay._engine.catalog import entries
@@ -89,7 +89,7 @@ SELECT space, coalesce(sum(size * (state = {LIVE})), 0), coalesce(sum(charge), 0
 FROM entries WHERE id > ? AND id <= ? GROUP BY space
 """
 _EMPTY = 0, 0, 0, 0
-_NUMBERS = frozenset((int, float, type(None)))
+_NUMBERS = frozenset((int, type(None)))
 _POLICIES = frozenset(map(str, Policy))
 _FROM = "SELECT id, name, kind, policy, quota, bytes, charge, entries, max_count FROM spaces"
 _SEEN = f"""
@@ -114,8 +114,10 @@ def _space(row: Sequence[Any]) -> Space:
     found = Space(*row)
     _numbers((found.id, found.quota, found.bytes, found.charge, found.entries, found.max_count))
     words = found.name, found.kind, found.policy
-    if set(map(type, words)) != {str} or found.policy.lower() not in _POLICIES:
+    if set(map(type, words)) != {str} or found.policy.lower() not in _POLICIES or found.id <= 0:
         raise CatalogBroken(f"the catalog is damaged: the row of the space {found.name!r}", damaged=True)
+    if min(found.bytes, found.charge, found.entries) < 0:  # a check finds them wrong, and a repair counts anew
+        return replace(found, bytes=max(found.bytes, 0), charge=max(found.charge, 0), entries=max(found.entries, 0))
     return found
 
 
@@ -216,7 +218,7 @@ def add_counters(txn: Txn, sums: Iterable[tuple[str, int]]) -> None:
 
 
 def counters(rows: Rows) -> dict[str, int]:
-    return dict(rows.all("SELECT name, value FROM counters"))
+    return {name: value for name, value in rows.all("SELECT name, value FROM counters") if type(value) is int}
 
 
 def recount(txn: Txn) -> None:

@@ -125,7 +125,8 @@ class Wal:
         lose their locks on the index."""
         fd = self._files.open(self.index, os.O_RDWR)
         try:
-            words = list(_HEADER.unpack(os.pread(fd, _HEADER.size, 0)))
+            head = os.pread(fd, _HEADER.size, 0)
+            words = list(_HEADER.unpack(head)) if len(head) == _HEADER.size else [0]
             if words[0] != _VERSION or words[10:] != _checksum(words[:10]):
                 return False
             words[0] = _RETIRED
