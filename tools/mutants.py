@@ -1019,6 +1019,11 @@ MUTANTS = (
         f"{IDENTITY}test_what_makes_another_function[SCALE = 2-SCALE = 3]",
     ),
     Mutant(
+        12, "a list that names another one does not count", "_tasks/identity.py",
+        " or _as_written(literals, lived_in, one, known)}", "}",
+        f"{IDENTITY}test_what_a_function_reaches_by_a_name_counts",
+    ),
+    Mutant(
         12, "a file that was edited since is believed", "_tasks/code.py",
         "if shape_of(found.code) == shape_of(code)]", "if found]",
         f"{IDENTITY}test_a_file_that_was_edited_since_is_not_believed",

@@ -185,6 +185,14 @@ def test_the_defaults_of_a_function_that_is_closed_over_count() -> None:
         ("A = [1] * 3\ndef f(x):\n    return A[x]\n", "[1]", "[2]"),
         ("A = [x * 2 for x in (1, 2)]\ndef f(x):\n    return A[x]\n", "x * 2", "x * 3"),
         ("A = {'a': 1, 'b': 2}\ndef f(x):\n    return list(A)\n", "'a': 1, 'b': 2", "'b': 2, 'a': 1"),
+        ("B = {'a': 1}\nA = {**B, 'b': 2}\ndef f(x):\n    return A\n", "'a': 1", "'a': 3"),
+        ("B = {'a': 1}\nA = {**B, 'b': 2}\ndef f(x):\n    return A\n", "'b': 2", "'b': 3"),
+        ("B = [1]\nA = {'x': B, 'b': 2}\ndef f(x):\n    return A\n", "[1]", "[3]"),
+        ("B = []\nA = {'x': B, 'b': 2}\ndef f(x):\n    return A\n", "2", "3"),
+        ("B = [1]\nA = [*B, 2]\ndef f(x):\n    return A\n", "[1]", "[3]"),
+        ("B = [1]\nA = [*B, 2]\ndef f(x):\n    return A\n", "2", "3"),
+        ("B = [1]\nA = (*B, 2)\ndef f(x):\n    return A\n", "[1]", "[3]"),
+        ("C = [1]\nB = {'c': C, 'd': [*C]}\nA = [B, C, *B]\ndef f(x):\n    return A\n", "[1]", "[2]"),
     ],
 )
 def test_what_a_function_reaches_by_a_name_counts(digest: Callable[..., str], text: str, old: str, new: str) -> None:
@@ -199,8 +207,17 @@ def test_what_other_modules_give_counts_in_a_list_and_as_a_default(digest: Calla
 def test_what_calls_gave_counts_neither_as_a_default_nor_within_a_list(digest: Callable[..., str]) -> None:
     """Else each process would have another function."""
     text = "import time\nNOW = time.time_ns()\nA = [NOW]\ndef h(x, now=time.time_ns(), then=NOW):\n    return x\n"
-    text += "def f(x):\n    return h(x), A\n"
-    assert digest(text) == digest(text)
+    text += "B = [*A]\nC = {'a': A, 'b': 1}\nD = (*A,)\n"
+    for names in ("h(x), A", "A, B, C, D"):
+        found = f"{text}def f(x):\n    return {names}\n"
+        assert digest(found) == digest(found)
+
+
+def test_what_is_unpacked_of_a_set_counts_in_no_order(digest: Callable[..., str]) -> None:
+    """Each process has another one."""
+    text = "{}B = [*S, 1]\ndef f(x):\n    return B\n"
+    assert digest(text.format("S = {'a', 'b'}\n")) == digest(text.format("S = {'c', 'd'}\n"))
+    assert digest(text.format("").replace("S", "{'a', 'b'}")) == digest(text.format("").replace("S", "{'c', 'd'}"))
 
 
 @pytest.mark.parametrize("wraps", [True, False])
@@ -232,6 +249,19 @@ def test_a_list_that_was_changed_meanwhile_does_not_count(tmp_path: Path) -> Non
     first = code_of(made.f)[0].digest
     made.LIST.append(2)
     assert code_of(made.f)[0].digest not in (first, "")
+
+
+def test_what_names_a_list_that_was_changed_meanwhile_does_not_count(tmp_path: Path) -> None:
+    one, two = (f"LIST = [1]\nTABLE = {{'a': LIST, 'b': {n}}}\nALL = [*LIST, {n}]\ndef f():\n    return TABLE, ALL\n" for n in (2, 3))
+    made: list[Any] = [module(text, tmp_path / f"flow{number}.py") for number, text in enumerate((one, two))]
+    for each in made:
+        each.LIST.append(2)
+    assert code_of(made[0].f)[0] == code_of(made[1].f)[0]
+
+
+def test_lists_that_lead_to_each_other_do_not_count(tmp_path: Path) -> None:
+    made: Any = module("ONE = [lambda: TWO]\nTWO = [ONE, 1]\nTHREE = [1, TWO]\ndef f():\n    return ONE, THREE\n", tmp_path / "flow.py")
+    assert code_of(made.f)[0].digest
 
 
 def test_a_constant_counts_as_it_is_at_the_call(tmp_path: Path) -> None:

@@ -187,12 +187,13 @@ def _parsed(text: str, name: str, flags: int) -> Source:
         tree = ast.parse(text, name)
         whole = compile(tree, name, "exec", flags=flags | _FLAGS, dont_inherit=True)
         bound = _bound_by_the_module(tree)
-        constants = frozenset(name for name, values in bound.items() if all(map(_is_constant, values)))
-        called = frozenset(name for name, values in bound.items() if not all(value is None or _is_constant(value) for value in values))
+        varying = _varying(bound)
+        constants = frozenset(name for name, values in bound.items() if all(_is_constant(value, varying) for value in values))
+        called = frozenset(name for name, values in bound.items() if any(value and not _is_constant(value, varying) for value in values))
         literals = {
             key: compile(ast.Expression(values[0]), name, "eval", flags=flags | _FLAGS, dont_inherit=True)
             for key, values in bound.items()
-            if len(values) == 1 and values[0] is not None and _has_display(values[0]) and _is_fixed(values[0], called)
+            if len(values) == 1 and values[0] is not None and _has_display(values[0]) and _is_fixed(values[0], called, varying)
         }
     nodes: dict[tuple[str, int], list[ast.AST]] = {}
     for node in ast.walk(tree):
@@ -203,7 +204,9 @@ def _parsed(text: str, name: str, flags: int) -> Source:
     for code in codes_in(whole):
         found = _written_at(code, nodes.get((code.co_name, code.co_firstlineno), []))
         if found is not None:
-            functions.setdefault(code.co_name, []).append(_Function(code, _digest_of_tree(found), _has_fixed_defaults(found, called)))
+            functions.setdefault(code.co_name, []).append(
+                _Function(code, _digest_of_tree(found), _has_fixed_defaults(found, called, varying))
+            )
     return Source(functions, constants, literals)
 
 
@@ -298,9 +301,30 @@ def _bound_by_the_module(tree: ast.Module) -> dict[str, list[ast.expr | None]]:
     return {name: values for name, values in _bound(tree).items() if name not in rebound}
 
 
-def _is_constant(value: ast.expr | None) -> bool:
+def _varying(bound: dict[str, list[ast.expr | None]]) -> frozenset[str]:
+    """The names of what each process may unpack to something else: what a call gave, sets (for their order), and what is made of such."""
+    given = [(name, value) for name, values in bound.items() for value in values if value is not None]
+    found = {name for name, value in given if any(isinstance(part, _VARYING) for part in ast.walk(value))}
+    waiting = [(name, _names_in(value)) for name, value in given if name not in found]
+    before = -1
+    while before != len(found):
+        before = len(found)
+        found.update(name for name, names in waiting if not names.isdisjoint(found))
+    return frozenset(found)
+
+
+def _names_in(value: ast.expr) -> set[str]:
+    return {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
+
+
+def _is_constant(value: ast.expr | None, varying: frozenset[str]) -> bool:
     """Whether an expression gives the same in each process."""
-    return value is not None and not any(isinstance(part, _CALLS) for part in ast.walk(value))
+    if value is None or any(isinstance(part, _CALLS) for part in ast.walk(value)):
+        return False
+    unpacked = [part.value for part in ast.walk(value) if isinstance(part, ast.Starred)]
+    return not any(isinstance(part, _VARYING) for each in unpacked for part in ast.walk(each)) and all(
+        _names_in(each).isdisjoint(varying) for each in unpacked
+    )
 
 
 def _has_display(value: ast.expr) -> bool:
@@ -308,19 +332,20 @@ def _has_display(value: ast.expr) -> bool:
     return any(isinstance(part, _DISPLAYS) for part in ast.walk(value))
 
 
-def _has_fixed_defaults(node: ast.AST, called: frozenset[str]) -> bool:
+def _has_fixed_defaults(node: ast.AST, called: frozenset[str], varying: frozenset[str]) -> bool:
     arguments: ast.arguments = node.args  # type: ignore[attr-defined]
-    return all(_is_fixed(value, called) for value in (*arguments.defaults, *arguments.kw_defaults) if value is not None)
+    return all(_is_fixed(value, called, varying) for value in (*arguments.defaults, *arguments.kw_defaults) if value is not None)
 
 
-def _is_fixed(value: ast.expr, called: frozenset[str]) -> bool:
+def _is_fixed(value: ast.expr, called: frozenset[str], varying: frozenset[str]) -> bool:
     """Whether an expression calls nothing, and names nothing of what a call gave."""
-    return _is_constant(value) and called.isdisjoint(part.id for part in ast.walk(value) if isinstance(part, ast.Name))
+    return _is_constant(value, varying) and called.isdisjoint(_names_in(value))
 
 
 _DISPLAYS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 
-_CALLS = (ast.Call, ast.Attribute, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Starred)
+_CALLS = (ast.Call, ast.Attribute, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
+_VARYING = (*_CALLS, ast.Set, ast.SetComp)
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
@@ -354,9 +379,7 @@ def _looked_up(code: types.CodeType, namespace: dict[str, Any]) -> Written:
     content = b"T" + found.tree if found is not None and found.tree else b"C" + xxhash.xxh3_128_digest(b"C" + shape_of(code))
     if source is None or not isinstance(namespace.get("__file__"), str):  # typed in: what it names lies in other cells
         return Written(content, None, {}, True)
-    names = names_read_by(code)
-    literals = {name: expression for name, expression in source.literals.items() if name in names}
-    return Written(content, source.constants & names, literals, found is None or found.defaults)
+    return Written(content, source.constants & names_read_by(code), source.literals, found is None or found.defaults)
 
 
 _known: weakref.WeakKeyDictionary[types.CodeType, dict[str, Written]] = weakref.WeakKeyDictionary()

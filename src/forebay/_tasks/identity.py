@@ -51,10 +51,11 @@ def code_of(function: Any, sent: Code | None = None) -> tuple[Code, tuple[Use, .
     literals: dict[int, dict[str, types.CodeType]] = {}
     for one in functions:
         literals.setdefault(id(one.__globals__), {}).update(written(one).literals)
-    parts, names = [written(one).code for one in functions], set()
+    parts, names, known = [written(one).code for one in functions], set(), dict[tuple[int, str], bytes]()
     for lived_in, name, value in uses:
-        expression = literals.get(id(lived_in), {}).get(name)
-        content = _content(lived_in, value, True) or (_as_written(expression, lived_in, value) if expression is not None else b"")
+        content = _content(lived_in, value, True)
+        if not content and type(value) in _DISPLAYS and value:  # what is empty is filled later
+            content = _as_written(literals.get(id(lived_in), {}), lived_in, name, known)
         if content:
             parts.append(text(name) + content)
             names.add(name)
@@ -173,13 +174,23 @@ def _lasting(value: Any, by_source: bool = True, write: Callable[..., bytes] = l
         return b""
 
 
-def _as_written(expression: types.CodeType, lived_in: dict[str, Any], value: Any) -> bytes:
-    """A dict, list or set as long as it is what the module writes, of literals and constants; else nothing."""
-    names = {name for part in codes_in(expression) for name in part.co_names}
-    constants = {name: lived_in[name] for name in names if name in lived_in and _lasting(lived_in[name])}
-    content = _lasting(value, True, lasting_within) if type(value) in (dict, list, set, tuple) and value else b""
+_DISPLAYS = (dict, list, set, tuple)
+
+
+def _as_written(literals: dict[str, types.CodeType], lived_in: dict[str, Any], name: str, known: dict[tuple[int, str], bytes]) -> bytes:
+    """A dict, list or set as long as it is what the module writes, of literals, of constants, and of others that are as written; else
+    nothing. ``known``: of which this was asked already."""
+    key, expression, value = (id(lived_in), name), literals.get(name), lived_in.get(name)
+    if key in known or expression is None or type(value) not in _DISPLAYS:
+        return known.get(key, b"")
+    known[key] = b""  # of a circle
+    names = {one for part in codes_in(expression) for one in part.co_names if one in lived_in}
+    given = {one: lived_in[one] for one in names if _lasting(lived_in[one]) or _as_written(literals, lived_in, one, known)}
+    content = _lasting(value, True, lasting_within)
     try:
-        at_first = eval(expression, {"__builtins__": {}, **constants}) if content else None  # it calls nothing
+        at_first = eval(expression, {"__builtins__": {}, **given}) if content else None  # it calls nothing
     except Exception:  # noqa: BLE001  # such as a name that is no constant
         return b""
-    return content if _lasting(at_first, True, lasting_within) == content else b""
+    if content and _lasting(at_first, True, lasting_within) == content:
+        known[key] = content
+    return known[key]
