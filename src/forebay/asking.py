@@ -9,6 +9,7 @@ from typing import Self
 from forebay import _model, errors
 from forebay._engine.fill import KeyHold, OnWait
 from forebay._engine.passthrough import MemorySink
+from forebay._engine.publish import Writing
 from forebay._model import Buffer, CloningSink, ObjectInfo, Partial, Remote, Span
 
 
@@ -67,6 +68,8 @@ class Spilling:
         self.partial: Partial | None = None
         self._memory = MemorySink(most)
         self._sink: _model.Sink = self._memory
+        self._writing: Writing | None = None
+        self._info: ObjectInfo | None = None
         self._hold: KeyHold | None = None
         self.fault: errors.CacheFault | None = None
         self.came: memoryview | None = None
@@ -76,9 +79,9 @@ class Spilling:
         """Let go of this lock as soon as it is known that nothing will be kept: others that want the object need not wait."""
         self._hold = hold
 
-    def over(self, sink: _model.Sink) -> Self:
-        """Fill this sink as long as it takes the object."""
-        self._sink = sink
+    def over(self, writing: Writing) -> Self:
+        """Fill this as long as it takes the object."""
+        self._sink = self._writing = writing
         return self
 
     @property
@@ -92,18 +95,30 @@ class Spilling:
 
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
         """See `Sink.begin`."""
+        self._info = info
         if self.fault is None:
             try:
                 return self._sink.begin(info)
             except errors.CacheFault as error:
-                self.fault, self._sink = error.with_traceback(None), self._memory  # its frames hold on to what they have mapped
-                if self._hold is not None:
-                    self._hold.release()
+                self._spill(error)
         return self._memory.begin(info)
 
     def write(self, offset: int, data: Buffer) -> None:
         """See `Sink.write`."""
-        self._sink.write(offset, data)
+        try:
+            self._sink.write(offset, data)
+        except errors.NoSpace as error:
+            if self._writing is None or self._info is None or self._info.size is not None:
+                raise  # parts may come from several threads
+            self._memory.begin(self._info)
+            self._writing.move_to(self._memory)
+            self._spill(error)
+            self._memory.write(offset, data)
+
+    def _spill(self, error: errors.CacheFault) -> None:
+        self.fault, self._sink = error.with_traceback(None), self._memory  # its frames hold on to what they have mapped
+        if self._hold is not None:
+            self._hold.release()
 
     def clone(self, fd: int) -> bool:
         """See `CloningSink.clone`."""

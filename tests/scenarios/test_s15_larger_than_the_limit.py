@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -55,8 +56,11 @@ def test_s15_twice_the_budget_is_read_past_the_cache(
     assert cache.entry(server.url + "/3.bin") is not None  # the cache goes on
 
 
-@pytest.mark.parametrize("script", [{}, {"ranges": False}, {"etag": None}], ids=str)
-@pytest.mark.parametrize("why", ["larger than the budget", "all is pinned"])
+WHYS = ["larger than the budget", "all is pinned"]
+SCRIPTS: list[dict[str, Any]] = [{}, {"ranges": False}, {"etag": None}, {"chunked": True, "ranges": False}]
+
+
+@pytest.mark.parametrize(("why", "script"), [*itertools.product(WHYS, SCRIPTS), ("all is pinned", {"gzip": True})], ids=str)
 def test_s15_what_is_not_kept_costs_no_more_than_without_a_cache(
     cache: forebay.Cache, server: ScriptedServer, why: str, script: dict[str, Any]
 ) -> None:
@@ -81,10 +85,13 @@ def test_s15_what_is_not_kept_costs_no_more_than_without_a_cache(
     assert cache.stats().bytes_reserved == 0
 
 
-def test_s15_what_is_not_kept_is_not_waited_for(root: Path, server: ScriptedServer, children: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("after", "script"), [(MiB, {}), (BUDGET + MiB, {"chunked": True, "ranges": False})], ids=["told", "not told"])
+def test_s15_what_is_not_kept_is_not_waited_for(
+    root: Path, server: ScriptedServer, children: Callable[..., Any], after: int, script: dict[str, Any]
+) -> None:
     """The first one stalls in the middle; the second one is told nothing of it, and has its own."""
     body = os.urandom(2 * BUDGET)
-    url = server.put("/large.bin", body, stall_after=MiB, stalls=1)
+    url = server.put("/large.bin", body, stall_after=after, stalls=1, **script)
 
     def rank() -> bool:
         with forebay.Cache(root, budget=BUDGET) as cache:
@@ -94,12 +101,15 @@ def test_s15_what_is_not_kept_is_not_waited_for(root: Path, server: ScriptedServ
     assert server.stalled.wait(60)
     server.objects["/large.bin"].stall_after = None
     assert children(rank).result()
+    with forebay.Cache(root, budget=BUDGET) as cache:
+        assert cache.stats().bytes_reserved == 0  # nor is room held for it
     server.go.set()
     assert first.result()
 
 
-def test_s15_what_was_not_kept_does_not_stay_in_memory(cache: forebay.Cache, server: ScriptedServer) -> None:
-    url = server.put("/large.bin", bytes(2 * BUDGET))
+@pytest.mark.parametrize("script", [{}, {"chunked": True, "ranges": False}], ids=["told", "not told"])
+def test_s15_what_was_not_kept_does_not_stay_in_memory(cache: forebay.Cache, server: ScriptedServer, script: dict[str, Any]) -> None:
+    url = server.put("/large.bin", bytes(2 * BUDGET), **script)
     gc.collect()
     gc.disable()
     try:

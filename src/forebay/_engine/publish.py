@@ -36,7 +36,7 @@ from forebay._engine.room import Want
 from forebay._engine.root import Root
 from forebay._engine.slots import Slots
 from forebay._engine.stages import MemoryStage, Stage
-from forebay._model import Buffer, Entry, ObjectInfo, Partial, Span
+from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
 
 INLINE = 16 << 10
 """Values up to this size lie in the catalog: neither a block nor an inode each."""
@@ -314,6 +314,20 @@ class Writing:
             stage.write(offset, data)
         if self._on_progress is not None:
             self._on_progress(stage.done, stage.total)
+
+    def move_to(self, sink: Sink) -> None:
+        """Give what came, all of it in order, to another sink, and its room back: nothing will be kept. Raises `CacheFault`."""
+        stage, at = self.stage, 0
+        with faults(self.label.key):
+            with open(self._publisher.root.files.open(stage.path), "rb") as file:
+                while block := file.read(blobs.BLOCK):
+                    sink.write(at, block)
+                    at += len(block)
+            if at < stage.done:
+                raise errors.CacheFault(f"{stage.path}: {stage.done:,} bytes came, and {at:,} are there", path=str(stage.path))
+            stage.discard()
+            self._publisher.budget.cancel(self.reserved.id)
+        self._stage = self._reserved = None
 
     def clone(self, fd: int) -> bool:
         """See `CloningSink.clone`."""
