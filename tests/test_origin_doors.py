@@ -1,4 +1,4 @@
-"""What the rooms above ask of `Origin`: spans of an object, local files as entries, listings."""
+"""What the rooms above ask of `Origin`: spans of an object, local files as entries."""
 
 from __future__ import annotations
 
@@ -62,15 +62,6 @@ def test_a_local_file_is_adopted(origin: Origin, tmp_path: Path) -> None:
     with pytest.raises(errors.NotFound):
         origin.adopt("models", "n", str(source))
     assert origin.store.entry("models", "n") is None
-
-
-def test_a_listing_has_validators(origin: Origin, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for name in ("b", "a"):
-        (tmp_path / "data" / name).write_bytes(b"x")
-    found = list(origin.listing(str(tmp_path / "data")))
-    assert [Path(info.url.removeprefix("file://")).name for info in found] == ["a", "b"]
-    assert all(info.validator and info.size == 1 for info in found)
 
 
 def test_a_filesystem_object_is_a_source(tmp_path: Path) -> None:

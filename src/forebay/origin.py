@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar, cast
@@ -455,10 +455,6 @@ class Origin:
         with self.store.writing(space, key, suffix=remote.suffix(path), resume=False) as writing:
             remote.resolve(path, self.options).fetch(path, writing)
             return writing.publish(validator=validator)
-
-    def listing(self, url: str) -> Iterator[ObjectInfo]:
-        """All objects whose URL begins with ``url``, with their validators. Raises `RemoteError`."""
-        return remote.resolve(url, self.options).list(url)
 
     @staticmethod
     def victim(entry: Entry) -> Victim:

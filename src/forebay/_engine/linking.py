@@ -1,4 +1,4 @@
-"""Other ways to an entry than to write bytes: trees and second names of what is there, and new names."""
+"""Other ways to an entry than to write bytes: trees and second names of what is there, and names for what had none."""
 
 from __future__ import annotations
 
@@ -50,14 +50,6 @@ class Linking:
                 trees.remove(self._root, reserved.id, keyhash=keyhash)
                 self._budget.cancel(reserved.id)
                 raise
-
-    def rename(self, space: int, key: str, label: Label) -> bool:
-        """Let an entry have another name, in place of what had it. False if there is no such entry."""
-        with faults(label.key), self._catalog.write() as txn:
-            entry = entries.find(txn, space, key)
-            if entry is not None:
-                self._move(txn, entry, label)
-            return entry is not None
 
     def name(self, id: int, label: Label, *, overwrite: bool) -> bool:
         """Give an entry that lived as long as it was held a name, under which it stays. False if the name is taken, unless ``overwrite``.

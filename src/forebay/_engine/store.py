@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from forebay import errors
 from forebay._engine import check, counters, strays
-from forebay._engine.catalog import CatalogBroken, entries
+from forebay._engine.catalog import CatalogBroken, DiskFull, entries, spaces
 from forebay._engine.census import Facts, Usage
 from forebay._engine.engine import mending
 from forebay._engine.eviction import Doomed
@@ -182,13 +182,6 @@ class Store(Pieces):
         return self._linking.link(Label(place.id, place.name, key, suffix), lease.entry)
 
     @mending
-    def rename(self, space: str, key: str, new_space: str, new_key: str) -> bool:
-        """Let an entry have another name, in place of what had it; one step. False if there is no such entry."""
-        self.check_usable(writing=True)
-        place = self.space(new_space)
-        return self._linking.rename(self.space(space).id, key, Label(place.id, place.name, new_key))
-
-    @mending
     def make_pack(
         self, space: str, key: str, length: int, *, life: str = "cached", fingerprint: str | None = None, meta: str = ""
     ) -> Pack:  # fmt: skip
@@ -332,7 +325,21 @@ class Store(Pieces):
                     freed += victim.charge
                 else:
                     spared.append(victim.name)
+        if removed:
+            self._give_back_pages()
         return Report(tuple(removed), tuple(spared), freed)
+
+    @mending
+    def _give_back_pages(self) -> None:
+        """Make the catalog small again, once most of it is free: the file only grows by itself."""
+        try:
+            last = None
+            while (free := spaces.spare_pages(self._catalog)) and (last is None or free < last):  # else others fill, or it cannot shrink
+                last = free
+                with self._catalog.write() as txn:
+                    spaces.give_back_pages(txn)
+        except (errors.WriterBusy, DiskFull) as error:
+            log.info("the catalog of %s keeps its free pages: %s", self.root.path, str(error))
 
     @mending
     def _has_trees(self) -> bool:

@@ -74,10 +74,6 @@ class Session:
         values = self.values()
         return None if isinstance(values, Nowhere) else self._place
 
-    def is_there(self) -> bool:
-        """Whether there is a cache."""
-        return not isinstance(self.values(), Nowhere)
-
     @property
     def bypass(self) -> Bypass:
         """By the configuration of the cache, with the providers and conditions of this process."""
