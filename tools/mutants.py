@@ -817,6 +817,11 @@ MUTANTS = (
         "            got = guard.try_lock(_RESERVED, exclusive=False)", "            got = False",
         f"{STRANGE}test_nor_one_that_comes_a_moment_later",
     ),
+    Mutant(
+        10, "a lease of another root is linked by its number", "_engine/linking.py",
+        'source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix))', 'source.kind != "blob"',
+        "tests/scenarios/test_linked_items.py::test_a_source_that_another_cache_is_bound_to",
+    ),
     # 11. Nobody waits in silence
     Mutant(
         11, "who waits for a directory does not say so", "_directories/directories.py",

@@ -251,10 +251,14 @@ class Origin:
         except errors.NotFound:
             self.store.set_validated(old.entry, 0)
             raise
-        same = info is None or (info.validator is not None and info.validator == old.entry.validator)
+        return old if self._has_validated(old.entry, info, began) else None
+
+    def _has_validated(self, entry: Entry, info: ObjectInfo | None, began: int) -> bool:
+        """Whether a conditional request that began then was answered with the version that is kept."""
+        same = info is None or (info.validator is not None and info.validator == entry.validator)
         if same:
-            self.store.set_validated(old.entry, began)
-        return old if same else None
+            self.store.set_validated(entry, began)
+        return same
 
     def _postpone(self, entry: Entry, ask: Ask) -> None:
         """The remote cannot be reached: who waits for this answer, or asks in the next seconds, need not wait for a time-out of his own."""
@@ -449,6 +453,36 @@ class Origin:
         except (errors.CacheFault, errors.WaitTimeout) as error:
             self.fall_back(error, key)
             return memoryview(fetch())
+
+    def kept(self, target: Target, since: int) -> Lease | None:
+        """A lease on the kept copy, if it need not be fetched: it is the remote's, which is asked where nobody did at ``since`` or later.
+        Nothing is raised: the fetch will tell."""
+        try:
+            lease = self.store.lease(URLS, target.key)
+        except errors.CacheFault as error:
+            self.fall_back(error, target.key)
+            return None
+        if lease is None:
+            return None
+        at = self.store.validated(lease.entry)
+        if at >= since or (at and self._is_unchanged(target, lease.entry)):
+            return lease
+        lease.close()
+        return None
+
+    def _is_unchanged(self, target: Target, entry: Entry) -> bool:
+        began = self.store.now()
+        try:
+            with self.reaching():
+                info = target.remote.stat(target.url, known=entry.validator)
+        except errors.RemoteError as error:
+            log.debug("%s: whether it has changed is not known: %s", target.key, str(error))
+            return False
+        self.count(Transfer(requests=1))
+        same = self._has_validated(entry, info, began)
+        if not same:
+            self.store.set_validated(entry, 0)  # the next look need not ask
+        return same
 
     def adopt(self, space: str, key: str, path: str, *, validator: str | None = None) -> Entry:
         """A local file as an entry: its bytes are copied and hashed. Raises `CacheFault`, `NotFound`."""

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from forebay import errors, remote
+from forebay._engine.leases import Lease
 from forebay._engine.passthrough import MemorySink
 from forebay._model import ObjectInfo, Remote, Span, Transfer
-from forebay.origin import Origin, in_memory
+from forebay.origin import URLS, Origin, in_memory
 from forebay.remote import RemoteOptions
 
 
@@ -38,6 +39,9 @@ class Source(Protocol):
     - ``version_of(key)``: str or None. The version of one item, where that is cheap to tell.
     - ``size(key)``: int or None. The bytes of an item, so that room is reserved before it is read.
     - ``info(key)``: `SourceInfo`.
+    - ``lease(key)``: a `Lease` on the item's bytes where the cache has them as they are, from `Cache.read` or a `pull`; else None. They
+      are given a second name then, and not read.
+    - ``fetch(key)``: as ``source[key]``, asked for what ``lease`` has not given.
     - ``bind(origin)``: called once with the cache's own `Origin`, before the first item is asked for."""
 
     @property
@@ -129,6 +133,7 @@ class Reach:
 
     def _forget(self) -> None:
         self.origin: Origin | None = None
+        self._bound_at = 0
         self._options = self._given
         self._own: tuple[str, str, Remote] | None = None
 
@@ -140,9 +145,18 @@ class Reach:
         self._forget()
 
     def bind(self, origin: Origin) -> None:
-        """Ask with this cache's options, and let it count what is asked. The last one that it is bound to holds."""
-        self.origin = origin
+        """Ask with this cache's options, let it count what is asked, and take what it has. The last one that it is bound to holds."""
+        self.origin, self._bound_at = origin, origin.store.now()
         self._options, self._own = self._given or origin.options, None
+
+    def kept(self, url: str, *, versioned: bool = False) -> Lease | None:
+        """A lease on the object where the cache has it, from `Cache.read` or a `pull`, and need not fetch it. ``versioned``: it is to be of
+        a version that the caller named, so it was seen to be the remote's since then."""
+        origin = self.origin
+        if origin is None or self.is_local(url):
+            return None
+        since = -1 if origin.offline else self._bound_at if versioned else origin.store.now() - origin.max_age
+        return origin.kept(origin.target(url, self.filesystem), since)
 
     def _filesystem(self) -> tuple[str, str, Remote]:
         """Of the filesystem object: the scheme of its URLs, what tells it from others, and its remote. Found once: it costs a pickle."""
@@ -197,12 +211,41 @@ class Reach:
             raise
         return bytes(sink.data)
 
+    def bytes_of(self, lease: Lease) -> bytes | None:
+        """What `kept` found; None where that is damaged."""
+        assert self.origin is not None
+        try:
+            with lease:
+                found = self.origin.store.bytes_leased(lease)
+                return None if found is None else bytes(found)
+        except errors.CacheFault as error:
+            self.origin.fall_back(error, lease.entry.key)
+            return None
+
     def part(self, url: str, span: Span, info: ObjectInfo) -> bytes:
         """Some bytes of an object, of this version. Raises `RemoteError`, of which `RemoteChanged`."""
+        kept = self._part_of_kept(url, span, info.validator) if info.validator is not None else None
+        if kept is not None:
+            return kept
         with self._reaching():
             data = self.remote(url).read(url, span, info=info)
         self._count(url, Transfer(requests=1, received=len(data)))
         return data
+
+    def _part_of_kept(self, url: str, span: Span, validator: str) -> bytes | None:
+        """From the whole object, where the cache has it in this version."""
+        origin = self.origin
+        if origin is None or self.is_local(url):
+            return None
+        try:
+            found = origin.store.view(URLS, self.key(url))
+        except errors.CacheFault as error:
+            origin.fall_back(error, url)
+            return None
+        if found is None or found.entry.validator != validator or span.end > found.size:
+            return None
+        origin.store.touch(found.entry)
+        return bytes(found.view[span.start : span.end])
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """All objects whose URL begins with this. Raises `RemoteError`."""

@@ -81,7 +81,7 @@ class Prefetcher(Pool[Item_co]):
         size = getattr(self.source, "size", None)
         return Job(
             store=self._store, space=self.name, workers=self._how["workers"], keep=self._how["keep"], make=self._maker.make,
-            size_of=size if self._maker.is_raw else None, timeout=self._home._timeout,
+            size_of=size if self._maker.is_raw else None, lease=self._maker.lease, timeout=self._home._timeout,
             tell=_Teller(self._origin, self.name), session=session,
         )  # fmt: skip
 
@@ -235,13 +235,15 @@ class _Maker:
         while self.is_raw and isinstance(self._inner, DecodedSource):
             self._decoders.insert(0, self._inner.decode)
             self._inner = self._inner.inner
+        self.lease: Callable[[str], Lease | None] | None = getattr(self._inner, "lease", None) if self.is_raw else None
+        self._read = getattr(self._inner, "fetch", self._inner.__getitem__) if self.lease is not None else self._inner.__getitem__
 
     def make(self, key: str) -> Buffer:
         """The bytes of an item as they are stored."""
         began = time.monotonic_ns()
         self._store.count("misses")
         try:
-            found = self._inner[key]
+            found = self._read(key)
         finally:
             self._store.count("wait_ns_remote", time.monotonic_ns() - began)
         if not self.is_raw:

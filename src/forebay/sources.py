@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 from forebay import errors
+from forebay._engine.leases import Lease
 from forebay._logs import logger
 from forebay.origin import Origin
 from forebay.places import Prefix, Reach, checked_name, info_of, is_name
@@ -47,7 +48,17 @@ class UrlSource:
 
     def __getitem__(self, key: str) -> bytes:
         """The object's bytes. Raises `NotFound` or another `RemoteError`; `ConfigError` for a key that leads out of the prefix."""
+        lease = self.lease(key)
+        data = self._reach.bytes_of(lease) if lease is not None else None
+        return self.fetch(key) if data is None else data
+
+    def fetch(self, key: str) -> bytes:
+        """The same, never from the cache."""
         return self._reach.whole(self._url(key))
+
+    def lease(self, key: str) -> Lease | None:
+        """A lease on the object where the cache has it already, from `Cache.read` or a `pull`, and it is the remote's still; else None."""
+        return self._reach.kept(self._url(key), versioned=self.version is not None)
 
     def keys(self) -> Iterator[str]:
         """All names, in the order of the remote. What is no name below the prefix, such as ``../x``, is left out, and told once.

@@ -53,6 +53,30 @@ def test_the_next_write_needs_what_the_dead_replacer_left(scene: NewScene) -> No
     scene(MiB).play(lambda store: store.put("v", "a", BLOB), lambda store: store.put("v", "a", NEWER), after, small_first=False)
 
 
+@pytest.mark.parametrize("room", [MiB, 448 * KiB], ids=["ample", "short"])
+def test_link(scene: NewScene, room: int) -> None:
+    """A second name of a leased file, in place of what had it; where there is no room, a victim goes first."""
+
+    def before(store: Store) -> None:
+        store.put("v", "victim", NEWER)
+        store.put("v", "b", BLOB)
+        store.put("w", "a", OTHER)
+
+    def link(store: Store) -> None:
+        lease = store.lease("v", "b")
+        assert lease is not None
+        with lease:
+            store.link("w", "a", lease).close()
+
+    def after(store: Store) -> None:
+        assert bytes_of(store, "b") == BLOB
+        found = store.view("w", "a")
+        assert found is not None
+        assert bytes(found.view) in (OTHER, BLOB)
+
+    scene(room).play(before, link, after)
+
+
 @pytest.mark.parametrize("room", [MiB, 300 * KiB], ids=["ample", "short"])
 def test_publish_small_through_a_writing(scene: NewScene, room: int) -> None:
     """It comes into memory; where there is no room, victims go first."""

@@ -144,7 +144,7 @@ def test_a_link_shares_the_bytes_and_outlives_its_source(store: Store) -> None:
     lease = store.lease("a", "k")
     assert lease is not None
     with lease:
-        entry = store.link("b", "k", lease)
+        entry = store.link("b", "k", lease).entry
         assert os.stat(store.root.blob(entry.id)).st_nlink == 2
     (row,) = store.entries("a")
     from forebay._model import Victim

@@ -150,7 +150,7 @@ class Credit:
             inline = bytes(item.data) if size <= INLINE else None
             if inline is None:
                 blobs.write(self._publisher.root, id, item.data, checksum)
-            several.append(New(id, item.key, size, checksum, _validator(item.session), inline, item.note))
+            several.append(New(id, item.key, size, checksum, validator_of(item.session), inline, item.note))
         return self._publisher.insert_many(txn, Label(self._space.id, self._space.name, "", life=life), several)
 
     def keep_large(self, item: Item, *, life: str = "cached") -> Lease:
@@ -163,7 +163,7 @@ class Credit:
         with Writing(self._publisher, label, reserved=own) as writing:
             writing.begin(ObjectInfo("", size))
             writing.write(0, item.data)
-            return writing.publish_leased(self._leases, validator=_validator(item.session))
+            return writing.publish_leased(self._leases, validator=validator_of(item.session))
 
     def _label(self, item: Item, life: str) -> Label:
         return Label(self._space.id, self._space.name, item.key, life=life, meta=item.note)
@@ -191,5 +191,6 @@ class Credit:
         self.promised = Need(row.size, row.charge, row.rows) if row is not None else NOTHING
 
 
-def _validator(session: int) -> str | None:
+def validator_of(session: int) -> str | None:
+    """What an item carries that goes with a session; 0: with none."""
     return entries.session_of(session) if session else None

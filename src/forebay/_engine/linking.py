@@ -81,18 +81,26 @@ class Linking:
         self._slots.set_id(slot, entry.id)
         txn.leftovers = True
 
-    def link(self, label: Label, source: Entry) -> Entry:
-        """The same bytes under another name: a hard link, charged to both spaces. Caller: holds a lease on ``source``."""
+    def link(self, label: Label, leased: Lease, leases: Leases, validator: str | None = None) -> Lease:
+        """The bytes of a leased file under another name too: a hard link, charged to both spaces. Raises `CacheFault` for what is no file,
+        or not of this root: there its number is another's."""
+        source = leased.entry
+        if source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix)):
+            raise errors.CacheFault(f"{source.key!r} cannot be linked: it is no file of {self._root.path}", key=source.key)
         with faults(label.key, source.size):
             reserved = self._budget.reserve(self._publisher.want(self._catalog, label, source.size))
+            held = False
             try:
                 blobs.link_blob(self._root, self._root.blob(source.id, source.suffix), reserved.id, label.suffix)
+                held = leases.hold(reserved.id)  # as for a tree
                 with self._catalog.write() as txn:
-                    entry = self._publisher.insert(txn, label, reserved.id, "blob", source.size, source.checksum, source.validator)
+                    entry = self._publisher.insert(txn, label, reserved.id, "blob", source.size, source.checksum, validator)
                     reservations.delete(txn, reserved.id)
                     txn.leftovers = entries.any_leftovers(txn)
-                    return entry
+                return leases.adopt(entry)
             except BaseException:
+                if held:
+                    leases.let_go_soon(reserved.id)
                 blobs.remove_blob(self._root, reserved.id, label.suffix)
                 self._budget.cancel(reserved.id)
                 raise

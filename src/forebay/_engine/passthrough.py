@@ -121,6 +121,9 @@ class PassThrough:
     def view_leased(self, space: str, key: str, lease: Any) -> None:
         return None
 
+    def bytes_leased(self, lease: Any) -> None:
+        return None
+
     def lease(self, space: str, key: str) -> None:
         return None
 

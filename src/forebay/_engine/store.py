@@ -175,11 +175,13 @@ class Store(Pieces):
         return entries.members(self._catalog, tree.id)
 
     @mending
-    def link(self, space: str, key: str, lease: Lease, *, suffix: str = "") -> Entry:
-        """The bytes of a leased entry under another name too: no copy, charged to both."""
+    def link(self, space: str, key: str, lease: Lease, *, suffix: str = "", life: str = "cached", validator: str | None = None) -> Lease:
+        """The bytes of a leased file under another name too, leased: no copy, charged to both. Caller: holds the key's lock.
+
+        Raises `NoSpace`, or another `CacheFault`."""
         self.check_usable(writing=True)
         place = self.space(space)
-        return self._linking.link(Label(place.id, place.name, key, suffix), lease.entry)
+        return self._linking.link(Label(place.id, place.name, key, suffix, life), lease, self._leases, validator)
 
     @mending
     def make_pack(

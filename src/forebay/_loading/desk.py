@@ -21,7 +21,8 @@ from forebay._model import Buffer, Entry
 @dataclass(frozen=True, slots=True)
 class Job:
     """What one prefetcher loads from where to where. ``make`` gives the bytes of an item, as they are stored, and raises what the
-    source raises; ``size_of``, where the source can tell, how many they will be."""
+    source raises; ``size_of``, where the source can tell, how many they will be; ``lease``, where the cache may have them already under
+    another name, a lease on them if so."""
 
     store: Store
     space: str
@@ -29,6 +30,7 @@ class Job:
     keep: bool
     make: Callable[[str], Buffer]
     size_of: Callable[[str], int | None] | None
+    lease: Callable[[str], Lease | None] | None
     timeout: float | None
     tell: Callable[[Exception, str], None]
     session: Lease | None = None

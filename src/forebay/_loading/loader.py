@@ -177,7 +177,11 @@ class Loader:
                     self._steps.found(load, found)
                     return None
                 hold = found
-            data = self._steps.read(mark)
+            linked = self._steps.link(mark)
+            if isinstance(linked, Lease):
+                self._steps.found(load, linked)
+                return None
+            data = self._steps.read(mark) if linked is None else linked
             self._steps.bring(mark, data, hold, NOTHING, -1)
             hold = None
             return data

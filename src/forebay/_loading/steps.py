@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from forebay import errors
-from forebay._engine.credit import Need
+from forebay._engine.credit import Need, validator_of
 from forebay._engine.fill import KeyHold
 from forebay._engine.leases import Lease
 from forebay._loading.desk import Job
 from forebay._loading.keeper import Keeper
 from forebay._loading.loads import Brought, Load, Mark, State
+from forebay._logs import logger
 from forebay._model import Buffer
+
+log = logger("forebay.prefetch")
 
 PATIENCE = 0.25
 """Seconds that one who reads for himself, faster than the disk takes it, waits for the keeper, before his item is not kept."""
@@ -31,6 +34,45 @@ class Steps:
         except Exception as error:
             self._store.note_failure(self._job.space, mark.name, error)
             raise
+
+    def link(self, mark: Mark) -> Lease | Buffer | None:
+        """The item as a second name of what the cache has already, or its bytes where there is no room for two names. None: the cache has
+        it not; so it is to be read. Caller: holds the key."""
+        source = self._leased(mark.key)
+        if source is None:
+            return None
+        session = self._job.session.entry.id if self._job.session is not None and mark.bound else 0
+        life = "cached" if self._job.keep else "held"
+        with source:
+            try:
+                return self._store.link(self._job.space, mark.name, source, life=life, validator=validator_of(session))
+            except errors.NoSpace:
+                data = self._store.bytes_leased(source)
+                return None if data is None else bytes(data)
+            except errors.CacheFault as error:
+                log.debug("%s is not linked, but read: %s", mark.key, str(error))
+                return None
+
+    def _leased(self, key: str) -> Lease | None:
+        try:
+            found = self._job.lease(key) if self._job.lease is not None else None
+        except Exception as error:  # noqa: BLE001  # the source's own: its read will tell
+            log.debug("whether the cache has %s is not known: %s", key, str(error))
+            return None
+        return found if isinstance(found, Lease) else None
+
+    def linked(self, mark: Mark, lease: Lease) -> None:
+        """Whoever still wants it has it; else it goes, as what was read in vain."""
+        self._store.count_hit(lease.entry.size)
+        with self._desk.lock:
+            load = mark()
+            if load is not None and load.state is State.RUNNING:
+                self._desk.kept(load, lease)
+                return
+            del load
+        lease.close()
+        if not self._job.keep:
+            self._store.drop([lease.entry])
 
     def bring(self, mark: Mark, data: Buffer, hold: KeyHold, given: Need, epoch: int) -> None:
         """It was read: from now on it is served from memory, and the keeper keeps it. He lets go of the key, in any event."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from forebay import errors
+from forebay._engine.leases import Lease
 from forebay._loading.desk import Desk, Job
 from forebay._loading.loads import Load, Prepared, State
 from forebay._loading.steps import Steps
@@ -51,7 +52,11 @@ class Worker:
         """Read an item for which there is room, and whose key is held."""
         brought, mark = False, prepared.mark
         try:
-            data = self._steps.read(mark)
+            linked = self._steps.link(mark)
+            if isinstance(linked, Lease):
+                self._steps.linked(mark, linked)
+                return
+            data = self._steps.read(mark) if linked is None else linked
             self._steps.bring(mark, data, prepared.hold, prepared.need, prepared.epoch)
             brought = True
         except errors.CacheFault as fault:

@@ -1,0 +1,187 @@
+"""A prefetcher over objects that the cache has already, from `Cache.read` or a `pull`: they get a second name, and nobody is asked."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay.sources import TarSource, UrlSource
+from forebay.testing import ScriptedServer
+
+SIZE = 300_000
+
+
+def put(server: ScriptedServer, count: int = 3) -> dict[str, bytes]:
+    bodies = {f"{number}.bin": os.urandom(SIZE) for number in range(count)}
+    for name, body in bodies.items():
+        server.put(f"/data/{name}", body)
+    return bodies
+
+
+def inodes(cache: forebay.Cache) -> dict[str, set[int]]:
+    """Of the files of each space."""
+    found: dict[str, set[int]] = {}
+    for entry in cache.entries():
+        if entry.kind == "blob":
+            found.setdefault(entry.space, set()).add(os.stat(cache._store.root.blob(entry.id, entry.suffix)).st_ino)
+    return found
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("version", [None, "1"])
+def test_objects_that_were_read_are_linked(
+    root: Path, server: ScriptedServer, children: Callable[..., Any], version: str | None, keep: bool
+) -> None:
+    bodies = put(server)
+    with forebay.Cache(root, budget=64 << 20, min_free=0) as cache:
+        for name, body in bodies.items():
+            assert cache.read(f"{server.url}/data/{name}") == body
+        gets = server.gets
+
+        def rank() -> dict[str, bytes]:
+            with forebay.Cache(root) as cache, cache.prefetcher(UrlSource(f"{server.url}/data", version=version), keep=keep) as pool:
+                lazies = {name: pool.get_lazy(name) for name in bodies}
+                for lazy in lazies.values():
+                    pool._loader.settle(lazy._load)
+                files = inodes(cache)
+                assert files["prefetch"] == files["urls"]
+                return {name: lazy.get() for name, lazy in lazies.items()}
+
+        assert children(rank).result() == bodies
+        assert server.gets == gets
+        assert cache.stats().fallbacks == 0
+        if not keep:
+            cache.put("next", b"x")  # who writes next sweeps what the child held
+            assert {entry.space for entry in cache.entries()} == {"urls", "values"}
+        assert cache.check(deep=True) == []
+
+
+def test_a_linked_item_outlives_the_object(cache: forebay.Cache, server: ScriptedServer) -> None:
+    bodies = put(server, 1)
+    cache.read(f"{server.url}/data/0.bin")
+    with cache.prefetcher(UrlSource(f"{server.url}/data", version="1")) as pool:
+        assert pool.warm(bodies).failed == ()
+        used = cache.stats().bytes_used
+        cache.evict(f"{server.url}/data/0.bin")
+        assert cache.stats().bytes_used < used, "each name is charged"
+        assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
+    assert server.gets == 1
+
+
+def test_what_changed_is_fetched(cache: forebay.Cache, server: ScriptedServer) -> None:
+    """A source with a version asks once whether what the cache has is the remote's; the version was named later."""
+    put(server, 1)
+    url = f"{server.url}/data/0.bin"
+    cache.read(url)
+    new = os.urandom(SIZE)
+    server.put("/data/0.bin", new)
+    with cache.prefetcher(UrlSource(f"{server.url}/data", version="2")) as pool:
+        assert pool.get_lazy("0.bin").get() == new
+    assert (server.gets, server.heads) == (2, 1)
+
+
+def test_within_max_age_nobody_is_asked_and_then_once(tmp_path: Path, server: ScriptedServer) -> None:
+    bodies = put(server, 1)
+    url = f"{server.url}/data/0.bin"
+    with forebay.Cache(tmp_path / "root", budget=64 << 20, min_free=0, max_age=60) as cache:
+        cache.read(url)
+        with cache.prefetcher(UrlSource(f"{server.url}/data")) as pool:
+            assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
+        assert (server.gets, server.heads) == (1, 0)
+        entry = cache.entry(url)
+        assert entry is not None
+        cache._store.set_validated(entry, cache._store.now() - 61 * 10**9)
+        with cache.prefetcher(UrlSource(f"{server.url}/data"), name="again") as pool:
+            assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
+        assert (server.gets, server.heads) == (1, 1)
+        with cache.prefetcher(UrlSource(f"{server.url}/data"), name="third") as pool:
+            assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
+        assert (server.gets, server.heads) == (1, 1)
+
+
+def test_offline_what_was_pulled_is_enough(tmp_path: Path, server: ScriptedServer) -> None:
+    bodies = put(server)
+    with forebay.Cache(tmp_path / "root", budget=64 << 20, min_free=0) as cache:
+        assert cache.warm(f"{server.url}/data/{name}" for name in bodies).failed == ()
+    server.close()
+    with forebay.Cache(tmp_path / "root", offline=True) as cache, cache.prefetcher(UrlSource(f"{server.url}/data")) as pool:
+        assert {name: pool.get_lazy(name).get() for name in bodies} == bodies
+        with pytest.raises(forebay.errors.Offline):
+            pool.get_lazy("another").get()
+
+
+def test_decoded_items_are_made_of_what_is_there(cache: forebay.Cache, server: ScriptedServer) -> None:
+    bodies = put(server, 1)
+    cache.read(f"{server.url}/data/0.bin")
+    source = UrlSource(f"{server.url}/data", version="1")
+    with cache.prefetcher(source, decode=lambda key, data: data[:10], store="decoded", codec="pickle", name="decoded") as pool:
+        assert pool.get_lazy("0.bin").get() == bodies["0.bin"][:10]
+    with cache.prefetcher(source, decode=lambda key, data: data[:10], name="raw") as pool:
+        assert pool.get_lazy("0.bin").get() == bodies["0.bin"][:10]
+        files = inodes(cache)
+        assert files["raw"] == files["urls"], "the object's own bytes are kept"
+    assert server.gets == 1
+
+
+def test_where_two_names_have_no_room_the_bytes_are_taken(tmp_path: Path, server: ScriptedServer) -> None:
+    bodies = put(server, 1)
+    with forebay.Cache(tmp_path / "root", budget=SIZE + 100_000, min_free=0) as cache:
+        cache.read(f"{server.url}/data/0.bin")
+        with cache.prefetcher(UrlSource(f"{server.url}/data", version="1")) as pool:
+            assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
+        assert server.gets == 1
+        assert cache.check(deep=True) == []
+
+
+def test_a_source_that_another_cache_is_bound_to(tmp_path: Path, server: ScriptedServer) -> None:
+    """Its leases are of the other root, where each number is of another entry."""
+    bodies = put(server, 2)
+    source = UrlSource(f"{server.url}/data", version="1")
+    with (
+        forebay.Cache(tmp_path / "a", budget=64 << 20, min_free=0) as mine,
+        forebay.Cache(tmp_path / "b", budget=64 << 20, min_free=0) as other,
+        mine.prefetcher(source) as pool,
+    ):
+        mine.read(f"{server.url}/data/1.bin")
+        other.read(f"{server.url}/data/0.bin")
+        with other.prefetcher(source):
+            assert pool.warm(["0.bin"]).failed == ()
+            assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
+        assert {entry.space for entry in mine.entries()} == {"urls", "prefetch"}, "it was damaged"
+        assert mine.check(deep=True) == []
+
+
+def test_a_damaged_object_is_read_from_the_source(cache: forebay.Cache, server: ScriptedServer) -> None:
+    bodies = put(server, 1)
+    with cache.local(f"{server.url}/data/0.bin") as path:
+        os.truncate(path, 10)
+    with cache.prefetcher(UrlSource(f"{server.url}/data", version="1")) as pool:
+        assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
+    cache.repair()
+
+
+def test_members_of_a_shard_that_was_pulled(cache: forebay.Cache, server: ScriptedServer) -> None:
+    packed = io.BytesIO()
+    bodies = {f"{number}.bin": os.urandom(50_000) for number in range(20)}
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, body in bodies.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(body)
+            tar.addfile(member, io.BytesIO(body))
+    url = server.put("/shard.tar", packed.getvalue())
+    cache.read(url)
+    with cache.prefetcher(TarSource(url)) as pool:
+        keys = list(pool.source.keys())
+        found = {key.rpartition("/")[2]: data for key, data in zip(keys, pool.get_many(keys), strict=True)}
+    assert found == bodies
+    assert server.gets == 1
+    server.put("/shard.tar", packed.getvalue() + b"x")
+    with cache.prefetcher(TarSource(url), name="again") as pool:  # what the index says is of the version before
+        assert pool.get_lazy(keys[0]).get() in bodies.values()
