@@ -820,7 +820,7 @@ MUTANTS = (
     Mutant(
         10, "a lease of another root is linked by its number", "_engine/linking.py",
         'source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix))', 'source.kind != "blob"',
-        "tests/scenarios/test_linked_items.py::test_a_source_that_another_cache_is_bound_to",
+        "tests/engine/test_doors.py::test_what_is_leased_in_another_root_is_not_linked",
     ),
     # 11. Nobody waits in silence
     Mutant(

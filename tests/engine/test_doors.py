@@ -153,6 +153,19 @@ def test_a_link_shares_the_bytes_and_outlives_its_source(store: Store) -> None:
     assert text_of(store, "b", "k") == b"x" * 50_000
 
 
+def test_what_is_leased_in_another_root_is_not_linked(tmp_path: Path) -> None:
+    """The same number is of another entry there."""
+    mine, other = (Store.open(tmp_path / name, Settings(budget=1 << 20, min_free=0)) for name in ("mine", "other"))
+    assert mine.put("a", "mine", b"m" * 50_000).id == other.put("a", "other", b"o" * 50_000).id
+    lease = other.lease("a", "other")
+    assert lease is not None
+    with lease, pytest.raises(errors.CacheFault, match="no file of"):
+        mine.link("b", "k", lease)
+    assert text_of(mine, "b", "k") is None
+    mine.close()
+    other.close()
+
+
 def test_a_tree_keeps_its_files_and_frees_them_when_it_goes(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "root", Settings(budget=200_000, min_free=0))
     for name in ("one", "two"):

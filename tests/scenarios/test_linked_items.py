@@ -141,17 +141,16 @@ def test_where_two_names_have_no_room_the_bytes_are_taken(tmp_path: Path, server
 
 
 def test_a_source_that_another_cache_is_bound_to(tmp_path: Path, server: ScriptedServer) -> None:
-    """Its leases are of the other root, where each number is of another entry."""
+    """Its leases are of the other root, where the same number is of another entry."""
     bodies = put(server, 2)
     source = UrlSource(f"{server.url}/data", version="1")
     with (
         forebay.Cache(tmp_path / "a", budget=64 << 20, min_free=0) as mine,
         forebay.Cache(tmp_path / "b", budget=64 << 20, min_free=0) as other,
-        mine.prefetcher(source) as pool,
     ):
         mine.read(f"{server.url}/data/1.bin")
         other.read(f"{server.url}/data/0.bin")
-        with other.prefetcher(source):
+        with mine.prefetcher(source) as pool, other.prefetcher(source):
             assert pool.warm(["0.bin"]).failed == ()
             assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
         assert {entry.space for entry in mine.entries()} == {"urls", "prefetch"}, "it was damaged"
