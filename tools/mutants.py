@@ -675,6 +675,12 @@ MUTANTS = (
         "                self._seen = None  # another one may lie there by now, which is sound\n", "",
         "tests/engine/test_damage.py::test_the_second_that_met_the_damage_keeps_what_the_first_began",
     ),
+    Mutant(
+        7, "an opening connects again at each try", "_engine/catalog/connection.py",
+        "        with self._mutex, translated():\n            self._connection_locked()\n",
+        "        with self._mutex, translated():\n            self._connect_locked()\n",
+        "tests/engine/test_damage.py::test_an_opening_that_takes_two_tries_leaves_no_connection",
+    ),
     # 8. A hit takes no lock and no system call
     Mutant(
         8, "a hit asks the kernel", "_engine/memo.py",

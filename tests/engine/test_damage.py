@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.catalog import Catalog, CatalogBroken
+from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull
 from forebay._engine.engine import mending
 from forebay._engine.layout import Root
 from forebay._engine.settings_file import Kept, SpaceLimits, read, write
@@ -181,6 +182,31 @@ def test_the_second_that_met_the_damage_keeps_what_the_first_began(place: Path, 
         assert cache.check() == []
     for gate in gates:
         gate.close()
+
+
+@pytest.mark.parametrize("trouble", ["a damaged catalog", "a full disk"])
+def test_an_opening_that_takes_two_tries_leaves_no_connection(place: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    """One that nobody closes has its locks until the garbage collector comes, and loses them when another file is closed."""
+    if trouble == "a damaged catalog":
+        overwrite(place / "catalog.sqlite", PAGE, os.urandom((place / "catalog.sqlite").stat().st_size - PAGE))
+    else:
+        make_ballast, left = Catalog.make_ballast, [DiskFull("the first time")]
+
+        def make(catalog: Catalog) -> None:
+            if left:
+                raise left.pop()
+            make_ballast(catalog)
+
+        monkeypatch.setattr(Catalog, "make_ballast", make)
+
+    def work() -> list[str]:
+        gc.disable()
+        with forebay.Cache(place) as cache:
+            assert cache.put("new", b"value")
+        fds = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        return [os.readlink(fd) for fd in fds if os.path.lexists(fd) and "catalog" in os.readlink(fd)]
+
+    assert in_child(work) == []
 
 
 @pytest.mark.parametrize("name", ["catalog.sqlite-wal", "catalog.sqlite-shm"])

@@ -82,7 +82,7 @@ class Catalog:
                 if self._create() and any(os.path.lexists(path) for path in (self._root.settings, self._root.slots_dir / "000")):
                     self.lost = f"the catalog {self._path} was deleted"
         with self._mutex, translated():
-            self._connect_locked()
+            self._connection_locked()
 
     def rebuild(self, why: str) -> None:
         """Throw the catalog away and begin an empty one. The caller then sweeps the files that no row names. Two processes may both have
