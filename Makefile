@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := $(VENV)/bin/python
 BIN := $(VENV)/bin
 
-.PHONY: help demo example example-flow example-claims test retest quality style stress mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale deps docs clean
+.PHONY: help demo example example-flow example-claims test retest quality style stress structure mutants bench-engine bench-samples bench-prefetch bench-checkpoint bench-tasks bench-claims bench-remote bench-scale deps docs clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -66,6 +66,9 @@ style: $(VENV)/.dev ## puts right what can be put right by machine
 
 stress: $(VENV)/.dev deps ## minutes of random load, kills and a sampler beside the budget
 	$(PY) -m pytest -m stress --timeout 1800 $(PYTEST_ARGS)
+
+structure: $(VENV)/.dev ## how many rooms, floors and arrows there are, and what one call enters
+	$(PY) tools/structure.py
 
 mutants: $(VENV)/.dev deps ## each deliberate breach of the code must turn its test red
 	$(PY) tools/mutants.py

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from forebay._engine.blobs import checksum_of
+from forebay._engine.files.blobs import checksum_of
 from forebay.testing import ScriptedServer
 from tests.servers.counting import Shelf, content, shelf  # noqa: F401 (a fixture)
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)

@@ -10,8 +10,8 @@ import pytest
 
 import forebay
 from forebay import Cache, errors, remote
+from forebay.cache.entries import _Listing
 from forebay.errors import ConfigError, RootRefused
-from forebay.listing import _Listing
 from forebay.testing import ScriptedServer
 
 SUM = "0" * 64

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay._directories import copying, sinks
-from forebay._directories.copying import copy_tree, fetch_tree, locked, target_of
-from forebay._directories.crew import LARGE, STREAMS, each
-from forebay._directories.manifests import File
-from forebay._directories.sinks import FileSink, has_stamp, stamp
 from forebay._kernel import host
 from forebay._model import ObjectInfo
+from forebay.directories import copying, sinks
+from forebay.directories.copying import copy_tree, fetch_tree, locked, target_of
+from forebay.directories.crew import LARGE, STREAMS, each
+from forebay.directories.manifests import File
+from forebay.directories.sinks import FileSink, has_stamp, stamp
 from tests.harness import Child, death_of, fork, fork_to_die
 
 BODIES = {

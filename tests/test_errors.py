@@ -20,8 +20,8 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._tasks.config import NoConfig
 from forebay.errors import ForebayError
+from forebay.tasks.config import NoConfig
 from tests.harness import raise_it
 
 FACTS: dict[str, Any] = {"key": "k", "path": "/p", "url": "https://host/x", "need": 5, "names": ["a", "b"], "at_hand": None}

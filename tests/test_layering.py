@@ -16,129 +16,63 @@ PACKAGE = SRC / "forebay"
 
 # A room may import what stands to its left, in its own line or through another one. Rooms between two "<" do not import each other.
 ORDER = """
-    _logs < errors < _model < _config
-    _config < _engine.settings _engine.ahead
+    _logs < errors < _model _config
     _model < _kernel.host < _kernel.locks _kernel.mappings < _kernel.waits
-    _kernel.host < _kernel.below < _engine.layout
-    _kernel.waits < _engine.clock < _engine.slots
-    _kernel.waits < _engine.layout < _engine.root _engine.slots _engine.counters _engine.policy _engine.blobs _engine.trees _engine.faults
-    _engine.layout < _engine.chunkmaps < _engine.stages
-    _engine.layout < _engine.hosts < _engine.engine _engine.passthrough
-    _engine.root _engine.slots _engine.catalog < _engine.strays < _engine.store
-    _engine.layout _engine.policy < _engine.settings_file < _engine.catalog
-    _engine.blobs _engine.faults < _engine.stages
-    _engine.root _engine.slots _engine.counters _engine.policy _engine.stages _engine.trees _engine.faults < _engine.memo _engine.catalog
-    _engine.memo _engine.catalog < _engine.owners < _engine.leases < _engine.ranking < _engine.eviction < _engine.budget _engine.fill
-    _engine.catalog _engine.stages < _engine.room < _engine.budget < _engine.displace < _engine.publish < _engine.linking < _engine.engine
-    _engine.catalog _engine.slots _engine.blobs < _engine.intent < _engine.publish
-    errors < _engine.combining < _engine.publish
-    _engine.owners < _engine.nesting < _engine.fill
-    _engine.budget < _engine.inserting < _engine.publish
-    _engine.trees < _engine.packs < _engine.eviction
-    _engine.layout < _engine.records < _engine.packs
-    _engine.publish < _engine.packing < _engine.appending < _engine.pack < _engine.store
-    _engine.packs < _engine.mapped < _engine.finding < _engine.pack
-    _engine.packing < _engine.engine
-    _engine.intent _engine.publish < _engine.credit < _engine.ahead < _engine.store
-    _engine.engine < _engine.ahead < _engine.pieces < _engine.store _engine.passthrough
-    _engine.budget _engine.fill < _engine.publish _engine.settings _engine.census < _engine.reading < _engine.check < _engine.engine
-    _engine.engine < _engine.store _engine.passthrough
-    _config _kernel.waits < remote < testing < cli
-    _engine.leases < files < origin
-    _engine.fill _engine.passthrough < asking < origin
-    _engine.store _engine.passthrough remote < origin < spaces < cache < cli
-    _engine.pack codecs origin < arrays < samples < cache
-    pfio_file < samples
-    _engine.fill < reports < warming < cache
-    remote < warming
-    origin reports spaces < upkeep < cache
-    origin < listing < upkeep
-    _engine.leases < _engine.census
-    origin < places < shards < tars < sources < cache
-    _model < tar_index < shards
-    _model _kernel.mappings < pfio_file
-    errors _model < _codecs
-    errors _model < _codecs.base < _codecs.arrays < _codecs.pytree < _codecs.plain < codecs
-    _codecs.by_value < codecs
-    _model < codecs < spaces
-    _engine.store < _loading.loads < _loading.desk < _loading.scout < _loading.keeper < _loading.steps < _loading.worker < _loading.loader
-    _loading.loads sources < lazies
-    lazies reports < pools
-    errors < _loading _directories
-    codecs _loading.loader origin pools < prefetch < cache
-    _config _engine.store _engine.passthrough < opening < origin
-    errors _model < _directories.manifests _directories.crew
-    places < _directories.place
-    _directories.manifests _kernel.host asking < _directories.sinks < _directories.copying
-    _engine.trees _directories.crew < _directories.copying
-    _directories.manifests _directories.crew _directories.place < _directories.listings < _directories.directories
-    _directories.directories _directories.copying < _directories.private < cache
-    _directories.listings _directories.copying < _directories.metadata < checkpoint
-    _directories.directories _directories.metadata < _directories.uploading < checkpoint
-    errors _model _engine.passthrough < _directories.marks < _directories.listings
-    _engine.blobs remote _directories.manifests < _directories.walking < _directories.uploading
-    errors _model < _tasks
-    errors _model < _tasks.naming < _tasks.writing < _tasks.contents < _tasks.hashing < _tasks.identity < _tasks.binding
-    _tasks.binding < _tasks.cached < tasks < cache
-    errors _kernel.host < _tasks.code < _tasks.contents
-    errors _model < _tasks.config < _tasks.bypass < _tasks.cached
-    codecs origin < _tasks.values < _tasks.cached
-    _tasks.values < _tasks.importing < tasks
-    errors < _claims
-    errors < _claims.launchers
-    _claims.launchers _kernel.host < _claims.ranks < world < _claims.jobs < claims
-    _kernel.waits < _claims.claim_files < _claims.processes < _claims.table < _claims.members < _claims.named_locks
-    _config < _claims.named_locks < _claims.memory < _claims.boards < _claims.barriers < claims
-    _kernel.waits < _claims.passing < _claims.members
-    _kernel.waits < _claims.patience < _claims.place
-    errors _model < _claims.dirs < _claims.records < _claims.building < _claims.place < _claims.registry
-    _claims.passing _claims.table < _claims.building < _claims.seen < _claims.ledger < _claims.registry < claims
-    _claims.processes < _claims.jobs
-    _claims.processes < _claims.dirs < _claims.conflicts < _claims.ledger
-    _claims.records < _claims.wanted < _claims.conflicts
-    _claims.members < _claims.wanted < _claims.ledger
-    world remote _claims.barriers < claims < cache
-    cache < checkpoint < adapters cli
-    cache pfio_file < adapters
+    _kernel.host < _kernel.below
+    _model < codecs testing
+    _kernel.waits _kernel.below < world remote
+    _kernel.waits _kernel.below _config < _engine.files < _engine.index < _engine.catalog < _engine.locks < _engine.space < _engine.write
+    _engine.write < _engine.packs
+    _engine.locks < _engine.reading _engine.census
+    _engine.space _engine.reading < _engine.check
+    _engine.packs _engine.check _engine.census < _engine.engine < _engine.ahead < _engine.pieces < _engine.store _engine.passthrough
+    _engine.catalog < _engine.strays < _engine.store
+    _config world remote < claims
+    _engine.store _engine.passthrough remote < origin < directories sources
+    _engine.store < reports
+    origin codecs < samples tasks
+    sources codecs reports < prefetch
+    claims directories samples tasks prefetch reports < cache < checkpoint < adapters
+    checkpoint testing < cli
 """
 
 # The half of tasks is imported without the half of checkpoints, which needs pyarrow.
 RAY = (
-    "adapters.ray_checkpoint", "adapters.ray_head", "adapters.ray_sessions", "adapters.ray_calls", "adapters.ray_task",
-    "adapters.ray_tasks", "adapters.chia",
+    "adapters.ray.checkpoint", "adapters.ray.head", "adapters.ray.sessions", "adapters.ray.calls", "adapters.ray.task",
+    "adapters.ray.tasks", "adapters.chia",
 )  # fmt: skip
 
-STREAMING = ("adapters.streaming", "adapters.streaming_shared", "adapters.streaming_barrier", "adapters.streaming_prefix")
+STREAMING = ("adapters.streaming", "adapters.streaming.shared", "adapters.streaming.barrier", "adapters.streaming.prefix")
 
 # Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
 THIRD_PARTY = {
     "urllib3": ("remote",),
-    "xxhash": ("_engine", "_directories", "remote", "origin", "cache", "prefetch", "_tasks"),
+    "xxhash": ("_engine", "directories", "remote", "origin", "cache", "prefetch", "tasks"),
     "typer": ("cli",),
     "typing_extensions": ("_model",),  # for type checkers only
     "click": ("cli",),
     "rich": ("cli",),
-    "botocore": ("remote.aws",),
-    "fsspec": ("remote.clients", "adapters.fsspec", "adapters.ray_checkpoint"),
-    "pyarrow": ("remote.clients", "_codecs.plain", "adapters.ray_checkpoint"),
+    "botocore": ("remote.s3.aws",),
+    "fsspec": ("remote.filesystems.clients", "adapters.fsspec", "adapters.ray.checkpoint"),
+    "pyarrow": ("remote.filesystems.clients", "codecs.plain", "adapters.ray.checkpoint"),
     "ray": RAY,
-    "cloudpickle": ("remote.filesystems", "_codecs.by_value"),
-    "yaml": ("_tasks.config",),
-    "numpy": ("_codecs.arrays", "_claims.memory", "claims", *STREAMING),
-    "torch": ("_codecs.arrays", "adapters.torch"),
-    "pytorch_pfn_extras": ("adapters.pfio_base",),
+    "cloudpickle": ("remote.filesystems", "codecs.by_value"),
+    "yaml": ("tasks.config",),
+    "numpy": ("codecs.arrays", "claims.memory", "claims", *STREAMING),
+    "torch": ("codecs.arrays", "adapters.torch"),
+    "pytorch_pfn_extras": ("adapters.pfio.base",),
     "megatron": ("adapters.energon",),
 }
 LOADED_WITH = {
-    "xxhash": ("_engine", "_directories", "remote", "origin", "cache", "prefetch", "_tasks"),
+    "xxhash": ("_engine", "directories", "remote", "origin", "cache", "prefetch", "tasks"),
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),
-    "urllib3": ("remote.connections", "remote.answers", "remote.sockets"),
+    "urllib3": ("remote.http.connections", "remote.http.answers", "remote.http.sockets"),
     "torch": ("adapters.torch",),
     "megatron": ("adapters.energon",),
     "ray": RAY,
-    "pyarrow": ("adapters.ray_checkpoint",),
+    "pyarrow": ("adapters.ray.checkpoint",),
     "numpy": STREAMING,
 }
 
@@ -345,7 +279,9 @@ def link_breaches(source: str) -> list[str]:
 
 
 # The way to a root is the user's own; what lies in its top is named, not walked to.
-@pytest.mark.parametrize("module", [m for m in MODULES if lies_in(m, ("_engine",)) and m not in ("_engine.root", "_engine.layout")])
+@pytest.mark.parametrize(
+    "module", [m for m in MODULES if lies_in(m, ("_engine",)) and m not in ("_engine.files.root", "_engine.files.layout")]
+)
 def test_the_engine_follows_no_link(module: str) -> None:
     assert link_breaches(MODULES[module].read_text()) == []
 
@@ -382,7 +318,7 @@ def test_the_look_for_links_sees(line: str) -> None:
     ],
 )
 def test_the_lint_sees(line: str) -> None:
-    assert file_breaches("_engine.budget", line) != []
+    assert file_breaches("_engine.space.budget", line) != []
 
 
 @pytest.mark.parametrize(
@@ -397,7 +333,7 @@ def test_the_lint_sees(line: str) -> None:
     ],
 )
 def test_the_lint_lets_pass(line: str) -> None:
-    assert file_breaches("_engine.budget", line) == []
+    assert file_breaches("_engine.space.budget", line) == []
 
 
 @pytest.mark.parametrize(
@@ -406,9 +342,9 @@ def test_the_lint_lets_pass(line: str) -> None:
         ("errors", "from forebay import _model"),
         ("_kernel.host", "from forebay._kernel.locks import LockFile"),
         ("_kernel.mappings", "import forebay._kernel.locks"),
-        ("_engine.slots", "from forebay._engine import counters"),
-        ("_engine.owners", "def f():\n    from forebay._engine.leases import Leases"),
-        ("_engine.fill", "from forebay import remote"),
+        ("_engine.index.slots", "from forebay._engine.catalog import Catalog"),
+        ("_engine.locks.owners", "def f():\n    from forebay._engine.space.budget import Budget"),
+        ("_engine.locks.fill", "from forebay import remote"),
         ("remote.http", "from forebay._engine.store import Store"),
         ("remote", "from forebay import Cache"),
     ],
@@ -418,9 +354,9 @@ def test_the_order_is_felt(module: str, line: str) -> None:
 
 
 def test_foreign_packages_are_felt() -> None:
-    assert third_party_breaches("_engine.fill", "import torch") != []
-    assert third_party_breaches("remote.aws", "import botocore.session") != []
-    assert third_party_breaches("remote.aws", "class A:\n    def f():\n        import botocore.session") == []
+    assert third_party_breaches("_engine.locks.fill", "import torch") != []
+    assert third_party_breaches("remote.s3.aws", "import botocore.session") != []
+    assert third_party_breaches("remote.s3.aws", "class A:\n    def f():\n        import botocore.session") == []
 
 
 def child(code: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 import forebay
 from forebay import Cache, Lease, errors
-from forebay._engine import leases
+from forebay._engine.locks import leases
 from forebay.testing import ScriptedServer
 from tests.directories import FILES, files_of, http_directory
 

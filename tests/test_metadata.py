@@ -13,8 +13,8 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._directories import metadata
-from forebay._directories.place import Place, place_of
+from forebay.directories import metadata
+from forebay.directories.place import Place, place_of
 from forebay.testing import ScriptedServer
 from tests.directories import Remote, aws, every_kind, files_of  # noqa: F401 (fixtures)
 from tests.directories import remote as remote

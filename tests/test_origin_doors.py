@@ -11,8 +11,8 @@ import forebay
 from forebay import errors
 from forebay._engine.store import Settings, Store
 from forebay._model import Span
-from forebay.asking import Ask
 from forebay.origin import Origin
+from forebay.origin.request import Ask
 from forebay.remote import RemoteOptions
 from forebay.testing import ScriptedServer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay.pfio_file import PfioFile, write_pfio
+from forebay.adapters.pfio.file import PfioFile, write_pfio
 
 SLOTS = {0: b"first", 2: b"", 3: bytes(range(256)) * 100, 7: b"x"}
 Edit = Callable[[bytearray], object]

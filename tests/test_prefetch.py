@@ -16,11 +16,10 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.credit import Credit
-from forebay._loading import loader
-from forebay._loading.loads import State
-from forebay.pools import PassThrough
-from forebay.prefetch import Prefetcher
+from forebay._engine.write.credit import Credit
+from forebay.prefetch import Prefetcher, loader
+from forebay.prefetch.loads import State
+from forebay.prefetch.pools import PassThrough
 from forebay.sources import DecodedSource, SourceInfo
 from tests.harness import Gate, MiB, fork, in_child
 from tests.items import Items, Sized, body, until

@@ -16,6 +16,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay.adapters.pfio import import_pfio
 from tests.harness import MiB, fork, in_child, usage
 
 
@@ -572,7 +573,7 @@ def test_evicting_and_pinning_by_name(cache: forebay.Cache) -> None:
 
 
 @pytest.mark.keeps("PFIO leaves a descriptor of its own file open")
-@pytest.mark.parametrize("how", ["class", "handle", "default"])
+@pytest.mark.parametrize("how", ["a cache", "default"])
 @pytest.mark.parametrize("pickled", [False, True], ids=["raw", "pickle"])
 def test_what_pfio_preserved(cache: forebay.Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, pickled: bool) -> None:
     pfio = pytest.importorskip("pfio.cache")
@@ -583,18 +584,14 @@ def test_what_pfio_preserved(cache: forebay.Cache, tmp_path: Path, monkeypatch: 
                 theirs.put(i, value)
         theirs.preserve("kept")
     codec = "pickle" if pickled else "raw"
-    if how == "class":
-        ours = forebay.Samples.import_pfio(tmp_path / "kept", "mine", cache=cache, codec=codec)
-    elif how == "handle":
-        ours = cache.samples(length=3).import_pfio(tmp_path / "kept", "mine", codec=codec)
-    else:
-        monkeypatch.setenv("FOREBAY_HOME", str(tmp_path / "default"))
-        ours = forebay.Samples.import_pfio(tmp_path / "kept", "mine", codec=codec)
+    where = cache if how == "a cache" else None
+    monkeypatch.setenv("FOREBAY_HOME", str(tmp_path / "default"))
+    ours = import_pfio(tmp_path / "kept", "mine", where, codec=codec)
     assert (len(ours), ours.name, ours.frozen) == (5, "mine", True)
     assert [ours.get(i) for i in range(5)] == [*values, None]
     with pytest.raises(ValueError, match="mine"):
-        ours.import_pfio(tmp_path / "kept", "mine", codec=codec)
-    again = ours.import_pfio(tmp_path / "kept", "mine", codec=codec, overwrite=True)
+        import_pfio(tmp_path / "kept", "mine", where, codec=codec)
+    again = import_pfio(tmp_path / "kept", "mine", where, codec=codec, overwrite=True)
     assert again.get(0) == values[0]
     ours.close()
     again.close()
@@ -602,14 +599,20 @@ def test_what_pfio_preserved(cache: forebay.Cache, tmp_path: Path, monkeypatch: 
         ours._home.close()
 
 
+def test_the_import_of_pfios_files_says_where_it_is_now(cache: forebay.Cache) -> None:
+    for where in (forebay.Samples, cache.samples(length=3)):
+        with pytest.raises(AttributeError, match=r"forebay\.adapters\.pfio\.import_pfio"):
+            where.import_pfio  # noqa: B018
+
+
 def test_a_file_that_is_not_pfios(cache: forebay.Cache, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(os.urandom(1000))
     with pytest.raises(errors.Damaged):
-        forebay.Samples.import_pfio(tmp_path / "other", "mine", cache=cache)
+        import_pfio(tmp_path / "other", "mine", cache)
     with pytest.raises(FileNotFoundError):
-        forebay.Samples.import_pfio(tmp_path / "none", "mine", cache=cache)
+        import_pfio(tmp_path / "none", "mine", cache)
     with pytest.raises(ValueError, match="codec"):
-        forebay.Samples.import_pfio(tmp_path / "other", "mine", cache=cache, codec="numpy")
+        import_pfio(tmp_path / "other", "mine", cache, codec="numpy")
     assert names(cache) == []
 
 

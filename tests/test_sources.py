@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import forebay
 from forebay import errors
-from forebay.places import Prefix
+from forebay.origin.prefix import Prefix
 from forebay.remote import RemoteOptions
 from forebay.sources import DecodedSource, SourceInfo, TarSource, UrlSource, by_extension, name_of, source_of
 from forebay.testing import ScriptedServer

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import forebay
-from forebay import errors, tar_index
+from forebay import errors
 from forebay._model import ObjectInfo, Span
-from forebay.places import Reach
+from forebay.origin.prefix import Reach
 from forebay.remote import RemoteOptions
-from forebay.sources import SourceInfo, TarSource
-from forebay.tar_index import Index
+from forebay.sources import SourceInfo, TarSource, tar_index
+from forebay.sources.tar_index import Index
 from forebay.testing import Request, ScriptedServer
 from tests.harness import KiB, MiB, fork, in_child
 from tests.servers.nginx import nginx

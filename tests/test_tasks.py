@@ -339,7 +339,7 @@ def overwrite_in_the_catalog(root: Path, key: str, data: bytes, *, honest: bool)
     """What somebody does who can write to the root: another payload, with its own checksum or not."""
     import sqlite3
 
-    from forebay._engine import blobs
+    from forebay._engine.files import blobs
 
     con = sqlite3.connect(root / "catalog.sqlite")
     with con:

@@ -19,11 +19,11 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._directories import uploading
-from forebay._directories.place import Place, place_of
-from forebay._directories.uploading import Uploaded, upload
-from forebay._engine.blobs import checksum_of
+from forebay._engine.files.blobs import checksum_of
 from forebay._engine.passthrough import PassThrough
+from forebay.directories import uploading
+from forebay.directories.place import Place, place_of
+from forebay.directories.uploading import Uploaded, upload
 from forebay.origin import Origin
 from forebay.remote import RemoteOptions
 from forebay.testing import MemorySink, ScriptedServer

@@ -13,7 +13,7 @@ import pytest
 
 import forebay
 from forebay import Checkpoint
-from forebay._engine import blobs
+from forebay._engine.files import blobs
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay.cache import origin_of

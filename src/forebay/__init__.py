@@ -1,10 +1,5 @@
 """Forebay, the local cache of a training node: one directory, one byte budget, any number of processes, each object fetched once.
 
-A module imports only from those to its left:
-
-    errors _model | _kernel/ _engine/ (private) _config remote/ | origin | spaces samples _tasks/ sources
-    | prefetch tasks _directories/ _claims/ world claims | cache | checkpoint | adapters/ cli/
-
 Importing this package loads the standard library only; the engine comes with the first `Cache`.
 """
 
@@ -15,29 +10,29 @@ from typing import TYPE_CHECKING, Any
 from forebay import errors as errors
 
 if TYPE_CHECKING:
-    from forebay._engine.leases import Lease as Lease
+    from forebay._engine.locks.leases import Lease as Lease
     from forebay._model import Codec as Codec
     from forebay._model import Entry as Entry
     from forebay._model import Problem as Problem
     from forebay._model import Report as Report
     from forebay._model import Victim as Victim
     from forebay.cache import Cache as Cache
+    from forebay.cache.entries import Entries as Entries
+    from forebay.cache.space import Space as Space
     from forebay.checkpoint import Checkpoint as Checkpoint
     from forebay.claims import Claim as Claim
     from forebay.claims import claim as claim
     from forebay.claims import list_claims as list_claims
     from forebay.claims import prune_claims as prune_claims
     from forebay.errors import ForebayError as ForebayError
-    from forebay.lazies import Lazy as Lazy
-    from forebay.listing import Entries as Entries
     from forebay.prefetch import Prefetcher as Prefetcher
+    from forebay.prefetch.lazies import Lazy as Lazy
     from forebay.remote import RemoteOptions as RemoteOptions
     from forebay.reports import Plan as Plan
     from forebay.reports import Progress as Progress
     from forebay.reports import Stats as Stats
     from forebay.reports import WarmReport as WarmReport
     from forebay.samples import Samples as Samples
-    from forebay.spaces import Space as Space
     from forebay.tasks import Tasks as Tasks
     from forebay.world import World as World
 
@@ -53,11 +48,11 @@ _PLACES = {
     "Checkpoint": "forebay.checkpoint",
     "Claim": "forebay.claims",
     "Codec": "forebay._model",
-    "Entries": "forebay.listing",
+    "Entries": "forebay.cache.entries",
     "Entry": "forebay._model",
     "ForebayError": "forebay.errors",
-    "Lazy": "forebay.lazies",
-    "Lease": "forebay._engine.leases",
+    "Lazy": "forebay.prefetch.lazies",
+    "Lease": "forebay._engine.locks.leases",
     "Plan": "forebay.reports",
     "Prefetcher": "forebay.prefetch",
     "Problem": "forebay._model",
@@ -65,7 +60,7 @@ _PLACES = {
     "RemoteOptions": "forebay.remote",
     "Report": "forebay._model",
     "Samples": "forebay.cache",  # which `Samples.import_pfio` needs, to open the default one
-    "Space": "forebay.spaces",
+    "Space": "forebay.cache.space",
     "Stats": "forebay.reports",
     "Tasks": "forebay.tasks",
     "Victim": "forebay._model",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
+
+from forebay.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # every type checker has it; defaults came into `typing` with Python 3.13
@@ -30,6 +33,30 @@ def is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+class Policy(enum.StrEnum):
+    """What a space does when its bytes do not fit."""
+
+    LRU = "lru"
+    """Evict its least recently used entries."""
+    FREEZE = "freeze"
+    """Evict none of its own, admit nothing more."""
+    WAIT = "wait"
+    """Evict what nobody holds, least recently used first; wait while all is held."""
+
+    @property
+    def evicts_own(self) -> bool:
+        """Whether a new entry may take the place of an older one of the same space."""
+        return self is not Policy.FREEZE
+
+    @classmethod
+    def parse(cls, name: str) -> Policy:
+        """The policy that is called ``name``. Raises `ConfigError`."""
+        try:
+            return cls(name.lower())
+        except ValueError as error:
+            raise ConfigError(f"there is no policy {name!r}: use one of {', '.join(cls)}", value=name) from error
 
 
 class Codec(Protocol[Item]):

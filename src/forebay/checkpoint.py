@@ -10,15 +10,16 @@ from functools import cached_property
 from typing import Any, NoReturn, Self
 
 from forebay import errors, remote
-from forebay._directories import directories, private, uploading
-from forebay._directories import metadata as stored
-from forebay._directories.manifests import Patterns
-from forebay._directories.place import Place, check_either, place_of
-from forebay._engine.leases import Lease
+from forebay._engine.locks.leases import Lease
 from forebay._engine.passthrough import PassThrough
-from forebay.asking import Ask
 from forebay.cache import Cache, origin_of
+from forebay.directories import metadata as stored
+from forebay.directories import private, uploading
+from forebay.directories import trees as directories
+from forebay.directories.manifests import Patterns
+from forebay.directories.place import Place, check_either, place_of
 from forebay.origin import Origin
+from forebay.origin.request import Ask
 from forebay.reports import OnProgress, Progress
 
 _STRIPPED = frozenset({"s3", "gs", "gcs", "http", "https"})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay._engine.fill import Waiting
+from forebay._engine.locks.fill import Waiting
 from forebay._model import Entry, Report, Victim
 from forebay.errors import ForebayError
 

@@ -22,9 +22,9 @@ from typing import Any, Self
 import pytest
 
 from forebay import claims
-from forebay._claims import members
-from forebay.adapters import streaming_names as names
-from forebay.adapters import streaming_shared
+from forebay.adapters.streaming import names as names
+from forebay.adapters.streaming import shared as streaming_shared
+from forebay.claims import members
 
 SAMPLES = 60
 

@@ -28,7 +28,7 @@ import forebay
 from forebay._kernel import host
 from forebay.adapters import pfio
 from forebay.adapters.pfio import FileCache, MultiprocessFileCache, NaiveCache, ReadOnlyFileCache
-from forebay.pfio_file import PfioFile
+from forebay.adapters.pfio.file import PfioFile
 from tests.harness import Crew, fork_to_die, in_child
 
 FILLED = [FileCache, MultiprocessFileCache]
@@ -733,7 +733,7 @@ def test_s13_a_full_disk(kind: Any, place: str, monkeypatch: pytest.MonkeyPatch)
         def no_room(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("forebay.adapters.pfio_filling.write_array", no_room)
+        monkeypatch.setattr("forebay.adapters.pfio.filling.write_array", no_room)
         with pytest.warns(RuntimeWarning, match="kept"):
             assert not cache.preserve("kept")
         assert all(name.startswith("forebay-") for name in os.listdir(place))

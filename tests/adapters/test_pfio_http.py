@@ -133,7 +133,7 @@ def test_a_token_is_read_from_a_file(server: Stored, package: str, tmp_path: Pat
 def test_a_token_is_read_again(server: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text("one\n")
     connector = HTTPConnector(url(server), tmp_path / "token")
-    monkeypatch.setattr("forebay.adapters.pfio_http.TOKEN_AGE", -1.0)
+    monkeypatch.setattr("forebay.adapters.pfio.http.TOKEN_AGE", -1.0)
     (tmp_path / "token").write_text("two\n")
     connector.get("0")
     assert server.asked[-1][2] == "Bearer two"

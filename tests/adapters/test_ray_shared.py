@@ -17,7 +17,10 @@ pytest.importorskip("ray")
 import forebay
 from forebay import errors
 from forebay._engine.passthrough import PassThrough
-from forebay.adapters import chia, ray_head, ray_sessions, ray_tasks
+from forebay.adapters import chia
+from forebay.adapters.ray import head as ray_head
+from forebay.adapters.ray import sessions as ray_sessions
+from forebay.adapters.ray import tasks as ray_tasks
 from tests.test_shared_roots import Evil, Result
 
 NODE = "the node of this process"

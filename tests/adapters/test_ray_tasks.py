@@ -24,9 +24,9 @@ import numpy as np
 import ray
 
 import forebay
-from forebay._tasks.identity import code_of
 from forebay.adapters import ray as ours
-from forebay.adapters.ray_tasks import size_in
+from forebay.adapters.ray.tasks import size_in
+from forebay.tasks.identity import code_of
 from tests.adapters.ray_cluster import AWAY, HEAD, Log, Nodes, node
 
 SRC = str(Path(__file__).parents[2] / "src")

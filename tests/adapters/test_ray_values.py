@@ -16,7 +16,7 @@ import numpy as np
 
 import forebay
 from forebay import errors
-from forebay.adapters.ray_values import AT_ONCE, Away, Nowhere, Payload, Served, Unreachable
+from forebay.adapters.ray.values import AT_ONCE, Away, Nowhere, Payload, Served, Unreachable
 
 LARGE = np.arange(AT_ONCE, dtype="u2")
 

@@ -28,7 +28,7 @@ load_streaming()
 from torch.utils.data import DataLoader  # noqa: E402
 
 from forebay.adapters import streaming  # noqa: E402
-from forebay.adapters import streaming_names as names  # noqa: E402
+from forebay.adapters.streaming import names as names  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("numpy")
 
-from forebay.adapters import streaming_names as names
-from forebay.adapters.streaming_shared import SharedMemory
+from forebay.adapters.streaming import names as names
+from forebay.adapters.streaming.shared import SharedMemory
 from tests.adapters.conftest import load_streaming
 
 HOLD = """

@@ -21,7 +21,7 @@ np = pytest.importorskip("numpy")
 
 from forebay import errors  # noqa: E402
 from forebay._kernel import host  # noqa: E402
-from forebay.adapters.streaming_shared import SharedArray, SharedMemory, SharedScalar  # noqa: E402
+from forebay.adapters.streaming.shared import SharedArray, SharedMemory, SharedScalar  # noqa: E402
 
 SHM = Path("/dev/shm")
 
@@ -168,7 +168,7 @@ def test_who_took_the_name_since_keeps_it(name: str) -> None:
 
 END = """
 import os, sys
-from forebay.adapters.streaming_shared import SharedMemory
+from forebay.adapters.streaming.shared import SharedMemory
 memory = SharedMemory(sys.argv[1], True, 8, auto_cleanup=sys.argv[2] == "clean")
 opened = SharedMemory(sys.argv[1], False)
 if (child := os.fork()) == 0:

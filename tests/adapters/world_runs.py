@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import forebay
 from forebay import errors
-from forebay._claims import ranks
+from forebay.world import ranks
 from tests.claims.launched import told
 
 RANKS = 2

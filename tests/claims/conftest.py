@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from forebay._claims import named_locks
-from forebay._claims.members import House
-from forebay._claims.registry import Registry
+from forebay.claims import named_locks
+from forebay.claims.members import House
+from forebay.claims.registry import Registry
 from tests.claiming import registry  # noqa: F401 (a fixture)
 from tests.claims import houses
 from tests.harness import Crew

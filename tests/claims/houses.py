@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from forebay._claims import members
-from forebay._claims.members import House, Members
-from forebay._claims.named_locks import LOCKS, WORDS
-from forebay._claims.table import CLAIM, LEADER, TABLE, TABLE_BYTES
 from forebay._kernel import locks
+from forebay.claims import members
+from forebay.claims.members import House, Members
+from forebay.claims.named_locks import LOCKS, WORDS
+from forebay.claims.table import CLAIM, LEADER, TABLE, TABLE_BYTES
 
 T = TypeVar("T")
 

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from forebay import errors
-from forebay._claims import boards, memory, named_locks
-from forebay._claims.barriers import Barrier
-from forebay._claims.members import House
 from forebay._kernel import host, waits
+from forebay.claims import boards, memory, named_locks
+from forebay.claims.barriers import Barrier
+from forebay.claims.members import House
 from tests.claims import houses
 from tests.claims.houses import leaving
 from tests.clocks import Clocks

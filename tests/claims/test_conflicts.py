@@ -13,11 +13,11 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._claims import conflicts, dirs, members
-from forebay._claims.dirs import Place
-from forebay._claims.records import Record, Stream
-from forebay._claims.registry import Registry
-from forebay._claims.wanted import Wanted
+from forebay.claims import conflicts, dirs, members
+from forebay.claims.dirs import Place
+from forebay.claims.records import Record, Stream
+from forebay.claims.registry import Registry
+from forebay.claims.wanted import Wanted
 from tests.claiming import REMOTE, alone, rank
 from tests.harness import Crew, Gate
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay._claims import dirs
-from forebay._claims.dirs import Place, canonical, marks, overlap, same
+from forebay.claims import dirs
+from forebay.claims.dirs import Place, canonical, marks, overlap, same
 
 
 @pytest.fixture

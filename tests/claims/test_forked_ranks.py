@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 import forebay
-from forebay._claims.registry import Registry
+from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, rank
 from tests.harness import Crew
 

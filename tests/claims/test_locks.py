@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay._claims import memory, named_locks
-from forebay._claims.members import House
-from forebay._claims.named_locks import NamedLock
 from forebay._kernel import locks, waits
+from forebay.claims import memory, named_locks
+from forebay.claims.members import House
+from forebay.claims.named_locks import NamedLock
 from tests.claims.houses import rank
 from tests.harness import Child, Crew, Gate, in_child
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._claims import members, table
-from forebay._claims.members import House, Members
-from forebay._claims.table import CLAIM, Gone, Member
 from forebay._kernel import locks
+from forebay.claims import members, table
+from forebay.claims.members import House, Members
+from forebay.claims.table import CLAIM, Gone, Member
 from tests.claims import houses
 from tests.harness import Crew, Gate
 from tests.items import until
@@ -243,7 +243,7 @@ def test_a_claim_has_1024_places(place: Path, house: House) -> None:
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from forebay._claims.members import Members
+from forebay.claims.members import Members
 members = Members.attach(Path(sys.argv[1]))
 exec(sys.argv[2])
 """

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from forebay import errors
-from forebay._claims import memory, named_locks
-from forebay._claims.members import House
 from forebay._kernel import host
+from forebay.claims import memory, named_locks
+from forebay.claims.members import House
 from tests.claims import houses
 from tests.claims.houses import rank
 from tests.harness import Crew, death_of, fork, fork_to_die, in_child
@@ -311,7 +311,7 @@ from pathlib import Path
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", {str(tmp_path)!r}], check=True)
 from tests.claims import houses
 from forebay import errors
-from forebay._claims import memory
+from forebay.claims import memory
 house = houses.leader(houses.found(Path({str(tmp_path)!r}) / "claim"))
 first = memory.buffer(house, "a", 2 << 20)
 try:

@@ -14,10 +14,10 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._claims import place
-from forebay._claims.place import LOCK
-from forebay._claims.registry import Registry
 from forebay._kernel import host, locks
+from forebay.claims import place
+from forebay.claims.place import LOCK
+from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, text_of
 from tests.harness import Crew, Gate, as_user
 

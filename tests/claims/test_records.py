@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay import errors
-from forebay._claims import dirs, records
-from forebay._claims.records import Beside, Record, Stream, load, masked, shortened
+from forebay.claims import dirs, records
+from forebay.claims.records import Beside, Record, Stream, load, masked, shortened
 
 RECORD = Record(
     3, "train", "job=", "0", 1000, "node", 17, 4026531836, 99, 4026531840, 1.5, "python train.py",

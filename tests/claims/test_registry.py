@@ -26,11 +26,11 @@ import forebay
 import forebay.claims
 import forebay.remote  # here, so that forked children need not
 from forebay import errors
-from forebay._claims import claim_files, dirs, ledger, members, place, records, table
-from forebay._claims.records import Stream
-from forebay._claims.registry import Registry
-from forebay._claims.wanted import Wanted
 from forebay._kernel import host
+from forebay.claims import claim_files, dirs, ledger, members, place, records, table
+from forebay.claims.records import Stream
+from forebay.claims.registry import Registry
+from forebay.claims.wanted import Wanted
 from tests.claiming import REMOTE, alone, claims_in, rank, text_of
 from tests.harness import Child, Crew, Gate, as_user, fork, in_child
 

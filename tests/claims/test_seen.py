@@ -14,14 +14,14 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._claims import seen
-from forebay._claims.ledger import InTheWay
-from forebay._claims.registry import Registry
-from forebay._claims.seen import Seen
-from forebay._claims.table import Member
-from forebay._claims.wanted import Wanted
 from forebay._kernel import host
 from forebay._kernel.locks import LockFile
+from forebay.claims import seen
+from forebay.claims.ledger import InTheWay
+from forebay.claims.registry import Registry
+from forebay.claims.seen import Seen
+from forebay.claims.table import Member
+from forebay.claims.wanted import Wanted
 from tests.claiming import REMOTE, alone, rank
 from tests.harness import Crew
 

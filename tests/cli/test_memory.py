@@ -22,7 +22,7 @@ MOST = 6 * MiB
 
 VERB = """
 import sys
-from forebay import listing
+from forebay.cache import entries as listing
 from forebay._engine import census, check
 from forebay._engine.catalog import spill
 from forebay.cli import main, render

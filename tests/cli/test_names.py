@@ -12,7 +12,7 @@ import pytest
 
 import forebay
 from forebay import Cache, errors
-from forebay.remote.clients import arrow_from_uri
+from forebay.remote.filesystems.clients import arrow_from_uri
 from forebay.testing import ScriptedServer
 
 from .conftest import Run, Terminal

@@ -18,11 +18,15 @@ import forebay
 import forebay.claims
 import forebay.remote
 from forebay import errors
-from forebay._claims import dirs, memory, named_locks  # noqa: F401
-from forebay._claims.records import Stream
-from forebay._claims.registry import Registry
-from forebay._claims.wanted import Wanted
 from forebay._kernel import host
+from forebay.claims import (
+    dirs,
+    memory,  # noqa: F401
+    named_locks,  # noqa: F401
+)
+from forebay.claims.records import Stream
+from forebay.claims.registry import Registry
+from forebay.claims.wanted import Wanted
 from tests.claiming import REMOTE, alone, rank, registry  # noqa: F401 (a fixture)
 from tests.harness import Child, Gate, death_of, fork, fork_to_die, in_child
 

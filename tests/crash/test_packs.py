@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forebay._engine import appending, packing
-from forebay._engine.pack import Pack
+from forebay._engine.files.pack_files import appending, packing
+from forebay._engine.packs.pack import Pack
 from forebay._engine.store import Store
 from forebay.codecs import codec
 from tests.crash.conftest import Scene, victim_of

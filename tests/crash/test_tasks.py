@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from forebay._engine.store import Store
-from forebay._tasks.values import Values
 from forebay.codecs import codec
 from forebay.origin import Origin
 from forebay.remote import RemoteOptions
+from forebay.tasks.values import Values
 from tests.crash.conftest import Scene
 from tests.harness import KiB, MiB
 

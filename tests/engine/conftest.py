@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay._engine.root import Root, open_root
+from forebay._engine.files.root import Root, open_root
 from forebay._kernel import host
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from forebay._engine import blobs
-from forebay._engine.root import Root
+from forebay._engine.files import blobs
+from forebay._engine.files.root import Root
 from forebay._model import Entry
 from forebay.errors import Damaged
 

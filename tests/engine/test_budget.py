@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._engine import budget, ranking
 from forebay._engine.catalog import reservations, writer
-from forebay._engine.room import Want
+from forebay._engine.space import budget, ranking
+from forebay._engine.space.room import Want
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from forebay._engine import clock as module
-from forebay._engine.clock import AHEAD, BELIEVED, BOOT, SEEN, Clock
-from forebay._engine.slots import USED, VALIDATED
+from forebay._engine.index import clock as module
+from forebay._engine.index.clock import AHEAD, BELIEVED, BOOT, SEEN, Clock
+from forebay._engine.index.slots import USED, VALIDATED
 from forebay._engine.store import Store
 from tests.clocks import Clocks
 from tests.harness import MiB, bytes_of, in_child, opened

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay._engine import combining
-from forebay._engine.combining import Combining
 from forebay._engine.store import Store
+from forebay._engine.write import combining
+from forebay._engine.write.combining import Combining
 from forebay._kernel import host
 from tests.crash.conftest import Scene
 from tests.harness import KiB, MiB, assert_settled, bytes_of, fork, opened

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forebay._engine import counters as module
-from forebay._engine.counters import BYTES_HIT, HITS, NAMES, PAGE, Counters
-from forebay._engine.root import Root
+from forebay._engine.files.root import Root
+from forebay._engine.index import counters as module
+from forebay._engine.index.counters import BYTES_HIT, HITS, NAMES, PAGE, Counters
 from forebay._kernel import host
 
 

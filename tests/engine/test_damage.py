@@ -20,8 +20,8 @@ import forebay
 from forebay import errors
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull
 from forebay._engine.engine import mending
-from forebay._engine.layout import Root
-from forebay._engine.settings_file import Kept, SpaceLimits, read, write
+from forebay._engine.files.layout import Root
+from forebay._engine.files.settings_file import Kept, SpaceLimits, read, write
 from forebay._engine.store import Store
 from tests.harness import Gate, MiB, assert_settled, bytes_of, fork, in_child, opened
 

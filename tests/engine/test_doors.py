@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._engine import stages
+from forebay._engine.files import stages
 from forebay._engine.store import Settings, Store
 from forebay._model import ObjectInfo, Victim
 from tests.harness import write_whole

@@ -595,7 +595,7 @@ def test_s33_a_root_with_100_000_entries(quick_path: Path) -> None:
                 first = txn.take("next_id")
                 txn.run("UPDATE meta SET value = value + ? WHERE name = 'next_id'", many)
                 txn.run("UPDATE meta SET value = ? WHERE name = 'next_slot'", many)
-                from forebay._engine.blobs import checksum_of
+                from forebay._engine.files.blobs import checksum_of
 
                 body = b"body" * 8
                 rows = (

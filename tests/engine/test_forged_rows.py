@@ -18,8 +18,9 @@ import pytest
 
 import forebay
 from forebay import Cache, errors
-from forebay._engine import census, root
+from forebay._engine import census
 from forebay._engine.catalog import CatalogBroken, people, transactions
+from forebay._engine.files import root
 from forebay._engine.store import Store
 from forebay._model import ObjectInfo
 from tests.harness import KiB, MiB, assert_settled, in_child, opened

@@ -17,9 +17,10 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine import budget, publish
 from forebay._engine.catalog import peers, writer
+from forebay._engine.space import budget
 from forebay._engine.store import Store
+from forebay._engine.write import publish
 from forebay._kernel import host
 from forebay._model import ObjectInfo
 from tests.harness import HANG, Child, Crew, Gate, KiB, MiB, assert_counted, assert_settled, bytes_of, fork, in_child, opened

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from forebay import errors
-from forebay._engine.blobs import checksum_of
-from forebay._engine.stages import MemoryStage
+from forebay._engine.files.blobs import checksum_of
+from forebay._engine.files.stages import MemoryStage
 
 BODY = os.urandom(10_000)
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 import forebay
-from forebay._engine import packs, records
+from forebay._engine.files import pack_files, pack_records
 from forebay._kernel import host
 from tests.harness import Child, Crew, Gate, KiB, MiB, fork, in_child, usage
 
@@ -60,54 +60,54 @@ def poke(path: Path, offset: int, data: bytes) -> None:
 
 def word(place: Path, slot: int) -> int:
     with open(place / "index", "rb") as file:
-        file.seek(packs.PAGE + 8 * slot)
+        file.seek(pack_files.PAGE + 8 * slot)
         return int.from_bytes(file.read(8), "little")
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-@hypothesis.given(st.integers(1, records.MAX_SEGMENT), st.integers(0, (1 << 38) - 1))
+@hypothesis.given(st.integers(1, pack_records.MAX_SEGMENT), st.integers(0, (1 << 38) - 1))
 def test_a_word_names_one_place(segment: int, sixteenth: int) -> None:
-    found = records.word_of(segment, sixteenth * 16)
+    found = pack_records.word_of(segment, sixteenth * 16)
     assert 0 < found < 1 << 64
-    assert records.place_of(found) == (segment, sixteenth * 16)
+    assert pack_records.place_of(found) == (segment, sixteenth * 16)
 
 
-@hypothesis.given(st.binary(max_size=300), st.integers(0, 1 << 40), st.integers(0, 8 * records.HEADER - 1))
+@hypothesis.given(st.binary(max_size=300), st.integers(0, 1 << 40), st.integers(0, 8 * pack_records.HEADER - 1))
 def test_no_flipped_bit_of_a_header_passes(data: bytes, slot: int, bit: int) -> None:
-    seed = records.seed_of(12345)
-    head = records.header_of(seed, slot, (data,), len(data))
-    whole = bytearray(bytes(records.START) + head + data)
-    assert records.length_of(memoryview(whole), records.START, seed, slot) == len(data)
-    assert records.length_of(memoryview(whole), records.START, seed, slot + 1) is None
-    assert records.length_of(memoryview(whole), records.START, records.seed_of(12346), slot) is None
-    assert records.length_of(memoryview(whole)[:-1], records.START, seed, slot) is None
-    whole[records.START + bit // 8] ^= 1 << bit % 8
-    assert records.length_of(memoryview(whole), records.START, seed, slot) is None
+    seed = pack_records.seed_of(12345)
+    head = pack_records.header_of(seed, slot, (data,), len(data))
+    whole = bytearray(bytes(pack_records.START) + head + data)
+    assert pack_records.length_of(memoryview(whole), pack_records.START, seed, slot) == len(data)
+    assert pack_records.length_of(memoryview(whole), pack_records.START, seed, slot + 1) is None
+    assert pack_records.length_of(memoryview(whole), pack_records.START, pack_records.seed_of(12346), slot) is None
+    assert pack_records.length_of(memoryview(whole)[:-1], pack_records.START, seed, slot) is None
+    whole[pack_records.START + bit // 8] ^= 1 << bit % 8
+    assert pack_records.length_of(memoryview(whole), pack_records.START, seed, slot) is None
 
 
 @hypothesis.given(st.lists(st.binary(max_size=100), min_size=2, max_size=5))
 def test_parts_are_one_payload(parts: list[bytes]) -> None:
     whole = b"".join(parts)
-    assert records.header_of(1, 2, parts, len(whole)) == records.header_of(1, 2, (whole,), len(whole))
+    assert pack_records.header_of(1, 2, parts, len(whole)) == pack_records.header_of(1, 2, (whole,), len(whole))
 
 
 @hypothesis.given(st.integers(0, 1 << 30))
 def test_every_payload_begins_at_a_multiple_of_64(length: int) -> None:
-    after = records.START + records.footprint(length)
-    assert (after + records.HEADER) % records.ALIGN == 0
-    assert records.footprint(length) - length < records.HEADER + records.ALIGN
+    after = pack_records.START + pack_records.footprint(length)
+    assert (after + pack_records.HEADER) % pack_records.ALIGN == 0
+    assert pack_records.footprint(length) - length < pack_records.HEADER + pack_records.ALIGN
 
 
 def test_what_another_boot_wrote_is_compared_with_its_checksum(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a crash of the machine the word may be on the disk, and the payload not."""
     with cache.samples("a", SLOTS) as samples, monkeypatch.context() as patch:
-        patch.setattr(records, "boot_tag", lambda: 7)
+        patch.setattr(pack_records, "boot_tag", lambda: 7)
         for slot in range(3):
             samples.put(slot, body(slot))
-    number, offset = records.place_of(word(place_of(cache), 1))
-    poke(packs.segment_path(cache._store.root, int(place_of(cache).name, 16), number), offset + records.HEADER + 10, bytes(100))  # type: ignore[union-attr]
+    number, offset = pack_records.place_of(word(place_of(cache), 1))
+    poke(pack_files.segment_path(cache._store.root, int(place_of(cache).name, 16), number), offset + pack_records.HEADER + 10, bytes(100))  # type: ignore[union-attr]
     with cache.samples("a", SLOTS) as samples:
         assert [samples.get(slot) for slot in range(3)] == [body(0), None, body(2)]
         assert cache.stats().damaged == 1
@@ -123,9 +123,9 @@ def test_what_another_boot_wrote_is_compared_with_its_checksum(cache: forebay.Ca
         1,
         1 << 40,
         (1 << 64) - 1,
-        records.word_of(1, 1 << 30),
-        records.word_of(9, records.START),
-        records.word_of(1, 0),
+        pack_records.word_of(1, 1 << 30),
+        pack_records.word_of(9, pack_records.START),
+        pack_records.word_of(1, 0),
         "of slot 4",
         "within 2",
     ],
@@ -137,7 +137,7 @@ def test_a_forged_word_leads_to_nothing(cache: forebay.Cache, samples: forebay.S
     elif forged == "within 2":
         forged = word(place, 2) + 7
     assert isinstance(forged, int)
-    poke(place / "index", packs.PAGE + 8 * 3, forged.to_bytes(8, "little"))
+    poke(place / "index", pack_files.PAGE + 8 * 3, forged.to_bytes(8, "little"))
     assert samples.get(3) is None
     assert samples.put(3, body(3))  # the slot was emptied
     assert [samples.get(slot) for slot in (2, 3, 4)] == [body(2), body(3), body(4)]
@@ -147,7 +147,7 @@ def test_a_forged_word_leads_to_nothing(cache: forebay.Cache, samples: forebay.S
 def test_a_torn_word_is_none(cache: forebay.Cache, samples: forebay.Samples) -> None:
     place = place_of(cache)
     for part in range(1, 8):
-        poke(place / "index", packs.PAGE + 8 * 3, word(place, 2).to_bytes(8, "little")[:part] + bytes(8 - part))
+        poke(place / "index", pack_files.PAGE + 8 * 3, word(place, 2).to_bytes(8, "little")[:part] + bytes(8 - part))
         with cache.samples("a", SLOTS) as fresh:
             assert fresh.get(3) in (None, body(3))
 
@@ -155,8 +155,8 @@ def test_a_torn_word_is_none(cache: forebay.Cache, samples: forebay.Samples) -> 
 def test_flipped_bytes_are_found_by_verify_and_the_slots_filled_again(cache: forebay.Cache, samples: forebay.Samples) -> None:
     place = place_of(cache)
     for slot in (2, 40):
-        number, offset = records.place_of(word(place, slot))
-        poke(place / f"{number:08d}", offset + records.HEADER + 5, b"\xff")
+        number, offset = pack_records.place_of(word(place, slot))
+        poke(place / f"{number:08d}", offset + pack_records.HEADER + 5, b"\xff")
     assert [problem.kind for problem in cache.check(deep=True)] == ["samples"]
     assert "2 of its samples" in str(cache.check(deep=True)[0])
     assert samples.verify() == [2, 40]
@@ -168,8 +168,8 @@ def test_flipped_bytes_are_found_by_verify_and_the_slots_filled_again(cache: for
 
 def test_repair_empties_what_is_damaged(cache: forebay.Cache, samples: forebay.Samples) -> None:
     place = place_of(cache)
-    number, offset = records.place_of(word(place, 2))
-    poke(place / f"{number:08d}", offset + records.HEADER + 5, b"\xff")
+    number, offset = pack_records.place_of(word(place, 2))
+    poke(place / f"{number:08d}", offset + pack_records.HEADER + 5, b"\xff")
     samples.close()
     assert [problem.kind for problem in cache.repair()] == ["samples"]
     assert cache.check(deep=True) == []
@@ -181,8 +181,8 @@ def test_a_damaged_pickle_is_a_miss(cache: forebay.Cache) -> None:
     with cache.samples("p", 10, codec="pickle") as samples:
         samples.put(1, {"key": "value"})
         place = next(p for p in (cache.path / "packs").iterdir())
-        number, offset = records.place_of(word(place, 1))
-        poke(place / f"{number:08d}", offset + records.HEADER + 20, b"\xff" * 12)
+        number, offset = pack_records.place_of(word(place, 1))
+        poke(place / f"{number:08d}", offset + pack_records.HEADER + 20, b"\xff" * 12)
         assert samples.get(1) is None
         assert samples.get_or_put(1, lambda: {"key": "new"}) == {"key": "new"}
         assert samples.get(1) == {"key": "new"}
@@ -190,7 +190,7 @@ def test_a_damaged_pickle_is_a_miss(cache: forebay.Cache) -> None:
 
 def test_a_segment_that_was_cut_short(cache: forebay.Cache, samples: forebay.Samples) -> None:
     place = place_of(cache)
-    number, offset = records.place_of(word(place, 20))
+    number, offset = pack_records.place_of(word(place, 20))
     samples.close()
     os.truncate(place / f"{number:08d}", offset + 100)
     with cache.samples("a", SLOTS) as again:
@@ -371,7 +371,7 @@ def test_a_job_that_closes_all_descriptors(tmp_path: Path) -> None:
 
 def test_a_window_that_grows(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views from before stay good, and what is known stays true."""
-    monkeypatch.setattr("forebay._engine.mapped.FIRST_WINDOW", MiB)
+    monkeypatch.setattr("forebay._engine.packs.mapped.FIRST_WINDOW", MiB)
     samples = cache.samples("w", 100)
     views = []
     for slot in range(100):

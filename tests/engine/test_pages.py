@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay import listing
 from forebay._engine import census, check, store
 from forebay._engine.catalog import Catalog, entries
+from forebay.cache import entries as listing
 from forebay.cli import render
 from tests.harness import MiB, fork
 

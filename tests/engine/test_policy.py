@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from forebay._engine.policy import Policy
+from forebay._model import Policy
 from forebay.errors import ConfigError
 
 

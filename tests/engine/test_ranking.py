@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from forebay._engine import ranking
 from forebay._engine.catalog import Rows, entries
-from forebay._engine.ranking import Ranking, Scope
-from forebay._engine.slots import Slots
+from forebay._engine.index.slots import Slots
+from forebay._engine.space import ranking
+from forebay._engine.space.ranking import Ranking, Scope
 from forebay._engine.store import Store
 from forebay.errors import NoSpace
 from tests.harness import MiB, in_child, opened

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay._engine import root as roots
-from forebay._engine.root import LOCKS, Root, open_root, parse_blob_name, parse_tmp_name
+from forebay._engine.files import root as roots
+from forebay._engine.files.root import LOCKS, Root, open_root, parse_blob_name, parse_tmp_name
 from forebay._kernel import host
 from forebay.errors import NewerFormat, RootRefused
 

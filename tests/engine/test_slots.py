@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from forebay._engine.root import Root
-from forebay._engine.slots import ID, RECORDS, USED, VALIDATED, Slots
+from forebay._engine.files.root import Root
+from forebay._engine.index.slots import ID, RECORDS, USED, VALIDATED, Slots
 from forebay._kernel import host
 from forebay.errors import CacheFault
 

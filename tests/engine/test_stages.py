@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from forebay._engine import stages
-from forebay._engine.blobs import checksum_of
-from forebay._engine.chunkmaps import CHUNK
-from forebay._engine.root import Root, open_root, parse_tmp_name
-from forebay._engine.stages import Stage
+from forebay._engine.files import stages
+from forebay._engine.files.blobs import checksum_of
+from forebay._engine.files.chunkmaps import CHUNK
+from forebay._engine.files.root import Root, open_root, parse_tmp_name
+from forebay._engine.files.stages import Stage
 from forebay._kernel import host
 from forebay._model import Partial, Span
 from forebay.errors import CacheFault, NoSpace

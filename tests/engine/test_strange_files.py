@@ -18,8 +18,9 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine import check, engine, slots
+from forebay._engine import check, engine
 from forebay._engine.catalog import connection
+from forebay._engine.index import slots
 from forebay._engine.store import Settings, Store
 from tests.harness import Gate, MiB, assert_settled, bytes_of, fork, in_child, opened
 

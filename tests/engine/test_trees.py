@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay._engine import trees
-from forebay._engine.root import Root, open_root, parse_tmp_name
+from forebay._engine.files import trees
+from forebay._engine.files.root import Root, open_root, parse_tmp_name
 
 ID = 0xABC
 

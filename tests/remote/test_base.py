@@ -15,7 +15,7 @@ from urllib3 import exceptions
 from forebay import errors, remote
 from forebay.remote import RemoteOptions, base
 from forebay.remote.base import Call, Stopped, Trouble
-from forebay.remote.connections import network_errors
+from forebay.remote.http.connections import network_errors
 
 URL = "https://me:5ec3e7@host/a?token=5ec3e7"
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay.remote.clients import frugal
 from forebay.remote.filesystems import FilesystemRemote, There, pickled
+from forebay.remote.filesystems.clients import frugal
 from tests.harness import fork
 from tests.remote.test_filesystems import BODY, OPTIONS, PART, PLACES, Place, fetched, fsspec_dir, pyarrow_local, pyarrow_s3, s3fs_object
 from tests.servers.rgw import rgw_server  # noqa: F401 (a fixture)

@@ -21,9 +21,9 @@ import pytest
 
 from forebay import errors
 from forebay._model import Span
-from forebay.remote import RemoteOptions, helper, helper_process
+from forebay.remote import RemoteOptions
 from forebay.remote.base import Trouble
-from forebay.remote.filesystems import FilesystemRemote
+from forebay.remote.filesystems import FilesystemRemote, helper, helper_process
 from forebay.testing import MemorySink, ScriptedServer
 from tests.harness import fork, in_child
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
@@ -149,7 +149,8 @@ TALK = """
 import os, sys, time
 import fsspec
 from forebay._model import Span
-from forebay.remote import filesystems, helper_process
+from forebay.remote import filesystems
+from forebay.remote.filesystems import helper_process
 remote = filesystems.FilesystemRemote(fsspec.filesystem("http"))
 remote.read(sys.argv[1], Span(0, 1))
 print(helper_process._processes._process.pid, flush=True)

@@ -13,7 +13,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._directories import marks
+from forebay.directories import marks
 from forebay.remote import RemoteOptions
 from forebay.remote.s3 import S3Remote
 from forebay.sources import TarSource, UrlSource

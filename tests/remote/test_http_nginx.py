@@ -14,8 +14,8 @@ import pytest
 from forebay import errors
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
-from forebay.remote.answers import SMALL
 from forebay.remote.http import HttpRemote
+from forebay.remote.http.answers import SMALL
 from forebay.testing import MemorySink
 from tests.servers.nginx import Nginx
 from tests.servers.nginx import nginx as running

@@ -16,9 +16,9 @@ import pytest
 from forebay import errors
 from forebay._model import Span
 from forebay.remote import RemoteOptions
-from forebay.remote.connections import Place
-from forebay.remote.exchange import Exchange
 from forebay.remote.http import HttpRemote
+from forebay.remote.http.connections import Place
+from forebay.remote.http.exchange import Exchange
 from forebay.testing import MemorySink, ScriptedServer
 from tests.servers.tls import both as both
 

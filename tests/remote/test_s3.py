@@ -23,8 +23,8 @@ import pytest
 from forebay import errors, remote
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
-from forebay.remote.aws import Place
 from forebay.remote.s3 import Name, S3Remote
+from forebay.remote.s3.aws import Place
 from forebay.testing import MemorySink
 from tests.harness import fork
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)

@@ -15,13 +15,13 @@ from urllib3 import exceptions
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from forebay import errors
-from forebay._engine import hosts
-from forebay._engine.hosts import SilentHosts
+from forebay._engine.index import hosts
+from forebay._engine.index.hosts import SilentHosts
 from forebay._model import Span
-from forebay.remote import RemoteOptions, filesystems, helper, reaching, sockets
+from forebay.remote import RemoteOptions, filesystems, reaching
 from forebay.remote.base import Trouble
-from forebay.remote.filesystems import FilesystemRemote
-from forebay.remote.http import HttpRemote
+from forebay.remote.filesystems import FilesystemRemote, helper
+from forebay.remote.http import HttpRemote, sockets
 from forebay.testing import MemorySink
 from tests.servers.raw import RawServer
 from tests.servers.raw import raw as raw

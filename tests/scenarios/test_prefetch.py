@@ -20,7 +20,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._loading import steps
+from forebay.prefetch import steps
 from forebay.testing import ScriptedServer
 from tests.harness import fill_the_disk, usage
 from tests.items import Items, Sized, body, files_below, until

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay import errors, opening, prefetch
+from forebay import errors, prefetch
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import host, waits
-from forebay.origin import Origin
+from forebay.origin import Origin, opening
 from forebay.testing import ScriptedServer
 from tests.harness import HANG, Gate, fill_the_disk, fork, in_child
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay.asking import Spilling
+from forebay.origin.request import Spilling
 from forebay.testing import ScriptedServer
 
 MiB = 1 << 20

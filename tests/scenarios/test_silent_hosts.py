@@ -15,9 +15,9 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine import hosts
-from forebay._engine.hosts import PERIOD, SilentHosts
-from forebay._engine.root import open_root
+from forebay._engine.files.root import open_root
+from forebay._engine.index import hosts
+from forebay._engine.index.hosts import PERIOD, SilentHosts
 from forebay.remote import RemoteOptions
 from forebay.sources import UrlSource
 from tests.servers.raw import RawServer
@@ -60,7 +60,7 @@ def opened(root: Path, options: RemoteOptions = OPTIONS, **how: object) -> foreb
 CHILD = """
 import sys, forebay
 from forebay import errors
-from forebay._engine import hosts
+from forebay._engine.index import hosts
 from forebay.remote import RemoteOptions
 hosts.PERIOD = 600.0
 options = RemoteOptions(connect_timeout=10, read_timeout=float(sys.argv[3]), attempts=1)

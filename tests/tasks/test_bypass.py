@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay._tasks import bypass
-from forebay._tasks.bypass import Bypass
-from forebay._tasks.config import load
-from forebay._tasks.naming import Tag
+from forebay.tasks import bypass
+from forebay.tasks.bypass import Bypass
+from forebay.tasks.config import load
+from forebay.tasks.naming import Tag
 
 
 def made(**functions: Any) -> Bypass:

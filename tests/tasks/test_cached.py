@@ -25,8 +25,8 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._tasks.values import Values
 from forebay.tasks import Tasks
+from forebay.tasks.values import Values
 from tests.harness import Gate, fork
 
 HERE = __name__

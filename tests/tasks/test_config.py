@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay._tasks.config import Config, load
-from forebay._tasks.naming import Tag
+from forebay.tasks.config import Config, load
+from forebay.tasks.naming import Tag
 
 WHOLE = """
 # of one flow

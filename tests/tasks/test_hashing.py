@@ -28,9 +28,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from forebay._tasks import hashing
-from forebay._tasks.hashing import Unstable, as_own, digest_of
-from forebay._tasks.naming import Tag
+from forebay.tasks import hashing
+from forebay.tasks.hashing import Unstable, as_own, digest_of
+from forebay.tasks.naming import Tag
 
 
 class Colour(enum.Enum):
@@ -360,7 +360,7 @@ def test_digests_agree_where_values_do(first: Any, second: Any) -> None:
 
 PROGRAM = """
 import sys, json, pathlib, datetime, uuid, decimal, functools, collections, numpy as np
-from forebay._tasks.hashing import as_own, digest_of
+from forebay.tasks.hashing import as_own, digest_of
 class Here:
     def __init__(self): self.names = {"a", "b", "c"}
 def outer(n):

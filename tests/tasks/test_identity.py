@@ -24,10 +24,10 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay._tasks.binding import Naming
-from forebay._tasks.code import _quiet, tree_of
-from forebay._tasks.hashing import Unstable, as_own, digest_of
-from forebay._tasks.identity import Code, code_of
+from forebay.tasks.binding import Naming
+from forebay.tasks.code import _quiet, tree_of
+from forebay.tasks.hashing import Unstable, as_own, digest_of
+from forebay.tasks.identity import Code, code_of
 from tests.harness import fork
 
 BODY = """
@@ -314,7 +314,7 @@ def test_code_that_cannot_be_told_lets_the_call_run_uncached(
     def double(x: int) -> int:
         return x * 2
 
-    monkeypatch.setattr("forebay._tasks.binding.code_of", fails)
+    monkeypatch.setattr("forebay.tasks.binding.code_of", fails)
     for tag in (None, "t"):
         cached = cache.tasks("flow").cached(double, tag=tag)
         with caplog.at_level(logging.WARNING, "forebay.tasks"):
@@ -461,7 +461,7 @@ OTHERS |= {str(path) for n in (11, 12, 13, 14) for path in Path.home().glob(f".p
 ELSEWHERE = """
 import ast, sys, types
 sys.modules["xxhash"] = types.ModuleType("xxhash")
-from forebay._tasks.code import tree_of
+from forebay.tasks.code import tree_of
 sys.stdout.buffer.write(tree_of(ast.parse(sys.stdin.read()).body[0]))
 """
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay._tasks.binding import Naming
-from forebay._tasks.identity import code_of
-from forebay._tasks.naming import Tag, identity_of, key_of
+from forebay.tasks.binding import Naming
+from forebay.tasks.identity import code_of
+from forebay.tasks.naming import Tag, identity_of, key_of
 
 HERE = __name__
 
@@ -105,7 +105,7 @@ def test_identities() -> None:
 
 SCRIPT = """
 import multiprocessing, subprocess, sys
-from forebay._tasks.naming import identity_of
+from forebay.tasks.naming import identity_of
 class Here: pass
 def work(x): return x
 def names(_=None): return identity_of(work), identity_of(Here)
@@ -135,13 +135,13 @@ def test_s35_a_script_and_its_children_agree(tmp_path: Path) -> None:
 
 
 def test_what_is_typed_in_has_no_file() -> None:
-    code = "from forebay._tasks.naming import identity_of\ndef f(): pass\nprint(identity_of(f))"
+    code = "from forebay.tasks.naming import identity_of\ndef f(): pass\nprint(identity_of(f))"
     assert output_of("-c", code) == ["__main__.f"]
 
 
 SENDER = """
 import cloudpickle, sys
-from forebay._tasks.binding import Naming
+from forebay.tasks.binding import Naming
 class Cfg:
     def __init__(self, rate): self.rate = rate
 def f(cfg): return cfg
@@ -151,7 +151,7 @@ sys.stdout.buffer.write(cloudpickle.dumps((naming, Cfg(3), naming.call((Cfg(3),)
 """
 RECEIVER = """
 import pickle, sys
-from forebay._tasks.naming import identity_of
+from forebay.tasks.naming import identity_of
 naming, cfg, digest = pickle.load(sys.stdin.buffer)
 assert naming.call((cfg,), {}).digest == digest
 print(naming.tag_of((cfg,), {}).key.partition("#")[0], identity_of(naming.function), identity_of(type(cfg)))
@@ -168,7 +168,7 @@ def test_what_is_sent_by_value_keeps_its_name(tmp_path: Path) -> None:
 
 
 def test_what_is_typed_in_counts_with_its_code() -> None:
-    code = "from forebay._tasks.binding import Naming\ndef f(x): return x + {}\nprint(Naming(f, None).tag_of((1,), {{}}).key)"
+    code = "from forebay.tasks.binding import Naming\ndef f(x): return x + {}\nprint(Naming(f, None).tag_of((1,), {{}}).key)"
     first, again, other = (output_of("-c", code.format(n)) for n in (1, 1, 2))
     assert first == again != other
 

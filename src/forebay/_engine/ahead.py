@@ -7,21 +7,20 @@ from collections.abc import Sequence
 
 from forebay import errors
 from forebay._config import format_size
-from forebay._engine import counters
 from forebay._engine.catalog import spaces
-from forebay._engine.credit import Credit, Item
 from forebay._engine.engine import Engine, mending
-from forebay._engine.eviction import Doomed
-from forebay._engine.faults import faults
-from forebay._engine.fill import KeyHold
-from forebay._engine.inserting import Label
-from forebay._engine.leases import Lease
-from forebay._engine.policy import Policy
-from forebay._engine.publish import SMALL
-from forebay._engine.room import Want
-from forebay._engine.settings import keep
+from forebay._engine.files.faults import faults
+from forebay._engine.index import counters
+from forebay._engine.locks.fill import KeyHold
+from forebay._engine.locks.leases import Lease
+from forebay._engine.space.eviction import Doomed
+from forebay._engine.space.room import Want
+from forebay._engine.space.settings import keep
+from forebay._engine.write.credit import Credit, Item
+from forebay._engine.write.inserting import Label
+from forebay._engine.write.publish import SMALL
 from forebay._logs import logger
-from forebay._model import Buffer, Entry
+from forebay._model import Buffer, Entry, Policy
 
 log = logger("forebay.store")
 

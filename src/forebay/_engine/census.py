@@ -7,10 +7,10 @@ from pathlib import Path
 
 from forebay._engine.catalog import Catalog, entries, spaces
 from forebay._engine.catalog.wal import Wal
-from forebay._engine.counters import NAMES, Counters
-from forebay._engine.leases import Leases
-from forebay._engine.root import Root
-from forebay._engine.slots import Slots
+from forebay._engine.files.root import Root
+from forebay._engine.index.counters import NAMES, Counters
+from forebay._engine.index.slots import Slots
+from forebay._engine.locks.leases import Leases
 from forebay._model import Entry
 
 _set = object.__setattr__  # of an entry that nobody else has yet: `replace` takes as long as all the rest

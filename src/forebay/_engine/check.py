@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 
-from forebay._engine import blobs, packs, stages, trees
 from forebay._engine.catalog import Catalog, checked, entries, reservations, segments, spaces
 from forebay._engine.catalog.schema import DOOMED
-from forebay._engine.eviction import Eviction
-from forebay._engine.fill import Fill
+from forebay._engine.files import blobs, pack_files, stages, trees
+from forebay._engine.files.root import Root, parse_tmp_name
+from forebay._engine.index.slots import RECORDS, Slots
+from forebay._engine.locks.fill import Fill
 from forebay._engine.reading import Reading
-from forebay._engine.root import Root, parse_tmp_name
-from forebay._engine.slots import RECORDS, Slots
+from forebay._engine.space.eviction import Eviction
 from forebay._kernel import locks
 from forebay._model import Entry, Problem
 from forebay.errors import Damaged
@@ -93,7 +93,7 @@ def _check_strays(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Proble
     named = chain(
         (((id, "blob", path.name.removeprefix(f"{id:016x}")), path) for id, path in blobs.list_blobs(root)),
         (((id, "tree", ""), root.tree(id)) for id in trees.list_trees(root)),
-        (((id, "pack", ""), root.pack(id)) for id in packs.list_packs(root)),
+        (((id, "pack", ""), root.pack(id)) for id in pack_files.list_packs(root)),
     )
     while some := dict(islice(named, AT_ONCE)):
         for file in entries.unnamed(catalog, list(some)):
@@ -132,11 +132,11 @@ def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
     rows = {(row.pack, row.number) for row in segments.every(catalog)}
     charged = segments.sums(catalog)
     for id, key, size in catalog.all("SELECT id, key, size FROM entries WHERE kind = 'pack'"):
-        for number, path in packs.list_segments(root, id):
+        for number, path in pack_files.list_segments(root, id):
             if (id, number) not in rows:
                 yield Problem("segment", str(path), "a segment that no row names", key)
         try:
-            index = packs.PAGE + root.files.lstat(root.pack(id) / "index").st_size
+            index = pack_files.PAGE + root.files.lstat(root.pack(id) / "index").st_size
         except FileNotFoundError:
             continue  # it is lost, or on its way out
         if size != index + charged.get(id, 0):
@@ -214,7 +214,7 @@ def _is_one_file(root: Root, one: str, other: str) -> bool:
 
 def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:
     try:
-        bad = packs.bad_slots(root, entry.id, packs.map_index(root, entry.id, None, writable=False))
+        bad = pack_files.bad_slots(root, entry.id, pack_files.map_index(root, entry.id, None, writable=False))
     except FileNotFoundError:
         return  # evicted meanwhile; what is lost for good is found by its name
     except Damaged as error:
@@ -227,11 +227,11 @@ def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:
 
 def _empty_samples(root: Root, id: int) -> None:
     """Empty the slots of what is damaged: they can be filled again. Under the slots' locks, as writers do."""
-    words = packs.map_index(root, id, None, writable=True)
+    words = pack_files.map_index(root, id, None, writable=True)
     claims = locks.Claims(root.pack(id) / "index", root.files.open)
     try:
-        for slot in packs.bad_slots(root, id, words):
-            packs.empty_slot(words[packs.HEADER_WORDS :], claims, slot, words[packs.HEADER_WORDS + slot])
+        for slot in pack_files.bad_slots(root, id, words):
+            pack_files.empty_slot(words[pack_files.HEADER_WORDS :], claims, slot, words[pack_files.HEADER_WORDS + slot])
     finally:
         claims.close()
 
@@ -259,11 +259,11 @@ def _mend_segments(root: Root, catalog: Catalog) -> None:
     with catalog.write() as txn:
         rows = {(row.pack, row.number) for row in segments.every(txn)}
         for (id,) in txn.all("SELECT id FROM entries WHERE kind = 'pack'"):
-            for number, path in packs.list_segments(root, id):
+            for number, path in pack_files.list_segments(root, id):
                 if (id, number) not in rows:
                     root.files.unlink(path)
             try:
-                index = packs.PAGE + root.files.lstat(root.pack(id) / "index").st_size
+                index = pack_files.PAGE + root.files.lstat(root.pack(id) / "index").st_size
             except FileNotFoundError:
                 continue
             segments.recount(txn, id, index)

@@ -9,28 +9,29 @@ from collections.abc import Callable
 from typing import ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from forebay import errors
-from forebay._engine import check, settings_file
-from forebay._engine.budget import Budget
+from forebay._engine import check
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, people, spaces
 from forebay._engine.census import Census
-from forebay._engine.counters import Counters
-from forebay._engine.displace import Displacing
-from forebay._engine.eviction import Eviction
-from forebay._engine.faults import SCARCE, faults
-from forebay._engine.fill import Fill
-from forebay._engine.hosts import SilentHosts
-from forebay._engine.intent import Intent
-from forebay._engine.leases import Leases
-from forebay._engine.linking import Linking
-from forebay._engine.memo import Memo
-from forebay._engine.owners import Owners
-from forebay._engine.packing import Packing
-from forebay._engine.publish import Publisher
-from forebay._engine.ranking import Ranking
+from forebay._engine.files import settings_file
+from forebay._engine.files.faults import SCARCE, faults
+from forebay._engine.files.root import Root, open_root
+from forebay._engine.index.counters import Counters
+from forebay._engine.index.hosts import SilentHosts
+from forebay._engine.index.memo import Memo
+from forebay._engine.index.slots import RECORDS, Slots, SlotsBroken, SlotsReplaced
+from forebay._engine.locks.fill import Fill
+from forebay._engine.locks.leases import Leases
+from forebay._engine.locks.owners import Owners
+from forebay._engine.packs.packing import Packing
 from forebay._engine.reading import Reading
-from forebay._engine.root import Root, open_root
-from forebay._engine.settings import Settings, apply, keep
-from forebay._engine.slots import RECORDS, Slots, SlotsBroken, SlotsReplaced
+from forebay._engine.space.budget import Budget
+from forebay._engine.space.displace import Displacing
+from forebay._engine.space.eviction import Eviction
+from forebay._engine.space.ranking import Ranking
+from forebay._engine.space.settings import Settings, apply, keep
+from forebay._engine.write.intent import Intent
+from forebay._engine.write.linking import Linking
+from forebay._engine.write.publish import Publisher
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
 from forebay._model import Entry, Problem

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from forebay._engine import counters
 from forebay._engine.ahead import Ahead
 from forebay._engine.catalog import entries, spaces
 from forebay._engine.engine import mending
-from forebay._engine.eviction import Doomed
-from forebay._engine.faults import faults
-from forebay._engine.inserting import Label
-from forebay._engine.memo import Remembered
+from forebay._engine.files.faults import faults
+from forebay._engine.index import counters
+from forebay._engine.index.memo import Remembered
+from forebay._engine.space.eviction import Doomed
+from forebay._engine.write.inserting import Label
 from forebay._model import Buffer, Entry
 
 _AT_ONCE = 128

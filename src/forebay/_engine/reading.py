@@ -6,15 +6,16 @@ import contextlib
 import os
 
 from forebay import errors
-from forebay._engine import blobs, counters, trees
 from forebay._engine.catalog import Catalog, entries
 from forebay._engine.catalog.transactions import DiskFull
-from forebay._engine.counters import Counters
-from forebay._engine.faults import faults
-from forebay._engine.leases import Lease, Leases
-from forebay._engine.memo import Memo, Remembered
-from forebay._engine.root import Root
-from forebay._engine.slots import Slots
+from forebay._engine.files import blobs, trees
+from forebay._engine.files.faults import faults
+from forebay._engine.files.root import Root
+from forebay._engine.index import counters
+from forebay._engine.index.counters import Counters
+from forebay._engine.index.memo import Memo, Remembered
+from forebay._engine.index.slots import Slots
+from forebay._engine.locks.leases import Lease, Leases
 from forebay._kernel import host
 from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger

@@ -11,26 +11,26 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from forebay import errors
-from forebay._engine import check, counters, strays
+from forebay._engine import check, strays
 from forebay._engine.catalog import CatalogBroken, DiskFull, entries, spaces
 from forebay._engine.census import Facts, Usage
 from forebay._engine.engine import mending
-from forebay._engine.eviction import Doomed
-from forebay._engine.faults import faults
-from forebay._engine.fill import KeyHold, OnWait
-from forebay._engine.inserting import Label
-from forebay._engine.leases import Lease
-from forebay._engine.memo import Hit, Remembered, no_hit
-from forebay._engine.pack import Pack
-from forebay._engine.packing import Room, Taken
+from forebay._engine.files.faults import faults
+from forebay._engine.files.root import foreign
+from forebay._engine.index import counters
+from forebay._engine.index.memo import Hit, Remembered, no_hit
+from forebay._engine.locks.fill import KeyHold, OnWait
+from forebay._engine.locks.leases import Lease
+from forebay._engine.packs.pack import Pack
+from forebay._engine.packs.packing import Room, Taken
 from forebay._engine.pieces import Pieces
-from forebay._engine.policy import Policy
-from forebay._engine.publish import Writing
-from forebay._engine.room import Want
-from forebay._engine.root import foreign
-from forebay._engine.settings import Settings as Settings
+from forebay._engine.space.eviction import Doomed
+from forebay._engine.space.room import Want
+from forebay._engine.space.settings import Settings as Settings
+from forebay._engine.write.inserting import Label
+from forebay._engine.write.publish import Writing
 from forebay._logs import logger
-from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
+from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
 
 log = logger("forebay.store")
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from forebay._engine.catalog import Catalog, entries
-from forebay._engine.layout import FANS, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
-from forebay._engine.root import foreign
-from forebay._engine.slots import Slots
+from forebay._engine.files.layout import FANS, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
+from forebay._engine.files.root import foreign
+from forebay._engine.index.slots import Slots
 from forebay._kernel.below import LinkInTheWay
 from forebay._model import Strays
 

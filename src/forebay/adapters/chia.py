@@ -3,7 +3,7 @@
 `install` makes CHIA itself use them: its ``@ChiaFunction`` imports its own modules, whatever a flow imports.
 
 What is kept lies in a root of Forebay's, in the tasks called ``chia``: ``forebay.Cache(directory).tasks("chia")``. A directory with CHIA's
-own pickles is refused; `Tasks.import_chia` takes it over. In new code `forebay.adapters.ray_tasks` does more.
+own pickles is refused; `Tasks.import_chia` takes it over. In new code `forebay.adapters.ray.tasks` does more.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 import forebay.cache
 from forebay import errors
 from forebay._logs import logger
-from forebay._tasks.config import load
+from forebay.tasks.config import load
 
 try:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from forebay.adapters import ray_tasks
-    from forebay.adapters.ray_head import here
-    from forebay.adapters.ray_tasks import size_in
+    from forebay.adapters.ray import tasks as ray_tasks
+    from forebay.adapters.ray.head import here
+    from forebay.adapters.ray.tasks import size_in
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.chia", "ray") from error
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from forebay import errors
-from forebay._codecs.arrays import numpy
 from forebay._kernel import mappings
 from forebay._logs import logger
+from forebay.codecs.arrays import numpy
 from forebay.samples import Samples
 
 try:

@@ -228,8 +228,8 @@ def _budget(budget: int, disk: int) -> Iterator[Finding]:
 
 
 def _claims(_: Path) -> Iterator[Finding]:
-    from forebay._claims.place import default
     from forebay.claims import list_claims
+    from forebay.claims.place import default
 
     registry = default()
     if not os.path.lexists(registry):

@@ -81,9 +81,9 @@ def _is_local_directory(url: str) -> bool:
 
 def _is_there_as_directory(cache: Cache, url: str) -> bool:
     """Whether there is a directory of this name: for people who leave out its slash."""
-    from forebay._directories.manifests import MARK
-    from forebay._directories.place import place_of
     from forebay.cache import origin_of
+    from forebay.directories.manifests import MARK
+    from forebay.directories.place import place_of
 
     head, mark, query = url.partition("?")
     try:

@@ -16,7 +16,7 @@ from forebay.cli.options import DryRunOption, JobsOption, JsonOption, RootOption
 from forebay.cli.render import Output, note, shown_name
 
 if TYPE_CHECKING:
-    from forebay._directories.uploading import Tell, Uploaded
+    from forebay.directories.uploading import Tell, Uploaded
     from forebay.origin import Origin
 
 
@@ -64,8 +64,8 @@ def push(
 def _push(
     origin: Origin, directory: Path, url: str, *, delete: bool, keep: bool, dry_run: bool, jobs: int, tell: Tell
 ) -> Uploaded:  # fmt: skip
-    from forebay._directories import uploading
-    from forebay._directories.place import place_of
+    from forebay.directories import uploading
+    from forebay.directories.place import place_of
 
     try:
         return uploading.push(

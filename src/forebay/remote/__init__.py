@@ -53,7 +53,7 @@ def on_filesystem(filesystem: Any, path: str, options: RemoteOptions | None = No
 
 def arrow_filesystem(url: str) -> tuple[Any, str] | None:
     """The pyarrow filesystem of a URL, and the path on it; None where pyarrow is not there, or does not know it."""
-    from forebay.remote.clients import arrow_from_uri
+    from forebay.remote.filesystems.clients import arrow_from_uri
 
     return arrow_from_uri(url)
 
@@ -86,8 +86,8 @@ def _make(kind: str, options: RemoteOptions) -> Remote:
         from forebay.remote.s3 import S3Remote
 
         return S3Remote(options)
-    from forebay.remote.clients import check_kind
     from forebay.remote.filesystems import FilesystemRemote
+    from forebay.remote.filesystems.clients import check_kind
 
     check_kind(kind)
     return FilesystemRemote(None, options)

@@ -24,7 +24,7 @@ from forebay._engine.catalog.transactions import Rows as Rows
 from forebay._engine.catalog.transactions import Txn as Txn
 from forebay._engine.catalog.wal import EASY, KEEP, REFUSE, RETIRE, SOFT, STEP, Wal
 from forebay._engine.catalog.writer import Holding, Writer
-from forebay._engine.root import Root
+from forebay._engine.files.root import Root
 from forebay._kernel import host, waits
 from forebay._logs import logger
 

@@ -9,7 +9,7 @@ from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
 from forebay._engine.catalog.schema import COUNT_SLOTS, DOOMED, LIVE, SUPERSEDED
 from forebay._engine.catalog.transactions import SLOTS, next_slot, number_below
-from forebay._engine.slots import RECORDS
+from forebay._engine.index.slots import RECORDS
 from forebay._model import Entry
 
 T = TypeVar("T")

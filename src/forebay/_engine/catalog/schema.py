@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 
-from forebay._engine.slots import RECORDS
+from forebay._engine.index.slots import RECORDS
 
 FORMAT = 2
 LIVE, SUPERSEDED, DOOMED = 0, 1, 2

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from forebay._engine.catalog import entries
 from forebay._engine.catalog.connection import PAGE, CatalogBroken, Rows, Txn
 from forebay._engine.catalog.schema import DOOMED, LIVE
-from forebay._engine.policy import Policy
-from forebay._engine.settings_file import Kept, SpaceLimits
+from forebay._engine.files.settings_file import Kept, SpaceLimits
+from forebay._model import Policy
 
 NEWEST = 1 << 62
 ALLOWANCE = 8 << 20

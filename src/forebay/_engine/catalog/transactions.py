@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from forebay import errors
-from forebay._engine.slots import RECORDS
+from forebay._engine.index.slots import RECORDS
 from forebay._logs import logger
 
 log = logger("forebay.catalog")

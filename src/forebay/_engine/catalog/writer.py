@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import ClassVar
 
 from forebay import errors
-from forebay._engine.root import Root
+from forebay._engine.files.root import Root
 from forebay._kernel import locks, waits
 from forebay.errors import WriterBusy as WriterBusy
 

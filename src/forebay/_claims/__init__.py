@@ -1,1 +1,0 @@
-"""Claims, in rooms: the launchers and the job, what a claim records, its members, and the registry of the node."""

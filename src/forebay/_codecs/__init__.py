@@ -1,1 +1,0 @@
-"""The rooms below `forebay.codecs`: what all codecs share, and those that need nothing of the others."""

@@ -1,0 +1,181 @@
+"""Whole files: finished, immutable, named after their entry's id; a name is used once, ever."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from forebay._engine.files.layout import FANS, Root, parse_blob_below
+from forebay._kernel import host, mappings
+from forebay._kernel.below import LinkInTheWay, NoPlainFile
+from forebay._model import Buffer, Entry
+from forebay.errors import Damaged
+
+BLOCK = 8 << 20
+"""A checksum is the xxh3-128 of the xxh3-128s of a file's blocks of 8 MiB, so that blocks may arrive in any order."""
+
+_STEP = 1 << 20
+_SECOND = 1_000_000_000
+
+
+def publish(root: Root, staged: Path, id: int, suffix: str = "") -> Path:
+    """Give the finished file ``staged`` its name. Caller: has inserted its row, and commits it after this."""
+    path = root.blob(id, suffix)
+    root.files.rename(staged, path)
+    return path
+
+
+def write(root: Root, id: int, data: Buffer, checksum: bytes, suffix: str = "") -> None:
+    """A whole file at once, under its final name. Caller: holds the writer lock and has said what he intends."""
+    fd = root.files.create(root.blob_name(id, suffix), root.blob_mode)
+    try:
+        host.pwrite(fd, data, 0)
+        seal(fd, checksum)
+    finally:
+        os.close(fd)
+
+
+def seal(fd: int, checksum: bytes) -> None:
+    """Give a finished file the time by which `is_sealed` sees that nobody has written to it since."""
+    host.set_mtime(fd, time.time_ns() // _SECOND * _SECOND + _fraction(checksum))
+
+
+def is_sealed(status: os.stat_result, checksum: bytes) -> bool:
+    """Whether a file still has the time that `seal` gave it. Any write, by whatever name of the file, sets another one.
+
+    Only the fraction of the second counts: it follows from the bytes, so that entries which share a file agree, and it needs no record.
+    A file system that does not keep nanoseconds keeps no seal: whole seconds are also what ``tar`` and ``cp -p`` leave, after any write."""
+    return status.st_mtime_ns % _SECOND == _fraction(checksum)
+
+
+def _fraction(checksum: bytes) -> int:
+    return int.from_bytes(checksum[:8], "little") % _SECOND
+
+
+def remove_whatever_suffix(root: Root, id: int) -> None:
+    """Remove the file of ``id`` where nobody noted its suffix. Caller: holds the writer lock, and no row names the file."""
+    for found, path in _in_fan(root, FANS[id & 0xFF]):
+        if found == id:
+            _remove(root, path)
+
+
+def unpublish(root: Root, staged: Path, id: int, suffix: str = "") -> None:
+    """Take the name away again: the row could not be committed."""
+    root.files.rename(root.blob(id, suffix), staged)
+
+
+def link_blob(root: Root, source: Path, id: int, suffix: str = "") -> Path:
+    """Give the blob ``source`` a second name, for the entry ``id``. Raises FileNotFoundError where it was evicted meanwhile."""
+    path = root.blob(id, suffix)
+    root.files.link(source, path)
+    return path
+
+
+def open_blob(root: Root, id: int, suffix: str = "") -> int:
+    """A descriptor to read from. Raises FileNotFoundError where there is no such blob, `Damaged` where it is no file."""
+    path = root.blob_name(id, suffix)
+    try:
+        return root.files.open(path)
+    except NoPlainFile as error:
+        raise Damaged(f"{path} is not a file", key=path) from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Damaged(f"{path} leads to a symbolic link: none is followed", key=path) from error
+        raise
+
+
+def map_blob(root: Root, entry: Entry, *, private: bool = False) -> tuple[memoryview, os.stat_result]:
+    """The entry's bytes, read-only, and the state of their file; good until the last view of them is gone, also after an eviction. Holds
+    no descriptor. ``private``: writable, with stores that stay in this process.
+
+    Raises FileNotFoundError where the file is gone, `Damaged` where it has another size.
+    """
+    fd = open_blob(root, entry.id, entry.suffix)
+    try:
+        status = os.fstat(fd)
+        if status.st_size != entry.size:
+            raise Damaged(f"{entry.name}: {status.st_size} bytes stand where {entry.size} were stored", key=entry.key)
+        view = mappings.map_file(fd, entry.size, writable=private, private=private)
+        if entry.size:
+            mappings.note_file(view, root.blob_name(entry.id, entry.suffix), status)
+        return view, status
+    finally:
+        os.close(fd)
+
+
+def remove_blob(root: Root, id: int, suffix: str = "") -> bool:
+    """Remove the file; False if it was gone. Caller: holds the lock of ``id`` exclusively."""
+    return _remove(root, root.blob_name(id, suffix))
+
+
+def _remove(root: Root, path: str | Path) -> bool:
+    try:
+        return root.files.unlink(path)
+    except IsADirectoryError:  # none that we made, and in the way
+        return root.files.remove_whole(path)
+
+
+def list_blobs(root: Root) -> Iterator[tuple[int, Path]]:
+    """Every file under ``blobs/`` that has one of our names, as ``(id, path)``; other files are none of our business."""
+    for fan in FANS:
+        yield from _in_fan(root, fan)
+
+
+def _in_fan(root: Root, fan: str) -> Iterator[tuple[int, Path]]:
+    directory = root.blobs_dir / fan
+    try:
+        names = root.files.names_in(directory)
+    except (FileNotFoundError, LinkInTheWay):
+        return
+    for name in names:
+        found = parse_blob_below(fan, name)
+        if found:
+            yield found.id, directory / name
+
+
+def verify_blob(root: Root, path: Path, size: int, checksum: bytes) -> bool:
+    """Whether the file holds what was stored. Raises OSError where it cannot be read, FileNotFoundError where it is gone."""
+    fd = root.files.open(path)
+    try:
+        return os.fstat(fd).st_size == size and checksum_of(fd) == checksum
+    finally:
+        os.close(fd)
+
+
+def checksum_of(source: Buffer | int) -> bytes:
+    """The checksum (16 bytes) of a buffer, or of the whole file behind a descriptor."""
+    whole = xxhash.xxh3_128()
+    if isinstance(source, int):
+        for start in range(0, os.fstat(source).st_size, BLOCK):
+            whole.update(digest_of_block(source, start))
+    else:
+        data = memoryview(source).cast("B")
+        for start in range(0, len(data), BLOCK):
+            whole.update(xxhash.xxh3_128_digest(data[start : start + BLOCK]))
+    return whole.digest()
+
+
+def digest_of_block(fd: int, start: int) -> bytes:
+    """The xxh3-128 of the block of a file that begins at ``start``."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_STEP))
+    for offset in range(start, start + BLOCK, _STEP):
+        count = _read_into(fd, buffer, offset)
+        digest.update(buffer[:count])
+        if count < _STEP:
+            break
+    return digest.digest()
+
+
+def _read_into(fd: int, buffer: memoryview, offset: int) -> int:
+    count = 0
+    while count < len(buffer):
+        got = os.preadv(fd, [buffer[count:]], offset + count)
+        if not got:
+            break
+        count += got
+    return count

@@ -1,0 +1,204 @@
+"""The files of a pack, an array of samples: one index of fixed length, and segments that writers append records to.
+
+``packs/<id>/index``: a page of header (magic, root, pack, length, frozen, quota), then a word a slot, allocated whole.
+``packs/<id>/<number>``: a segment, of one writer; each block is allocated before it is written, its tail punched when he leaves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from forebay._engine.files import pack_records
+from forebay._engine.files.layout import Root, parse_directory_name
+from forebay._kernel import host, locks, mappings
+from forebay._kernel.below import LinkInTheWay, NoPlainFile
+from forebay.errors import Damaged
+
+PAGE = 4096
+HEADER_WORDS = PAGE // 8
+_MAGIC = int.from_bytes(b"FBPACK01", "little")
+FROZEN, QUOTA = 4, 5
+"""Words of the header that may change: whether nothing more goes in; bytes that the pack may have in all, 0: no limit. The last word
+of the page is left to who stands above."""
+
+
+def index_size(length: int) -> int:
+    """Bytes of an index of ``length`` slots."""
+    return PAGE + -(-length * 8 // PAGE) * PAGE
+
+
+def build(root: Root, id: int, length: int, *, keyhash: int = 0) -> None:
+    """Make the pack ``id`` with an empty index; it has its name only when it is whole.
+
+    Raises what the disk raises; then nothing is left. Caller: holds the pack's key, as ``keyhash``."""
+    staged = root.tmp(keyhash, id, ".pack")
+    try:
+        root.files.mkdir(staged, root.dir_mode)
+        root.files.chmod(staged, root.dir_mode)
+        fd = root.files.create(staged / "index", root.file_mode)
+        try:
+            host.allocate(fd, 0, index_size(length))
+            host.pwrite(fd, b"".join(word.to_bytes(8, "little") for word in (_MAGIC, root.id, id, length)), 0)
+        finally:
+            os.close(fd)
+        root.files.rename(staged, root.pack(id))
+    except BaseException:
+        root.files.remove_whole(staged)
+        raise
+
+
+def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
+    """Remove the pack ``id``, and what a killed `build` of it left; False if nothing was there. May be repeated after a crash.
+
+    Caller: holds the lock of ``id`` exclusively."""
+    return root.files.remove_whole(root.pack(id)) | root.files.remove_whole(root.tmp(keyhash, id, ".pack"))
+
+
+def list_packs(root: Root) -> Iterator[int]:
+    """The ids of all packs; what has no name of ours is none of our business."""
+    for name in root.files.names_in(root.packs_dir):
+        found = parse_directory_name(name)
+        if found:
+            yield found.id
+
+
+def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> memoryview:
+    """The words of an index, its header's included. Raises FileNotFoundError, or `Damaged` where it is not that of this pack.
+
+    ``length``: how many slots it must have; None: as many as it says."""
+    path = root.pack(id) / "index"
+    fd = _open(root, path, os.O_RDWR if writable else os.O_RDONLY)
+    try:
+        if length is None:
+            length = int.from_bytes(os.pread(fd, 8, 24), "little")
+        found, wanted = os.fstat(fd), index_size(length)
+        if found.st_size != wanted:
+            raise Damaged(f"{path} has {found.st_size} bytes where {wanted} are right", key=str(path))
+        words = mappings.words(mappings.map_file(fd, wanted, writable=writable))
+    finally:
+        os.close(fd)
+    if tuple(words[:4]) != (_MAGIC, root.id, id, length):
+        raise Damaged(f"{path} is not the index of this array", key=str(path))
+    return words
+
+
+def segment_path(root: Root, id: int, number: int) -> Path:
+    return root.pack(id) / f"{number:08d}"
+
+
+def list_segments(root: Root, id: int) -> list[tuple[int, Path]]:
+    """The segments of a pack that are there, as ``(number, path)``."""
+    try:
+        names = root.files.names_in(root.pack(id))
+    except (FileNotFoundError, LinkInTheWay):
+        return []
+    return [(int(name), root.pack(id) / name) for name in names if name.isdecimal()]
+
+
+def empty_slot(cells: memoryview, claims: locks.Claims, slot: int, word: int) -> None:
+    """Let a slot whose record is damaged be filled again, if it still has this word. Whoever has its lock is filling it."""
+    if claims.try_claim(slot):
+        try:
+            if cells[slot] == word:
+                host.set_word(cells, slot, 0)
+        finally:
+            claims.let_go(slot)
+
+
+def open_segment(root: Root, id: int, number: int) -> int:
+    """A descriptor to read a segment. Raises FileNotFoundError, `Damaged` where it is no file."""
+    return _open(root, segment_path(root, id, number), os.O_RDONLY)
+
+
+def _open(root: Root, path: Path, flags: int) -> int:
+    try:
+        return root.files.open(path, flags)
+    except NoPlainFile as error:
+        raise Damaged(f"{path} is not a file", key=str(path)) from error
+
+
+def make_segment(root: Root, id: int, number: int, capacity: int) -> int:
+    """A descriptor to append with, of a segment that is new, or was half made, or left. Nothing of it is allocated here; its length
+    never changes, so that it can be mapped. Raises what the disk raises. Caller: is its one writer."""
+    path = segment_path(root, id, number)
+    try:
+        fd = root.files.create(path, root.file_mode)
+    except FileExistsError:
+        fd = root.files.open_write(path)
+    try:
+        if os.fstat(fd).st_size < capacity:
+            host.truncate(fd, capacity)
+    except BaseException:
+        os.close(fd)
+        raise
+    return host.out_of_the_way(fd)
+
+
+def punch_segment(root: Root, id: int, number: int, tail: int, capacity: int) -> int:
+    """Give back what lies behind ``tail``; gives the bytes that stay. Caller: is its one writer, or holds the writer lock."""
+    path = segment_path(root, id, number)
+    kept = -(-tail // PAGE) * PAGE
+    if tail <= pack_records.START:
+        root.files.unlink(path)
+        return 0
+    try:
+        fd = root.files.open_write(path)
+    except FileNotFoundError:
+        return 0
+    try:
+        if kept < capacity:
+            host.punch(fd, kept, capacity - kept)
+        return min(kept, capacity)
+    finally:
+        os.close(fd)
+
+
+def find_tail(root: Root, id: int, number: int, words: memoryview) -> int | None:
+    """Where the last record of a segment that the index names ends; None if that cannot be told: then nothing more goes in.
+
+    ``words``: of the index, header included. Whoever wrote here is dead, so nothing moves."""
+    low, high = number << 40, (number + 1) << 40
+    slots = words.tolist()
+    last, slot = max(((word, at) for at, word in enumerate(slots[HEADER_WORDS:]) if low <= word < high), default=(0, 0))
+    if not last:
+        return pack_records.START
+    _, offset = pack_records.place_of(last)
+    try:
+        fd = open_segment(root, id, number)
+    except FileNotFoundError:
+        return None
+    try:
+        head = os.pread(fd, pack_records.HEADER, offset)
+    finally:
+        os.close(fd)
+    length = int.from_bytes(head[8:16], "little")
+    if pack_records.is_header(head, pack_records.seed_of(id), slot):
+        return offset + pack_records.footprint(length)
+    return None
+
+
+def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:
+    """Every slot whose record is not what was stored: all bytes are read."""
+    found: list[int] = []
+    by_segment: dict[int, list[tuple[int, int]]] = {}
+    for slot, word in enumerate(words[HEADER_WORDS:].tolist()):
+        if word:
+            number, offset = pack_records.place_of(word)
+            by_segment.setdefault(number, []).append((offset, slot))
+    for number, places in by_segment.items():
+        view, seed = _map_whole(root, id, number), pack_records.seed_of(id)
+        found += [slot for offset, slot in sorted(places) if pack_records.length_of(view, offset, seed, slot, verify=True) is None]
+    return sorted(found)
+
+
+def _map_whole(root: Root, id: int, number: int) -> memoryview:
+    try:
+        fd = open_segment(root, id, number)
+    except (FileNotFoundError, Damaged):
+        return memoryview(b"")
+    try:
+        return mappings.map_file(fd, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)

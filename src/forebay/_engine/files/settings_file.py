@@ -1,0 +1,112 @@
+"""What people set of a root, beside the catalog, so that a lost or damaged catalog does not take it along.
+
+A small file, replaced as a whole. It is read where a catalog begins empty, and written where the settings change: the catalog is the
+truth while there is one. Nothing in it is believed unseen: what does not fit is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import xxhash
+
+from forebay._engine.files.layout import Root
+from forebay._kernel import host
+from forebay._logs import logger
+from forebay._model import Policy
+from forebay.errors import ConfigError
+
+log = logger("forebay.settings")
+
+_LARGEST = 4 << 20
+_MOST_SPACES = 10_000
+_END = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceLimits:
+    """What people set of one space."""
+
+    name: str
+    kind: str
+    policy: str
+    quota: int | None = None
+    max_count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What people set of a root, sizes in bytes; None: nothing was set. ``spaces``: those that are not as every space is at first."""
+
+    budget: int | None = None
+    min_free: int | None = None
+    max_entries: int | None = None
+    spaces: tuple[SpaceLimits, ...] = ()
+
+
+def read(root: Root) -> Kept | None:
+    """What the file says; None where there is none, or where it is damaged or another root's."""
+    try:
+        body = json.loads(_content(root))
+        checksum = body.pop("checksum")
+        if checksum != _checksum(body) or body["root"] != f"{root.id:016x}":
+            raise ValueError("its checksum or its root is another one")
+        limits = {name: body[name] for name in ("budget", "min_free", "max_entries") if _is_number(body.get(name))}
+        spaces = _sane(body["spaces"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        log.info("%s cannot be used: %s", root.settings, error)
+        return None
+    return Kept(**limits, spaces=spaces)
+
+
+def says(root: Root, kept: Kept) -> bool:
+    """Whether the file says ``kept``."""
+    return read(root) == replace(kept, spaces=_sane([asdict(space) for space in kept.spaces]))
+
+
+def write(root: Root, kept: Kept) -> None:
+    """Let the file say ``kept``. Caller: holds the writer lock. A disk that fails is no fault: the next open writes it again."""
+    spaces = _sane([asdict(space) for space in kept.spaces])
+    body = {"root": f"{root.id:016x}", **asdict(kept), "spaces": [asdict(space) for space in spaces]}
+    text = json.dumps({**body, "checksum": _checksum(body)}, indent=1) + "\n"
+    try:
+        root.replace(root.settings, text.encode())
+    except OSError as error:
+        log.info("%s cannot be written: %s", root.settings, error)
+
+
+def _content(root: Root) -> bytes:
+    found = host.read_small(root.settings, _LARGEST)
+    if found is None:
+        raise ValueError("it is no file of a sensible size")
+    return found
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and 0 <= value < _END
+
+
+def _sane(spaces: Sequence[Any]) -> tuple[SpaceLimits, ...]:
+    return tuple(space for one in spaces[:_MOST_SPACES] if (space := _space(one)) is not None)
+
+
+def _space(found: Any) -> SpaceLimits | None:
+    """One space, where it is sane."""
+    name, kind, policy = (found.get(field) for field in ("name", "kind", "policy"))
+    if not (isinstance(name, str) and isinstance(kind, str) and isinstance(policy, str) and name.isprintable() and name and kind):
+        return None
+    try:
+        parsed = str(Policy.parse(policy))
+    except ConfigError:
+        return None
+    quota, most = (value if _is_number(value := found.get(field)) else None for field in ("quota", "max_count"))
+    return SpaceLimits(name, kind, parsed, quota, most)

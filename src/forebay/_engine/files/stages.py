@@ -1,0 +1,423 @@
+"""A write in progress under ``tmp/``: bytes come in any order from several threads, and outlive the process that wrote them.
+
+Beside a file of more than 1 MiB lies its chunk map, so that a successor fetches only what it lacks.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable
+from typing import Self
+
+import xxhash
+
+from forebay._engine.files import chunkmaps
+from forebay._engine.files.blobs import BLOCK, checksum_of, digest_of_block, seal
+from forebay._engine.files.chunkmaps import CHUNK as CHUNK
+from forebay._engine.files.chunkmaps import ChunkMap, Coverage
+from forebay._engine.files.faults import SCARCE
+from forebay._engine.files.layout import Root
+from forebay._kernel import host
+from forebay._logs import logger
+from forebay._model import Buffer, Partial, Span
+from forebay.errors import CacheFault, NoSpace
+
+log = logger("forebay.stages")
+
+_GROWTH = (1 << 20, 64 << 20)
+
+
+def footprint(size: int, block: int) -> int:
+    """How many bytes of disk a write of ``size`` bytes takes while it is in progress, its map included."""
+    whole = -(-size // block) * block
+    return whole + -(-chunkmaps.size_of(size) // block) * block if size > CHUNK else whole
+
+
+def progress_of(root: Root, keyhash: int, id: int) -> tuple[int, int | None] | None:
+    """``(done, total)`` bytes of a write of any process; total None: not known; None: there is no such write."""
+    path = root.tmp(keyhash, id)
+    try:
+        size = root.files.lstat(path).st_size
+        seen = chunkmaps.read(root.tmp(keyhash, id, ".map"), root)
+    except OSError:
+        return None
+    return (seen.coverage.done, seen.total) if seen else (size, None)
+
+
+def remove_partial(root: Root, keyhash: int, id: int) -> bool:
+    """Remove what a write left; False if nothing was there. Caller: holds the key's lock, so that no one writes or resumes it."""
+    if root.shared:
+        root.files.unlink(root.tmp(keyhash, id, ".old"))
+    return root.files.unlink(root.tmp(keyhash, id)) | root.files.unlink(root.tmp(keyhash, id, ".map"))
+
+
+def _copy(source: int, target: int, start: int, length: int) -> None:
+    end = start + length
+    while start < end:
+        count = host.copy_range(source, target, start, end - start)
+        if not count:  # not between these two
+            data = os.pread(source, end - start, start)
+            host.pwrite(target, data, start)
+            count = len(data)
+        if not count:
+            raise CacheFault(f"what another user left ends at byte {start:,}, before it should")
+        start += count
+
+
+class Stage:
+    """One write in progress. `write` is callable from several threads at once, `close` and `discard` meanwhile too.
+
+    ``id``, ``keyhash``, ``path``: whose bytes, and where. ``partial``: what an earlier write left and can be gone on from.
+    ``total``: bytes, None: not known. ``on_grow``: called with the new size before a write of unknown total grows beyond what
+    was granted; may raise `NoSpace`. A forked child has no part in its parent's stage.
+    """
+
+    partial: Partial | None
+    total: int | None
+    on_grow: Callable[[int], None] | None
+
+    _idle: threading.Condition  # guards what follows; told when no `write` is under way
+    _fd: int | None
+    _writers: int  # calls of `write` that are under way
+    _coverage: Coverage
+    _blocks: dict[int, _Block]  # the hashes of what was written
+    _chunks: dict[int, _Block]  # the hashes of chunks that are not marked yet
+    _map: ChunkMap | None
+    _growing: threading.Lock  # guards what follows; `on_grow` is called under it, and may take long
+    _granted: int  # bytes that a write of unknown total may have
+
+    def __init__(self, root: Root, keyhash: int, id: int, fd: int) -> None:
+        self.root, self.keyhash, self.id, self.path = root, keyhash, id, root.tmp(keyhash, id)
+        self.partial = self.total = self.on_grow = None
+        self._idle, self._fd, self._writers = threading.Condition(), fd, 0
+        self._coverage, self._blocks, self._chunks, self._map = Coverage(), {}, {}, None
+        self._growing, self._granted = threading.Lock(), 0
+        self._map_path, self._has_map = root.tmp(keyhash, id, ".map"), False  # whether a file may lie there
+
+    @classmethod
+    def create(cls, root: Root, keyhash: int, id: int) -> Self:
+        """A new write. Caller: holds the key's lock and a reservation that names this ``id``. Raises OSError."""
+        return cls(root, keyhash, id, root.files.create(root.tmp(keyhash, id), root.file_mode))
+
+    @classmethod
+    def resume(cls, root: Root, keyhash: int, id: int) -> Self | None:
+        """Go on with what an earlier write left; None if there is nothing. Its ``partial`` is set where the bytes can be trusted:
+        a sane map, a strong validator, no reboot since. Caller: holds the key's lock. Raises OSError."""
+        path = root.tmp(keyhash, id)
+        if root.shared:
+            root.files.unlink(root.tmp(keyhash, id, ".old"))  # somebody was killed while he made it his
+        try:
+            found = root.files.lstat(path)
+            if not stat.S_ISREG(found.st_mode):
+                root.files.remove_whole(path)
+                return None
+            if not found.st_mode & stat.S_IWUSR:
+                root.files.chmod(path, root.file_mode)  # its writer died between the last steps of `finish`
+            stage = cls(root, keyhash, id, root.files.open_write(path))
+        except FileNotFoundError:
+            return None
+        except PermissionError:  # another user's, who died before the group had its rights
+            remove_partial(root, keyhash, id)
+            return None
+        try:
+            stage._go_on(found)
+        except BaseException as error:
+            stage.close()
+            if not isinstance(error, OSError) or error.errno in SCARCE:
+                raise
+            log.warning("%s cannot be gone on with, and is begun anew: %s", path, str(error))
+            remove_partial(root, keyhash, id)
+            return None
+        return stage
+
+    def _go_on(self, found: os.stat_result) -> None:
+        self._has_map = True
+        seen = chunkmaps.read(self._map_path, self.root)
+        if seen and seen.validator and seen.boot == host.boot_id() and found.st_size == seen.total:
+            self._coverage = self._what_the_disk_kept(seen)
+            self.partial = Partial(seen.total, seen.validator, self._coverage.missing(seen.total))
+        if found.st_uid != os.geteuid() and os.geteuid() != 0:
+            self._make_ours()
+
+    def _make_ours(self) -> None:
+        """Go on in a file of our own: only a file's owner may set its mode and its time, as `finish` does. What another user wrote moves
+        over piece by piece, so that the disk holds little of it twice. Killed meanwhile, it is begun from zero: the map goes first."""
+        old, old_path = self._descriptor(), self.root.tmp(self.keyhash, self.id, ".old")
+        self._remove_map()
+        self.root.files.rename(self.path, old_path)
+        self._fd = self.root.files.create(self.path, self.root.file_mode)
+        try:
+            if self.partial is not None:
+                self._move_over(old, self.partial)
+        finally:
+            os.close(old)
+            self.root.files.unlink(old_path)
+
+    def _move_over(self, old: int, partial: Partial) -> None:
+        fd = self._descriptor()
+        for span in self._coverage.spans():
+            for start in range(span.start, span.end, BLOCK):
+                _copy(old, fd, start, min(BLOCK, span.end - start))
+                host.punch(old, start, min(BLOCK, span.end - start))
+        host.punch(old, 0, partial.size)  # what was allocated for what is missing
+        host.allocate(fd, 0, partial.size)
+        self._has_map = True
+        made = ChunkMap.create(self._map_path, self.root, partial.size, partial.validator)
+        for span in self._coverage.spans():
+            made.mark(span, span, lambda chunk: _sum_of(fd, chunk, partial.size))
+
+    def _what_the_disk_kept(self, seen: chunkmaps.Seen) -> Coverage:
+        """What of a partial is as it was written. All of it is read here, and not again by `finish`."""
+        kept, lost, fd = Coverage(), 0, self._descriptor()
+        for chunk in range(-(-seen.total // CHUNK)):
+            start, end = chunk * CHUNK, min((chunk + 1) * CHUNK, seen.total)
+            if not seen.coverage.has(start, end):
+                continue
+            data = memoryview(os.pread(fd, end - start, start))
+            if len(data) == end - start and xxhash.xxh3_128_digest(data) == seen.sum_of(chunk):
+                kept.add(start, end)
+                number, within = divmod(start, BLOCK)
+                self._blocks.setdefault(number, _Block()).add(within, data)
+            else:
+                lost += 1
+        if lost:
+            log.warning("%s: %d chunks of what was left there are damaged: they are fetched again", self.path, lost)
+        return kept
+
+    @property
+    def done(self) -> int:
+        """Bytes that are on disk."""
+        with self._idle:
+            return self._coverage.done
+
+    def begin(self, total: int | None, validator: str | None = None) -> tuple[Span, ...]:
+        """Make room for ``total`` bytes and give the spans that are wanted: what `partial` lacks where size and ``validator`` are
+        still its, else all; one span of length -1 where the total is unknown. ``validator``: only a strong one.
+
+        Called again when the object changed: what was written before is void. Raises OSError (ENOSPC) where the disk is full.
+        """
+        kept, self.partial = self.partial, None
+        self.total = total
+        if kept and (kept.size, kept.validator) == (total, validator):
+            self._map = ChunkMap(self._map_path, self.root, kept.size)
+            return self.missing()
+        self._empty()
+        if total is None:
+            return (Span(0, -1),)
+        if total > CHUNK:  # a smaller one is written at once, and needs no promise
+            host.allocate(self._descriptor(), 0, total)
+            self._has_map = True
+            self._map = ChunkMap.create(self._map_path, self.root, total, validator or "")
+        return self.missing()
+
+    def missing(self) -> tuple[Span, ...]:
+        """The spans of a known total that were not written yet."""
+        with self._idle:
+            return self._coverage.missing(self.total or 0)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """Put ``data`` at ``offset``. By several threads at once, in any order; the same bytes may come again.
+
+        Raises OSError where the disk fails, `NoSpace` where ``on_grow`` does, ValueError for bytes beyond a known total.
+        """
+        view = memoryview(data).cast("B")
+        written = Span(offset, len(view))
+        if self.total is None:
+            self.grow_to(written.end)
+        elif written.end > self.total:
+            raise ValueError(f"bytes up to {written.end:,} came for {self.total:,}")
+        with self._idle:
+            fd = self._descriptor()
+            self._writers += 1
+        try:
+            host.pwrite(fd, view, offset)
+            with self._idle:
+                self._take_in_locked(written, view)
+        finally:
+            with self._idle:
+                self._writers -= 1
+                self._idle.notify_all()
+
+    def clone(self, source: int) -> bool:
+        """Share all blocks of the open file ``source`` where the file system can; False where it cannot. Raises OSError."""
+        if self.total is None or not host.clone(source, self._descriptor()):
+            return False
+        with self._idle:
+            self._coverage.add(0, self.total)
+        return True
+
+    def grow_to(self, size: int) -> None:
+        """Have room for ``size`` bytes granted, in steps, where the total is unknown."""
+        with self._growing:
+            if size <= self._granted:
+                return
+            ample = size + min(max(size // 4, _GROWTH[0]), _GROWTH[1])
+            if self.on_grow:
+                try:
+                    self.on_grow(ample)
+                except NoSpace:
+                    self.on_grow(ample := size)
+            self._granted = ample
+
+    def finish(self) -> tuple[int, bytes]:
+        """All bytes have come: ``(size, checksum)``. The file then awaits its publication, and this stage is closed.
+
+        Raises `CacheFault` if bytes are missing, OSError where the disk fails; the stage is then as before.
+        """
+        fd = self._descriptor()
+        size = self._coverage.end if self.total is None else self.total
+        lacking = sum(span.length for span in self._coverage.missing(size))
+        if lacking:
+            raise CacheFault(f"{self.path}: {lacking:,} of {size:,} bytes never came", path=str(self.path))
+        if os.fstat(fd).st_size != size:
+            host.truncate(fd, size)
+        checksum = self._checksum(fd, size)
+        seal(fd, checksum)
+        host.chmod(fd, self.root.blob_mode)
+        self.close()
+        # Last: up to here a successor of a process that was killed finds all bytes marked, and fetches none.
+        self._remove_map()
+        return size, checksum
+
+    def close(self) -> None:
+        """Let go, and leave what was written for a successor. Idempotent."""
+        with self._idle:
+            fd, self._fd = self._fd, None
+            # A write that is under way would go into a file that is a successor's, or that the number belongs to next.
+            self._idle.wait_for(lambda: not self._writers)
+            self._map = None
+        if fd is not None:
+            os.close(fd)
+
+    def discard(self) -> None:
+        """Let go, and remove what was written. Idempotent."""
+        self.close()
+        remove_partial(self.root, self.keyhash, self.id)
+
+    def _descriptor(self) -> int:
+        if self._fd is None:
+            raise CacheFault(f"{self.path} is closed", path=str(self.path))
+        return self._fd
+
+    def _empty(self) -> None:
+        with self._idle:
+            self._coverage, self._blocks, self._chunks, self._map = Coverage(), {}, {}, None
+        self._granted = 0
+        self._remove_map()  # first: while it is there, its marks must be true
+        if os.fstat(self._descriptor()).st_size:
+            self._take_new_file()
+
+    def _take_new_file(self) -> None:
+        """Not a shorter one: where locks exclude nobody, somebody may have published and mapped this very file, and is killed if he
+        reads beyond its end."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._writers)
+            fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+        self.root.files.unlink(self.path)
+        self._fd = self.root.files.create(self.path, self.root.file_mode)
+
+    def _remove_map(self) -> None:
+        if self._has_map:
+            self.root.files.unlink(self._map_path)
+            self._has_map = False
+
+    def _take_in_locked(self, written: Span, view: memoryview) -> None:
+        whole = self._coverage.add(written.start, written.end)
+        if self._map:
+            self._note_chunks_locked(written, view)
+            self._map.mark(written, whole, self._sum_of_locked)
+        at = written.start
+        while at < written.end:
+            number, within = divmod(at, BLOCK)
+            piece = view[at - written.start :][: BLOCK - within]
+            self._blocks.setdefault(number, _Block()).add(within, piece)
+            at += len(piece)
+
+    def _note_chunks_locked(self, written: Span, view: memoryview) -> None:
+        at = written.start
+        while at < written.end:
+            number, within = divmod(at, CHUNK)
+            piece = view[at - written.start :][: CHUNK - within]
+            self._chunks.setdefault(number, _Block(CHUNK)).add(within, piece)
+            at += len(piece)
+
+    def _sum_of_locked(self, chunk: int) -> bytes:
+        """Of a chunk that is on the disk: as it came, or, where it came out of order, as it is read."""
+        block, total = self._chunks.pop(chunk, None), self.total or 0
+        known = block.digest(min(CHUNK, total - chunk * CHUNK)) if block is not None else None
+        return known or _sum_of(self._descriptor(), chunk, total)
+
+    def _checksum(self, fd: int, size: int) -> bytes:
+        whole = xxhash.xxh3_128()
+        for start in range(0, size, BLOCK):
+            block = self._blocks.get(start // BLOCK)
+            known = block.digest(min(BLOCK, size - start)) if block else None
+            whole.update(known or digest_of_block(fd, start))
+        return whole.digest()
+
+
+def _sum_of(fd: int, chunk: int, total: int) -> bytes:
+    start = chunk * CHUNK
+    return xxhash.xxh3_128_digest(os.pread(fd, min(CHUNK, total - start), start))
+
+
+class MemoryStage:
+    """A write of few bytes, in memory: nothing of it is on the disk before it is published. `write` is callable from several threads."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.data = total, bytearray(total)
+        self._mutex = threading.Lock()  # guards _coverage
+        self._coverage = Coverage()
+
+    @property
+    def done(self) -> int:
+        """Bytes that came."""
+        with self._mutex:
+            return self._coverage.done
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """Put ``data`` at ``offset``. Raises ValueError for bytes beyond the total."""
+        view = memoryview(data).cast("B")
+        end = offset + len(view)
+        if end > self.total:
+            raise ValueError(f"bytes up to {end:,} came for {self.total:,}")
+        self.data[offset:end] = view
+        with self._mutex:
+            self._coverage.add(offset, end)
+
+    def finish(self) -> tuple[int, bytes]:
+        """All bytes have come: ``(size, checksum)``. Raises `CacheFault` if any are missing."""
+        lacking = self.total - self.done
+        if lacking:
+            raise CacheFault(f"{lacking:,} of {self.total:,} bytes never came")
+        return self.total, checksum_of(self.data)
+
+
+class _Block:
+    """The hash of one block of the file, as far as its bytes came in order; else the block is read again at the end."""
+
+    __slots__ = ("_full", "_hash", "_length")
+
+    def __init__(self, full: int = BLOCK) -> None:
+        self._full = full
+        self._hash: xxhash.xxh3_128 | bytes | None = xxhash.xxh3_128()  # of a full block its digest only: there may be many
+        self._length = 0
+
+    def add(self, within: int, piece: memoryview) -> None:
+        if within != self._length or not isinstance(self._hash, xxhash.xxh3_128):
+            self._hash = None
+            return
+        self._hash.update(piece)
+        self._length += len(piece)
+        if self._length == self._full:
+            self._hash = self._hash.digest()
+
+    def digest(self, length: int) -> bytes | None:
+        """Of the block's ``length`` bytes; None if they did not come in order."""
+        if self._hash is None or self._length != length:
+            return None
+        return self._hash if isinstance(self._hash, bytes) else self._hash.digest()

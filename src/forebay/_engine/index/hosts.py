@@ -1,0 +1,117 @@
+"""Hosts that gave no answer lately: a small table in the root, so that each process of the node need not find it out for itself.
+
+A record names a host by its hash, and tells when it was found silent, how long that process had waited, and when it last answered anybody.
+Times are those of the node's monotonic clock, which nobody sets. What lies there is believed for `PERIOD` at most, whatever it says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import stat
+import struct
+import time
+
+from forebay._engine.files.layout import Root
+from forebay._kernel import host
+from forebay._logs import logger
+
+log = logger("forebay.hosts")
+
+PERIOD = 5.0
+"""Seconds for which a silent host is left alone."""
+LONG_ENOUGH = 3.0
+"""Seconds without an answer that tell everybody of a silent host; a shorter wait tells those who would not have waited longer."""
+_HEARD_EVERY = 1.0  # seconds
+_RECORD = struct.Struct("=QQQQ")  # hash of the host; found silent, in ns; after a wait, in ms; heard, in ns
+_COUNT = 256
+_SIZE = _COUNT * _RECORD.size
+_SECOND = 1_000_000_000
+
+
+class SilentHosts:
+    """Callable from any thread and after a fork. Raises nothing: where the table cannot be used, this process remembers for itself.
+
+    ``root``: whose table; None: none."""
+
+    def __init__(self, root: Root | None = None) -> None:
+        self._root = root
+        self._own = bytearray(_SIZE)
+        self._heard: dict[str, int] = {}  # when that was last noted
+
+    def silent_since(self, host_name: str, patience: float) -> float | None:
+        """How many seconds ago it was found silent; None: it may be asked, by who would wait ``patience`` seconds for an answer."""
+        at, waited, heard = self._look(host_name)
+        now = time.monotonic_ns()
+        if not now - PERIOD * _SECOND < at <= now or at <= heard <= now:
+            return None
+        if waited < 0.9 * min(patience, LONG_ENOUGH):
+            return None
+        return (now - at) / _SECOND
+
+    def heard(self, host_name: str) -> None:
+        """It answers."""
+        now = time.monotonic_ns()
+        if now - self._heard.get(host_name, -now) < _HEARD_EVERY * _SECOND:
+            return
+        if len(self._heard) > 1000:
+            self._heard.clear()
+        self._heard[host_name] = now
+        self._note(host_name, 0, 0.0, now)
+
+    def silent(self, host_name: str, began: float, waited: float) -> None:
+        """A request that began then (seconds of the monotonic clock) got no byte for ``waited`` seconds. An object that is slow does not
+        make its host silent: one that answered anybody meanwhile is not."""
+        heard = max(self._look(host_name)[2], self._heard.get(host_name, 0))
+        now = time.monotonic_ns()
+        if not began * _SECOND <= heard <= now:
+            self._note(host_name, now, waited, heard)
+
+    def _look(self, host_name: str) -> tuple[int, float, int]:
+        """When it was found silent, after what wait, and when it was heard last."""
+        name, place = _place_of(host_name)
+        found = [_RECORD.unpack_from(table, place) for table in (self._own, self._shared()) if len(table) == _SIZE]
+        of_it = [(at, waited / 1000, heard) for known, at, waited, heard in found if known == name]
+        return max(of_it, key=lambda each: max(each[0], each[2]), default=(0, 0.0, 0))
+
+    def _shared(self) -> bytes:
+        """The table in the root, which others write, too."""
+        if self._root is None:
+            return b""
+        try:
+            return host.read_small(self._root.hosts, _SIZE) or b""
+        except OSError:
+            return b""
+
+    def _note(self, host_name: str, at: int, waited: float, heard: int) -> None:
+        name, place = _place_of(host_name)
+        record = _RECORD.pack(name, at, round(min(waited, 1e6) * 1000) if not math.isnan(waited) else 0, heard)
+        self._own[place : place + _RECORD.size] = record
+        if self._root is None or self._root.read_only:
+            return
+        try:
+            self._write(self._root, record, place)
+        except OSError as error:
+            log.debug("%s cannot be written: %s", self._root.hosts, error)
+
+    def _write(self, root: Root, record: bytes, place: int) -> None:
+        try:
+            fd = root.files.open_write(root.hosts)
+        except FileNotFoundError:
+            root.install(root.hosts, lambda fd: host.pwrite(fd, bytes(_SIZE), 0))
+            fd = root.files.open_write(root.hosts)
+        try:
+            found = os.fstat(fd)
+            if stat.S_ISREG(found.st_mode) and found.st_size == _SIZE:
+                host.pwrite(fd, record, place)
+            else:  # not ours: it is made anew
+                root.replace(root.hosts, bytes(_SIZE))
+        finally:
+            os.close(fd)
+
+
+def _place_of(host_name: str) -> tuple[int, int]:
+    """The hash of a host's name, and where its record lies: others that lie there too are forgotten."""
+    name = int.from_bytes(hashlib.blake2s(host_name.encode("utf-8", "replace"), digest_size=8).digest(), "little") or 1
+    return name, name % _COUNT * _RECORD.size

@@ -1,0 +1,194 @@
+"""What this process remembers of entries, so that a hit costs no lock and no system call.
+
+A remembered entry is good while its slot still holds its id. The memo lets go of evicted entries at the next call, at most once
+a second: a mapping that stays would keep the bytes of an unlinked file on the disk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from forebay._engine.index.counters import BYTES_HIT, HITS, Counters
+from forebay._engine.index.slots import ID, USED, VALIDATED, Slots
+from forebay._kernel import mappings
+from forebay._model import Entry
+
+MAX_BYTES = 256 << 20
+
+
+_NO_WINDOW = 0, 0, 0
+
+
+class Remembered:
+    """An entry, its bytes, and its record in the table of slots."""
+
+    __slots__ = ("entry", "id", "names", "size", "slot", "view")
+
+    def __init__(self, entry: Entry, view: memoryview, slot: memoryview) -> None:
+        self.entry, self.view, self.slot = entry, view, slot
+        self.id, self.size = entry.id, entry.size
+        self.names: list[tuple[str, str]] = []
+
+    def is_current(self) -> bool:
+        return bool(self.slot[ID] == self.id)
+
+    def touch(self, now: int) -> None:
+        """It was used. Caller: has just seen that it is current; the root may be written to."""
+        self.slot[USED] = now
+
+
+Hit = Callable[[str, int], memoryview | None]
+
+
+def no_hit(name: str, max_age: int) -> memoryview | None:
+    """The `Hit` of a store that remembers nothing."""
+    return None
+
+
+class Memo:
+    """Per process: (space, name) to `Remembered`. Several names may lead to one entry: a URL as written, and its key."""
+
+    def __init__(self, slots: Slots, max_bytes: int = MAX_BYTES, max_count: int | None = None) -> None:
+        self._slots, self._max_bytes = slots, max_bytes
+        self._max_count = max_count or max(mappings.max_maps() // 4, 64)
+        self._mutex = threading.Lock()  # guards what follows; the hit path reads the dicts without it
+        self._known: dict[str, dict[str, Remembered]] = {}
+        self._bytes = 0
+        self._count = 0
+        self._evictions = -1
+        # While the wall clock is between the first two, the root's is ahead of it by the third; then a call goes the long way.
+        self._window = _NO_WINDOW
+
+    def get(self, space: str, name: str) -> Remembered | None:
+        """What is remembered under this name, while it is current."""
+        found = self._of(space).get(name)
+        return found if found is not None and found.is_current() else None
+
+    def _of(self, space: str) -> dict[str, Remembered]:
+        return self._known.setdefault(space, {})
+
+    def hitter(self, space: str, counters: Counters) -> Hit:
+        """A function that serves one space's hits: ``hit(name, max_age)``, the age in nanoseconds; None: go the long way.
+
+        No lock and no system call, and no attribute that a local can be: this is the path that is taken a million times a second."""
+        known, now_ns, block = self._of(space), time.time_ns, counters.block
+
+        def hit(name: str, max_age: int) -> memoryview | None:
+            found = known.get(name)
+            if found is None:
+                return None
+            now, slot = now_ns(), found.slot
+            since, until, skew = self._window
+            if slot[ID] != found.id or not since <= now < until:
+                return None
+            now += skew
+            if not 0 <= now - slot[VALIDATED] < max_age:
+                return None
+            slot[USED] = now
+            counts, at = block()
+            counts[at + HITS] += 1
+            counts[at + BYTES_HIT] += found.size
+            return memoryview(found.view)
+
+        return hit
+
+    def finder(self, space: str) -> Callable[[str], Remembered | None]:
+        """A function that gives what is remembered of a space's keys and still current; None: go the long way. It touches and counts
+        nothing: whether it is what was wanted the caller knows. No lock and no system call."""
+        known, now_ns = self._of(space), time.time_ns
+
+        def find(name: str) -> Remembered | None:
+            found = known.get(name)
+            if found is None or found.slot[ID] != found.id:
+                return None
+            since, until, _ = self._window
+            return found if since <= now_ns() < until else None
+
+        return find
+
+    def add(self, space: str, name: str, entry: Entry, view: memoryview) -> Remembered:
+        """Remember an entry; one too large for the memo is given back without being kept."""
+        words, base = self._slots.record(entry.slot)
+        found = Remembered(entry, view, words[base : base + 4])
+        if found.size > self._max_bytes // 2:
+            return found
+        with self._mutex:
+            self._forget_locked(self._of(space).get(name))
+            if self._bytes + found.size > self._max_bytes or self._count >= self._max_count:
+                self._shrink_locked()
+            self._of(space)[name] = found
+            found.names.append((space, name))
+            self._bytes += found.size
+            self._count += 1
+        return found
+
+    def alias(self, space: str, name: str, found: Remembered) -> None:
+        """Let another name lead to what is remembered."""
+        with self._mutex:
+            if found.names and name not in self._of(space):
+                self._of(space)[name] = found
+                found.names.append((space, name))
+
+    def forget(self, space: str, name: str) -> None:
+        """Let go of what this name leads to."""
+        with self._mutex:
+            self._forget_locked(self._of(space).get(name))
+
+    def let_go(self) -> None:
+        """Drop what was evicted meanwhile, if anything was, at most once a second; or where the wall clock jumped.
+
+        Raises `SlotsReplaced`: then nothing that is remembered would ever be seen to be replaced or gone."""
+        since, until, _ = self._window
+        if since <= time.time_ns() < until:
+            return
+        self._slots.check_same()
+        self._slots.clock.look()
+        self._window = self._slots.clock.window
+        words, index = self._slots.evictions()
+        evictions = words[index]
+        if evictions == self._evictions:
+            return
+        with self._mutex:
+            self._evictions = evictions
+        self.drop_dead()
+
+    def drop_dead(self) -> None:
+        """Drop what was evicted now: the disk is short, and gets no block of an unlinked file back while it is mapped."""
+        with self._mutex:
+            for found in [f for f in self._all_locked() if not f.is_current()]:
+                self._forget_locked(found)
+
+    def restart(self, slots: Slots) -> None:
+        """Forget everything; go on with another table of slots. The dicts stay the same objects: hit paths hold them."""
+        with self._mutex:
+            for known in self._known.values():
+                for found in known.values():
+                    found.names = []
+                known.clear()
+            self._slots, self._bytes, self._count, self._evictions = slots, 0, 0, -1
+
+    def after_fork_child(self) -> None:
+        self._mutex = threading.Lock()
+        self._window = _NO_WINDOW  # the first hit goes the long way
+
+    def _all_locked(self) -> Iterator[Remembered]:
+        return iter({id(found): found for known in self._known.values() for found in known.values()}.values())
+
+    def _forget_locked(self, found: Remembered | None) -> None:
+        if found is None or not found.names:
+            return
+        for space, name in found.names:
+            self._of(space).pop(name, None)
+        found.names = []
+        self._bytes -= found.size
+        self._count -= 1
+
+    def _shrink_locked(self) -> None:
+        """Down to three quarters: first what is dead, then what was used longest ago by anybody."""
+        every = sorted(self._all_locked(), key=lambda f: f.slot[USED] if f.is_current() else 0)
+        for found in every:
+            if self._bytes <= self._max_bytes * 3 // 4 and self._count <= self._max_count * 3 // 4 and found.is_current():
+                break
+            self._forget_locked(found)

@@ -1,0 +1,286 @@
+"""The table of slots: for each entry its id, when it was last used and last validated, and its space; mapped by every process.
+
+A chunk file holds 65,536 records of four aligned 8-byte words after one page of header. Chunks are allocated whole and never
+shrink, so a mapping stays good as long as anybody holds it. Only whole words are stored: those do not tear.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from forebay._engine.files.layout import SLOTS_MAGIC, Root
+from forebay._engine.index.clock import Clock
+from forebay._kernel import host, mappings
+from forebay._kernel.below import LinkInTheWay, NoPlainFile
+from forebay.errors import CacheFault
+
+RECORDS = 65_536
+ID, USED, VALIDATED, SPACE = 0, 1, 2, 3
+_EVICTIONS, _INTENT, _INTENDED, _CLOCK = 2, 3, 4, 5  # in chunk 0, after the magic and the root's id; of the clock three words
+_MOST_INTENDED = 1 << 16
+_HEADER = 4096 // 8
+_WORDS = 4
+_SIZE = 4096 + RECORDS * _WORDS * 8
+
+
+class SlotsBroken(CacheFault):
+    """A part of the table is lost or damaged: it can be made anew of the catalog."""
+
+
+class SlotsReplaced(SlotsBroken):
+    """Another table lies in the root than the one that was mapped, or none: what stands in the mapped one means nothing to others."""
+
+
+class Slots:
+    """The table of one root. Callable from any thread and, mappings being inherited, after a fork.
+
+    A slot's words may be stored by any process at any time; who may store an id is said in `catalog`. Every method raises
+    `SlotsBroken` where the table lacks the slot's chunk or is another root's, and OSError where the disk fails.
+    """
+
+    _chunks: dict[int, tuple[memoryview, int, int]]  # chunk -> its words, st_dev, st_ino
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._chunks = {}
+        self._changed = 0  # when the directory was, as far as it was looked at
+        self._place = str(root.slots_dir)
+        self.clock = Clock(self, writable=not root.read_only)
+
+    def clock_words(self) -> tuple[memoryview, int]:
+        """See `clock.Table`."""
+        return self._words(0), _CLOCK
+
+    def ensure(self, slot: int) -> None:
+        """Make the chunk of ``slot`` if there is none. By many processes at once; whole or not at all."""
+        chunk = slot // RECORDS
+        if chunk not in self._chunks:
+            self._root.install(self._path(chunk), self._fill)
+            self._words(chunk)
+
+    def is_there(self, chunk: int) -> bool:
+        """Whether anything has the name of this chunk."""
+        return os.path.lexists(self._path(chunk))
+
+    def is_whole(self, chunk: int) -> bool:
+        """Whether this chunk is there, and this root's."""
+        try:
+            self._words(chunk)
+        except SlotsBroken:
+            return False
+        return True
+
+    def remake(self, chunk: int, live: Iterable[tuple[int, int, int]]) -> None:
+        """Make a lost or damaged chunk anew: ``live`` are the slots in it, each with its entry's id and space. When they were used is lost.
+
+        Caller: holds the writer lock. Raises `CacheFault` where a directory is in the way that is not empty."""
+        now = self.clock.now()
+
+        def fill(fd: int) -> None:
+            self._fill(fd)
+            for slot, id, space in live:
+                record = b"".join(word.to_bytes(8, "little") for word in (id, now, 0, space))
+                host.pwrite(fd, record, 4096 + (slot - chunk * RECORDS) * _WORDS * 8)
+
+        self._chunks.pop(chunk, None)
+        self._root.files.mkdir(self._root.slots_dir, self._root.dir_mode)
+        self._root.files.make_way(self._path(chunk))
+        self._root.install(self._path(chunk), fill)
+        self._words(chunk)
+
+    def record(self, slot: int) -> tuple[memoryview, int]:
+        """``(words, base)``: ``words[base + ID]``, ``words[base + USED]``, ``words[base + VALIDATED]`` are the slot's."""
+        chunk, index = divmod(slot, RECORDS)
+        return self._words(chunk), _HEADER + index * _WORDS
+
+    def evictions(self) -> tuple[memoryview, int]:
+        """``(words, index)``: ``words[index]`` changes with every eviction in the root."""
+        return self._words(0), _EVICTIONS
+
+    def bump_evictions(self) -> None:
+        """Tell all processes that an entry is gone. Needs no lock: the clock gives each eviction a value of its own, where a count
+        that two processes raise at once would come back to what a third one has seen."""
+        host.set_word(self._words(0), _EVICTIONS, time.monotonic_ns())
+
+    def intent(self) -> range:
+        """The ids of entries whose files are being written under the writer lock."""
+        words = self._words(0)
+        first = words[_INTENT]
+        count = words[_INTENDED]  # of more than one transaction would write it is nobody's of ours
+        return range(first, first + count) if first and count <= _MOST_INTENDED else range(0)
+
+    def set_intent(self, ids: range) -> None:
+        """Caller: holds the writer lock."""
+        words = self._words(0)
+        if ids:
+            host.set_word(words, _INTENDED, len(ids))  # first: the other word says that there is an intent
+        host.set_word(words, _INTENT, ids.start if ids else 0)
+
+    def id_of(self, slot: int) -> int:
+        """The id of the entry that lives in ``slot``; 0: none."""
+        return self._get(slot, ID)
+
+    def set_id(self, slot: int, id: int) -> None:
+        """Let the entry ``id`` live in ``slot``. Caller: holds the writer lock."""
+        words, base = self.record(slot)
+        host.set_word(words, base + ID, id)
+
+    def settle(self, slot: int, id: int, used: int, validated: int, space: int) -> None:
+        """Let the entry ``id`` of a space, used and validated then, live in ``slot``. Caller: holds the writer lock."""
+        self.ensure(slot)
+        words, base = self.record(slot)
+        words[base + USED], words[base + VALIDATED] = used, validated
+        words[base + SPACE] = space
+        host.set_word(words, base + ID, id)
+
+    def clear(self, slot: int, id: int) -> bool:
+        """Empty ``slot`` if the entry ``id`` lives there. Caller: holds the writer lock, so that nobody stores in between."""
+        words, base = self.record(slot)
+        if words[base + ID] != id:
+            return False
+        host.set_word(words, base + ID, 0)
+        return True
+
+    def used(self, slot: int) -> int:
+        """When the slot's entry was last used, in ns of the `clock`. What is of the future was damaged: 0, as if it never had been."""
+        return self._past(slot, USED)
+
+    def touch(self, slot: int, ns: int) -> None:
+        """Say that the slot's entry was used at ``ns`` of the `clock`. Does nothing in a read-only root."""
+        self._put(slot, USED, ns)
+
+    def validated(self, slot: int) -> int:
+        """When the slot's entry was last seen to be the remote's, in ns of the `clock`; 0: ask. What is of the future is not believed."""
+        return self._past(slot, VALIDATED)
+
+    def stamp(self, slot: int) -> int:
+        """What stands there as the time of the last validation, whatever it means: another one is another validation."""
+        return self._get(slot, VALIDATED)
+
+    def set_validated(self, slot: int, ns: int) -> None:
+        """Say that the slot's entry was validated at ``ns`` of the `clock`. Does nothing in a read-only root."""
+        self._put(slot, VALIDATED, ns)
+
+    def space(self, slot: int) -> int:
+        """The number of the space that the slot's entry is of; 0: it was written before slots said so."""
+        return self._get(slot, SPACE)
+
+    def set_space(self, slot: int, space: int) -> None:
+        """Say of which space the slot's next entry is. Caller: holds the writer lock."""
+        self._put(slot, SPACE, space)
+
+    def stripe(self, number: int, stripes: int, top: int) -> Iterator[tuple[range, list[int]]]:
+        """Each ``stripes``-th slot below ``top``, and when it was last used: an even sample of the table, fast for many."""
+        for chunk in range(-(-top // RECORDS)):
+            first, end = chunk * RECORDS, min((chunk + 1) * RECORDS, top)
+            first += (number - first) % stripes
+            if first < end:
+                base = _HEADER + first % RECORDS * _WORDS + USED
+                stop = _HEADER + (end - chunk * RECORDS) * _WORDS
+                yield range(first, end, stripes), self._words(chunk)[base : stop : _WORDS * stripes].tolist()
+
+    def times(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """`used` and `validated` of each of ``slots``, fast for many."""
+        chunks = {chunk: self._words(chunk) for chunk in {slot // RECORDS for slot in slots}}
+        places = ((chunks[slot // RECORDS], _HEADER + slot % RECORDS * _WORDS) for slot in slots)
+        found = [(words[base + USED], words[base + VALIDATED]) for words, base in places]
+        now = self.clock.look()  # after the words: an entry that is used in between is no entry that never was
+        return [(used if used <= now else 0, validated if validated <= now else 0) for used, validated in found]
+
+    def used_many(self, slots: Sequence[int]) -> list[int]:
+        """`used` of each of ``slots``, fast for many."""
+        columns: dict[int, Sequence[int]] = {}
+        many = len(slots) > 1000  # a list of a chunk's ticks takes 1 ms, and is three times as fast to look into
+        for chunk in {slot // RECORDS for slot in slots}:
+            column = self._words(chunk)[_HEADER + USED :: _WORDS]
+            columns[chunk] = column.tolist() if many else column
+        ticks = [columns[slot // RECORDS][slot % RECORDS] for slot in slots]
+        now = self.clock.look()  # after the ticks: one that is later is nobody's
+        return [tick if tick <= now else 0 for tick in ticks]
+
+    def are_same(self) -> bool:
+        """`is_same`, for each transaction: looks closer only where names in the directory changed since the last look."""
+        try:
+            changed = os.stat(self._place).st_mtime_ns
+        except FileNotFoundError:
+            return False
+        if changed == self._changed:
+            return True
+        if not self.is_same():
+            return False
+        self._changed = changed
+        return True
+
+    def check_same(self) -> None:
+        """Raises `SlotsReplaced` unless `are_same`."""
+        if not self.are_same():
+            raise SlotsReplaced(f"the table of slots in {self._root.slots_dir} was replaced", path=str(self._root.slots_dir))
+
+    def forget(self) -> None:
+        """Map the table anew when it is next needed. Views that are out show what they did."""
+        self._chunks.clear()
+
+    def is_same(self) -> bool:
+        """Whether the files that were mapped still lie in the root. Two system calls a chunk."""
+        for chunk, (_, device, inode) in list(self._chunks.items()):
+            try:
+                found = self._root.files.lstat(self._path(chunk))
+            except FileNotFoundError:
+                return False
+            if (found.st_dev, found.st_ino) != (device, inode):
+                return False
+        return True
+
+    def _get(self, slot: int, word: int) -> int:
+        words, base = self.record(slot)
+        return int(words[base + word])
+
+    def _past(self, slot: int, word: int) -> int:
+        moment = self._get(slot, word)
+        return moment if self.clock.is_past(moment) else 0
+
+    def _put(self, slot: int, word: int, value: int) -> None:
+        if not self._root.read_only:
+            words, base = self.record(slot)
+            words[base + word] = value  # a touch: no crash point, whatever it leaves is right
+
+    def _path(self, chunk: int) -> Path:
+        return self._root.slots_dir / f"{chunk:03d}"
+
+    def _fill(self, fd: int) -> None:
+        host.allocate(fd, 0, _SIZE)
+        host.pwrite(fd, SLOTS_MAGIC.to_bytes(8, "little") + self._root.id.to_bytes(8, "little"), 0)
+
+    def _words(self, chunk: int) -> memoryview:
+        try:
+            return self._chunks[chunk][0]
+        except KeyError:
+            # Two threads may both map it: the first one's stays, and the other's is unmapped with its last view.
+            return self._chunks.setdefault(chunk, self._map(chunk))[0]
+
+    def _map(self, chunk: int) -> tuple[memoryview, int, int]:
+        path, writable = self._path(chunk), not self._root.read_only
+        try:
+            fd = self._root.files.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise SlotsBroken(f"{path} is missing", path=str(path)) from error
+        except (NoPlainFile, LinkInTheWay) as error:
+            raise SlotsBroken(f"{path} is no file", path=str(path)) from error
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise SlotsBroken(f"{path} is a symbolic link", path=str(path)) from error
+        try:
+            found = os.fstat(fd)
+            if found.st_size != _SIZE:
+                raise SlotsBroken(f"{path} has {found.st_size} bytes where {_SIZE} are right", path=str(path))
+            words = mappings.words(mappings.map_file(fd, _SIZE, writable=writable))
+        finally:
+            os.close(fd)
+        if (words[0], words[1]) != (SLOTS_MAGIC, self._root.id):
+            raise SlotsBroken(f"{path} belongs to another root", path=str(path))
+        return words, found.st_dev, found.st_ino

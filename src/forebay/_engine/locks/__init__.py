@@ -1,0 +1,1 @@
+"""Who holds what: leases on entries, the keys' locks, processes and their death."""

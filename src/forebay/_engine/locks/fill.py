@@ -1,0 +1,298 @@
+"""Absent -> lock -> look again -> make -> publish: at most one process of the node makes a key at a time.
+
+The key's lock is a byte of ``locks/keys``. Who waits for it learns what came of the work: an entry, a failure that was recorded
+after the wait began, or neither: then the worker died, and who has the lock now takes over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
+
+import xxhash
+
+from forebay import errors
+from forebay._engine.catalog import Catalog, CatalogBroken, people, reservations
+from forebay._engine.files.root import Root
+from forebay._engine.files.stages import progress_of
+from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS, Counters
+from forebay._engine.locks.nesting import Busy, Nesting
+from forebay._engine.locks.owners import Owners
+from forebay._kernel import locks, waits
+from forebay._logs import logger
+
+log = logger("forebay.fill")
+T = TypeVar("T")
+
+FIRST_WORD = 3  # futex words from here on are the keys'
+KEY_WORDS = waits.COUNT - FIRST_WORD
+_held: contextvars.ContextVar[tuple[int, ...] | None] = contextvars.ContextVar("forebay_held", default=())
+"""The keys that this call chain holds while it makes their values; None: some, and it is not known which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What who waits is told: for which key, ``since`` how many seconds, who has it, how far he is (bytes; total None: not known)."""
+
+    key: str
+    since: float
+    holder: str
+    done: int
+    total: int | None
+
+
+OnWait = Callable[[Waiting], None]
+
+
+def hash_of(space: int, key: str) -> int:
+    """The offset of the key's lock: 62 bits. Two keys that share one only wait for each other."""
+    return xxhash.xxh3_64_intdigest(f"{space}\0{key}".encode("utf-8", "surrogatepass")) & ((1 << 62) - 1)
+
+
+class KeyHold:
+    """The lock of one key, taken. Any thread may let go; a second time does nothing."""
+
+    def __init__(self, fill: Fill, keyhash: int) -> None:
+        self._fill, self.keyhash = fill, keyhash
+        self._mutex = threading.Lock()
+        self._held = True
+
+    def release(self) -> None:
+        with self._mutex:
+            held, self._held = self._held, False
+        if held:
+            self._fill.unlock(self.keyhash)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+class Fill:
+    """Single-flight for one root, across threads and processes."""
+
+    def __init__(self, root: Root, catalog: Catalog, owners: Owners, words: waits.Words, counters: Counters) -> None:
+        self._root, self._catalog, self._owners, self._words, self._counters = root, catalog, owners, words, counters
+        self._keys = locks.LockFile(root.lock("keys"), root.files.open)
+        self._nesting = Nesting(catalog, owners)
+        self._errors: dict[tuple[int, str], tuple[int, Exception]] = {}  # this process's own failures, whole
+
+    def single(
+        self,
+        space: int,
+        key: str,
+        look: Callable[[], T | None],
+        make: Callable[[], T],
+        *,
+        timeout: float | None = None,
+        on_wait: OnWait | None = None,
+        on_hold: Callable[[KeyHold], None] | None = None,
+    ) -> T:
+        """What ``look`` finds, else what ``make`` makes under the key's lock, which ``on_hold`` is given, and may be let go earlier.
+
+        Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds of
+        waiting; `Busy` where waiting would never end."""
+        keyhash = hash_of(space, key)
+        waiting_since = self._lock(key, keyhash, timeout, on_wait)
+        with KeyHold(self, keyhash) as hold:
+            found = self._look_again(space, key, look, waiting_since)
+            if found is not None:
+                return found
+            if on_hold is not None:
+                on_hold(hold)
+            with self._making(space, key, keyhash):
+                return make()
+
+    async def single_async(
+        self, space: int, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
+    ) -> T:
+        """`single` for a coroutine: the event loop goes on while another makes the value, and while ``make`` is awaited."""
+        keyhash = hash_of(space, key)
+        waiting_since = await self._lock_async(key, keyhash, timeout)
+        try:
+            found = self._look_again(space, key, look, waiting_since)
+            if found is not None:
+                return found
+            with self._making(space, key, keyhash):
+                return await make()
+        finally:
+            self.unlock(keyhash)
+
+    def _look_again(self, space: int, key: str, look: Callable[[], T | None], since: int | None) -> T | None:
+        """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: we are here. What P1 failed with, after ``since``,
+        is raised."""
+        found = look()
+        error = self.failure(space, key, since) if found is None and since is not None else None
+        if error is not None:
+            raise error
+        return found
+
+    @contextlib.contextmanager
+    def _making(self, space: int, key: str, keyhash: int) -> Iterator[None]:
+        """Around what makes a key's value under its lock: a failure reaches those who wait."""
+        held = _held.get()
+        token = _held.set(None if held is None else (*held, keyhash))
+        try:
+            yield
+        except errors.CacheFault:
+            raise  # ours, not the source's: each caller passes the cache by himself
+        except Exception as error:
+            self.note_failure(space, key, error)
+            raise
+        finally:
+            _held.reset(token)
+
+    @contextlib.contextmanager
+    def working(self, is_working: bool = True) -> Iterator[None]:
+        """Around what is done with keys held that this object was not told of: in there no key is waited for, since two such could wait
+        for each other. ``is_working=False``: around what may wait, whatever is held."""
+        token = _held.set(None if is_working else ())
+        try:
+            yield
+        finally:
+            _held.reset(token)
+
+    def hold(self, space: int, key: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:
+        """The key's lock, to be let go by any thread."""
+        keyhash = hash_of(space, key)
+        self._lock(key, keyhash, timeout, on_wait)
+        return KeyHold(self, keyhash)
+
+    async def hold_async(self, space: int, key: str, *, timeout: float | None = None) -> KeyHold:
+        """The same for a coroutine: the event loop goes on."""
+        keyhash = hash_of(space, key)
+        await self._lock_async(key, keyhash, timeout)
+        return KeyHold(self, keyhash)
+
+    @contextlib.contextmanager
+    def holding(self, space: int, key: str, *, timeout: float | None = None) -> Iterator[None]:
+        """The key's lock around a block."""
+        hold = self.hold(space, key, timeout=timeout)
+        try:
+            yield
+        finally:
+            hold.release()
+
+    def try_hold(self, space: int, key: str) -> KeyHold | None:
+        """The key's lock if it is free."""
+        return self.try_hold_hash(hash_of(space, key))
+
+    def try_hold_hash(self, keyhash: int) -> KeyHold | None:
+        """The lock at this offset if it is free."""
+        return KeyHold(self, keyhash) if self._keys.try_lock(keyhash, exclusive=True) else None
+
+    def sleep(self, space: int, key: str, seconds: float) -> None:
+        """Until the key's lock may have been let go, at most ``seconds``."""
+        self._words.sleep(_word_of(hash_of(space, key)), seconds)
+
+    def unlock(self, keyhash: int) -> None:
+        self._keys.unlock(keyhash)
+        self._words.bump(_word_of(keyhash))
+
+    def progress(self, keyhash: int) -> tuple[int, int | None]:
+        """How far the work on a key is: bytes done, and in all."""
+        for reservation in reservations.by_key(self._catalog, keyhash):
+            found = progress_of(self._root, keyhash, reservation.id)
+            if found is not None:
+                return found
+        return 0, None
+
+    def _lock(self, key: str, keyhash: int, timeout: float | None, on_wait: OnWait | None) -> int | None:
+        """Take the key's lock. Gives when the waiting began, on the clock of failures; None if there was none."""
+        if self._is_free(keyhash):
+            return None
+        began = time.monotonic()
+
+        def tell(waited: float) -> None:
+            if on_wait is not None:
+                on_wait(Waiting(key, time.monotonic() - began, self._owners.holder_of(keyhash), *self.progress(keyhash)))
+
+        with self._waiting(key, keyhash) as since:
+            waits.wait_for(
+                lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
+                self._words,
+                _word_of(keyhash),
+                what=lambda: (key, self._owners.holder_of(keyhash)),
+                timeout=timeout,
+                on_turn=tell if on_wait is not None else None,
+            )
+        return since
+
+    async def _lock_async(self, key: str, keyhash: int, timeout: float | None) -> int | None:
+        """`_lock` for a coroutine."""
+        if self._is_free(keyhash):
+            return None
+        with self._waiting(key, keyhash) as since:
+            await waits.wait_for_async(
+                lambda: self._keys.try_lock(keyhash, exclusive=True) or None,
+                self._words,
+                _word_of(keyhash),
+                what=lambda: (key, self._owners.holder_of(keyhash)),
+                timeout=timeout,
+            )
+        return since
+
+    def _is_free(self, keyhash: int) -> bool:
+        """Whether the key's lock was free; then it is taken."""
+        if not self._keys.try_lock(keyhash, exclusive=True):
+            return False
+        if not self._keys.is_same():
+            self._keys.unlock(keyhash)
+            raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
+        return True
+
+    @contextlib.contextmanager
+    def _waiting(self, key: str, keyhash: int) -> Iterator[int]:
+        """Around a wait for a key's lock, counted; gives when it began. Raises `Busy`."""
+        held = _held.get()
+        if held is None or keyhash in held:
+            raise Busy(f"{key!r} is being made by {self._owners.holder_of(keyhash)}, and this caller holds another key", key=key)
+        since = time.monotonic_ns()
+        self._counters.add(WAITS)
+        try:
+            with self._nesting.waiting(key, held, keyhash):
+                yield since
+        finally:
+            self._counters.add(WAIT_NS_LOCK, time.monotonic_ns() - since)
+
+    def note_failure(self, space: int, key: str, error: Exception) -> None:
+        """Let those who wait for this key know what became of it."""
+        with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
+            at = time.monotonic_ns()
+            people.record_failure(txn, space, key, errors.to_wire(error), at)
+            if len(self._errors) >= 256:
+                self._errors.clear()
+            self._errors[space, key] = at, error
+
+    def failure(self, space: int, key: str, since: int) -> Exception | None:
+        """What the work on a key failed with after ``since``, in any process; a later call tries again."""
+        found = people.failure(self._catalog, space, key)
+        if found is None or found[0] < since:
+            return None
+        at, error = self._errors.get((space, key), (0, None))
+        return error if error is not None and at == found[0] else errors.from_wire(found[1])
+
+    def close(self) -> None:
+        self._keys.close()
+
+    def before_fork(self) -> None:
+        self._keys.before_fork(keep=False)
+
+    def after_fork_parent(self) -> None:
+        self._keys.after_fork_parent()
+
+    def after_fork_child(self) -> None:
+        self._keys.after_fork_child(keep=False)
+        self._errors = {}
+
+
+def _word_of(keyhash: int) -> int:
+    return FIRST_WORD + keyhash % KEY_WORDS

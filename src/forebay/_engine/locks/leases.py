@@ -1,0 +1,275 @@
+"""Leases: while anyone holds one on an entry, its path exists and its bytes do not change.
+
+A lease is a shared kernel lock on the byte at offset *id* of one of 64 files. Who evicts asks for the same byte exclusively,
+through descriptions of its own, so that a process's evictor meets the leases of its own threads too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from forebay import errors
+from forebay._engine.catalog import Catalog, entries
+from forebay._engine.files.root import Root
+from forebay._engine.index.slots import Slots
+from forebay._kernel import locks
+from forebay._model import Entry
+
+FILES = 64
+HEAL_WITHIN = 1.0
+
+
+class Lease:
+    """A hold on one cached file or directory: while it is open the path exists and the bytes do not change.
+
+    ``with lease as path`` gives the path, a plain ``str``, and releases it at the end of the block. Without a ``with``, `path` or
+    ``os.fspath(lease)`` gives the same string, until `close`, garbage collection, or the death of every process that holds it.
+    ``entry``: what is held, with its size and validator.
+
+    Callable from any thread. A lease taken before a ``fork`` pins for the child too. A pickled or copied lease is a lease of its own:
+    unpickling opens the same URL again, in the process and the cache where that happens, without asking the remote for what is cached.
+    """
+
+    _reopen: tuple[Callable[..., Lease], tuple[Any, ...]] | None = None
+
+    def __init__(self, leases: Leases, entry: Entry, path: str) -> None:
+        self.entry, self.path = entry, path
+        self._release = [leases.let_go_soon]  # a list, since `pop` is one step: of two threads that close, one does
+
+    def close(self) -> None:
+        """Let go. A second call does nothing."""
+        try:
+            release = self._release.pop()
+        except IndexError:
+            return
+        release(self.entry.id)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # at exit the kernel lets go, whatever is left of the interpreter
+            self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this lease was released."""
+        return not self._release
+
+    def reopened_by(self, function: Callable[..., Lease], *args: Any) -> Self:
+        """Let a pickled copy of this lease be opened by ``function(*args)``. Returns the lease itself."""
+        self._reopen = function, args
+        return self
+
+    def __fspath__(self) -> str:
+        self._check_open()
+        return self.path
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"<forebay.Lease {self.path!r} of {self.entry.name!r}{' closed' if self.closed else ''}>"
+
+    def __enter__(self) -> str:
+        self._check_open()
+        return self.path
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Callable[..., Lease], tuple[Any, ...]]:
+        self._check_open()
+        if self._reopen is None:
+            raise TypeError(
+                f"the lease on {self.entry.name!r} is internal and cannot be pickled: pickle what Cache.local or Cache.directory gave"
+            )
+        return self._reopen
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise errors.Closed.of(f"lease on {self.entry.name!r}")
+
+
+def in_place(path: str) -> Lease:
+    """The hold on a file or directory that is not the cache's: nothing is locked, and it is never removed. Raises NotFound."""
+    try:
+        return _InPlace(path)
+    except (OSError, ValueError) as error:
+        raise errors.NotFound(f"{path}: there is no such file or directory", url=path) from error
+
+
+class _InPlace(Lease):
+    def __init__(self, path: str) -> None:
+        self.path, self._release = path, []  # closed, for its finalizer, if there is no such file
+        info = os.stat(path)
+        kind = "directory" if stat.S_ISDIR(info.st_mode) else "file"
+        self.entry = Entry(0, "", path, kind, info.st_size, 0, 0, b"", None, info.st_mtime, "", "cached")
+        self._release = [_nothing]
+
+
+def _nothing(id: int) -> None:
+    """There is nothing to let go."""
+
+
+class _Files(dict[int, locks.LockFile]):
+    """The lock files by their numbers, made as they are asked for: most processes use few of them."""
+
+    def __init__(self, root: Root) -> None:
+        super().__init__()
+        self._root = root
+        self._forking: list[locks.LockFile] = []
+
+    def __missing__(self, number: int) -> locks.LockFile:
+        return self.setdefault(number, locks.LockFile(self._root.leases(number), self._root.files.open, writable=not self._root.read_only))
+
+    def every(self) -> list[locks.LockFile]:
+        return list(self.values())
+
+    def before_fork(self, *, keep: bool) -> None:
+        self._forking = self.every()  # another thread may make one while the process is copied: it was not told of this fork
+        for file in self._forking:
+            file.before_fork(keep=keep)
+
+    def after_fork_parent(self) -> None:
+        for file in self._forking:
+            file.after_fork_parent()
+
+    def after_fork_child(self, *, keep: bool) -> None:
+        for file in self._forking:
+            file.after_fork_child(keep=keep)
+
+
+class Leases:
+    """All leases of this process in one root."""
+
+    def __init__(self, root: Root, catalog: Catalog, slots: Slots) -> None:
+        self._root, self._catalog, self._slots = root, catalog, slots
+        self._held, self._evicting = _Files(root), _Files(root)
+
+    def current(self, space: int, key: str) -> Entry | None:
+        """What the key has now: its row and its slot agree."""
+        for _ in range(2):
+            entry = entries.find(self._catalog, space, key)
+            if entry is None or self._slots.id_of(entry.slot) == entry.id:
+                return entry
+            # P1 reads the row / P2 replaces it: row and slot are a successor's / P1 reads the slot: look again.
+        if self._root.read_only:
+            return None
+        # A replacer or evictor that died between emptying the slot and its commit left a live row whose slot is empty. Under
+        # the writer lock nobody is between the two, so the row is right.
+        try:
+            with self._catalog.writer(HEAL_WITHIN):
+                self._catalog.check_same()
+                entry = entries.find(self._catalog, space, key)
+                if entry is not None and self._slots.id_of(entry.slot) != entry.id:
+                    self._slots.set_id(entry.slot, entry.id)
+                return entry
+        except errors.WriterBusy:
+            return None  # the one that is replacing it, or another writer, was stopped in the middle of that: a miss
+
+    def take(self, space: int, key: str) -> Lease | None:
+        """A lease on what the key has now; None if it has nothing, or is being evicted."""
+        for _ in range(2):
+            entry = self.current(space, key)
+            if entry is None:
+                return None
+            if (lease := self._try(entry)) is not None:
+                return lease
+        return None
+
+    def take_many(self, space: int, keys: Sequence[str]) -> dict[str, Lease]:
+        """Leases on what these keys have now, as far as they have something."""
+        found: dict[str, Lease] = {}
+        for entry in entries.find_many(self._catalog, space, keys):
+            lease = self._try(entry) or self.take(space, entry.key)
+            if lease is not None:
+                found[entry.key] = lease
+        return found
+
+    def _try(self, entry: Entry) -> Lease | None:
+        """Lock first, then look at the slot: an evictor that had the lock before us has emptied it."""
+        file = self._held[entry.id % FILES]
+        if not file.try_lock(entry.id, exclusive=False):
+            return None
+        if self._slots.id_of(entry.slot) != entry.id:
+            file.unlock(entry.id)
+            return None
+        return Lease(self, entry, self._path_of(entry))
+
+    def _path_of(self, entry: Entry) -> str:
+        if entry.kind == "pack":
+            return str(self._root.pack(entry.id))
+        return str(self._root.tree(entry.id)) if entry.kind == "tree" else self._root.blob_name(entry.id, entry.suffix)
+
+    def take_id(self, id: int) -> Lease | None:
+        """A lease on the entry with this id, whatever its name is by now; None if it is gone, replaced, or being evicted."""
+        entry = entries.by_id(self._catalog, id)
+        return self._try(entry) if entry is not None else None
+
+    def hold(self, id: int) -> bool:
+        """Lock the byte of an entry that this thread is about to publish."""
+        return self._held[id % FILES].try_lock(id, exclusive=False)
+
+    def adopt(self, entry: Entry) -> Lease:
+        """The lease of an entry whose byte `hold` locked."""
+        return Lease(self, entry, self._path_of(entry))
+
+    def let_go_soon(self, id: int) -> None:
+        """Release without ever waiting for a lock: a finalizer may run inside anything."""
+        self._held[id % FILES].unlock_soon(id)
+
+    def try_evict(self, id: int) -> bool:
+        """The exclusive right to remove an entry: nobody has a lease, and nobody gets one until `evicted`."""
+        return self._evicting[id % FILES].try_lock(id, exclusive=True)
+
+    def evicted(self, id: int) -> None:
+        """Give the right of `try_evict` back."""
+        self._evicting[id % FILES].unlock(id)
+
+    @contextlib.contextmanager
+    def evicting(self, id: int) -> Iterator[bool]:
+        """`try_evict` and `evicted` around a block."""
+        if not self.try_evict(id):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self.evicted(id)
+
+    def is_leased(self, id: int) -> bool:
+        """Whether anyone holds a lease now, or is evicting it."""
+        return self._evicting[id % FILES].is_locked(id)
+
+    def leased_among(self, ids: Iterable[int]) -> set[int]:
+        """Those of ``ids`` of which `is_leased` is true: about one system call for each that is, and one for each file of locks."""
+        files: dict[int, list[int]] = {}
+        for id in ids:
+            files.setdefault(id % FILES, []).append(id)
+        return {id for number, some in files.items() for id in self._evicting[number].locked_among(sorted(some))}
+
+    def drain(self) -> None:
+        """Release what finalizers could not."""
+        for file in self._held.every():
+            file.drain()
+
+    def close(self) -> None:
+        """Close each file when none of its leases is out any more."""
+        for file in self._held.every() + self._evicting.every():
+            file.retire()
+
+    def before_fork(self) -> None:
+        self._held.before_fork(keep=True)
+        self._evicting.before_fork(keep=False)
+
+    def after_fork_parent(self) -> None:
+        self._held.after_fork_parent()
+        self._evicting.after_fork_parent()
+
+    def after_fork_child(self) -> None:
+        self._held.after_fork_child(keep=True)
+        self._evicting.after_fork_child(keep=False)

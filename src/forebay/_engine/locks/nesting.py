@@ -1,0 +1,69 @@
+"""Waiting for a key while holding others: allowed, as long as no two such waits wait for each other.
+
+Who makes a value may need another one that somebody else is making: the calls of a flow ask for each other. Such waits end, unless they
+form a circle: A makes k1 and waits for k2, B makes k2 and waits for k1. So who begins one notes in the catalog what it holds and what
+it wants. Notes come in one after the other, so whoever closes a circle sees all of it, and does not wait.
+
+A note of a process that died is none: its owner's lock tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+
+from forebay import errors
+from forebay._engine.catalog import Catalog, Txn, people
+from forebay._engine.locks.owners import Owners
+
+
+class Busy(errors.CacheFault):
+    """Another works on this key, and this caller may not wait for it: that one waits for what this caller holds, or may do so."""
+
+
+class Nesting:
+    """The nested waits of one root. Callable from any thread."""
+
+    def __init__(self, catalog: Catalog, owners: Owners) -> None:
+        self._catalog, self._owners = catalog, owners
+        self._numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def waiting(self, key: str, held: Collection[int], wanted: int) -> Iterator[None]:
+        """Around a wait for the key ``wanted`` by who holds the keys ``held``. Raises `Busy` where it would never end."""
+        if not held:
+            yield
+            return
+        note = people.Wait(self._owners.me(), next(self._numbers), frozenset(held), wanted)
+        with self._catalog.write() as txn:
+            if leads_to(held, wanted, self._living(txn)):
+                raise Busy(f"{key!r} is being made by one that waits, in the end, for this caller", key=key)
+            people.enter_wait(txn, note)
+        try:
+            yield
+        finally:
+            # A note that stays for want of room makes somebody do alone what he could have waited for, until this process ends.
+            with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
+                people.leave_wait(txn, note)
+
+    def _living(self, txn: Txn) -> list[people.Wait]:
+        living = []
+        for wait in people.waits(txn):
+            if self._owners.is_dead(wait.owner):
+                people.leave_wait(txn, wait)
+            else:
+                living.append(wait)
+        return living
+
+
+def leads_to(held: Iterable[int], wanted: int, waits: Iterable[people.Wait]) -> bool:
+    """Whether who has ``wanted`` waits, over any number of others, for one of the keys ``held``."""
+    goals, seen, next_ones = set(held), set[int](), {wanted}
+    edges = list(waits)
+    while next_ones:
+        if next_ones & goals:
+            return True
+        seen |= next_ones
+        next_ones = {wait.wanted for wait in edges if wait.held & next_ones} - seen
+    return False

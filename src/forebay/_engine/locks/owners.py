@@ -1,0 +1,143 @@
+"""Who has the root open, who died, and what the dead left.
+
+Each process has a random id and holds a kernel lock on that byte of ``locks/owners``. Its row in the catalog is for people;
+whether it lives is decided by its lock alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import sys
+import threading
+import time
+
+from forebay._engine.catalog import Catalog, Txn, people, reservations
+from forebay._engine.files.root import Root
+from forebay._kernel import host as kernel_host
+from forebay._kernel import locks
+
+LEAVE_WITHIN = 1.0
+
+
+class Owners:
+    """This process among those that share the root."""
+
+    def __init__(self, root: Root, catalog: Catalog) -> None:
+        self._root, self._catalog = root, catalog
+        self._mine = locks.LockFile(root.lock("owners"), root.files.open)
+        self._probe = locks.LockFile(root.lock("owners"), root.files.open)  # a reaper's own description: see the module `leases`
+        self._mutex = threading.Lock()  # guards _id
+        self._id = 0
+        self._pid = 0
+
+    def me(self) -> int:
+        """The id of this process, registered at first use. A forked child registers anew."""
+        if self._pid == os.getpid():
+            return self._id
+        with self._mutex:
+            if self._pid != os.getpid():
+                self._register()
+            return self._id
+
+    def _register(self) -> None:
+        id = random.SystemRandom().randrange(1, 1 << 62)
+        self._mine.try_lock(id, exclusive=True)  # before the row: a row whose byte is free would be reaped
+        try:
+            with self._catalog.write() as txn:
+                self._reap_dead(txn, [owner.id for owner in people.every(txn)])
+                people.insert(txn, _describe_self(id))
+        except BaseException:
+            self._mine.unlock(id)  # the next call takes another id
+            raise
+        self._id, self._pid = id, os.getpid()
+
+    def reap(self, txn: Txn) -> int:
+        """Take what dead processes had reserved off their names; gives how many were found dead."""
+        return self._reap_dead(txn, reservations.owners(txn))
+
+    def any_dead(self) -> bool:
+        """Whether a dead process has reserved something under its name."""
+        return any(self.is_dead(id) for id in reservations.owners(self._catalog))
+
+    def _reap_dead(self, txn: Txn, suspects: list[int]) -> int:
+        dead = 0
+        for id in suspects:
+            if id == self._id or not self._probe.try_lock(id, exclusive=True):
+                continue
+            try:
+                self._bury(txn, id)
+                dead += 1
+            finally:
+                self._probe.unlock(id)
+        return dead
+
+    def _bury(self, txn: Txn, id: int) -> None:
+        people.delete(txn, id)
+        reservations.disown(txn, id)
+
+    def is_dead(self, id: int) -> bool:
+        """Whether the process that had this id is gone. An id never comes back, so the dead stay dead."""
+        if id == self._id or not self._probe.try_lock(id, exclusive=True):
+            return False
+        self._probe.unlock(id)
+        return True
+
+    def forget(self) -> None:
+        """The catalog was made anew: register in it at the next use. The byte stays locked: an old row is not taken for a dead one's."""
+        with self._mutex:
+            self._id = self._pid = 0
+
+    def living(self) -> list[people.Owner]:
+        """Who has the root open now, this process included."""
+        found = []
+        for owner in people.every(self._catalog):
+            if owner.id == self._id or not self._probe.try_lock(owner.id, exclusive=True):
+                found.append(owner)
+            else:
+                self._probe.unlock(owner.id)
+        return found
+
+    def holder_of(self, keyhash: int) -> str:
+        """Who works on this key, in words for people: from the kernel's list of locks, else from the reservation."""
+        for pid in locks.holders(self._root.lock("keys"), keyhash):
+            return locks.describe_process(pid)
+        for reservation in reservations.by_key(self._catalog, keyhash):
+            if reservation.owner is not None and (owner := people.by_id(self._catalog, reservation.owner)):
+                return str(owner)
+        return "an unknown process"
+
+    def close(self) -> None:
+        """Leave, and give the id back; where the catalog is busy, as one that died."""
+        with self._mutex, contextlib.suppress(OSError):
+            if self._pid == os.getpid():
+                self._catalog.insist(lambda txn: self._bury(txn, self._id), LEAVE_WITHIN)
+        self._pid = 0
+        self._mine.close()
+        self._probe.close()
+
+    def before_fork(self) -> None:
+        self._mine.before_fork(keep=False)
+        self._probe.before_fork(keep=False)
+
+    def after_fork_parent(self) -> None:
+        self._mine.after_fork_parent()
+        self._probe.after_fork_parent()
+
+    def after_fork_child(self) -> None:
+        self._mutex = threading.Lock()
+        self._id = self._pid = 0
+        self._mine.after_fork_child(keep=False)
+        self._probe.after_fork_child(keep=False)
+
+
+def _describe_self(id: int) -> people.Owner:
+    try:
+        pidns = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        pidns = ""
+    command = os.path.basename(sys.argv[0] if sys.argv else "") or "python"  # arguments may hold secrets
+    command = command.encode(errors="backslashreplace").decode()  # the name of a file need not be UTF-8
+    return people.Owner(id, os.getpid(), pidns, socket.gethostname(), kernel_host.process_start(os.getpid()) or time.time(), command)

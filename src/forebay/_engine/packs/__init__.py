@@ -1,0 +1,1 @@
+"""Arrays of samples: many values in few files."""

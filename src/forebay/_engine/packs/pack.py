@@ -1,0 +1,387 @@
+"""A pack that this process has open: records are found without a lock or a system call, and appended without waiting for anybody.
+
+What was looked at once is known by two words of this process, where the record begins and ends in its window; a record never
+changes, so they stay true as long as the pack is leased.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import operator
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from forebay import errors
+from forebay._engine.files import pack_files, pack_records
+from forebay._engine.files.faults import FULL, faults
+from forebay._engine.files.root import Root
+from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
+from forebay._engine.index.slots import Slots
+from forebay._engine.locks.leases import Lease
+from forebay._engine.packs.appending import Appender, Segments
+from forebay._engine.packs.finding import Finder, finder
+from forebay._engine.packs.mapped import GONE, Mapped
+from forebay._engine.packs.packing import Room
+from forebay._kernel import host, locks, mappings
+from forebay._model import Buffer
+
+MANY_HITS = 1024
+"""After so many, who looks at a slot for the first time tells the counters."""
+ASK_AGAIN = 2.0
+"""Seconds after which a writer that found no room asks again, though nothing was evicted meanwhile."""
+
+
+class Unencodable(Exception):
+    """A codec could not encode a value; its cause is what the codec raised."""
+
+
+class Pack:
+    """One pack, leased until `close`. Callable from any thread, and usable in both processes after a fork."""
+
+    def __init__(self, root: Root, segments: Segments, slots: Slots, counters: Counters, lease: Lease, length: int, space: int) -> None:
+        """Raises FileNotFoundError, `Damaged`, or OSError."""
+        self.lease, self.id, self.length = lease, lease.entry.id, length
+        self._segments, self._slots, self._counters, self._space = segments, slots, counters, space
+        self._root, self._seed = root, pack_records.seed_of(self.id)
+        words = pack_files.map_index(self._root, self.id, length, writable=not self._root.read_only)
+        self._words, self._cells = words, words[pack_files.HEADER_WORDS : pack_files.HEADER_WORDS + length]
+        self._starts, self._ends = mappings.words_of_process(length), mappings.words_of_process(length)
+        self._mapped = Mapped(root, self.id)
+        self._view = self._mapped.view
+        self._finder: weakref.ref[Finder] | None = None
+        self._hits = self._misses = self._bytes = self._stored = 0  # since they were told: see `tell`
+        self._read_only = False
+        self._refused = 0.0, 0, 0  # until when, how much, at which eviction
+        self.closed = False
+        self._begin()
+        host.at_fork(self)
+        _tell_at_exit(self)
+
+    def _begin(self) -> None:
+        self._appending = threading.Lock()
+        self._appender: Appender | None = None
+        self._pid = os.getpid()
+
+    def before_fork(self) -> None:
+        """A put of another thread goes on in the parent; the child has a segment of its own, and locks that nobody holds."""
+
+    def after_fork_parent(self) -> None:
+        """Nothing changes."""
+
+    def after_fork_child(self) -> None:
+        if self._appender is not None:
+            self._appender.abandon()
+        self._mapped.after_fork_child()
+        self._begin()
+        self.finder().take()
+        self._hits = self._misses = self._bytes = self._stored = 0
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def finder(self) -> Finder:
+        """What `find` does, as a function that is quicker to call, and keeps the pack alive."""
+        found = self._finder() if self._finder is not None else None
+        if found is None:
+            found = finder(self._starts, self._ends, self._view, self._find_slowly)
+            self._finder = weakref.ref(found)
+            if self.closed:
+                found.shut()
+        return found
+
+    def find(self, slot: int, copy: bool = False) -> memoryview | None:
+        """The payload of a slot, read-only over the mapping, or a writable copy; None if it is empty. No lock, no system call.
+
+        Raises IndexError, and `Closed`."""
+        return self.finder()(slot, copy)
+
+    def _find_slowly(self, slot: int, copy: bool) -> memoryview | None:
+        slot = self._checked(slot)
+        if not self._ends[slot] and not self._locate(slot):
+            self._misses += 1
+            return None
+        self._hits += 1
+        self._bytes += self._ends[slot] - self._starts[slot]
+        if self._hits > MANY_HITS:
+            self.tell()
+        return self.look(slot, copy)
+
+    def look(self, slot: int, copy: bool = False) -> memoryview | None:
+        """The same as `find`, counted as neither hit nor miss."""
+        slot = self._checked(slot)
+        if not self._ends[slot] and not self._locate(slot):
+            return None
+        found = self._view[self._starts[slot] : self._ends[slot]]
+        return memoryview(bytearray(found)) if copy else found
+
+    def has(self, slot: int) -> bool:
+        """Whether a slot is filled. Counts nothing. Raises IndexError, and `Closed`."""
+        return bool(self._cells[self._checked(slot)])
+
+    def filled(self) -> list[int]:
+        """All filled slots."""
+        self._check_open()
+        return [slot for slot, word in enumerate(self._cells.tolist()) if word]
+
+    def count(self) -> int:
+        """How many slots are filled."""
+        self._check_open()
+        return self.length - int(self._cells.tolist().count(0))
+
+    def private(self, slot: int) -> memoryview:
+        """The payload of a slot that `find` found, writable: what is stored there is seen by nobody else, and never kept."""
+        number, offset = pack_records.place_of(self._cells[slot])
+        return self._mapped.private(number, offset + pack_records.HEADER, self._ends[slot] - self._starts[slot])
+
+    def _locate(self, slot: int) -> bool:
+        """Look at a record for the first time in this process, and remember where it lies. False: there is none, or it is damaged."""
+        word = self._cells[slot]
+        if not word:
+            return False
+        number, offset = pack_records.place_of(word)
+        placed = self._mapped.where(number, offset)
+        if placed is None:
+            return False
+        if self._view is not self._mapped.view:  # it was made larger; before what leads into it
+            self._view = self._mapped.view
+            self.finder().show(self._view)
+        begin, length = placed
+        size = pack_records.length_of(self._view[begin : begin + length], offset, self._seed, slot) if length else None
+        if size is None:
+            self._empty(slot, word)
+            return False
+        start = begin + offset + pack_records.HEADER
+        self._starts[slot] = start
+        self._ends[slot] = start + size  # last: who finds it takes the other for set
+        return True
+
+    def _empty(self, slot: int, word: int) -> None:
+        """A damaged record is served to nobody: its slot can be filled again."""
+        self._counters.add(DAMAGED)
+        if self._root.read_only or not self._can_append():
+            return
+        with contextlib.suppress(OSError):  # the root is gone: so is what was damaged
+            claims = locks.Claims(self._root.pack(self.id) / "index", self._root.files.open)
+            try:
+                pack_files.empty_slot(self._cells, claims, slot, word)
+            finally:
+                claims.close()
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def put(self, slot: int, encode: Callable[[Any], Sequence[Buffer]], value: Any) -> bool:
+        """Fill a slot with what ``encode`` makes of a value. False if it is filled, nothing is let in, or there was no room a moment ago.
+
+        Raises IndexError, `Closed`, `Unencodable`, `NoSpace` where there is no room, or another `CacheFault`."""
+        try:
+            word = self._cells[slot]
+        except IndexError:
+            word = 0
+            self._checked(slot)
+        if slot < 0 or self.closed:
+            self._checked(slot)
+        if word or self._read_only or self._words[pack_files.FROZEN] or not self._can_append():
+            return False
+        try:
+            parts = encode(value)
+        except errors.ConfigError:
+            raise
+        except Exception as error:
+            raise Unencodable(f"{type(error).__name__}: {error}") from error
+        length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        try:
+            with self._appending:
+                return self._append_locked(slot, parts, length)
+        except OSError as error:
+            with faults(f"sample {slot}", length):
+                if error.errno != errno.EBADF:
+                    raise
+                with self._appending:  # the job closed our descriptors
+                    self._appender = None
+                    return self._append_locked(slot, parts, length)
+
+    def _append_locked(self, slot: int, parts: Sequence[Buffer], length: int) -> bool:
+        self._check_open()  # another thread may have closed it meanwhile
+        need = pack_records.footprint(length)
+        appender = self._appender
+        if appender is None or appender.tail + need > appender.ready:
+            appender = self._appender_for(need)
+            if appender is None:
+                return False
+        tail, claims = appender.tail, appender.claims
+        host.pwritev(appender.fd, (pack_records.header_of(self._seed, slot, parts, length), *parts), pack_records.HEADER + length, tail)
+        # The record is written; whoever has the slot's byte makes it the slot's. P1 sees it empty / P2 sees it empty, stores /
+        # P1 has the byte: look again. Who finds the byte taken is second: he does not wait.
+        if not claims.try_claim(slot):
+            return False
+        try:
+            if self._cells[slot]:
+                return False
+            host.set_word(self._cells, slot, pack_records.word_of(appender.number, tail))
+        finally:
+            claims.let_go(slot)
+        appender.tail = tail + need
+        self._stored += length
+        return True
+
+    def _appender_for(self, need: int) -> Appender | None:
+        """What ``need`` bytes go into: the segment that is at hand with more of its blocks made ready, else the next one."""
+        appender = self._appender
+        if appender is None or appender.tail + need > appender.capacity:
+            appender = self._next_locked(need)
+        if appender is not None:
+            try:
+                appender.make_ready(need)
+            except OSError as error:
+                if error.errno in FULL:
+                    self._refuse(need)
+                    with contextlib.suppress(errors.CacheFault):  # what cannot be told now is found by who needs room
+                        self._leave_locked()
+                raise
+        return appender
+
+    def _refuse(self, need: int) -> None:
+        words, index = self._slots.evictions()
+        self._refused = time.monotonic() + ASK_AGAIN, need, words[index]
+
+    def _next_locked(self, need: int) -> Appender | None:
+        """A segment with room, in place of the one that is full; None where there was none a moment ago."""
+        if self._is_refused(need):
+            return None
+        self.tell()
+        room = Room(self.id, self._space, self._words[pack_files.QUOTA] or None)
+        full, self._appender = self._appender, None
+        try:
+            taken = self._segments.take_segment(room, need, self._words, (full.number, full.tail) if full is not None else None)
+        except errors.NoSpace:
+            self._refuse(need)
+            raise
+        finally:
+            if full is not None:
+                full.close()
+        try:
+            self._appender = Appender(self._segments, taken, locks.Claims(self._root.pack(self.id) / "index", self._root.files.open))
+        except OSError:
+            os.close(taken.fd)
+            self._segments.forget_segment(taken.ticket)
+            raise
+        return self._appender
+
+    def _leave_locked(self) -> None:
+        appender, self._appender = self._appender, None
+        if appender is not None:
+            self._segments.leave_segment(self.id, appender.number, appender.tail)
+            appender.close()
+
+    @property
+    def admits(self) -> bool:
+        """Whether a put may find room: nothing is frozen, and none was refused a moment ago."""
+        return not self.frozen and self._can_append() and not self._is_refused(0)
+
+    def _is_refused(self, need: int) -> bool:
+        until, refused, eviction = self._refused
+        words, index = self._slots.evictions()
+        return (not need or need >= refused) and words[index] == eviction and time.monotonic() < until
+
+    def set_quota(self, quota: int) -> None:
+        """Let the pack have so many bytes in all, whoever writes."""
+        if self._can_append():
+            host.set_word(self._words, pack_files.QUOTA, quota)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing more goes in."""
+        return self._read_only or bool(self._words[pack_files.FROZEN])
+
+    def freeze(self) -> None:
+        """Let nothing more in, from any process, for good."""
+        self._check_open()
+        if self._can_append():
+            host.set_word(self._words, pack_files.FROZEN, 1)
+        self._read_only = True
+
+    def only_read(self) -> None:
+        """Let nothing in through this handle."""
+        self._read_only = True
+
+    def is_damaged(self, slot: int) -> bool:
+        """Compare what `find` found with its checksum; what is damaged is emptied."""
+        word = self._cells[slot]
+        number, offset = pack_records.place_of(word)
+        begin, length = self._mapped.where(number, offset) or (0, 0)
+        if not word or pack_records.length_of(self._view[begin : begin + length], offset, self._seed, slot, verify=True) is not None:
+            return False
+        self._ends[slot] = 0
+        self._empty(slot, word)
+        return True
+
+    def bad_slots(self) -> list[int]:
+        """Compare every record with its checksum; what is damaged is emptied, and its slots are given."""
+        self._check_open()
+        found = pack_files.bad_slots(self._root, self.id, self._words[: pack_files.HEADER_WORDS + self.length])
+        for slot in found:
+            self._empty(slot, self._cells[slot])
+            self._ends[slot] = 0
+        return found
+
+    def _can_append(self) -> bool:
+        return not self._root.read_only and self._pid == os.getpid()  # in a child of a fork by C code this is its parent's
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def tell(self) -> None:
+        """Add what was found and stored since the last time to the counters of the process."""
+        hits, size = self.finder().take()
+        counts = (HITS, self._hits + hits), (MISSES, self._misses), (BYTES_HIT, self._bytes + size), (BYTES_STORED, self._stored)
+        self._hits = self._misses = self._bytes = self._stored = 0
+        if any(count for _, count in counts):
+            with contextlib.suppress(errors.CacheFault, OSError):  # what cannot be told now is told with the next
+                self._segments.register()
+            for name, count in counts:
+                self._counters.add(name, count)
+
+    def close(self) -> None:
+        """Let go. Views that were handed out stay good; any other call raises `Closed`."""
+        if self.closed:
+            return
+        self.closed = True
+        self.finder().shut()
+        self.tell()
+        try:
+            with self._appending, faults(f"pack {self.id:x}"):
+                if self._can_append():
+                    self._leave_locked()
+        finally:  # what cannot be given back now is found by who needs room; the pack is let go all the same
+            self._mapped.close()
+            self._view = GONE
+            self.lease.close()
+
+    def _checked(self, slot: int) -> int:
+        index = operator.index(slot)
+        self._check_open()
+        if not 0 <= index < self.length:
+            raise IndexError(f"sample {index} is outside of 0..{self.length - 1}")
+        return index
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise errors.Closed.of("array of samples")
+
+
+def _tell_at_exit(pack: Pack) -> None:
+    """Let a worker of `multiprocessing`, which ends without Python's own exit, tell what it counted; and the processes that it forks."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util.Finalize(pack, _tell, (weakref.ref(pack),), exitpriority=10)
+        util.register_after_fork(pack, _tell_at_exit)
+
+
+def _tell(found: weakref.ref[Pack]) -> None:
+    pack = found()
+    if pack is not None and not pack.closed:
+        pack.tell()

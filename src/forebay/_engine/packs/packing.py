@@ -1,0 +1,273 @@
+"""Room for packs: their making, and the segments that writers append to.
+
+    room       a row counts the segment before its file is there     a crash: counted, and taken over by the next writer of the pack
+    append     see the module `pack`                                 the same; the index says where the last record ends
+    leave      the tail is punched, then the row says so             a crash between: still counted; done again by who needs room
+
+Bytes are taken in large steps, so that a put asks nobody. A segment has one writer; who he is stands in its row, whether he lives
+is told by his lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from forebay import errors
+from forebay._engine.catalog import Catalog, Txn, entries, reservations, segments
+from forebay._engine.catalog.segments import Segment
+from forebay._engine.files import pack_files, pack_records
+from forebay._engine.files.faults import faults
+from forebay._engine.files.root import Root
+from forebay._engine.locks.fill import hash_of
+from forebay._engine.locks.leases import Lease, Leases
+from forebay._engine.locks.owners import Owners
+from forebay._engine.space.budget import Budget
+from forebay._engine.space.room import Want
+from forebay._engine.write.inserting import Label
+from forebay._engine.write.publish import Publisher
+
+SMALLEST, LARGEST = 1 << 20, 64 << 20
+"""A step is 1/256 of what is free, within these, and at most `EASY` or an eighth of the pack: much that is counted and empty would
+look odd behind few samples."""
+EASY = 16 << 20
+_FAR = 1 << 62
+
+
+class Room(NamedTuple):
+    """For whom room is asked: the pack, the space its entry is in, how many bytes it may have in all (None: no limit)."""
+
+    pack: int
+    space: int
+    quota: int | None = None
+
+
+class Taken(NamedTuple):
+    """A segment to append to, from ``tail`` on; ``fd`` is the caller's to close, ``ticket`` to be given to `Packing.forget` in the end."""
+
+    segment: Segment
+    fd: int
+    ticket: int
+
+
+class Packing:
+    """The packs of one root. Callable from any thread, and in a forked child."""
+
+    def __init__(
+        self, root: Root, catalog: Catalog, leases: Leases, owners: Owners, budget: Budget, publisher: Publisher
+    ) -> None:  # fmt: skip
+        self.root, self._catalog, self._leases, self._owners = root, catalog, leases, owners
+        self._budget, self._publisher = budget, publisher
+        self._tickets = itertools.count()
+        self._taken: dict[tuple[int, int], int] = {}  # what this process took, with the newest ticket; under the writer lock
+        self._in_use: set[int] = set()  # tickets of those that something appends to; single steps, no lock
+
+    def after_fork_child(self) -> None:
+        self._taken, self._in_use = {}, set()
+
+    # -- making ----------------------------------------------------------------------------------------------------
+
+    def create(self, label: Label, length: int, *, fingerprint: str | None = None) -> Lease:
+        """An empty pack in place of what had its name, leased. Caller: holds the key. Raises `NoSpace` or another `CacheFault`."""
+        keyhash, size = hash_of(label.space, label.key), pack_files.PAGE + pack_files.index_size(length)  # the directory takes a block
+        with faults(label.key, size):
+            reserved = self._budget.reserve(self._publisher.want(self._catalog, label, size))
+            try:
+                pack_files.build(self.root, reserved.id, length, keyhash=keyhash)
+                self._leases.hold(reserved.id)  # before anybody can see it: a held one that nobody holds is swept
+                try:
+                    with self._catalog.write() as txn:
+                        entry = self._publisher.insert(txn, label, reserved.id, "pack", size, b"", fingerprint)
+                        reservations.delete(txn, reserved.id)
+                        txn.leftovers = entries.any_leftovers(txn)
+                except BaseException:
+                    self._leases.let_go_soon(reserved.id)
+                    raise
+                return self._leases.adopt(entry)
+            except BaseException:
+                pack_files.remove(self.root, reserved.id, keyhash=keyhash)
+                self._budget.cancel(reserved.id)
+                raise
+
+    # -- segments --------------------------------------------------------------------------------------------------
+
+    def take(self, room: Room, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken:
+        """A segment with ``need`` free bytes at its end, of which this process is the one writer: a dead one's, one that its writer
+        left, else a new one. ``words``: of the index. ``full``: the number and the tail of one that this process leaves for it, in any
+        event. Raises `NoSpace` or another `CacheFault`."""
+        me = self._owners.me()
+        self.reclaim()  # what the dead left is nobody's any longer than until somebody takes more
+        with faults(f"pack {room.pack:x}", need):
+            left = self._punched(room.pack, full, me) if full is not None else None
+            spare = self._spare(room.pack, need, words)
+            segment = self._enter(room, need, spare, left, me)
+            try:
+                fd = pack_files.make_segment(self.root, room.pack, segment.number, segment.capacity)
+            except BaseException:
+                self._leave(segment)
+                raise
+            return Taken(segment, fd, self._taken[room.pack, segment.number])
+
+    def _punched(self, pack: int, full: tuple[int, int], me: int) -> Segment | None:
+        """The row that a segment of ours is to have once it is left. Its tail goes now, where it is worth a call."""
+        row = segments.one(self._catalog, pack, full[0])
+        if row is None or row.owner != me:
+            return None
+        row = replace(row, tail=full[1])
+        if row.capacity - row.tail <= max(row.capacity // 256, pack_files.PAGE):
+            return row
+        return replace(row, size=pack_files.punch_segment(self.root, pack, row.number, row.tail, row.capacity))
+
+    def leave(self, pack: int, number: int, tail: int) -> None:
+        """Append no more: what lies behind ``tail`` is given back. Its descriptor is closed already."""
+        with faults(f"pack {pack:x}"):
+            segment = segments.one(self._catalog, pack, number)
+            if segment is not None and segment.owner == self._owners.me():
+                self._leave(replace(segment, tail=tail))
+
+    def forget(self, ticket: int) -> None:
+        """Nothing appends there any more by this ticket. Never waits: for finalizers; others find the tail in the index."""
+        self._in_use.discard(ticket)
+
+    def reclaim(self) -> bool:
+        """Give back what stands empty behind the records of dead writers, of all packs. True if there was any. Caller: holds no lock."""
+        found = False
+        for segment in segments.owned(self._catalog):
+            if not self._is_left(segment):
+                continue
+            with faults(f"pack {segment.pack:x}"):
+                try:
+                    words = pack_files.map_index(self.root, segment.pack, None, writable=False)
+                except (FileNotFoundError, errors.Damaged):
+                    continue  # it is being removed
+                self._leave(self._with_tail(segment, words), was=segment)
+            found = True
+        return found
+
+    def any_left(self, txn: Txn) -> bool:
+        """Whether `reclaim` would find anything."""
+        return any(self._is_left(segment) for segment in segments.owned(txn))
+
+    def _is_left(self, segment: Segment) -> bool:
+        if segment.owner is None:
+            return False
+        if segment.owner == self._owners.me():
+            return self._taken.get((segment.pack, segment.number)) not in self._in_use
+        return self._owners.is_dead(segment.owner)
+
+    def _with_tail(self, segment: Segment, words: memoryview) -> Segment:
+        tail = pack_files.find_tail(self.root, segment.pack, segment.number, words)
+        return replace(segment, tail=segment.capacity if tail is None else tail)
+
+    def _spare(self, pack: int, need: int, words: memoryview) -> tuple[Segment, Segment] | None:
+        """A segment that nobody appends to and that has room: as its row says now, and as it is."""
+        for row in segments.roomy(self._catalog, pack, need):
+            if row.owner is not None and not self._is_left(row):
+                continue
+            real = row if row.owner is None else self._with_tail(row, words)
+            if real.capacity - real.tail >= need:
+                return row, real
+        return None
+
+    def _enter(self, room: Room, need: int, spare: tuple[Segment, Segment] | None, left: Segment | None, me: int) -> Segment:
+        """The row of a segment that counts for us. Where things do not fit as they are, others make room."""
+        keyhash = hash_of(room.space, f"{room.pack:x}")
+        with self._catalog.write() as txn:
+            if left is not None:
+                self._put_left(txn, left)
+            self._drop_promises(txn, keyhash)
+            wanted = list(self._choices(txn, room, need, spare))
+            for segment in wanted:
+                want = _want(room, segment, keyhash)
+                if not want.size or self._budget.room.fits(txn, want):
+                    return self._own(txn, segment, me)
+        for segment in wanted[:-1]:
+            try:
+                return self._enter_reserved(segment, spare, _want(room, segment, keyhash), me)
+            except errors.NoSpace:
+                continue  # a smaller one may fit
+        return self._enter_reserved(wanted[-1], spare, _want(room, wanted[-1], keyhash), me)
+
+    def _enter_reserved(self, segment: Segment, spare: tuple[Segment, Segment] | None, want: Want, me: int) -> Segment:
+        reserved = self._budget.reserve(want)
+        try:
+            with self._catalog.write() as txn:
+                reservations.delete(txn, reserved.id)
+                if not segment.size:  # others may have made some meanwhile
+                    segment = replace(segment, number=segments.last(txn, segment.pack) + 1)
+                elif spare is None or not self._is_as_seen(txn, spare[0]):
+                    # P1 sees it left / P2 takes it over, appends, leaves it / P1: its tail is another one now.
+                    raise errors.CacheFault(f"segment {segment.number} of pack {segment.pack:x} was taken by another process meanwhile")
+                return self._own(txn, segment, me)
+        except BaseException:
+            self._budget.cancel(reserved.id)
+            raise
+
+    def _choices(self, txn: Txn, room: Room, need: int, spare: tuple[Segment, Segment] | None) -> Iterator[Segment]:
+        """The spare one if it is still what was seen, then new ones, the largest first. ``size`` is what is allocated now."""
+        entry = entries.by_id(txn, room.pack)
+        if entry is None:
+            raise errors.CacheFault(f"the pack {room.pack:x} has no entry any more: it was removed, or replaced by another version")
+        left = _FAR if room.quota is None else room.quota - entry.size
+        is_free = spare is not None and self._is_as_seen(txn, spare[0])
+        if spare is not None and is_free and spare[1].capacity - spare[1].size <= left:
+            yield spare[1]
+        if left < need + pack_records.START:
+            raise errors.NoSpace(
+                f"no room for {need:,} bytes more in {entry.name!r}: its quota of {room.quota:,} bytes is used up",
+                key=entry.key, need=need, free=max(0, left), budget=room.quota, limit="quota",
+            )  # fmt: skip
+        short = self._budget.room.short(txn, None)
+        free = min(short.free, -short.disk)
+        step = min(max(free // 256, SMALLEST), LARGEST, max(EASY, entry.size // 8))
+        allowed = min(free // 4, left)
+        number = segments.last(txn, room.pack) + 1
+        if number > pack_records.MAX_SEGMENT:
+            raise errors.CacheFault(f"the pack {room.pack:x} has {number:,} segments: no more can be named")
+        for size in dict.fromkeys(_rounded(max(min(step // part, allowed), need + pack_records.START)) for part in (1, 4, 16, LARGEST)):
+            yield Segment(room.pack, number, None, size, 0, pack_records.START)
+
+    def _own(self, txn: Txn, segment: Segment, me: int) -> Segment:
+        ticket = next(self._tickets)  # before the commit: another thread would take it for one that was left
+        self._in_use.add(ticket)
+        self._taken[segment.pack, segment.number] = ticket
+        taken = replace(segment, owner=me, size=segment.capacity)
+        segments.put(txn, taken)
+        return taken
+
+    def _drop_promises(self, txn: Txn, keyhash: int) -> None:
+        """What a writer of this pack had reserved who died before its row was entered."""
+        if reservations.by_key(txn, keyhash):
+            self._owners.reap(txn)
+            for reservation in reservations.by_key(txn, keyhash):
+                if reservation.owner is None:
+                    reservations.delete(txn, reservation.id)
+
+    def _leave(self, segment: Segment, was: Segment | None = None) -> None:
+        """Punch the tail, then let the row say so. ``was``: the row as it was seen; nothing is done if it is another by now."""
+        with self._catalog.write() as txn:
+            if was is not None and not self._is_as_seen(txn, was):
+                return
+            kept = pack_files.punch_segment(self.root, segment.pack, segment.number, segment.tail, segment.capacity)
+            self._put_left(txn, replace(segment, size=kept))
+
+    def _put_left(self, txn: Txn, segment: Segment) -> None:
+        self._taken.pop((segment.pack, segment.number), None)
+        if segment.size:
+            segments.put(txn, replace(segment, owner=None))
+        else:
+            segments.remove(txn, segment.pack, segment.number)
+
+    def _is_as_seen(self, txn: Txn, seen: Segment) -> bool:
+        """Whether nobody has taken a segment over since its row was read, and nobody appends to it."""
+        return segments.one(txn, seen.pack, seen.number) == seen and (seen.owner is None or self._is_left(seen))
+
+
+def _want(room: Room, segment: Segment, keyhash: int) -> Want:
+    return Want(room.space, f"{room.pack:x}", keyhash, segment.capacity - segment.size)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // pack_files.PAGE) * pack_files.PAGE

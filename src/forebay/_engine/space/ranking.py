@@ -1,0 +1,242 @@
+"""The coldest entries, found without reading the catalog and without a long writer lock.
+
+The table of slots says when each entry was last used, and of which space it is. It is looked at in *stripes*, each an even sample of the
+whole table: the first tells about where the coldest end, the others add what is colder than that. When all stripes were looked at,
+what was found is every entry up to that time, coldest first: exact, since times only grow, so that whatever was touched or came
+after its stripe was looked at is warmer. A victim is taken only while its time is what it was. What the table does not say (pins,
+links, sizes) is asked of the catalog, by id, for some at a time.
+
+Each call looks at a few stripes at most. In a root of more entries than `AT_ONCE` stripes hold, a process has its first victims from a
+sample: they are among the coldest hundredth, and exact once all stripes were looked at.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from forebay._engine.catalog import Catalog, entries
+from forebay._engine.catalog.transactions import next_slot
+from forebay._engine.index.slots import Slots
+
+PICKED = 4096
+"""About so many are found in one look at the whole table."""
+STRIPE = 8192
+AT_ONCE = 8
+LOOK_EVERY = 16
+"""A stripe is looked at for so many victims."""
+_SAMPLE = 64  # so many at least say where the coldest end
+_ROWS, _ROWS_UNLOCKED = 64, 1024  # asked of the catalog at a time: inside a transaction, and under no lock
+SPARED_FOR = 60.0
+"""Seconds for which what was seen to be pinned or linked is passed by unread, while anything else may go."""
+_IN_VAIN = 8  # times in a row: all were pinned or linked; `pick` goes on, under no lock
+_PATROL = 1024
+
+
+class Scope(NamedTuple):
+    """Whose entries: those of one space, or all ``but`` those of one."""
+
+    only: int | None = None
+    but: int | None = None
+
+    def may_have(self, space: int) -> bool:
+        """``space`` 0: the table does not know."""
+        return space == 0 or (space != self.but and self.only in (None, space))
+
+
+class Cold(NamedTuple):
+    """An entry that may be evicted."""
+
+    used: int
+    id: int
+    slot: int
+    charge: int
+    size: int
+    kind: str
+    suffix: str
+
+
+class _Look:
+    """One look at the whole table, stripe by stripe."""
+
+    def __init__(self, slots: Slots, scope: Scope, top: int, wanted: int, spared: dict[int, int]) -> None:
+        self._slots, self._scope, self._top, self._wanted, self._spared = slots, scope, top, wanted, spared
+        self._stripes, self._next, self._now = max(1, -(-top // STRIPE)), 0, slots.clock.now()
+        self._limit: int | None = None
+        self.cold: list[tuple[int, int, int]] = []  # used, slot, id
+
+    @property
+    def left(self) -> int:
+        """Stripes that are yet to be looked at."""
+        return self._stripes - self._next
+
+    def go_on(self) -> None:
+        """Look at one more stripe."""
+        limit = self._limit
+        for stripe, ticks in self._slots.stripe(self._next, self._stripes, self._top):
+            for slot, used in zip(stripe, ticks, strict=True):
+                if limit is None or used < limit or used > self._now:
+                    id = self._slots.id_of(slot)
+                    if id and self._spared.get(slot) != id and self._scope.may_have(self._slots.space(slot)):
+                        self.cold.append((self._slots.used(slot), slot, id))
+        self._next += 1
+        share = -(-self._wanted * self._next // self._stripes)  # of what is wanted in the end, by now
+        if not self.left or len(self.cold) > max(_SAMPLE, 4 * share):
+            self._cut(max(_SAMPLE, 2 * share) if self.left else 2 * self._wanted)
+
+    def _cut(self, count: int) -> None:
+        self.cold = heapq.nsmallest(count, self.cold)
+        self._limit = self.cold[-1][0] + 1 if self.cold else None
+
+
+class _Picked:
+    """What is known of one scope."""
+
+    def __init__(self) -> None:
+        self.cold: deque[tuple[int, int, int]] = deque()
+        self.ready: deque[Cold] = deque()
+        self.look: _Look | None = None
+        self.spared: dict[int, int] = {}  # slot -> id: pinned, or linked from a tree, when its row was read
+        self.spared_until = 0.0
+        self.taken = 0
+
+
+class Ranking:
+    """What this process knows of the coldest entries of a root. Callable from any thread."""
+
+    def __init__(self, catalog: Catalog, slots: Slots) -> None:
+        self._catalog, self._slots = catalog, slots
+        self._picked: dict[Scope, _Picked] = {}
+        self._patrolled = 0
+        self.after_fork_child()
+
+    def after_fork_child(self) -> None:
+        self._mutex = threading.Lock()  # guards what _picked holds; never held while the catalog is asked
+        self._looking = threading.Lock()  # one thread looks; who has the catalog's mutex never waits for it
+
+    def _of(self, scope: Scope) -> _Picked:
+        return self._picked.setdefault(scope, _Picked())
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    def pick(self, scope: Scope) -> None:
+        """Find some of the coldest that may go, if there are any. Caller: holds no lock."""
+        picked = self._of(scope)
+        with self._looking:
+            if time.monotonic() >= picked.spared_until:
+                self._forget(picked)
+            passed_by = bool(picked.spared)
+            self._find(scope, picked)
+            if passed_by and not picked.ready:  # before nothing may go: a pin, a link or a tree may be gone since
+                self._forget(picked)
+                self._find(scope, picked)
+        if not picked.ready:
+            self._patrol(scope, picked, at_most=1 << 40)
+
+    def forget_spared(self) -> None:
+        """Something was unpinned: what was passed by is looked at again."""
+        for picked in list(self._picked.values()):
+            self._forget(picked)
+
+    def _forget(self, picked: _Picked) -> None:
+        with self._mutex:
+            picked.spared.clear()
+            picked.spared_until = time.monotonic() + SPARED_FOR
+
+    def _find(self, scope: Scope, picked: _Picked) -> None:
+        """Look until anything may go, or all was looked at. Caller: holds `_looking`."""
+        wanted = PICKED
+        while True:
+            whole = self._go_on(scope, picked, AT_ONCE, wanted)
+            with self._mutex:
+                if picked.look is not None and not picked.cold:
+                    picked.cold = deque(sorted(picked.look.cold))  # of a sample
+                any_left = bool(picked.cold)
+            while picked.cold and not picked.ready:
+                self._read_rows(picked, _ROWS_UNLOCKED)
+            if picked.ready or (whole and not any_left):
+                return
+            wanted *= 4  # all that it found is pinned or linked
+
+    def _go_on(self, scope: Scope, picked: _Picked, stripes: int, wanted: int) -> bool:
+        """Look at some more stripes; whether those were the last ones, and what was found is installed. Caller: holds `_looking`."""
+        if picked.look is None:
+            top = next_slot(self._catalog)
+            wanted = max(wanted, 2 * LOOK_EVERY * top // STRIPE)  # enough until the next look is through
+            picked.look = _Look(self._slots, scope, top, wanted, picked.spared)
+        for _ in range(min(stripes, picked.look.left)):
+            picked.look.go_on()
+        if picked.look.left:
+            return False
+        with self._mutex:
+            picked.cold, picked.look = deque(picked.look.cold), None
+            picked.ready.clear()  # they are among the others
+        return True
+
+    def _keep_up(self, scope: Scope, picked: _Picked) -> None:
+        """Look ahead as victims are taken, so that none ever has to be waited for. Waits for nobody."""
+        if picked.taken < LOOK_EVERY or (picked.look is None and len(picked.cold) > PICKED // 2):
+            return
+        if self._looking.acquire(blocking=False):
+            try:
+                stripes, picked.taken = min(AT_ONCE, picked.taken // LOOK_EVERY), 0
+                if self._go_on(scope, picked, stripes, PICKED):
+                    self._patrol(scope, picked, at_most=1)
+            finally:
+                self._looking.release()
+
+    def _read_rows(self, picked: _Picked, count: int = _ROWS) -> None:
+        """Ask the catalog what some of those that were found are."""
+        with self._mutex:
+            some = {id: (used, slot) for used, slot, id in (picked.cold.popleft() for _ in range(min(count, len(picked.cold))))}
+        found = {row[0]: row for row in entries.victims(self._catalog, list(some))}
+        ready = [Cold(used, *found[id]) for id, (used, _) in some.items() if id in found]
+        with self._mutex:
+            picked.spared.update((slot, id) for id, (_, slot) in some.items() if id not in found)
+            picked.ready.extend(ready)
+
+    def _patrol(self, scope: Scope, picked: _Picked, *, at_most: int) -> None:
+        """Find entries whose slots a dead writer had emptied, and that nobody has read since: no stripe shows them."""
+        for _ in range(at_most):
+            rows = entries.after(self._catalog, self._patrolled, _PATROL)
+            self._patrolled = rows[-1][0] if len(rows) == _PATROL else 0
+            lost = [
+                (self._slots.used(slot), slot, id) for id, slot, space in rows if self._slots.id_of(slot) != id and scope.may_have(space)
+            ]
+            with self._mutex:
+                picked.cold.extendleft(sorted(lost, reverse=True))
+            while lost and picked.cold and not picked.ready:
+                self._read_rows(picked, _ROWS_UNLOCKED)
+            if not self._patrolled or picked.ready:
+                break
+
+    # -- taking ----------------------------------------------------------------------------------------------------
+
+    def coldest(self, scope: Scope, *, exact: bool = True) -> Iterator[Cold]:
+        """Those that are still there and, if ``exact``, as cold as when they were found, coldest first; each is given once."""
+        picked = self._of(scope)
+        self._keep_up(scope, picked)  # only here: what was given and is not gone yet would be found once more
+        in_vain = 0
+        while True:
+            with self._mutex:
+                cold = picked.ready.popleft() if picked.ready else None
+            if cold is None:
+                if not picked.cold or in_vain == _IN_VAIN:
+                    return
+                self._read_rows(picked)
+                in_vain += 1
+                continue
+            in_vain = 0
+            # Its slot may be empty, or a dead writer's: he had emptied it and did not commit. Whether the entry is there says its row.
+            if not exact or self._slots.used(cold.slot) == cold.used:
+                picked.taken += 1
+                yield cold
+
+    def give_back(self, scope: Scope, cold: Cold) -> None:
+        """The last one that `coldest` gave was not taken."""
+        with self._mutex:
+            self._of(scope).ready.appendleft(cold)

@@ -1,0 +1,1 @@
+"""From bytes to entries, in one transaction."""

@@ -1,0 +1,196 @@
+"""Room that is promised ahead, and entries that are made of it many at a time: for who loads what others will want soon.
+
+promise   a row without files counts bytes, blocks and entries   a crash: the next who lacks room deletes the row
+keep      the files, their rows, a smaller promise               a crash: as for any small files, see `intent`
+
+So a loader asks nobody before each read, and one transaction publishes what several of them brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from forebay import errors
+from forebay._engine.catalog import Catalog, Txn, entries, reservations
+from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.catalog.spaces import Space
+from forebay._engine.files import blobs
+from forebay._engine.files.faults import faults
+from forebay._engine.locks.fill import hash_of
+from forebay._engine.locks.leases import Lease, Leases
+from forebay._engine.space.budget import Budget
+from forebay._engine.space.room import Want
+from forebay._engine.write.inserting import Label, New
+from forebay._engine.write.intent import Intent
+from forebay._engine.write.publish import INLINE, Publisher, Writing
+from forebay._model import Buffer, Entry, Noted, ObjectInfo
+
+
+class Need(NamedTuple):
+    """Room for ``entries`` of ``size`` bytes in all, of which the budget counts ``charge``."""
+
+    size: int = 0
+    charge: int = 0
+    entries: int = 0
+
+    def plus(self, other: Need) -> Need:
+        return Need(self.size + other.size, self.charge + other.charge, self.entries + other.entries)
+
+    def times(self, n: int) -> Need:
+        return Need(n * self.size, n * self.charge, n * self.entries)
+
+    def minus(self, other: Need) -> Need:
+        """What is left of it; nothing, where the other is more."""
+        return Need(max(self.size - other.size, 0), max(self.charge - other.charge, 0), max(self.entries - other.entries, 0))
+
+    def fits(self, each: Need) -> int:
+        """For how many of ``each`` it is enough."""
+        return min(have // one for have, one in zip(self, each, strict=True) if one)
+
+    def least(self, other: Need) -> Need:
+        """The part of it that ``other`` can give."""
+        return Need(min(self.size, other.size), min(self.charge, other.charge), min(self.entries, other.entries))
+
+    def covers(self, other: Need) -> bool:
+        return self.size >= other.size and self.charge >= other.charge and self.entries >= other.entries
+
+
+NOTHING = Need()
+
+
+class Item(NamedTuple):
+    """What is to be kept. ``session``: the id of the session after which nobody wants it."""
+
+    key: str
+    data: Buffer
+    session: int = 0
+
+    @property
+    def note(self) -> str:
+        """What the entry is to carry."""
+        return self.data.note if isinstance(self.data, Noted) else ""
+
+
+class Credit:
+    """What one loader has been promised in one space. One thread at a time; a forked child begins with none."""
+
+    def __init__(
+        self, catalog: Catalog, budget: Budget, publisher: Publisher, leases: Leases, intent: Intent, space: Space
+    ) -> None:  # fmt: skip
+        self._catalog, self._budget, self._publisher = catalog, budget, publisher
+        self._leases, self._intent, self._space = leases, intent, space
+        self._row: Reservation | None = None
+        self.promised = NOTHING
+
+    def need(self, size: int) -> Need:
+        """What one entry of ``size`` bytes takes."""
+        return Need(size, self._budget.room.charge(size, inline=size <= INLINE), 1)
+
+    def ask(self, more: Need) -> None:
+        """Be promised ``more``, evicting what may go for it. Raises `NoSpace`, or another `CacheFault`: then all is as it was."""
+        total = self.promised.plus(more)
+        with faults(self._space.name, total.size):
+            if self._row is None:
+                self._row = self._budget.reserve(self._want(total))
+            else:
+                self._row = self._budget.resize(self._row, total.size, charged=total.charge, entries=total.entries)
+        self.promised = total
+
+    def _want(self, need: Need) -> Want:
+        key = f"promised to {self._space.name}"
+        return Want(self._space.id, key, 0, need.size, charged=need.charge, entries=need.entries)
+
+    def free(self) -> Need:
+        """What could be promised beside what is there now, evicting nothing."""
+        short = self._budget.room.short(self._catalog, self._want(self.promised), self._row.id if self._row is not None else 0)
+        return Need(max(-short.quota, 0), max(-short.bytes, 0), max(-max(short.rows, short.here), 0))
+
+    def give_back(self, less: Need) -> None:
+        """Be promised so much less."""
+        if self._row is not None and less != NOTHING:
+            with faults(self._space.name), self._catalog.write() as txn:
+                left = self._shrink(txn, less)
+            self._shrunk(left)
+            self._budget.tell()
+
+    def forget(self) -> None:
+        """The promise is another process's, or of a catalog that is gone."""
+        self._row, self.promised = None, NOTHING
+
+    def keep(self, items: Sequence[Item], *, life: str = "cached", more: Need = NOTHING) -> list[Lease]:
+        """Make entries of small items, of what was promised for them, with a lease on each: all of them or none.
+
+        ``more``: be promised this too, if it fits as things are. Caller: holds their keys. Raises `CacheFault`."""
+        used = NOTHING
+        for item in items:
+            used = used.plus(self.need(len(item.data)))
+        held: list[int] = []
+        try:
+            with faults(self._space.name, used.size), self._catalog.write() as txn:
+                made = self._insert(txn, items, life, held)
+                left = self._shrink(txn, used, more)
+                txn.leftovers = entries.any_leftovers(txn)
+        except BaseException:
+            for id in held:
+                self._leases.let_go_soon(id)
+            raise
+        self._shrunk(left)
+        return [self._leases.adopt(entry) for entry in made]
+
+    def _insert(self, txn: Txn, items: Sequence[Item], life: str, held: list[int]) -> list[Entry]:
+        ids = txn.new_ids(len(items))
+        self._intent.begin(txn, ids)
+        several = []
+        for id, item in zip(ids, items, strict=True):
+            if self._leases.hold(id):  # before anybody can see it: a held one that nobody holds is swept
+                held.append(id)
+            size, checksum = len(item.data), blobs.checksum_of(item.data)
+            inline = bytes(item.data) if size <= INLINE else None
+            if inline is None:
+                blobs.write(self._publisher.root, id, item.data, checksum)
+            several.append(New(id, item.key, size, checksum, validator_of(item.session), inline, item.note))
+        return self._publisher.insert_many(txn, Label(self._space.id, self._space.name, "", life=life), several)
+
+    def keep_large(self, item: Item, *, life: str = "cached") -> Lease:
+        """The same for one that is too large to be written while others wait to write."""
+        label, size = self._label(item, life), len(item.data)
+        with faults(item.key, size), self._catalog.write() as txn:
+            own = self._budget.split(txn, Want(label.space, label.key, hash_of(label.space, label.key), size))
+            left = self._shrink(txn, self.need(size))
+        self._shrunk(left)
+        with Writing(self._publisher, label, reserved=own) as writing:
+            writing.begin(ObjectInfo("", size))
+            writing.write(0, item.data)
+            return writing.publish_leased(self._leases, validator=validator_of(item.session))
+
+    def _label(self, item: Item, life: str) -> Label:
+        return Label(self._space.id, self._space.name, item.key, life=life, meta=item.note)
+
+    def _shrink(self, txn: Txn, used: Need, more: Need = NOTHING) -> Reservation | None:
+        """The row without what was ``used`` of it, and with ``more`` if that fits; None if nothing is left."""
+        row = reservations.by_id(txn, self._row.id) if self._row is not None else None
+        if row is None:
+            raise errors.CacheFault(f"what was promised to {self._space.name} is gone: the catalog was made anew meanwhile")
+        if not self.promised.covers(used):
+            raise errors.CacheFault(f"{used.size:,} bytes were not promised to {self._space.name}: {self.promised.size:,} are")
+        left = self.promised.minus(used)
+        if more != NOTHING and self._budget.room.short(txn, self._want(left.plus(more)), row.id).fits:
+            left = left.plus(more)
+        if left == NOTHING:  # bytes without entries stay promised: whoever has them asks for so much less
+            reservations.delete(txn, row.id)
+            return None
+        row = replace(row, size=left.size, charge=left.charge, rows=left.entries)
+        reservations.set_size(txn, row.id, row.size, row.charge, True, row.rows)
+        return row
+
+    def _shrunk(self, row: Reservation | None) -> None:
+        """What `_shrink` gave was committed."""
+        self._row = row
+        self.promised = Need(row.size, row.charge, row.rows) if row is not None else NOTHING
+
+
+def validator_of(session: int) -> str | None:
+    """What an item carries that goes with a session; 0: with none."""
+    return entries.session_of(session) if session else None

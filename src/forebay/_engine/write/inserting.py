@@ -1,0 +1,94 @@
+"""Rows of new entries and their slots, in a transaction of the caller's. Nothing of it is seen before the commit but empty slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from forebay._engine.catalog import Txn, entries
+from forebay._engine.index.slots import Slots
+from forebay._engine.space.budget import Budget
+from forebay._engine.space.room import Want
+from forebay._kernel import host
+from forebay._model import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What an entry is to be called and to carry. ``life``: ``cached``, ``pinned`` or ``held``; a pin follows the name. ``validated``: when
+    it was seen to be the remote's, in ns of the root's clock, if that was before it is published."""
+
+    space: int
+    space_name: str
+    key: str
+    suffix: str = ""
+    life: str = "cached"
+    meta: str = ""
+    validated: int | None = None
+
+
+class New(NamedTuple):
+    """One of several entries that are made together: with its bytes where they lie in the catalog."""
+
+    id: int
+    key: str
+    size: int
+    checksum: bytes
+    validator: str | None
+    data: bytes | None
+    meta: str = ""
+
+
+class Inserting:
+    """Inserts into one root. Callable from any thread that is inside a transaction."""
+
+    def __init__(self, slots: Slots, budget: Budget) -> None:
+        self._slots, self.budget = slots, budget
+
+    def insert(
+        self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None,
+        want: Want | None = None,
+    ) -> Entry:  # fmt: skip
+        """Enter the row and its slot, and let the version before go. Nothing of it is seen before the commit but empty slots.
+
+        ``want``: made in this very transaction, so that it tells whether there is a version before."""
+        now, created = self._slots.clock.now(), time.time()
+        old = entries.find(txn, label.space, label.key) if want is None or want.replaces else None
+        if old is not None:
+            self._supersede(txn, old)
+        slot = entries.free_slot(txn)
+        charge = self.budget.room.charge(size, inline=True) if kind == "value" else self.budget.room.charge_published(size)
+        life = "pinned" if old is not None and old.life == "pinned" else label.life
+        entry = Entry(
+            id, label.space_name, label.key, kind, size, charge, slot, checksum, validator, created, host.boot_id(), life,
+            label.suffix, label.meta,
+        )  # fmt: skip
+        entries.insert(txn, label.space, entry, data)
+        self._slots.settle(slot, id, now, now if label.validated is None else label.validated, label.space)
+        return entry
+
+    def _supersede(self, txn: Txn, old: Entry) -> None:
+        entries.supersede(txn, old)
+        self._slots.clear(old.slot, old.id)
+        txn.leftovers |= old.kind != "value"
+
+    def insert_many(self, txn: Txn, label: Label, several: Sequence[New]) -> list[Entry]:
+        """`insert`, for several entries of one space. ``label``: of all of them, but for the key."""
+        now, created, boot, room = self._slots.clock.now(), time.time(), host.boot_id(), self.budget.room
+        for old in entries.find_many(txn, label.space, [new.key for new in several]):
+            self._supersede(txn, old)
+        made: list[tuple[Entry, bytes | None]] = []
+        for new, slot in zip(several, entries.free_slots(txn, len(several)), strict=True):
+            inline = new.data is not None
+            charge = room.charge(new.size, inline=True) if inline else room.charge_published(new.size)
+            entry = Entry(
+                new.id, label.space_name, new.key, "value" if inline else "blob", new.size, charge, slot, new.checksum, new.validator,
+                created, boot, label.life, "", new.meta,
+            )  # fmt: skip
+            made.append((entry, new.data))
+        entries.insert_many(txn, label.space, made)
+        for entry, _ in made:
+            self._slots.settle(entry.slot, entry.id, now, now, label.space)
+        return [entry for entry, _ in made]

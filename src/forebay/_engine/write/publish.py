@@ -1,0 +1,413 @@
+"""From bytes to an entry: reserve, stage, then one transaction that inserts the row, frees the reservation and renames the file.
+
+reserve       a row counts the bytes                        a crash leaves a counted partial
+stage         the file grows under tmp/                     a crash leaves a counted partial, resumed where it can be
+row, rename   uncommitted row, then the final name          a crash leaves the reservation, which names both places
+commit        the entry is visible, the reservation gone
+
+What is small comes into memory, and has its file written in the very transaction that publishes it: see `intent`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from forebay import errors
+from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations
+from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.catalog.writer import WriterBusy
+from forebay._engine.files import blobs
+from forebay._engine.files.chunkmaps import CHUNK
+from forebay._engine.files.faults import faults
+from forebay._engine.files.root import Root
+from forebay._engine.files.stages import MemoryStage, Stage
+from forebay._engine.index.slots import Slots
+from forebay._engine.locks.fill import hash_of
+from forebay._engine.locks.leases import Lease, Leases
+from forebay._engine.locks.owners import Owners
+from forebay._engine.space.budget import Budget
+from forebay._engine.space.displace import Displacing
+from forebay._engine.space.room import Want
+from forebay._engine.write.combining import Combining
+from forebay._engine.write.inserting import Inserting, Label
+from forebay._engine.write.intent import Intent
+from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
+
+INLINE = 16 << 10
+"""Values up to this size lie in the catalog: neither a block nor an inode each."""
+SMALL = 256 << 10
+"""Files up to this size come into memory first, and are written and published in one step."""
+AT_ONCE = 1 << 20
+"""About so many bytes of small values are written in one transaction: its log has a bound."""
+ROW = 512
+"""Bytes of the log that a value takes beside its own, at most."""
+PATIENCE = 5.0
+"""Seconds that a value waits for others that are written into its space, to take their place then."""
+
+
+class _Ready(NamedTuple):
+    """A small write whose bytes are all there."""
+
+    writing: Writing
+    data: bytearray
+    size: int
+    checksum: bytes
+
+
+class Publisher(Inserting):
+    """Writes entries into one root. Callable from any thread."""
+
+    def __init__(
+        self, root: Root, catalog: Catalog, slots: Slots, owners: Owners, budget: Budget, displacing: Displacing, intent: Intent
+    ) -> None:  # fmt: skip
+        super().__init__(slots, budget)
+        self.root, self.rows, self._catalog = root, catalog, catalog
+        self._owners, self._displacing, self._intent = owners, displacing, intent
+        self._together = Combining(self._publish_together, shared=WriterBusy)
+
+    def after_fork_child(self) -> None:
+        self._together.after_fork_child()
+
+    def put(self, label: Label, data: Buffer, *, validator: str | None = None) -> Entry:
+        """Store bytes that are at hand. Raises `NoSpace` or another `CacheFault`; then what was there before stays."""
+        view = memoryview(data).cast("B")
+        with faults(label.key, view.nbytes):
+            if view.nbytes <= INLINE:
+                return self._put_row(label, view, validator)
+            with Writing(self, label) as writing:
+                writing.begin(ObjectInfo("", view.nbytes, validator))
+                writing.write(0, view)
+                return writing.publish(validator=validator)
+
+    def put_pieces(self, label: Label, pieces: Sequence[Buffer]) -> Entry:
+        """`put`, of bytes that lie in several places: large ones are written from where they lie."""
+        views = [memoryview(piece).cast("B") for piece in pieces]
+        size = sum(view.nbytes for view in views)
+        with faults(label.key, size):
+            if size <= INLINE:
+                return self._put_row(label, memoryview(b"".join(views)), None, PATIENCE)
+            with Writing(self, label, patience=PATIENCE) as writing:
+                writing.begin(ObjectInfo("", size))
+                at = 0
+                for view in views:
+                    writing.write(at, view)
+                    at += view.nbytes
+                return writing.publish()
+
+    def _put_row(self, label: Label, view: memoryview, validator: str | None, patience: float = 0.0) -> Entry:
+        data = bytes(view)
+        checksum = blobs.checksum_of(data)
+        with self._catalog.write() as txn:
+            want = self.want(txn, label, len(data), inline=True)
+            fits, gone = self._displacing.make_room(txn, want)
+            if fits:
+                entry = self.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, want)
+        self._displacing.tell(gone)
+        if fits:
+            return entry
+        reserved = self.budget.reserve(want, patience=patience)
+        try:
+            with self._catalog.write() as txn:
+                entry = self.insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
+                reservations.delete(txn, reserved.id)
+                txn.leftovers = entries.any_leftovers(txn)
+                return entry
+        except BaseException:
+            self.budget.cancel(reserved.id)
+            raise
+
+    def put_many(self, items: Sequence[tuple[Label, Buffer]]) -> list[Entry]:
+        """Store several values, the small ones about a MiB in one transaction. Raises what `put` does; those before it stay."""
+        left = deque(items)
+        found: list[Entry] = []
+        with faults(items[0][0].key if items else ""):
+            while some := self._put_some(left):
+                found += some
+            return found + [self.put(label, data) for label, data in left]
+
+    def _put_some(self, left: deque[tuple[Label, Buffer]]) -> list[Entry]:
+        """Store the first of ``left`` in one transaction, as far as they are small and there is room as things are."""
+        found: list[Entry] = []
+        with self._catalog.write() as txn:
+            done = 0
+            while left and memoryview(left[0][1]).nbytes <= INLINE and done < AT_ONCE:
+                label, data = left[0][0], bytes(left[0][1])
+                want = self.want(txn, label, len(data), inline=True)
+                if not self.budget.room.fits(txn, want):
+                    break
+                found.append(self.insert(txn, label, txn.new_id(), "value", len(data), blobs.checksum_of(data), None, data, want))
+                left.popleft()
+                done += len(data) + ROW
+        return found
+
+    def want(self, rows: Rows, label: Label, size: int, *, inline: bool = False) -> Want:
+        """What a write of ``size`` bytes asks for, as things are."""
+        id, replaced = entries.version(rows, label.space, label.key)
+        return Want(label.space, label.key, hash_of(label.space, label.key), size, label.suffix, id, replaced, inline)
+
+    def ensure_room(self, space: int, files: Sequence[tuple[str, int]]) -> None:
+        """Evict what may go, until all of ``files`` (key and size) may come. What dead fetches left of any of them is theirs to go on from:
+        then nothing is done, since it would be the first to go. Raises `NoSpace`."""
+        if not files or any(reservations.by_key(self.rows, hash_of(space, key)) for key, size in files if size > CHUNK):
+            return
+        room = self.budget.room
+        charged = sum(room.charge(size) for _, size in files)
+        want = Want(space, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
+        if not room.short(self.rows, want).fits:
+            self.budget.cancel(self.budget.reserve(want).id)
+
+    def publish_small(self, writing: Writing, small: MemoryStage) -> Entry | None:
+        """Write and publish in one step what came into memory; None if there is no room for it as things are."""
+        return self._together(_Ready(writing, small.data, *small.finish()))
+
+    def _publish_together(self, ready: Sequence[_Ready]) -> Sequence[Entry | None]:
+        """All of them in one transaction, or none: then each makes room for itself."""
+        with self._catalog.write() as txn:
+            wants = [self.want(txn, one.writing.label, one.size) for one in ready]
+            if not self.budget.room.fit_together(txn, wants):
+                return [None] * len(ready)
+            ids = txn.new_ids(len(ready))
+            self._intent.begin(txn, ids)
+            return [self._publish_ready(txn, one, id, want) for one, id, want in zip(ready, ids, wants, strict=True)]
+
+    def _publish_ready(self, txn: Txn, one: _Ready, id: int, want: Want) -> Entry:
+        label = one.writing.label
+        blobs.write(self.root, id, one.data, one.checksum, label.suffix)
+        one.writing.named(id)
+        return self.insert(txn, label, id, "blob", one.size, one.checksum, one.writing.validator, want=want)
+
+    def publish(self, writings: Sequence[Writing]) -> list[Entry]:
+        """Give finished stages their names and their rows, all in one transaction."""
+        for writing in writings:
+            writing.to_disk()
+        ready = [(writing, *writing.finish()) for writing in writings]
+        named: list[Writing] = []
+        try:
+            with self._catalog.write() as txn:
+                found = [self._publish_one(txn, writing, size, checksum, named) for writing, size, checksum in ready]
+                txn.leftovers = entries.any_leftovers(txn)
+                return found
+        except BaseException:
+            for writing in named:
+                blobs.unpublish(self.root, writing.stage.path, writing.reserved.id, writing.label.suffix)
+            raise
+
+    def _publish_one(self, txn: Txn, writing: Writing, size: int, checksum: bytes, named: list[Writing]) -> Entry:
+        label, reserved = writing.label, writing.reserved
+        if reservations.by_id(txn, reserved.id) is None:
+            raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was made anew meanwhile")
+        writing.named(reserved.id)
+        entry = self.insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
+        reservations.delete(txn, reserved.id)
+        blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)
+        named.append(writing)
+        return entry
+
+    def adopt(self, keyhash: int) -> tuple[Reservation, Stage] | None:
+        """What a fetch of this key left whose process is gone or gave up. Caller: holds the key's lock."""
+        if not reservations.by_key(self._catalog, keyhash):
+            return None
+        me = self._owners.me()
+        with self._catalog.write() as txn:
+            self._owners.reap(txn)
+            left = [r for r in reservations.by_key(txn, keyhash) if r.owner is None]
+            for reservation in left[:1]:
+                reservations.set_owner(txn, reservation.id, me)
+        for reservation in left[:1]:
+            try:
+                blobs.remove_blob(self.root, reservation.id, reservation.suffix)  # renamed by one who died before his commit
+                stage = Stage.resume(self.root, keyhash, reservation.id)
+                return reservation, stage or Stage.create(self.root, keyhash, reservation.id)
+            except BaseException:
+                self.give_up(reservation)  # else it is counted as this process's as long as that lives
+                raise
+        return None
+
+    def give_up(self, reserved: Reservation) -> None:
+        """Leave a partial for a successor: counted, and the first to go when space is needed."""
+        with self._catalog.write() as txn:
+            reservations.set_owner(txn, reserved.id, None)
+
+
+class Writing:
+    """One write: a `Sink` for a remote, then `publish`. Left without it, what came is kept for a successor where it can be resumed.
+
+    Caller: holds the key's lock, unless nothing is to be resumed. ``reserved``: its room, where it has that already.
+    ``on_progress`` is called with (done, total) bytes. ``patience``: see `Budget.reserve`."""
+
+    def __init__(
+        self, publisher: Publisher, label: Label, *, resume: bool = False, reserved: Reservation | None = None,
+        on_progress: Callable[[int, int | None], None] | None = None, patience: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._publisher, self.label, self._on_progress, self._patience = publisher, label, on_progress, patience
+        self._keyhash = hash_of(label.space, label.key)
+        self._reserved = reserved
+        self._stage: Stage | None = None
+        self._small: MemoryStage | None = None
+        self._leases: Leases | None = None
+        self._leased = 0
+        self._resumable = False
+        self._published = False
+        self.validator: str | None = None
+        self.info: ObjectInfo | None = None
+        self.partial: Partial | None = None
+        self.spills = False
+        """Whether what has no room is as well served from memory: then it is not searched for again and again."""
+        if resume:
+            with faults(label.key):
+                left = publisher.adopt(self._keyhash)
+            if left is not None:
+                self._reserved, self._stage = left
+                self.partial = self._stage.partial
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        """See `Sink.begin`."""
+        self.info, self._small = info, None
+        with faults(self.label.key, info.size or 0):
+            if self._reserved is None and info.size is not None and self._comes_into_memory(info.size):
+                self._small = MemoryStage(info.size)
+                return (Span(0, info.size),) if info.size else ()
+            return self._begin_on_disk(info)
+
+    def _comes_into_memory(self, size: int) -> bool:
+        want = Want(self.label.space, self.label.key, self._keyhash, size, self.label.suffix)
+        return size <= SMALL and self._publisher.budget.room.has_ample(want)
+
+    def _begin_on_disk(self, info: ObjectInfo) -> tuple[Span, ...]:
+        publisher, size = self._publisher, info.size or 0
+        budget = publisher.budget
+        if self._reserved is None:
+            if self.spills:
+                budget.check_lately(Want(self.label.space, self.label.key, self._keyhash, size, self.label.suffix))
+            self._reserved = budget.reserve(publisher.want(publisher.rows, self.label, size), patience=self._patience)
+        elif self._reserved.size < size:
+            self._reserved = budget.resize(self._reserved, size)
+        if self._stage is None:
+            self._stage = Stage.create(publisher.root, self._keyhash, self._reserved.id)
+        self._stage.on_grow = self._grow
+        self._resumable = info.strong and info.validator is not None and size > CHUNK
+        wanted = self._stage.begin(info.size, info.validator if info.strong else None)
+        if self._reserved.size > size:  # after the stage let go of what was written: no byte is ever uncounted
+            self._reserved = budget.resize(self._reserved, size)
+        return wanted
+
+    def to_disk(self) -> None:
+        """Go on as a stage with what came into memory: there is no room as things are, or others are published with it."""
+        small, self._small = self._small, None
+        if small is not None and self.info is not None:
+            small.finish()
+            self._begin_on_disk(self.info)
+            self.stage.write(0, small.data)
+
+    def _grow(self, size: int) -> None:
+        self._reserved = self._publisher.budget.resize(self.reserved, size)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """See `Sink.write`."""
+        stage = self._small or self.stage
+        with faults(self.label.key, len(data)):
+            stage.write(offset, data)
+        if self._on_progress is not None:
+            self._on_progress(stage.done, stage.total)
+
+    def move_to(self, sink: Sink) -> None:
+        """Give what came, all of it in order, to another sink, and its room back: nothing will be kept. Raises `CacheFault`."""
+        stage, at = self.stage, 0
+        with faults(self.label.key):
+            with open(self._publisher.root.files.open(stage.path), "rb") as file:
+                while block := file.read(blobs.BLOCK):
+                    sink.write(at, block)
+                    at += len(block)
+            if at < stage.done:
+                raise errors.CacheFault(f"{stage.path}: {stage.done:,} bytes came, and {at:,} are there", path=str(stage.path))
+            stage.discard()
+            self._publisher.budget.cancel(self.reserved.id)
+        self._stage = self._reserved = None
+
+    def clone(self, fd: int) -> bool:
+        """See `CloningSink.clone`."""
+        if self._small is not None:
+            return False
+        with faults(self.label.key):
+            return self.stage.clone(fd)
+
+    @property
+    def stage(self) -> Stage:
+        assert self._stage is not None, "nothing was begun"
+        return self._stage
+
+    @property
+    def reserved(self) -> Reservation:
+        assert self._reserved is not None, "nothing was begun"
+        return self._reserved
+
+    def sha256(self) -> str:
+        """Of what came, for a check before it is published."""
+        if self._small is not None:
+            return hashlib.sha256(self._small.data).hexdigest()
+        with open(self._publisher.root.files.open(self.stage.path), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def finish(self) -> tuple[int, bytes]:
+        """See `Stage.finish`."""
+        return self.stage.finish()
+
+    def publish(self, *, validator: str | None = None) -> Entry:
+        """All bytes came and are right: make them an entry."""
+        self.validator = validator
+        with faults(self.label.key, (self.info and self.info.size) or 0):
+            entry = self._publisher.publish_small(self, self._small) if self._small is not None else None
+            if entry is None:
+                (entry,) = self._publisher.publish([self])
+        self._published = True
+        return entry
+
+    def published(self) -> None:
+        """It was published together with others."""
+        self._published = True
+
+    def named(self, id: int) -> None:
+        """It will have this id: the lease is taken now, before anybody can see the entry."""
+        if self._leases is not None:
+            self._leases.hold(id)
+            self._leased = id
+
+    def publish_leased(self, leases: Leases, *, validator: str | None = None) -> Lease:
+        """The same, and a lease that nobody can come before."""
+        self._leases = leases
+        try:
+            return leases.adopt(self.publish(validator=validator))
+        except BaseException:
+            self._leases = None
+            if self._leased:
+                leases.let_go_soon(self._leased)
+            raise
+
+    def set_meta(self, meta: str) -> None:
+        """Let the entry carry this."""
+        self.label = replace(self.label, meta=meta)
+
+    def discard(self) -> None:
+        """What came is wrong: keep nothing of it."""
+        self._resumable = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._published or self._reserved is None:
+            return
+        self._resumable &= not isinstance(value, errors.NoSpace)  # what has no room now is not gone on from
+        with faults(self.label.key):
+            if self._stage is not None and self._resumable and self._stage.done:
+                self._stage.close()
+                self._publisher.give_up(self._reserved)
+                return
+            if self._stage is not None:
+                self._stage.discard()
+            self._publisher.budget.cancel(self._reserved.id)

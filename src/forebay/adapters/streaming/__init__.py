@@ -1,0 +1,99 @@
+"""What MosaicML Streaming shares between the processes of a node, as claims of Forebay: same names, same calls.
+
+`install` makes an installed Streaming use it. A killed job then blocks no directory and leaves nothing behind, a process that dies at
+a barrier is an error for the others, and nothing polls. Jobs with Streaming as it is may run on the same node.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+from forebay import errors
+from forebay.adapters.streaming import barrier as streaming_barrier
+from forebay.adapters.streaming import shared as streaming_shared
+from forebay.adapters.streaming.barrier import SharedBarrier as SharedBarrier
+from forebay.adapters.streaming.prefix import clean_stale_shared_memory as clean_stale_shared_memory
+from forebay.adapters.streaming.prefix import get_shm_prefix as get_shm_prefix
+from forebay.adapters.streaming.shared import SharedArray as SharedArray
+from forebay.adapters.streaming.shared import SharedMemory as SharedMemory
+from forebay.adapters.streaming.shared import SharedScalar as SharedScalar
+from forebay.world import World as World
+
+__all__ = [
+    "SharedArray", "SharedBarrier", "SharedMemory", "SharedScalar", "World", "clean_stale_shared_memory", "get_shm_prefix", "install",
+    "uninstall",
+]  # fmt: skip
+
+_OURS: dict[str, tuple[Any, ...]] = {
+    "streaming.base.shared.memory": (SharedMemory,),
+    "streaming.base.shared.array": (SharedArray,),
+    "streaming.base.shared.scalar": (SharedScalar,),
+    "streaming.base.shared.barrier": (SharedBarrier,),
+    "streaming.base.shared.prefix": (get_shm_prefix,),
+    "streaming.base.util": (clean_stale_shared_memory,),
+    "streaming.base.world": (World,),
+}
+# These hold nothing else, so they are replaced whole: who replaces `SharedMemory` in the module of arrays, means what our arrays use.
+_WHOLE = {
+    "streaming.base.shared.memory": streaming_shared,
+    "streaming.base.shared.array": streaming_shared,
+    "streaming.base.shared.scalar": streaming_shared,
+    "streaming.base.shared.barrier": streaming_barrier,
+}
+_NOTHING: Any = object()
+_undo: list[tuple[ModuleType, str, Any]] = []  # what was where
+
+
+def install() -> None:
+    """Make Streaming, in this process and in those that get one of its data sets from here, use what is here. Does nothing a second time.
+
+    Call it at the head of the program, after or before Streaming is imported, and before the first data set is made; in every rank.
+    Raises `MissingExtra` where Streaming is not installed."""
+    if _undo:
+        return
+    try:
+        importlib.import_module("streaming")
+    except ModuleNotFoundError as error:
+        if error.name != "streaming":
+            raise
+        raise errors.MissingExtra.of("adapters.streaming.install()", "streaming") from error
+    replaced = {id(getattr(sys.modules[home], ours.__name__)): ours for home, all_ours in _OURS.items() for ours in all_ours}
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "streaming"]:
+        for name, value in list(vars(module).items()):
+            if id(value) in replaced:
+                _replace(module, name, replaced[id(value)])
+    for name, module in _WHOLE.items():
+        _keep_names(sys.modules[name], module)
+        above, _, last = name.rpartition(".")
+        _replace(sys.modules[above], last, module)
+        sys.modules[name] = module
+    streaming_shared.on_arrival = install
+
+
+def uninstall() -> None:
+    """Give Streaming its own back. What was made meanwhile stays as it is."""
+    while _undo:
+        module, name, value = _undo.pop()
+        if value is _NOTHING:
+            delattr(module, name)
+            continue
+        setattr(module, name, value)
+        if f"{module.__name__}.{name}" in _WHOLE:
+            sys.modules[f"{module.__name__}.{name}"] = value
+    streaming_shared.on_arrival = None
+
+
+def _keep_names(theirs: ModuleType, ours: ModuleType) -> None:
+    """What a module of Streaming's has beside its class (``TICK``, ``FileLock``...) is found where it was: programs import and patch it."""
+    for name, value in vars(theirs).items():
+        if not hasattr(ours, name):
+            _undo.append((ours, name, _NOTHING))
+            setattr(ours, name, value)
+
+
+def _replace(module: ModuleType, name: str, value: Any) -> None:
+    _undo.append((module, name, getattr(module, name)))
+    setattr(module, name, value)

@@ -1,0 +1,143 @@
+"""A named part of the cache that keeps values under string keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from forebay import errors
+from forebay._engine.index.memo import Remembered
+from forebay._engine.passthrough import PassThrough
+from forebay._engine.store import Store
+from forebay._kernel import waits
+from forebay._model import Buffer, is_text
+from forebay.codecs import as_bytes
+from forebay.origin import Origin
+
+VALUES = "values"
+"""The space of `Cache.put`."""
+FOREVER = 1 << 63
+
+
+class Space:
+    """Values of one space. Made by `Cache.space`; callable from any thread, usable in both processes after a fork, picklable with
+    its cache."""
+
+    def __init__(self, origin: Origin, name: str, home: Any = None) -> None:
+        self._origin, self.name, self._home = origin, name, home
+        self._bind()
+
+    def _bind(self) -> None:
+        self._bound = self._origin.current()
+        self._passes = self._origin.reopening is not None  # and looks again at each call
+        self._quick = self._bound.hitter(self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._home, self.name)
+
+    def __repr__(self) -> str:
+        return f"<forebay.Space {self.name!r}>"
+
+    def get(self, key: str) -> memoryview | None:
+        """The bytes under this key, read-only; None if there are none. They stay good after an eviction."""
+        store = self._store()
+        quick = self._quick(key, FOREVER)
+        if quick is not None:
+            return quick
+        checked(key)
+        try:
+            with waits.patience(self._origin.timeout):
+                found = store.view(self.name, key)
+        except errors.CacheFault as error:
+            self._origin.fall_back(error, f"{self.name}:{key}")
+            found = None
+        if found is not None:
+            store.touch(found.entry)
+        elif self._origin.upstream is not None:
+            found = self._origin.upstream.view(self.name, key)
+        if found is None:
+            store.count("misses")
+            return None
+        return self._hit(found)
+
+    def put(self, key: str, data: Buffer, *, timeout: float | None = None) -> bool:
+        """Keep bytes under a key, in place of what was there. False, with one warning, where they cannot be kept: then what was there
+        stays. With the policy ``wait`` it blocks while all bytes are held, at most ``timeout`` seconds."""
+        store = self._store()
+        checked(key)
+        view = as_bytes(data)
+        try:
+            with waits.patience(self._origin.timeout if timeout is None else timeout):
+                store.put(self.name, key, view, timeout=timeout)
+        except errors.CacheFault as error:
+            store.count("store_failures")
+            self._origin.warn(f"put {type(error).__name__}", "%s is not kept: %s", f"{self.name}:{key}", error)
+            return False
+        return True
+
+    def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
+        """The bytes under this key; else what ``fn`` gives, kept. Of all processes one runs it; see `Cache.get_or_put`."""
+        store = self._store()
+        checked(key)
+        ran: list[memoryview] = []
+
+        def look() -> memoryview | None:
+            found = store.view(self.name, key)
+            if found is None:
+                return None
+            store.touch(found.entry)
+            return self._hit(found)
+
+        def make() -> memoryview:
+            store.count("misses")
+            with waits.patience(None, afresh=True):
+                ran.append(memoryview(bytes(as_bytes(fn()))))
+            self.put(key, ran[0])
+            return ran[0]
+
+        timeout = self._origin.timeout if timeout is None else timeout
+        try:
+            with waits.patience(timeout):
+                found = look()
+                return found if found is not None else store.single(self.name, key, look, make, timeout=timeout)
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            # What fn itself raised of these kinds would be run a second time: it used this cache, and was told why it cannot help.
+            self._origin.fall_back(error, f"{self.name}:{key}")
+            return ran[0] if ran else memoryview(bytes(as_bytes(fn())))
+
+    def evict(self, key: str) -> bool:
+        """Remove a key. False if there is none, or it is in use."""
+        store = self._store()
+        with waits.patience(self._origin.timeout):
+            entry = store.entry(self.name, key)
+            return entry is not None and bool(store.remove([self._origin.victim(entry)]).removed)
+
+    def keys(self) -> list[str]:
+        """All keys, from the least to the most recently used."""
+        return [entry.key for entry in self._store().entries(self.name)]
+
+    def __contains__(self, key: str) -> bool:
+        return self._store().entry(self.name, key) is not None
+
+    def _store(self) -> Store | PassThrough:
+        if self._home is not None and self._home.closed:
+            raise errors.Closed.of("cache")
+        if self._passes:
+            self._bind()
+        return self._bound
+
+    def _hit(self, found: Remembered) -> memoryview:
+        self._origin.store.count_hit(found.size)
+        return memoryview(found.view)
+
+
+def _arrive(home: Any, name: str) -> Space:
+    found: Space = home.space(name)
+    return found
+
+
+def checked(key: str) -> str:
+    """A key, or the name of a space, that can be kept. Raises `ConfigError`."""
+    if not isinstance(key, str) or not is_text(key):
+        raise errors.ConfigError(f"the key {key!r} cannot be used: a key is a str of valid unicode", name="key", value=repr(key))
+    return key

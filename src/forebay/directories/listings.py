@@ -1,0 +1,146 @@
+"""What is in a directory now: asked of the remote once a period for the whole node, and kept as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from forebay import errors
+from forebay._engine.store import Store
+from forebay._logs import logger
+from forebay._model import Transfer
+from forebay.directories.manifests import MARK, File, Manifest
+from forebay.directories.marks import Mark, MarkSink, Noted
+from forebay.directories.place import Place
+from forebay.origin import LISTINGS, Origin
+from forebay.origin.request import Ask, is_same_version
+
+log = logger("forebay.directories")
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The whole of a directory. ``at``: when the remote was asked, in nanoseconds since 1970."""
+
+    manifest: Manifest
+    version: str
+    at: int
+
+
+class Listings:
+    """The listings that one store keeps. Callable from any thread and after a fork."""
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+
+    def kept(self, place: Place, since: int) -> Listing | None:
+        """What is kept, if the remote was asked at ``since`` or later."""
+        store = self._origin.store
+        try:
+            found = store.view(LISTINGS, place.key)
+        except errors.CacheFault:
+            return None  # a listing can be asked for again
+        if found is None or store.validated(found.entry) < since:
+            return None
+        try:
+            manifest = Manifest.parse(found.view)
+        except (ValueError, TypeError) as error:  # a later version may keep more of it
+            log.debug("what is kept of %s is not understood, and asked for again: %s", place.key, error)
+            return None
+        return Listing(manifest, found.entry.validator or "", store.validated(found.entry))
+
+    def version(self, place: Place, since: int) -> str | None:
+        """The version of what `kept` would give, without reading it."""
+        entry = self._origin.store.entry(LISTINGS, place.key)
+        return entry.validator if entry is not None and self._origin.store.validated(entry) >= since else None
+
+    def ask(self, place: Place, ask: Ask) -> Listing:
+        """Ask the remote. Raises `NotFound` where nothing lies there, `NotADirectory`, `BadListing`, `Incomplete`, `Offline`,
+        `RemoteError`."""
+        if ask.offline and place.local is None:
+            raise errors.Offline.of(place.key)
+        at = self._origin.store.now(exact=True)
+        with self._origin.reaching(ask):
+            manifest = Manifest.of(place.key, self._listed(place))
+        if not manifest.files:
+            self.postpone(place, 0)  # what is kept is not the remote's any more
+            raise self._nothing(place)
+        listing = Listing(manifest, manifest.version, at)
+        self._keep(place, listing)
+        return listing
+
+    def _keep(self, place: Place, listing: Listing) -> None:
+        store = self._origin.store
+        if not isinstance(store, Store) or store.root.read_only:
+            return
+        try:
+            entry = store.entry(LISTINGS, place.key)
+            if entry is None or entry.validator != listing.version:
+                store.put(LISTINGS, place.key, listing.manifest.encoded, validator=listing.version, validated=listing.at)
+            else:
+                store.set_validated(entry, listing.at)
+        except errors.CacheFault as error:
+            self._origin.warn("listing", "what is in %s is not kept, and asked for each time: %s", place.key, error)
+
+    def keep(self, place: Place, files: Manifest) -> None:
+        """What is there since this moment, as its writer knows."""
+        self._keep(place, Listing(files, files.version, self._origin.store.now()))
+
+    def postpone(self, place: Place, until: int) -> None:
+        """Let the next who want it go without asking until then."""
+        try:
+            entry = self._origin.store.entry(LISTINGS, place.key)
+        except errors.CacheFault:
+            return  # nothing is kept that could be served
+        if entry is not None:
+            self._origin.store.set_validated(entry, until)
+
+    def _nothing(self, place: Place) -> errors.RemoteError:
+        if place.is_object():
+            return errors.NotADirectory(f"{place.key}: this is an object, and no directory: see `Cache.local`", url=place.key)
+        return errors.NotFound(f"{place.key}: there is no object below this URL", url=place.key)
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def _listed(self, place: Place) -> Iterator[File]:
+        if place.key.startswith(("http://", "https://")):
+            yield from self._told_by_mark(place)
+            return
+        self._origin.count(Transfer(requests=1))
+        found = dict(place.list())
+        noted = self._noted(place, set(found)) if MARK in found else {}
+        for name, info in found.items():
+            if name != MARK:
+                mine = noted.get(name)
+                is_noted = mine is not None and bool(mine.etag) and is_same_version(info.validator, mine.etag or "")
+                digest = mine.digest if mine is not None and is_noted else None  # else somebody may have written it since
+                yield File(name, info.size, info.validator, info.modified, digest)
+
+    def _told_by_mark(self, place: Place) -> Iterator[File]:
+        """HTTP knows no listing: what an upload wrote down is one."""
+        try:
+            noted = self._noted(place, None)
+        except errors.NotFound as error:
+            message = f"{place.key}: over HTTP nobody can list a directory, and there is no {MARK} that tells what is in it"
+            todo = "upload it with `forebay push`, or name its files one by one"
+            raise errors.NotFound(f"{message}: {todo}", url=place.key, status=error.status, todo=todo) from error
+        yield from (File(name, file.size, None, None, file.digest) for name, file in noted.items())
+
+    def _noted(self, place: Place, found: set[str] | None) -> Mapping[str, Noted]:
+        """The files that an upload wrote down. ``found``: the names that are there, where that is known. Raises `Incomplete`."""
+        where = f"{place.key}{MARK}"
+        sink = MarkSink(where, self._origin.most)
+        self._origin.count(place.remote.fetch(place.object(MARK), sink))
+        mark = Mark.parse(where, sink.data)
+        _check_complete(place, mark.complete, mark.files, found)
+        return mark.files
+
+
+def _check_complete(place: Place, complete: bool, files: Mapping[str, object], found: set[str] | None) -> None:
+    missing = sorted(set(files) - found) if found is not None else []
+    if complete and not missing:
+        return
+    why = "they were removed, or are just being removed" if complete else "its upload has begun and not ended"
+    many = f"{len(missing):,} of its {len(files):,} files are not there (such as {missing[0]!r}): {why}" if missing else why
+    message = f"{place.key} is not whole: {many}; repeat the upload, or remove {MARK} if what is there is all there is to be"
+    raise errors.Incomplete(message, url=place.key, missing=len(missing))

@@ -1,0 +1,92 @@
+"""A remote directory: what its URL means, the URLs and names of the files below it, the directory it is if it is a local one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from forebay import errors, remote
+from forebay._model import ObjectInfo, Remote
+from forebay.origin import Origin, folder_of
+from forebay.origin.prefix import Prefix
+from forebay.origin.request import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the files of a directory are. Callable from any thread and after a fork.
+
+    ``url``: as it was given, without a slash at its end; a path, where there is a filesystem object. ``key``: free of secrets, the same
+    for all spellings, with a slash at its end. ``local``: the absolute path of a directory of this host, else None."""
+
+    url: str
+    key: str
+    remote: Remote
+    local: str | None
+    prefix: Prefix
+    identity: str = ""  # of the filesystem object: what the keys of its files end with
+    kind: str = ""
+
+    def object(self, name: str) -> str:
+        """The URL, or path, of the file of this name."""
+        return self.prefix.join(name)
+
+    def target(self, name: str) -> Target:
+        """The file of this name, as an object to be fetched."""
+        url = self.object(name)
+        key = remote.key_on(self.kind, url, self.identity) if self.identity else remote.canonical(url)
+        in_place = None if self.local is None else os.path.join(self.local, name)
+        return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0] if self.identity else key), self.remote, in_place)
+
+    def list(self) -> Iterator[tuple[str, ObjectInfo]]:
+        """Everything below: relative names as the remote has them, unchecked. Raises `RemoteError`."""
+        head = self.prefix.folder.removesuffix("/") + "/" if self.local is None else ""
+        for info in self.remote.list(self.prefix.folder):
+            if not info.url.startswith(head):
+                raise errors.BadListing(f"{self.key}: it lists {info.url!r}, which does not lie below it", url=self.key, name=info.url)
+            yield self.prefix.name_of(info.url), info
+
+    def is_object(self) -> bool:
+        """Whether an object has the directory's own name. Raises `RemoteError` for all but that there is none."""
+        try:
+            self.remote.stat(self.url)
+        except (errors.NotFound, IsADirectoryError):
+            return False
+        except errors.RemoteError:
+            return self.local is not None and os.path.isfile(self.local)
+        return True
+
+
+def check_either(text: str, filesystem: Any) -> None:
+    """Raises `ConfigError` for an empty path, and for a URL together with a filesystem object."""
+    if not text:
+        raise errors.ConfigError("an empty path names no directory", name="path", value="")
+    if filesystem is not None and remote.is_url(text):
+        shown = remote.canonical(text)
+        message = f"{shown} is a URL, and a filesystem was given too: give the path on it, without a scheme"
+        raise errors.ConfigError(message, name="path", value=shown)
+
+
+def place_of(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) -> Place:
+    """The directory that this URL or path means, or this path of a filesystem object of fsspec or pyarrow.
+
+    Raises `ConfigError`, or `MissingExtra` for a scheme whose package is not there."""
+    text = os.fspath(url)
+    check_either(text, filesystem)
+    if filesystem is None:
+        prefix = Prefix(text)
+        try:
+            return Place(prefix.url, folder_of(remote.canonical(prefix.folder)), remote.resolve(text, origin.options), prefix.local, prefix)
+        except errors.ConfigError:
+            found = remote.arrow_filesystem(text)  # its schemes are more than ours and fsspec's
+            if found is None:
+                raise
+        filesystem, text = found
+    local = remote.local_path_on(filesystem, text)
+    if local is not None:
+        return place_of(origin, local)
+    prefix = Prefix(text, plain=True)
+    key, _, asked = remote.on_filesystem(filesystem, prefix.folder, origin.options)
+    return Place(prefix.url, folder_of(key), asked, None, prefix, key.rpartition("#")[2], key.partition("://")[0])

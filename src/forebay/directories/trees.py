@@ -1,0 +1,401 @@
+"""A remote directory as a leased tree: single-flight for each part of it that is wanted, complete or nothing.
+
+listing    asked of the remote once a period                    kept under the directory's key
+files      each an entry of ``urls``, under a key of its own     a crash leaves whole files, and a partial that is resumed
+tree       links to the files, under the directory's key         a crash leaves nothing that is seen
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from forebay import errors
+from forebay._engine.files.faults import FULL
+from forebay._engine.locks.leases import Lease, in_place
+from forebay._engine.store import Store
+from forebay._kernel import waits
+from forebay._model import noted
+from forebay.directories import crew
+from forebay.directories.listings import Listing, Listings
+from forebay.directories.manifests import File, Manifest, Part, Patterns
+from forebay.directories.place import Place, place_of
+from forebay.origin import DIRECTORIES, POSTPONED, URLS, Origin
+from forebay.origin.request import Ask, is_same_version
+
+_DISK_FULL = "the disk is full: free some of it, or lower min_free"
+JOBS = 16
+"""Files that are fetched at a time."""
+LOOKS = 3
+CHANGES = 2
+"""How often a directory may change while it is fetched before it is given up."""
+
+
+class Directories:
+    """Directories of remotes, through one store. Callable from any thread and after a fork."""
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self._listings = Listings(origin)
+
+    @staticmethod
+    def key_of(place: Place, part: Part) -> str:
+        """Under which a part of a directory is kept."""
+        told = str(part)
+        return f"{place.key}#{told}" if told else place.key
+
+    def lease(self, place: Place, part: Part, ask: Ask) -> Lease:
+        """A lease on a tree that is complete for ``part``; a local directory is yielded as it is, unless ``ask.force``.
+
+        Raises `NotFound`, `NotADirectory`, `BadListing`, `Incomplete`, `RemoteChanged` or another `RemoteError`; `Offline`; `WaitTimeout`;
+        `NoSpace` or another `CacheFault` where it cannot be kept."""
+        if place.local is not None and not ask.force:
+            return _as_it_is(place.local)
+        store = self._origin.store
+        if not isinstance(store, Store):
+            raise errors.NoSpace(f"{place.key} cannot be kept: {store.why}", key=place.key, need=0, free=0, budget=0)
+        try:
+            with waits.patience(ask.timeout):
+                return _Tree(self._origin, self._listings, store, place, part, ask).lease()
+        except errors.CacheFault as error:
+            if isinstance(error, errors.NoSpace) or error.errno not in FULL:
+                raise
+            need, usage = self.chosen(place, part, ask).size, store.usage()
+            raise errors.NoSpace.of(self.key_of(place, part), need, 0, usage.budget, _DISK_FULL, limit="disk") from error
+
+    def chosen(self, place: Place, part: Part, ask: Ask) -> Manifest:
+        """The files of a part as they are now. Raises as `lease` does."""
+        kept = self._listings.kept(place, ask.since)
+        return _chosen(place, part, (kept or self._listings.ask(place, ask)).manifest)
+
+    def files_of(self, place: Place, part: Part, tree: Lease, ask: Ask) -> Sequence[File]:
+        """The files of a tree that `lease` gave."""
+        if place.local is not None and not ask.force:
+            return self.chosen(place, part, ask).files
+        kept = self._listings.kept(place, -1)
+        now = part.choose(kept.manifest) if kept is not None else None
+        if now is not None and now.version == tree.entry.validator:
+            return now.files
+        return [File(name, file.size, file.validator) for name, file in self._origin.store.members(tree.entry)]
+
+    def invalidate(self, place: Place) -> None:
+        """Let the next call ask the remote."""
+        self._listings.postpone(place, 0)
+
+    def keep(self, place: Place, files: Sequence[tuple[File, str]]) -> None:
+        """What was uploaded this moment is the remote's now: keep the local files (each with its path) as what a fetch would bring.
+
+        ``files``: all of the directory, with the validators that the remote gave. Raises `CacheFault` where there is no room."""
+        store = self._origin.store
+        for file, path in files:
+            key = place.target(file.name).key
+            there = store.entry(URLS, key)
+            if there is not None and there.validator == file.validator and there.checksum.hex() == file.digest:
+                store.set_validated(there, store.now())
+                continue
+            entry = self._origin.adopt(URLS, key, path, validator=file.validator)
+            if file.digest is not None and entry.checksum.hex() != file.digest:
+                store.remove([self._origin.victim(entry)])
+                raise errors.CacheFault(f"{path} was written to since it was uploaded: it is not kept", key=entry.key)
+        self._listings.keep(place, Manifest.of(place.key, (file for file, _ in files)))
+
+
+def lease(
+    origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, ask: Ask
+) -> Lease:  # fmt: skip
+    """`Directories.lease`, of what a caller said."""
+    return Directories(origin).lease(place_of(origin, url, filesystem), Part.of(include, exclude), ask)
+
+
+def _as_it_is(path: str) -> Lease:
+    lease = in_place(path)
+    if lease.entry.kind != "directory":
+        raise errors.NotADirectory(f"{path}: this is a file, and no directory", url=path)
+    return lease
+
+
+def _chosen(place: Place, part: Part, whole: Manifest) -> Manifest:
+    chosen = part.choose(whole)
+    if not chosen.files:
+        raise errors.NotFound(f"{place.key}: none of its {len(whole.files):,} files is what {part} asks for", url=place.key)
+    return chosen
+
+
+class _Tree:
+    """One call for one part of one directory."""
+
+    def __init__(self, origin: Origin, listings: Listings, store: Store, place: Place, part: Part, ask: Ask) -> None:
+        self._origin, self._listings, self._store = origin, listings, store
+        self._place, self._part, self._ask = place, part, ask
+        self._key = Directories.key_of(place, part)
+        self._came_unseen = False  # files were fetched whose version is not told: they may be of different times
+        self._unlike: set[str] = set()  # files whose validators in listings are never what the remote says of the file itself
+
+    def lease(self) -> Lease:
+        found = self._sound()
+        if self._ask.pin and found.entry.life != "pinned":
+            self._store.set_life(DIRECTORIES, self._key, "pinned")
+        return found
+
+    def _sound(self) -> Lease:
+        for _ in range(LOOKS):
+            found = self._kept() or (self._looked_at() if self._store.root.read_only else self._alone())
+            if self._store.is_sound(found):
+                return found
+            found.close()  # it was set aside: it is made anew, of what is not damaged
+            if self._store.root.read_only:
+                break
+        raise errors.Damaged(f"{self._key} is damaged, and again after it was made anew: see `forebay verify`", key=self._key)
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    def _there(self) -> Lease | None:
+        """The tree that is there. Its files are looked at later: not while others wait for us."""
+        tree = self._store.take_many(DIRECTORIES, [self._key]).get(self._key)
+        if tree is not None and noted(tree.entry.meta, listing=str, size=int) is None:
+            tree.close()
+            self._store.set_aside(tree.entry, f"{tree.entry.name}: its listing and size are not noted as they should be")
+            return None
+        return tree
+
+    def _kept(self) -> Lease | None:
+        """The tree, if the remote was asked lately and had the same files."""
+        tree = self._there()
+        if tree is None:
+            return None
+        version = self._listings.version(self._place, self._ask.since)
+        if self._ask.offline or (version is not None and version == json.loads(tree.entry.meta)["listing"]):
+            return self._hit(tree)
+        listing = self._listings.kept(self._place, self._ask.since) if version is not None else None
+        if listing is not None and self._is_of(tree, listing):
+            return self._hit(tree)
+        tree.close()
+        return None
+
+    def _hit(self, tree: Lease) -> Lease:
+        self._store.count_hit(json.loads(tree.entry.meta)["size"])
+        return tree
+
+    def _is_of(self, tree: Lease, listing: Listing) -> bool:
+        """Whether the tree has what the listing says, for its part of it; so it need not be read next time."""
+        now = self._part.choose(listing.manifest)
+        if now.version != tree.entry.validator:
+            return False
+        if not self._store.root.read_only and tree.entry.meta != _meta(listing, now):
+            self._store.set_meta(tree.entry, _meta(listing, now))
+        return True
+
+    def _looked_at(self) -> Lease:
+        """In a root that may only be read: the tree that is there, if it is still the remote's."""
+        tree = self._there()
+        if tree is None:
+            raise errors.ReadOnly.of(self._store.root.path)
+        try:
+            if self._is_of(tree, self._listings.ask(self._place, self._ask)):
+                return self._hit(tree)
+        except (errors.RemoteUnavailable, errors.RemoteTimeout, errors.Incomplete) as error:
+            return self._stale(tree, error)
+        tree.close()
+        raise errors.ReadOnly.of(self._store.root.path)
+
+    def _stale(self, tree: Lease, error: Exception) -> Lease:
+        said = "%s cannot be had as it is now (%s): its copy from the cache is served"
+        self._origin.warn(f"stale {self._key}", said, self._key, error)
+        return self._hit(tree)
+
+    # -- one process at a time -------------------------------------------------------------------------------------
+
+    def _alone(self) -> Lease:
+        began = time.monotonic_ns()
+        with self._store.lock(f"directory {self._key}", timeout=self._ask.timeout, on_wait=self._ask.on_wait):
+            # P1 and P2 find nothing / P1 locks, makes the tree, unlocks / P2 locks: we are here.
+            found = self._kept()
+            if found is not None:
+                return found
+            failure = self._store.failure(DIRECTORIES, self._key, began)
+            if failure is not None:
+                raise failure
+            try:
+                return self._made()
+            except errors.CacheFault:
+                raise  # ours, not the source's: who comes next may find room
+            except Exception as error:
+                self._store.note_failure(DIRECTORIES, self._key, error)
+                raise
+
+    def _made(self) -> Lease:
+        listing = self._listings.kept(self._place, self._ask.since) or self._asked()
+        if isinstance(listing, Lease):
+            return listing
+        changed = 0
+        for _ in range(CHANGES):
+            try:
+                return self._of(listing)
+            except (errors.RemoteChanged, errors.ChecksumMismatch, errors.NotFound) as error:
+                before, listing = listing, self._listings.ask(self._place, self._ask)
+                changed += before.version != listing.version
+                if isinstance(error, errors.NotFound) and before.version == listing.version:
+                    raise
+                self._note_unlike(error, before, listing)
+        try:
+            return self._of(listing)
+        except (errors.RemoteChanged, errors.ChecksumMismatch) as error:
+            if not changed:
+                raise
+            message = f"{self._key}: it changed again and again while it was fetched; at last: {error}"
+            raise errors.RemoteChanged(message, url=self._key) from error
+
+    def _asked(self) -> Listing | Lease:
+        """What the remote has now; the tree that is there, where the remote cannot tell of a whole one."""
+        try:
+            return self._listings.ask(self._place, self._ask)
+        except (errors.RemoteUnavailable, errors.RemoteTimeout, errors.Incomplete) as error:
+            tree = self._there()
+            if tree is None:
+                raise
+            if self._ask.since > 1:  # who comes in the next seconds need not wait for a time-out of his own
+                self._listings.postpone(self._place, self._ask.since + min(self._store.now() - self._ask.since, POSTPONED))
+            return self._stale(tree, error)
+
+    def _note_unlike(self, error: Exception, before: Listing, now: Listing) -> None:
+        """A file that is not what the listing says, though the listing says the same again: its validators cannot be compared."""
+        if isinstance(error, errors.RemoteChanged):
+            told = {file.name: file.validator for file in before.manifest.files}
+            same = {file.name for file in now.manifest.files if file.validator is not None and told.get(file.name) == file.validator}
+            if any(self._place.target(name).key == getattr(error, "url", None) for name in same):
+                self._unlike |= same
+
+    def _of(self, listing: Listing) -> Lease:
+        """The tree of what the listing says, made if it is not there."""
+        tree = self._there()
+        if tree is not None and self._is_of(tree, listing):
+            return self._hit(tree)
+        if tree is not None:
+            tree.close()
+        wanted = _chosen(self._place, self._part, listing.manifest)
+        self._check_fits(wanted)
+        with self._files(wanted, listing.at) as leases:
+            if self._came_unseen and self._listings.ask(self._place, self._ask).version != listing.version:
+                raise errors.RemoteChanged(f"{self._key}: it changed while it was fetched", url=self._key)
+            found = [(file.name, leases[file.name]) for file in wanted.files]
+            life = "pinned" if self._ask.pin else "cached"
+            return self._store.plant(DIRECTORIES, self._key, found, life=life, meta=_meta(listing, wanted), validator=wanted.version)
+
+    # -- its files -------------------------------------------------------------------------------------------------
+
+    def _check_fits(self, wanted: Manifest) -> None:
+        budget = self._store.usage().budget
+        if wanted.size > budget:
+            raise errors.NoSpace.of(
+                self._key, wanted.size, 0, budget, "it can never be kept: raise the budget, or ask for a part of it", hopeless=True
+            )
+
+    def _no_space(self, wanted: Manifest, error: errors.NoSpace) -> errors.NoSpace:
+        """As told of one file, for the whole: what is wanted is the directory."""
+        todo = _DISK_FULL if error.limit == "disk" else "raise the budget, or ask for a part of it"
+        return errors.NoSpace.of(self._key, wanted.size, error.free, error.budget, todo, hopeless=error.hopeless, limit=error.limit)
+
+    @contextlib.contextmanager
+    def _files(self, wanted: Manifest, at: int) -> Iterator[dict[str, Lease]]:
+        """Leases on all files, those that are not there fetched, several at a time."""
+        leases: dict[str, Lease] = {}
+        told = _Progress(self._ask.on_progress, wanted.size)
+        missing = self._missing(wanted, at, leases, told)
+        self._came_unseen = any(file.digest is None and (file.validator is None or file.name in self._unlike) for file in missing)
+
+        def bring(file: File) -> None:
+            lease = self._file(file, at, told.of(file))
+            leases[file.name] = lease  # one step: no lock
+
+        try:
+            self._store.ensure_room(URLS, [(self._place.target(file.name).key, file.size or 0) for file in missing])
+            crew.each([(file, file.size or 0) for file in missing], bring, JOBS, on_turn=told.tell)
+            told.tell()
+            yield leases
+        except errors.NoSpace as error:
+            came = [leases.pop(file.name) for file in missing if file.name in leases]
+            for lease in came:
+                lease.close()
+            self._store.drop([lease.entry for lease in came])  # files of a directory that cannot be whole here
+            raise self._no_space(wanted, error) from error
+        finally:
+            for lease in leases.values():
+                lease.close()
+
+    def _missing(self, wanted: Manifest, at: int, leases: dict[str, Lease], told: _Progress) -> list[File]:
+        """The files that must be asked for; the others are leased."""
+        keys = {self._place.target(file.name).key: file for file in wanted.files}
+        for key, lease in self._store.take_many(URLS, list(keys)).items():
+            file = keys[key]
+            if lease.entry.kind != "blob" or not self._is_right(lease, file, at) or not self._store.is_sound(lease):
+                lease.close()
+                continue
+            self._store.set_validated(lease.entry, max(at, self._store.validated(lease.entry)))
+            self._store.count_hit(lease.entry.size)
+            told.of(file)(lease.entry.size, None)
+            leases[file.name] = lease
+        return [file for file in wanted.files if file.name not in leases]
+
+    def _is_right(self, lease: Lease, file: File, at: int) -> bool:
+        """Whether what is kept of a file is what the listing says."""
+        entry = lease.entry
+        if file.size not in (None, entry.size):
+            return False
+        if file.digest is not None:
+            return entry.checksum.hex() == file.digest
+        if file.validator is not None and file.name not in self._unlike:
+            return is_same_version(entry.validator, file.validator)
+        return self._store.validated(entry) >= at
+
+    def _file(self, file: File, at: int, on_progress: Callable[[int, int | None], None]) -> Lease:
+        """One file, fetched; of the version that the listing says. Raises `RemoteChanged` or `ChecksumMismatch` if it is another by now."""
+        target = self._place.target(file.name)
+        expected = file.validator if file.name not in self._unlike else None
+        how = Ask(
+            since=at if expected is None else -1, offline=self._ask.offline, etag=expected, timeout=self._ask.timeout, force=True,
+            on_progress=on_progress,
+        )  # fmt: skip
+        try:
+            lease = self._origin.lease(target, how, looked=True)
+        except errors.ChecksumMismatch as error:
+            raise errors.RemoteChanged(f"{target.key}: {error.found} came where {error.wanted} was listed", url=target.key) from error
+        if file.size not in (None, lease.entry.size):
+            lease.close()
+            raise errors.RemoteChanged(f"{target.key}: {lease.entry.size:,} bytes came, {file.size:,} were listed", url=target.key)
+        if file.digest is not None and lease.entry.checksum.hex() != file.digest:
+            lease.close()
+            self._store.set_aside(lease.entry, f"{target.key}: its bytes are not those of which its upload noted the checksum")
+            raise errors.ChecksumMismatch.of(target.key, f"xxh3 {file.digest}", f"xxh3 {lease.entry.checksum.hex()}")
+        return lease
+
+
+class _Progress:
+    """Bytes of the whole directory, told now and then by one thread."""
+
+    def __init__(self, tell: Callable[[int, int | None], None] | None, total: int) -> None:
+        self._tell, self._total, self._told = tell, total, -1
+        self._lock = threading.Lock()  # guards _done
+        self._done: dict[str, int] = {}
+
+    def of(self, file: File) -> Callable[[int, int | None], None]:
+        def note(done: int, total: int | None) -> None:
+            with self._lock:
+                self._done[file.name] = done
+
+        return note
+
+    def tell(self) -> None:
+        with self._lock:
+            done = sum(self._done.values())
+        if self._tell is not None and done != self._told:
+            self._told = done
+            self._tell(done, self._total)
+
+
+def _meta(listing: Listing, part: Manifest) -> str:
+    return json.dumps({"listing": listing.version, "size": part.size})

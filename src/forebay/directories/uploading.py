@@ -1,0 +1,351 @@
+"""A local directory to a remote one, so that no reader ever takes a part of it for the whole.
+
+mark, incomplete    from here on readers refuse                  a crash leaves what the next attempt goes on from
+files               those that are not there, several at a time   whole or not at all, each
+removals            what is not local, if that is wanted
+listing             what is there is what was sent
+mark, complete      readers see the new directory
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from forebay import errors
+from forebay._engine.passthrough import MemorySink
+from forebay._logs import logger
+from forebay._model import ObjectInfo
+from forebay.directories import crew
+from forebay.directories.manifests import MARK, File, check_names, is_folder
+from forebay.directories.marks import Mark, MarkSink, Noted
+from forebay.directories.metadata import METADATA, forget
+from forebay.directories.place import Place
+from forebay.directories.trees import Directories
+from forebay.directories.walking import LocalFile, files_below
+from forebay.origin import Origin
+from forebay.origin.request import is_same_version
+from forebay.remote.local import prune, sweep
+
+JOBS = 16
+"""Files that are sent at a time; of those that are sent in parts, two."""
+IN_ONE = 8 << 20
+"""Bytes of a file that `s3://` sends in one request; a larger one in parts, of which eight are in memory at once."""
+
+WATCH = 2.0
+"""Seconds after which an upload looks whether another one has begun."""
+
+log = logger("forebay.uploading")
+
+_MD5 = re.compile(r'"?([0-9a-f]{32})"?\Z')
+
+Tell = Callable[[str, int, int], None]
+"""Told ``reading`` or ``sending``, how many bytes are done, and of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """What an upload did. ``files``: all of the directory as the remote has them now, each with its local path; ``sent``, ``removed``:
+    names; ``bytes``: of what was sent. After a dry run ``files`` is empty, and nothing was done."""
+
+    files: tuple[tuple[File, str], ...]
+    sent: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    bytes: int = 0
+
+
+def upload(
+    place: Place, local: str | os.PathLike[str], *, delete: bool = False, dry_run: bool = False, jobs: int = JOBS, tell: Tell | None = None
+) -> Uploaded:
+    """Make a remote directory hold the files of a local one; ``delete``: and no others, but for its metadata. ``dry_run``: only tell what
+    would be done.
+
+    Only files that are not there are sent. What is there is known by the marks of earlier uploads, finished or not, and by ETags that are
+    MD5 sums. Until all is there a reader gets `Incomplete`, or what its cache still has of the directory before.
+
+    Two uploads to one place at once should not be. The one that began last wins: the other sees its mark within seconds, or at the latest
+    when it writes its own where the store knows conditional writes (S3, local ones), and raises `Conflict`.
+
+    Raises `ConfigError` for a local directory that cannot be uploaded, `SourceChanged` if a file of it changes meanwhile; `Conflict`;
+    `Unsupported` for HTTP; `BadListing` where old and new names do not go together; `RemoteError`. After any of these, or an interrupt,
+    the same call goes on where it was."""
+    return _Upload(place, os.path.abspath(local), max(1, jobs), tell).run(delete, dry_run)
+
+
+def push(
+    origin: Origin, place: Place, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False, dry_run: bool = False,
+    jobs: int = JOBS, tell: Tell | None = None,
+) -> Uploaded:  # fmt: skip
+    """`upload`, with what the cache has to know of it; ``keep``: the files stay in the cache, as if they had been fetched.
+
+    That they cannot be kept is told, and is no error. Raises `Offline` where the cache may ask nobody."""
+    if origin.offline and place.local is None:
+        raise errors.Offline.of(place.key)
+    try:
+        done = upload(place, local, delete=delete, dry_run=dry_run, jobs=jobs, tell=tell)
+    finally:
+        forget(origin, place)
+    if keep and not dry_run and place.local is None:
+        try:
+            Directories(origin).keep(place, done.files)
+        except errors.CacheFault as error:
+            origin.warn("keep", "%s is uploaded, and not kept in the cache: %s", place.key, error)
+    return done
+
+
+class _Stopped(Exception):
+    """Another file failed, or the call was interrupted."""
+
+
+class _Upload:
+    """One call."""
+
+    def __init__(self, place: Place, local: str, jobs: int, tell: Tell | None) -> None:
+        self._place, self._local, self._jobs, self._tell = place, local, jobs, tell
+        self._stopped = False
+        self._marked: str | None = None  # validator of the mark that is there: "" if it has none, None where there is no mark
+        self._done: dict[str, int] = {}  # bytes of each file; one thread writes one key
+        self._written: dict[str, ObjectInfo] = {}
+        self._watch_at = time.monotonic() + WATCH
+
+    def run(self, delete: bool, dry_run: bool) -> Uploaded:
+        self._check_places()
+        files = {file.name: file for file in files_below(self._local)}
+        there = {name: info for name, info in self._place.list() if not is_folder(name, info.size)}
+        before = self._mark_there(there.pop(MARK, None))
+        gone = tuple(sorted(set(there) - set(files) - {METADATA})) if delete else ()
+        check_names(self._place.key, sorted(set(files) | set(there) - set(gone)))
+        digests, missing = self._compared(files, before, there)
+        todo = [file for name, file in files.items() if name in missing]
+        plan = Uploaded((), tuple(file.name for file in todo), gone, sum(file.size for file in todo))
+        if dry_run:
+            return plan
+        if not todo and not gone and _is_told(before, files, digests, there):
+            return replace(plan, files=self._described(files, digests, there))
+        states = {file.name: _state(there.get(file.name)) for file in todo}
+        Mark(False, _noted(files, digests, states)).check_size(self._mark_key)
+        if self._place.local is not None:
+            sweep(self._place.local)
+        self._write_mark(Mark(False, _noted(files, digests, states)))
+        in_the_way = _in_the_way(gone, files)
+        self._remove(in_the_way)
+        self._send(todo, sum(file.size for file in files.values()), {name: file.size for name, file in files.items()})
+        self._remove(name for name in gone if name not in in_the_way)
+        now = self._look_again(files)
+        self._write_mark(Mark(True, _noted(files, digests, {name: info.validator for name, info in now.items()})))
+        return replace(plan, files=self._described(files, digests, now))
+
+    def _check_places(self) -> None:
+        if self._place.key.startswith(("http://", "https://")):
+            message = f"{self._place.key}: nothing can be written over HTTP: give the s3:// URL, or the path, behind it"
+            raise errors.Unsupported(message, url=self._place.key)
+        if self._place.local is None:
+            return
+        ours, theirs = os.path.realpath(self._local), os.path.realpath(self._place.local)
+        if os.path.commonpath([ours, theirs]) in (ours, theirs):
+            message = f"{self._local} cannot be uploaded to {self._place.local}: one lies in the other"
+            raise errors.ConfigError(message, name="url", value=self._place.local)
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    def _mark_there(self, info: ObjectInfo | None) -> Mark | None:
+        if info is None:
+            return None
+        self._marked = info.validator or ""
+        return Mark.parse(self._mark_key, self._read(MARK))
+
+    @property
+    def _mark_key(self) -> str:
+        return f"{self._place.key}{MARK}"
+
+    def _read(self, name: str) -> bytes:
+        sink = MarkSink(self._mark_key) if name == MARK else MemorySink()
+        self._place.remote.fetch(self._place.object(name), sink)
+        return bytes(sink.data)
+
+    def _compared(
+        self, files: Mapping[str, LocalFile], before: Mark | None, there: Mapping[str, ObjectInfo]
+    ) -> tuple[dict[str, str], set[str]]:
+        """The digests of all files, which must be noted before the first of them is sent, and the names of those that are not there."""
+        digests: dict[str, str] = {}
+        missing: set[str] = set()
+        total = sum(file.size for file in files.values())
+
+        def read(file: LocalFile) -> None:
+            if self._stopped:
+                raise _Stopped
+            digests[file.name] = digest = file.digest()
+            if not self._is_there(file, digest, before, there.get(file.name)):
+                missing.add(file.name)
+
+        def turn() -> None:
+            self._say("reading", sum(files[name].size for name in list(digests)), total)
+
+        crew.each([(file, file.size) for file in files.values()], read, self._jobs, on_turn=turn, stop=self._stop)
+        return digests, missing
+
+    def _is_there(self, file: LocalFile, digest: str, before: Mark | None, info: ObjectInfo | None) -> bool:
+        """Whether the object has these bytes."""
+        if info is None or info.size != file.size:
+            return False
+        if file.name == METADATA:  # no mark tells of it
+            return self._read(METADATA) == Path(file.path).read_bytes()
+        noted = before.files.get(file.name) if before is not None else None
+        if before is not None and noted is not None and (noted.size, noted.digest) == (file.size, digest):
+            if before.complete:
+                same = noted.etag is not None and info.validator is not None and is_same_version(info.validator, noted.etag)
+            else:
+                # written since that mark was: by the upload whose mark it is
+                same = noted.etag is None or noted.etag not in ("", _state(info))
+            if same:
+                return True
+        md5 = _MD5.match(info.validator or "")
+        return md5 is not None and md5[1] == _md5_of(file)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def _write_mark(self, mark: Mark) -> None:
+        """Write it over the one that is there, if that is the one we know."""
+        url, write = self._place.object(MARK), self._place.remote.write
+        try:
+            if self._marked == "":
+                info = write(url, mark.encoded)
+            else:
+                info = write(url, mark.encoded, if_none_match="*" if self._marked is None else None, if_match=self._marked)
+        except errors.Unsupported:
+            info = write(url, mark.encoded)
+        except errors.Conflict as error:
+            info = self._ours(mark, error)
+        self._marked = info.validator or ""
+
+    def _ours(self, mark: Mark, error: errors.Conflict) -> ObjectInfo:
+        """The mark that is in the way, if it is the one that we wrote, whose answer was lost."""
+        try:
+            info = self._place.remote.stat(self._place.object(MARK))
+            same = self._read(MARK) == mark.encoded
+        except errors.NotFound:  # somebody removed it
+            info, same = None, False
+        if info is None or not same:
+            raise self._overtaken() from error
+        return info
+
+    def _overtaken(self) -> errors.Conflict:
+        message = f"{self._place.key}: another upload to it began since this one did, which ends here"
+        return errors.Conflict(message, url=self._place.key)
+
+    def _watch_mark(self) -> None:
+        """Now and then, while files are sent. Raises `Conflict` once another upload has written its mark: this one is in its way."""
+        if time.monotonic() < self._watch_at or not self._marked:
+            return
+        self._watch_at = time.monotonic() + WATCH
+        try:
+            if self._place.remote.stat(self._place.object(MARK), known=self._marked) is not None:
+                raise self._overtaken()
+        except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
+            log.debug("%s: whether another upload has begun is not known: %s", self._place.key, error)
+
+    def _send(self, todo: list[LocalFile], total: int, sizes: Mapping[str, int]) -> None:
+        waiting = {file.name for file in todo}
+        self._done = {name: size for name, size in sizes.items() if name not in waiting}
+
+        def turn() -> None:
+            self._watch_mark()
+            self._say("sending", sum(list(self._done.values())), total)
+
+        crew.each([(file, self._weight(file)) for file in todo], self._send_one, self._jobs, on_turn=turn, stop=self._stop)
+        turn()
+
+    def _weight(self, file: LocalFile) -> int:
+        in_parts = self._place.key.startswith("s3://") and not self._place.identity and file.size > IN_ONE
+        return max(file.size, crew.LARGE) if in_parts else file.size
+
+    def _send_one(self, file: LocalFile) -> None:
+        def on_sent(done: int) -> None:
+            if self._stopped:
+                raise _Stopped
+            self._done[file.name] = done
+
+        on_sent(0)
+        file.check()
+        url = self._place.object(file.name)
+        self._written[file.name] = self._place.remote.write(url, file.path, on_sent=on_sent, resume=True)
+        self._done[file.name] = file.size
+        try:
+            file.check()
+        except errors.SourceChanged:
+            self._place.remote.delete(url)  # else the next attempt might take it for what the file was
+            raise
+
+    def _remove(self, those: Iterable[str]) -> None:
+        names = list(those)
+        crew.each([(name, 0) for name in names], lambda name: self._place.remote.delete(self._place.object(name)), self._jobs)
+        if self._place.local is not None:
+            prune(self._place.local, names)
+
+    def _look_again(self, files: Mapping[str, LocalFile]) -> dict[str, ObjectInfo]:
+        """What the remote lists now of the files. Raises `Conflict` if something of it is not what was sent."""
+        now = {name: info for name, info in self._place.list() if name in files}
+        for name, file in files.items():
+            info, written = now.get(name), self._written.get(name)
+            if info is None or info.size not in (None, file.size) or not self._is_same(written, info):
+                message = f"{self._place.key}: {name!r} was removed or written to by somebody else while it was uploaded"
+                raise errors.Conflict(message, url=self._place.key)
+        return now
+
+    def _is_same(self, written: ObjectInfo | None, listed: ObjectInfo) -> bool:
+        """Whether what is listed is what was written, where that can be told: in listings, filesystems may have other validators."""
+        if written is None or self._place.identity or not self._place.key.startswith(("s3://", "file://")):
+            return True
+        return is_same_version(listed.validator, written.validator or "")
+
+    def _described(
+        self, files: Mapping[str, LocalFile], digests: Mapping[str, str], now: Mapping[str, ObjectInfo]
+    ) -> tuple[tuple[File, str], ...]:
+        return tuple(
+            (File(name, file.size, now[name].validator, now[name].modified, digests[name]), file.path) for name, file in files.items()
+        )
+
+    def _say(self, state: str, done: int, total: int) -> None:
+        if self._tell is not None:
+            self._tell(state, done, total)
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+
+def _noted(files: Mapping[str, LocalFile], digests: Mapping[str, str], etags: Mapping[str, str | None]) -> dict[str, Noted]:
+    return {name: Noted(file.size, digests[name], etags.get(name)) for name, file in files.items() if name != METADATA}
+
+
+def _is_told(before: Mark | None, files: Mapping[str, LocalFile], digests: Mapping[str, str], there: Mapping[str, ObjectInfo]) -> bool:
+    """Whether the mark that is there says all that the new one would."""
+    now = _noted(files, digests, {name: there[name].validator for name in files})
+    return before is not None and before.complete and before.files == now
+
+
+def _in_the_way(gone: Iterable[str], files: Mapping[str, object]) -> set[str]:
+    """Of what is to be removed: files where a directory is to be, and files in what is to be a file."""
+    folders = {folder for name in files for folder in _above(name)}
+    return {name for name in gone if name in folders or any(folder in files for folder in _above(name))}
+
+
+def _above(name: str) -> Iterator[str]:
+    while name := name.rpartition("/")[0]:
+        yield name
+
+
+def _state(info: ObjectInfo | None) -> str | None:
+    """What tells an object from the one that comes after it: None where there is none, "" where the remote tells nothing."""
+    if info is None:
+        return None
+    return info.validator or (f"{info.modified}-{info.size}" if info.modified is not None else "")
+
+
+def _md5_of(file: LocalFile) -> str:
+    with open(file.path, "rb") as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -1,0 +1,525 @@
+"""An object of a remote as an entry of the store: its key, its freshness, its fetch, and the way past the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import stat
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, TypeVar, cast
+
+from forebay import errors, remote
+from forebay._engine.index.memo import Remembered
+from forebay._engine.locks.leases import Lease, in_place
+from forebay._engine.passthrough import MemorySink, PassThrough
+from forebay._engine.store import Store
+from forebay._engine.write.publish import Writing
+from forebay._kernel import waits
+from forebay._logs import logger
+from forebay._model import Entry, ObjectInfo, Sink, Span, Transfer, Victim, noted
+from forebay.origin.files import RANGE, LeasedFile, RangeFile
+from forebay.origin.opening import Reopening
+from forebay.origin.request import Ask, Expecting, Spilling, Target, is_same_version
+
+log = logger("forebay.origin")
+T = TypeVar("T")
+
+URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"
+"""The spaces of what has a URL: objects; trees of links to them; what lies in a directory."""
+
+POSTPONED = 30_000_000_000
+"""Nanoseconds until a remote that could not be reached is asked again whether an object has changed."""
+
+
+@dataclass(slots=True)
+class Origin:
+    """Objects of remotes, through one store. Callable from any thread and after a fork."""
+
+    store: Store | PassThrough
+    options: remote.RemoteOptions
+    upstream: Store | None = None
+    told: set[str] = field(default_factory=set)
+    offline: bool = False  # what calls of the cache ask for, if they do not say; ``max_age`` in nanoseconds
+    max_age: int = 300_000_000_000
+    timeout: float | None = None  # seconds that a call waits in all, where it does not say
+    reopening: Reopening | None = None  # while ``store`` is a `PassThrough` that need not stay one
+    unset_spaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # what fronts have asked of spaces meanwhile
+    _targets: dict[str, Target] = field(default_factory=dict)
+
+    @property
+    def others_can_write(self) -> bool:
+        """Whether anybody but this user and the superuser can write what is read here, or upstream: a group's root, another's. Nothing
+        that lies there is executed unless that is asked for."""
+        reopening = self.reopening
+        may = reopening is not None and reopening.others_may_write
+        return may or any(_others_can_write(store) for store in (self.store, self.upstream) if isinstance(store, Store))
+
+    def current(self) -> Store | PassThrough:
+        """The store: from the moment on when it can be used, if it could not when it was opened."""
+        reopening = self.reopening
+        if reopening is not None and (found := reopening.attempt()) is not None:
+            self.store, self.reopening = found, None
+        store = self.store
+        if self.unset_spaces and isinstance(store, Store):
+            self._open_noted(store)
+        return store
+
+    def _open_noted(self, store: Store) -> None:
+        """Make the spaces that were asked for before there was a store. No call that came by is to fail for them."""
+        while self.unset_spaces:
+            try:
+                name, limits = self.unset_spaces.popitem()
+            except KeyError:  # another thread had the last one
+                return
+            try:
+                store.open_space(name, **limits)
+            except (errors.ForebayError, OSError) as error:
+                self.warn(f"space {name}", "the space %s is not set up as it was wanted: %s", name, error)
+
+    def open_space(self, name: str, **limits: Any) -> None:
+        """Have a space with these limits (see `Store.open_space`), as soon as there is a store that can make it."""
+        store = self.current()
+        if isinstance(store, Store):
+            store.open_space(name, **limits)
+        else:
+            self.unset_spaces[name] = limits
+            self.current()  # another thread may have opened it before this was noted
+
+    def validated(self, store: Store | PassThrough, entry: Entry) -> int:
+        """When an entry of this store, or of the one above it, was validated, by the clock of this one; 0: ask."""
+        found = store.validated(entry)
+        return found if store is self.store or found <= 1 else max(found - (store.now() - self.store.now()), 1)
+
+    # -- what a URL is ---------------------------------------------------------------------------------------------
+
+    def target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
+        """What this URL or path means, or this path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, or `MissingExtra`
+        for a scheme whose package is not there."""
+        text = os.fspath(url)
+        if filesystem is not None:
+            return Target(text, *remote.on_filesystem(filesystem, text, self.options))
+        known = self._targets.get(text)
+        if known is not None:
+            return known
+        key = remote.canonical(text)
+        found = Target(text, key, remote.suffix_of_key(key), remote.resolve(text, self.options), remote.local_path(text))
+        if len(self._targets) >= 10_000:
+            self._targets.clear()
+        self._targets[text] = found
+        return found
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def read(self, target: Target, ask: Ask) -> memoryview:
+        """The bytes, read-only: over the mapping where they are kept, else in memory."""
+        with waits.patience(ask.timeout):
+            return self._read(target, ask)
+
+    def _read(self, target: Target, ask: Ask) -> memoryview:
+        if ask.bypass or (target.in_place and not ask.force):
+            return self._direct(target, ask)
+        served, is_missing = self._served(target, ask)
+        if served is not None:
+            return served
+        spilling = Spilling(self.most)
+        try:
+            lease = self.lease(target, ask, looked=is_missing, spilling=spilling)
+            with lease:
+                found = self.store.view_leased(URLS, target.key, lease)
+                if found is None:
+                    raise errors.CacheFault(f"{target.key} cannot be mapped", key=target.key)
+                self.store.alias(URLS, target.url, found)
+                return memoryview(found.view)
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            came = spilling.take()
+            if came is None:
+                return self._past(target, ask, error, self._direct)
+            self.fall_back(error, target.key)
+            return came
+
+    def _served(self, target: Target, ask: Ask) -> tuple[memoryview | None, bool]:
+        """A hit by the memo or the catalog, without a lease; else whether nothing is there."""
+        if ask.sha256 or ask.etag or ask.pin or ask.refresh:
+            return None, False
+        try:
+            found = self.store.view(URLS, target.key)
+        except errors.CacheFault:
+            return None, False  # told by the lease, which comes next
+        if found is None or not self._is_fresh(found.entry, ask):
+            return None, found is None
+        self.store.touch(found.entry)
+        self.store.count_hit(found.size)
+        self.store.alias(URLS, target.url, found)
+        return memoryview(found.view), False
+
+    def open(self, target: Target, ask: Ask) -> BinaryIO:
+        """A file object on the kept copy; by ranges from the remote where it is not kept."""
+        if target.in_place and not ask.force and not ask.bypass:
+            if not os.access(target.in_place, os.R_OK):
+                target.remote.stat(target.url)  # raises as `read` does
+            return open(target.in_place, "rb")
+        if ask.bypass:
+            return self._stream(target, ask)
+        try:
+            return cast(BinaryIO, io.BufferedReader(LeasedFile(self.lease(target, ask))))
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            return self._past(target, ask, error, self._stream)
+
+    def lease(self, target: Target, ask: Ask, *, looked: bool = False, spilling: Spilling | None = None) -> Lease:
+        """A lease on the kept copy, fetched if it is not there or not fresh. Raises `CacheFault` where it cannot be kept.
+
+        ``looked``: the caller has just seen that it is not. ``spilling``: takes what has no room, before that is raised."""
+        made: list[bool] = []
+        on_hold = spilling.held_by if spilling is not None else None
+        seen: list[tuple[int, int] | None] = []  # what each look found that does not do, if anything
+
+        def look() -> Lease | None:
+            return self._kept(target, ask, seen)
+
+        def make() -> Lease:
+            made.append(True)
+            return self._obtain(target, ask, spilling) if any(seen) else self._fetch(target, ask, spilling)
+
+        with waits.patience(ask.timeout):
+            lease = None if looked else look()
+            if lease is None:
+                lease = self.store.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait, on_hold=on_hold)
+            if not made:
+                self.store.count_hit(lease.entry.size)
+            if ask.pin and lease.entry.life != "pinned":
+                self.store.set_life(URLS, target.key, "pinned")
+        return lease
+
+    def _kept(self, target: Target, ask: Ask, seen: list[tuple[int, int] | None]) -> Lease | None:
+        """What is kept, if it does. One that refreshes takes only what another call validated since its own first look."""
+        lease = self.store.lease(URLS, target.key)
+        stamp = self.store.stamp(lease.entry) if lease is not None else None
+        is_old = ask.refresh and (not seen or stamp == seen[0])
+        if lease is not None and not is_old and self._is_fresh(lease.entry, ask) and self._is_expected(lease, ask):
+            return lease
+        seen.append(stamp)
+        if lease is not None:
+            lease.close()
+        return None
+
+    def _is_fresh(self, entry: Entry, ask: Ask) -> bool:
+        return self.store.validated(entry) >= ask.since
+
+    def _is_expected(self, lease: Lease, ask: Ask) -> bool:
+        if ask.etag and not is_same_version(lease.entry.validator, ask.etag):
+            return False
+        if ask.sha256 is None:
+            return True
+        known = noted(lease.entry.meta, sha256=str)
+        return bool((known["sha256"] if known else _sha256_of(lease.path)) == ask.sha256.lower())
+
+    # -- fetching, under the key's lock ----------------------------------------------------------------------------
+
+    def _obtain(self, target: Target, ask: Ask, spilling: Spilling | None) -> Lease:
+        """Validate what is kept, else fetch. The look before this one was under the key's lock: nobody else is at it."""
+        old = self.store.lease(URLS, target.key)
+        if old is None or not self._is_expected(old, ask):
+            return self._fetch(target, ask, spilling)
+        try:
+            current = self._validate(target, ask, old)
+        except BaseException:
+            old.close()  # the error, and so its frames, may be kept for long
+            raise
+        if current is not None:
+            self.store.count_hit(current.entry.size)
+            return current
+        old.close()
+        return self._fetch(target, ask, spilling)
+
+    def _validate(self, target: Target, ask: Ask, old: Lease) -> Lease | None:
+        """``old`` if it is still the remote's, or the remote cannot be reached; None if the remote has something else."""
+        began = self.store.now(exact=True)
+        try:
+            with self.reaching(ask):
+                info = target.remote.stat(target.url, known=old.entry.validator)
+            self.count(Transfer(requests=1))
+        except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
+            self.warn_stale(target.key, "%s cannot be reached (%s): its copy from the cache is served", error)
+            if error.attempts:  # else its host was not even asked, and may be heard of in the next moment
+                self._postpone(old.entry, ask)
+            return old
+        except errors.NotFound:
+            self.store.set_validated(old.entry, 0)
+            raise
+        return old if self._has_validated(old.entry, info, began) else None
+
+    def _has_validated(self, entry: Entry, info: ObjectInfo | None, began: int) -> bool:
+        """Whether a conditional request that began then was answered with the version that is kept."""
+        same = info is None or (info.validator is not None and info.validator == entry.validator)
+        if same:
+            self.store.set_validated(entry, began)
+        return same
+
+    def _postpone(self, entry: Entry, ask: Ask) -> None:
+        """The remote cannot be reached: who waits for this answer, or asks in the next seconds, need not wait for a time-out of his own."""
+        if ask.since > 1:
+            self.store.set_validated(entry, self._postponed(ask))
+
+    def _postponed(self, ask: Ask) -> int:
+        return ask.since + min(self.store.now() - ask.since, POSTPONED)
+
+    def _above(self, target: Target, ask: Ask) -> tuple[Remembered, int] | None:
+        """What the upstream root has of it, while that is still the remote's, and when it was seen to be. A prefilled root is old: the
+        remote is asked once."""
+        found = self.upstream.view(URLS, target.key) if self.upstream is not None else None
+        if found is None or self.upstream is None or (ask.etag and not is_same_version(found.entry.validator, ask.etag)):
+            return None
+        at, began = self.validated(self.upstream, found.entry), self.store.now(exact=True)
+        if ask.offline or at >= ask.since:
+            return found, at
+        try:
+            self.count(Transfer(requests=1))
+            with self.reaching(ask):
+                return (found, began) if target.remote.stat(target.url, known=found.entry.validator) is None else None
+        except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
+            self.warn_stale(target.key, "%s cannot be reached (%s): the upstream's copy is served", error)
+            return found, self._postponed(ask)
+
+    def _copy(self, target: Target, ask: Ask, found: Remembered, validated: int) -> Lease:
+        """An entry of the upstream as one of ours."""
+        life = "pinned" if ask.pin else "cached"
+        with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, validated=validated, resume=False) as writing:
+            writing.begin(ObjectInfo(target.key, found.size, found.entry.validator))
+            writing.write(0, found.view)
+            self._check_sha256(target, ask, writing)
+            return self.store.publish_leased(writing, validator=found.entry.validator)
+
+    def _fetch(self, target: Target, ask: Ask, spilling: Spilling | None) -> Lease:
+        above = self._above(target, ask)
+        if above is not None:
+            return self._copy(target, ask, *above)
+        if ask.offline:
+            raise errors.Offline.of(target.key)
+        self.store.count("misses")
+        life, now = "pinned" if ask.pin else "cached", self.store.now(exact=True)
+        with self.store.writing(
+            URLS, target.key, suffix=target.suffix, life=life, validated=now, on_progress=ask.on_progress
+        ) as writing:  # fmt: skip
+            sink: Sink = writing
+            if spilling is not None and writing.partial is None:
+                writing.spills, sink = True, spilling.over(writing)
+            if ask.etag:
+                sink = Expecting(sink, target.key, ask.etag)
+            began = time.monotonic_ns()
+            try:
+                with self.reaching(ask):
+                    transfer = target.remote.fetch(target.url, sink)
+            except errors.RemoteError as error:
+                self.count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
+                raise
+            except errors.CacheFault:
+                self.count(Transfer(requests=1))  # that there is no room is learnt from the first answer
+                raise
+            finally:
+                self.store.count("wait_ns_remote", time.monotonic_ns() - began)
+            self.count(transfer)
+            if spilling is not None and spilling.fault is not None:
+                spilling.came = self._read_only(target, ask, spilling.data)
+                raise spilling.fault
+            self._check_sha256(target, ask, writing)
+            lease = self.store.publish_leased(writing, validator=writing.info.validator if writing.info else None)
+        self.store.count("fills")
+        self.store.count("bytes_stored", lease.entry.size)
+        log.debug("%s: fetched %d bytes, by %d requests", target.key, transfer.received, transfer.requests)
+        return lease
+
+    def _check_sha256(self, target: Target, ask: Ask, writing: Writing) -> None:
+        if ask.sha256 is None:
+            return
+        found = writing.sha256()
+        if found != ask.sha256.lower():
+            writing.discard()
+            raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
+        writing.set_meta(json.dumps({"sha256": found}))
+
+    def count(self, transfer: Transfer) -> None:
+        self.store.count("requests", transfer.requests)
+        self.store.count("bytes_remote", transfer.received)
+        self.store.count("retries", transfer.retries)
+
+    # -- past the cache --------------------------------------------------------------------------------------------
+
+    def _past(self, target: Target, ask: Ask, error: Exception, way: Callable[[Target, Ask], T]) -> T:
+        """The cache cannot help: say so once, count it, and serve from the source."""
+        self.fall_back(error, target.key)
+        return way(target, ask)
+
+    def fall_back(self, error: Exception, name: str) -> None:
+        """Count and tell that a call is served past the cache."""
+        self.store.count("fallbacks")
+        self.warn(type(error).__name__, "%s is served past the cache: %s", name, error)
+
+    def reaching(self, ask: Ask | None = None) -> AbstractContextManager[None]:
+        """Around what asks a remote: hosts that were silent lately, for any process of the node, are not asked unless ``ask`` refreshes."""
+        return remote.reaching(self.store.hosts, insists=ask is not None and ask.refresh)
+
+    def warn_stale(self, key: str, message: str, error: Exception) -> None:
+        """A copy is served since its remote cannot be reached: told once for each host, or bucket. The message takes key and error."""
+        self.warn(f"stale {'/'.join(key.split('/')[:3])}", message, key, error)
+
+    def warn(self, what: str, message: str, *values: object) -> None:
+        """Each kind of trouble is told once a process; the counters tell how often it came."""
+        if what not in self.told:
+            self.told.add(what)
+            log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
+
+    def _direct(self, target: Target, ask: Ask) -> memoryview:
+        """The whole object in memory, or over the upstream's mapping."""
+        above = self._above(target, ask) if not ask.bypass else None
+        if above is not None and ask.sha256 is None and ask.etag is None:
+            return memoryview(above[0].view)
+        self._refuse_offline(target, ask)
+        sink = MemorySink(self.most)
+        with self.reaching(ask):
+            transfer = target.remote.fetch(target.url, Expecting(sink, target.key, ask.etag) if ask.etag else sink)
+        if target.in_place is None:
+            self.count(transfer)
+        return self._read_only(target, ask, sink.data)
+
+    def _read_only(self, target: Target, ask: Ask, data: bytearray) -> memoryview:
+        """What came in memory, if it is what ``ask`` expects."""
+        if ask.sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != ask.sha256.lower():
+            raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
+        return memoryview(data).toreadonly()
+
+    def most(self) -> int:
+        """Bytes that an object may have in memory which comes compressed: as many as the cache could keep."""
+        try:
+            return self.store.usage().budget or in_memory()
+        except errors.CacheFault:
+            return in_memory()
+
+    def _refuse_offline(self, target: Target, ask: Ask) -> None:
+        if ask.offline and target.in_place is None:
+            raise errors.Offline.of(target.key)
+
+    def _stream(self, target: Target, ask: Ask) -> BinaryIO:
+        """A file object that reads ranges of the remote as they are wanted."""
+        if ask.sha256 is not None or (self.upstream is not None and not ask.bypass):
+            return io.BytesIO(self._direct(target, ask))
+        self._refuse_offline(target, ask)
+        with self.reaching(ask):
+            info = target.remote.stat(target.url)
+        self.count(Transfer(requests=1))
+        if info is None or info.size is None:
+            return io.BytesIO(self._direct(target, ask))
+        return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, self), RANGE))
+
+    def local(self, target: Target, ask: Ask) -> Lease:
+        """A lease on the kept copy; a local file is its own path."""
+        if target.in_place and not ask.force:
+            return in_place(target.in_place)
+        return self.lease(target, ask)
+
+    # -- doors for the rooms above ---------------------------------------------------------------------------------
+
+    def span(self, target: Target, span: Span, ask: Ask, *, validator: str | None = None) -> memoryview:
+        """Some bytes of an object, as an entry of their own; ``validator``: of which version. Raises `RemoteChanged` if it is gone."""
+        key = f"{target.key}#bytes={span.start}-{span.end - 1}" + (f"&version={validator}" if validator else "")
+
+        def look() -> memoryview | None:
+            found = self.store.view(URLS, key)
+            return memoryview(found.view) if found is not None and self._is_fresh(found.entry, ask) else None
+
+        def fetch() -> bytes:
+            if ask.offline:
+                raise errors.Offline.of(key)
+            with self.reaching(ask):
+                data = target.remote.read(target.url, span, validator=validator)
+            self.count(Transfer(requests=1, received=len(data)))
+            return data
+
+        def make() -> memoryview:
+            began = self.store.now(exact=True)
+            data = fetch()
+            try:
+                self.store.put(URLS, key, data, validator=validator, validated=began)
+            except errors.CacheFault as error:
+                self.fall_back(error, key)
+            return memoryview(data)
+
+        try:
+            return look() or self.store.single(URLS, key, look, make, timeout=ask.timeout)
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            self.fall_back(error, key)
+            return memoryview(fetch())
+
+    def kept(self, target: Target, since: int) -> Lease | None:
+        """A lease on the kept copy, if it need not be fetched: it is the remote's, which is asked where nobody did at ``since`` or later.
+        Nothing is raised: the fetch will tell."""
+        try:
+            lease = self.store.lease(URLS, target.key)
+        except errors.CacheFault as error:
+            self.fall_back(error, target.key)
+            return None
+        if lease is None:
+            return None
+        at = self.store.validated(lease.entry)
+        if at >= since or (at and self._is_unchanged(target, lease.entry)):
+            return lease
+        lease.close()
+        return None
+
+    def _is_unchanged(self, target: Target, entry: Entry) -> bool:
+        began = self.store.now()
+        try:
+            with self.reaching():
+                info = target.remote.stat(target.url, known=entry.validator)
+        except errors.RemoteError as error:
+            log.debug("%s: whether it has changed is not known: %s", target.key, str(error))
+            return False
+        self.count(Transfer(requests=1))
+        same = self._has_validated(entry, info, began)
+        if not same:
+            self.store.set_validated(entry, 0)  # the next look need not ask
+        return same
+
+    def adopt(self, space: str, key: str, path: str, *, validator: str | None = None) -> Entry:
+        """A local file as an entry: its bytes are copied and hashed. Raises `CacheFault`, `NotFound`."""
+        with self.store.writing(space, key, suffix=remote.suffix(path), resume=False) as writing:
+            remote.resolve(path, self.options).fetch(path, writing)
+            return writing.publish(validator=validator)
+
+    @staticmethod
+    def victim(entry: Entry) -> Victim:
+        return Victim(entry.name, entry.size, entry.charge, entry.used, entry.id)
+
+    def invalidate(self, target: Target) -> None:
+        """Let the next call ask the remote: for the object, and for the directory of this name."""
+        for entry in (self.store.entry(URLS, target.key), self.store.entry(LISTINGS, folder_of(target.key))):
+            if entry is not None:
+                self.store.set_validated(entry, 0)
+
+
+def in_memory() -> int:
+    """The bound where there is no budget: half of the machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def folder_of(key: str) -> str:
+    """The key of a directory, from that of an object of its name."""
+    head, mark, tail = key.partition("?") if "?" in key else key.partition("#")
+    return head.rstrip("/") + "/" + mark + tail
+
+
+def _sha256_of(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _others_can_write(store: Store) -> bool:
+    try:
+        found = os.stat(store.root.path)
+    except OSError:
+        return store.root.shared
+    return found.st_uid not in (os.geteuid(), 0) or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))

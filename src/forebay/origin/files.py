@@ -1,0 +1,79 @@
+"""File objects that the cache hands out: over a kept copy, or over ranges of a remote."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from forebay import errors
+from forebay._engine.locks.leases import Lease
+from forebay._model import ObjectInfo, Remote, Span, Transfer
+
+RANGE = 4 << 20
+"""Bytes of one read ahead where an object is not kept."""
+
+
+class Watcher(Protocol):
+    """Who counts requests, and knows which hosts were silent lately."""
+
+    def count(self, transfer: Transfer) -> None: ...
+
+    def reaching(self) -> AbstractContextManager[None]: ...
+
+
+class LeasedFile(io.FileIO):
+    """The kept copy, open; its lease ends when the file is closed."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        super().__init__(os.fspath(lease), "rb")
+
+    def close(self) -> None:
+        super().close()
+        self._lease.close()
+
+
+class RangeFile(io.RawIOBase):
+    """An object that is not kept: each read asks the remote for a range, of the version that was opened.
+
+    ``watcher`` is told of each request. Raises `RemoteChanged` once the remote has another version."""
+
+    def __init__(self, remote: Remote, url: str, key: str, info: ObjectInfo, watcher: Watcher) -> None:
+        assert info.size is not None
+        self._remote, self._url, self._key, self._size, self._at, self._watcher = remote, url, key, info.size, 0, watcher
+        self._info = info
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"cannot seek to {base + offset}, before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readall(self) -> bytes:
+        return b"".join(iter(lambda: self.read(RANGE) or b"", b""))  # the default asks for 8 KiB at a time
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), self._size - self._at)
+        if wanted <= 0:
+            return 0
+        with self._watcher.reaching():
+            data = self._remote.read(self._url, Span(self._at, wanted), info=self._info)
+        self._watcher.count(Transfer(requests=1, received=len(data)))
+        if len(data) < wanted:
+            message = f"{self._key} is shorter than the {self._size:,} bytes that were told when it was opened"
+            raise errors.RemoteChanged(message, url=self._key)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

@@ -1,0 +1,265 @@
+"""What all sources share: provenance, names below a prefix, and how remotes are asked, for a cache or without one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from forebay import errors, remote
+from forebay._engine.locks.leases import Lease
+from forebay._engine.passthrough import MemorySink
+from forebay._model import ObjectInfo, Remote, Span, Transfer
+from forebay.origin import URLS, Origin, in_memory
+from forebay.remote import RemoteOptions
+
+
+@dataclass(frozen=True, slots=True)
+class SourceInfo:
+    """Where an item comes from. ``uri``: of the dataset; ``key``: of the item in it; ``shard``: the shard that holds it, if any;
+    ``files``: the names of its files."""
+
+    uri: str
+    key: str
+    shard: str | None = None
+    files: tuple[str, ...] = ()
+
+
+class Source(Protocol):
+    """Items under string keys, as bytes. Any object with these two is one; it must be callable from several threads, and picklable
+    where spawned workers are to use it.
+
+    What else it may have, and what for:
+
+    - ``version``: str or None. Other items under the same keys have another one. Items of a source without it, and without
+      ``version_of``, are kept no longer than the processes that use them.
+    - ``version_of(key)``: str or None. The version of one item, where that is cheap to tell.
+    - ``size(key)``: int or None. The bytes of an item, so that room is reserved before it is read.
+    - ``info(key)``: `SourceInfo`.
+    - ``lease(key)``: a `Lease` on the item's bytes where the cache has them as they are, from `Cache.read` or a `pull`; else None. They
+      are given a second name then, and not read.
+    - ``fetch(key)``: as ``source[key]``, asked for what ``lease`` has not given.
+    - ``bind(origin)``: called once with the cache's own `Origin`, before the first item is asked for."""
+
+    @property
+    def uri(self) -> str:
+        """Names the dataset, in keys and in provenance. Without secrets."""
+        ...
+
+    def __getitem__(self, key: str, /) -> bytes:
+        """The item's bytes. What is raised reaches everybody who asked for it."""
+        ...
+
+
+def info_of(source: Any, key: str) -> SourceInfo:
+    """The provenance of an item, of any source."""
+    own = getattr(source, "info", None)
+    return SourceInfo(source.uri, key, None, (key,)) if own is None else own(key)
+
+
+def checked_name(key: object) -> str:
+    """A name that stays below its prefix. Raises `ConfigError`."""
+    if not isinstance(key, str):
+        raise errors.ConfigError(f"{key!r} is no key: a str is wanted", name="key", value=repr(key))
+    if not is_name(key):
+        message = f"{key!r} is no key: a name below the source is wanted, such as 'a/b.jpg', without . and .."
+        raise errors.ConfigError(message, name="key", value=key)
+    return key
+
+
+def is_name(key: str) -> bool:
+    """Whether a name stays below its prefix."""
+    return bool(key) and not key.startswith("/") and "\0" not in key and {".", ".."}.isdisjoint(key.split("/"))
+
+
+_PLACES = {"http": "host", "https": "host", "s3": "bucket"}
+
+
+class Prefix:
+    """What the URLs of a source begin with; ``plain``: it is a path of a filesystem object, which is never quoted."""
+
+    def __init__(self, text: str | os.PathLike[str], *, plain: bool = False) -> None:
+        text = os.fspath(text)
+        local = None if plain else remote.local_path(text)
+        kind = text.partition("://")[0].lower() if "://" in text and not plain else ""
+        self._quoted = kind in ("http", "https")
+        self._chained = kind not in ("", "file", "http", "https", "s3")
+        head, mark, tail = (local, "", "") if local is not None else self._cut(text, kind)
+        self.local = local
+        if kind in _PLACES and head[len(kind) + 3 :] == "":
+            message = f"{kind}:// names no {_PLACES[kind]}: {kind}://{_PLACES[kind]}/path is wanted"
+            raise errors.ConfigError(message, name="url", value=f"{kind}://")
+        self._head, self._tail = head.rstrip("/"), mark + tail
+        self.url = self._head + self._tail if self._head else head or "/"
+
+    @staticmethod
+    def _cut(text: str, kind: str) -> tuple[str, str, str]:
+        """Before and after the place where names go: before a query (such as a signature), or the rest of a chain of fsspec's."""
+        if kind in ("http", "https"):
+            return text.partition("#")[0].partition("?")
+        return (text, "", "") if kind == "s3" else text.partition("::")
+
+    def join(self, name: str) -> str:
+        """The URL, or path, of what has this name below it. Raises `ConfigError` where fsspec would take it for several URLs."""
+        if self._chained and "::" in name:
+            message = f"{name!r} cannot be read by a URL, where :: has a meaning: give the filesystem, UrlSource(path, filesystem=...)"
+            raise errors.ConfigError(message, name="key", value=name)
+        if self._quoted:
+            name = quote(name.encode("utf-8", "surrogateescape"), safe="/~")
+        return f"{self._head}/{name}{self._tail}"
+
+    @property
+    def folder(self) -> str:
+        """What to list: everything below."""
+        return self.join("")
+
+    def name_of(self, url: str) -> str:
+        """The name of a URL that a listing gave: `join` undone."""
+        path = remote.local_path(url) if self.local is not None else url
+        return (path or "").removeprefix(self._head + "/").removesuffix(self._tail)
+
+
+class Reach:
+    """Asks remotes, or one filesystem object: with the options of the cache that it is bound to, else with those of the environment.
+
+    Callable from any thread and after a fork. Pickled without its cache: whoever has one there binds it again."""
+
+    def __init__(self, filesystem: Any = None, options: RemoteOptions | None = None) -> None:
+        self.filesystem, self._given = filesystem, options
+        self._forget()
+
+    def _forget(self) -> None:
+        self.origin: Origin | None = None
+        self._bound_at = 0
+        self._options = self._given
+        self._own: tuple[str, str, Remote] | None = None
+
+    def __getstate__(self) -> tuple[Any, RemoteOptions | None]:
+        return self.filesystem, self._given
+
+    def __setstate__(self, state: tuple[Any, RemoteOptions | None]) -> None:
+        self.filesystem, self._given = state
+        self._forget()
+
+    def bind(self, origin: Origin) -> None:
+        """Ask with this cache's options, let it count what is asked, and take what it has. The last one that it is bound to holds."""
+        self.origin, self._bound_at = origin, origin.store.now()
+        self._options, self._own = self._given or origin.options, None
+
+    def kept(self, url: str, *, versioned: bool = False) -> Lease | None:
+        """A lease on the object where the cache has it, from `Cache.read` or a `pull`, and need not fetch it. ``versioned``: it is to be of
+        a version that the caller named, so it was seen to be the remote's since then."""
+        origin = self.origin
+        if origin is None or self.is_local(url):
+            return None
+        since = -1 if origin.offline else self._bound_at if versioned else origin.store.now() - origin.max_age
+        return origin.kept(origin.target(url, self.filesystem), since)
+
+    def _filesystem(self) -> tuple[str, str, Remote]:
+        """Of the filesystem object: the scheme of its URLs, what tells it from others, and its remote. Found once: it costs a pickle."""
+        if self._own is None:
+            key, _, found = remote.on_filesystem(self.filesystem, "", self.options)
+            self._own = key.partition("://")[0], key.rpartition("#")[2], found
+        return self._own
+
+    @property
+    def options(self) -> RemoteOptions:
+        if self._options is None:
+            self._options = RemoteOptions.from_environment()
+        return self._options
+
+    def key(self, url: str) -> str:
+        """The URL without secrets, the same for all its spellings. Raises `ConfigError`."""
+        if self.filesystem is None:
+            return remote.canonical(url)
+        kind, identity, _ = self._filesystem()
+        return remote.key_on(kind, url, identity)
+
+    def remote(self, url: str) -> Remote:
+        """Who serves this URL. Raises `ConfigError`, `MissingExtra`; `Offline` where the cache may ask nobody."""
+        if self.origin is not None and self.origin.offline and not self.is_local(url):
+            raise errors.Offline.of(self.key(url))
+        return remote.resolve(url, self.options) if self.filesystem is None else self._filesystem()[2]
+
+    def is_local(self, url: str) -> bool:
+        return self.filesystem is None and remote.local_path(url) is not None
+
+    def stat(self, url: str) -> ObjectInfo:
+        """What the remote says of an object. Raises `RemoteError`."""
+        with self._reaching():
+            found = self.remote(url).stat(url)
+        self._count(url, Transfer(requests=1))
+        assert found is not None  # only a known version is answered with None
+        return found
+
+    def whole(self, url: str) -> bytes:
+        """All bytes of an object, of one version. Raises `RemoteError`."""
+        asked = self.remote(url)
+        if self.is_local(url):
+            info = self.stat(url)
+            return asked.read(url, Span(0, info.size or 0), info=info)
+        sink = MemorySink(self.origin.most if self.origin is not None else in_memory)
+        try:
+            with self._reaching():
+                transfer = asked.fetch(url, sink)
+            self._count(url, transfer)
+        except errors.RemoteError as error:
+            self._count(url, Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
+            raise
+        return bytes(sink.data)
+
+    def bytes_of(self, lease: Lease) -> bytes | None:
+        """What `kept` found; None where that is damaged."""
+        assert self.origin is not None
+        try:
+            with lease:
+                found = self.origin.store.bytes_leased(lease)
+                return None if found is None else bytes(found)
+        except errors.CacheFault as error:
+            self.origin.fall_back(error, lease.entry.key)
+            return None
+
+    def part(self, url: str, span: Span, info: ObjectInfo) -> bytes:
+        """Some bytes of an object, of this version. Raises `RemoteError`, of which `RemoteChanged`."""
+        kept = self._part_of_kept(url, span, info.validator) if info.validator is not None else None
+        if kept is not None:
+            return kept
+        with self._reaching():
+            data = self.remote(url).read(url, span, info=info)
+        self._count(url, Transfer(requests=1, received=len(data)))
+        return data
+
+    def _part_of_kept(self, url: str, span: Span, validator: str) -> bytes | None:
+        """From the whole object, where the cache has it in this version."""
+        origin = self.origin
+        if origin is None or self.is_local(url):
+            return None
+        try:
+            found = origin.store.view(URLS, self.key(url))
+        except errors.CacheFault as error:
+            origin.fall_back(error, url)
+            return None
+        if found is None or found.entry.validator != validator or span.end > found.size:
+            return None
+        origin.store.touch(found.entry)
+        return bytes(found.view[span.start : span.end])
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        """All objects whose URL begins with this. Raises `RemoteError`."""
+        found = self.remote(url).list(url)
+        while True:
+            with self._reaching():  # not around what the caller does between two of them
+                info = next(found, None)
+            if info is None:
+                return
+            yield info
+
+    def _reaching(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.origin is None else self.origin.reaching()
+
+    def _count(self, url: str, transfer: Transfer) -> None:
+        if self.origin is not None and not self.is_local(url):
+            self.origin.count(transfer)

@@ -1,0 +1,130 @@
+"""One object of a remote, and how one call wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from forebay import _model, errors
+from forebay._engine.locks.fill import KeyHold, OnWait
+from forebay._engine.passthrough import MemorySink
+from forebay._engine.write.publish import Writing
+from forebay._model import Buffer, CloningSink, ObjectInfo, Partial, Remote, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A URL: where it is fetched from, and the key under which it is kept. Secrets stand in ``url`` only."""
+
+    url: str
+    key: str
+    suffix: str
+    remote: Remote
+    in_place: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How one call wants an object. ``since``: serve what was validated at or after this (nanoseconds of the store's clock; 1: ever;
+    -1: even if it was invalidated). ``refresh``: and only what was validated since the call began, whatever the clock says.
+    ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it. ``force``: keep a local
+    file in the cache too."""
+
+    since: int = 1
+    offline: bool = False
+    sha256: str | None = None
+    etag: str | None = None
+    timeout: float | None = None
+    bypass: bool = False
+    force: bool = False
+    pin: bool = False
+    on_wait: OnWait | None = None
+    on_progress: Callable[[int, int | None], None] | None = None
+    refresh: bool = False
+
+
+class Expecting:
+    """A sink that refuses another version than the caller expects, before a byte of it is kept."""
+
+    def __init__(self, sink: _model.Sink, url: str, etag: str) -> None:
+        self._sink, self._url, self._etag = sink, url, etag
+        self.partial: Partial | None = sink.partial
+        self.write = sink.write
+        self.most = getattr(sink, "most", None)  # see `MemorySink`
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        if not is_same_version(info.validator, self._etag):
+            raise errors.ChecksumMismatch.of(self._url, self._etag, info.validator or "no ETag")
+        return self._sink.begin(info)
+
+
+class Spilling:
+    """A sink that goes on in memory where the cache has no room: what the first answer began to bring is not asked for again."""
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        """``most``: see `MemorySink`."""
+        self.most = most
+        self.partial: Partial | None = None
+        self._memory = MemorySink(most)
+        self._sink: _model.Sink = self._memory
+        self._writing: Writing | None = None
+        self._info: ObjectInfo | None = None
+        self._hold: KeyHold | None = None
+        self.fault: errors.CacheFault | None = None
+        self.came: memoryview | None = None
+        """All of the object, once it has come and was checked."""
+
+    def held_by(self, hold: KeyHold) -> None:
+        """Let go of this lock as soon as it is known that nothing will be kept: others that want the object need not wait."""
+        self._hold = hold
+
+    def over(self, writing: Writing) -> Self:
+        """Fill this as long as it takes the object."""
+        self._sink = self._writing = writing
+        return self
+
+    @property
+    def data(self) -> bytearray:
+        return self._memory.data
+
+    def take(self) -> memoryview | None:
+        """`came`. Once: the fault, whose frames hold on to this object, is forgotten, and what came lives as long as the caller wants."""
+        came, self.came, self.fault = self.came, None, None
+        return came
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        """See `Sink.begin`."""
+        self._info = info
+        if self.fault is None:
+            try:
+                return self._sink.begin(info)
+            except errors.CacheFault as error:
+                self._spill(error)
+        return self._memory.begin(info)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """See `Sink.write`."""
+        try:
+            self._sink.write(offset, data)
+        except errors.NoSpace as error:
+            if self._writing is None or self._info is None or self._info.size is not None:
+                raise  # parts may come from several threads
+            self._memory.begin(self._info)
+            self._writing.move_to(self._memory)
+            self._spill(error)
+            self._memory.write(offset, data)
+
+    def _spill(self, error: errors.CacheFault) -> None:
+        self.fault, self._sink = error.with_traceback(None), self._memory  # its frames hold on to what they have mapped
+        if self._hold is not None:
+            self._hold.release()
+
+    def clone(self, fd: int) -> bool:
+        """See `CloningSink.clone`."""
+        return isinstance(self._sink, CloningSink) and self._sink.clone(fd)
+
+
+def is_same_version(found: str | None, wanted: str) -> bool:
+    """Whether two validators name one version, with or without their quotes."""
+    return (found or "").removeprefix("W/").strip('"') == wanted.removeprefix("W/").strip('"')

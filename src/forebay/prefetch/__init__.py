@@ -1,0 +1,351 @@
+"""Load in the background what the loop will need next, and hand out lazies for it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import xxhash
+
+from forebay import codecs, errors
+from forebay._engine.locks.leases import Lease
+from forebay._engine.store import Store
+from forebay._logs import logger
+from forebay._model import Buffer, Item_co, Noted
+from forebay.codecs import as_bytes
+from forebay.origin import Origin
+from forebay.prefetch.desk import Job
+from forebay.prefetch.lazies import Lazy, Spilled
+from forebay.prefetch.loader import Loader, abandon
+from forebay.prefetch.loads import Load
+from forebay.prefetch.pools import PassThrough as PassThrough
+from forebay.prefetch.pools import Pool, wrapped
+from forebay.reports import OnProgress, Progress, WarmReport
+from forebay.sources import DecodedSource, Source, source_of
+
+log = logger("forebay.prefetch")
+T = TypeVar("T")
+
+STORES = ("raw", "decoded")
+SESSIONS = "sessions"
+_NONE: Mapping[str, int] = MappingProxyType({})
+_PICKLE = codecs.codec("pickle")
+
+
+class Prefetcher(Pool[Item_co]):
+    """Loads items of one source into the cache, in threads of its own. Made by `Cache.prefetcher`.
+
+    Callable from any thread; usable in both processes after a fork, loads pending or not; picklable if its source is. A context
+    manager. Dropped, it ends its threads."""
+
+    def __init__(self, origin: Origin, home: Any, source: Source, how: dict[str, Any]) -> None:
+        self._origin, self._home, self._how = origin, home, how
+        self.source = source
+        self.name: str = how["name"]
+        assert isinstance(origin.store, Store)
+        self._store = origin.store
+        bind = getattr(source, "bind", None)
+        if bind is not None:
+            bind(origin)
+        self._maker = _Maker(source, how, self._store, counts=bind is None)
+        session = self._join()
+        self._loader = Loader(self._job(session))
+        self.identity = f"{self.name}:{self._digest}"
+        # Weakly: an error that somebody keeps holds its frames, these a lazy, and a lazy us.
+        weakref.finalize(self, abandon, weakref.ref(self._loader._desk)).atexit = False
+
+    def _join(self) -> Lease | None:
+        """What the names of all items end in: they differ for all that makes other bytes.
+
+        Items without a version are named after a session, which ends with the last process that uses it."""
+        version = getattr(self.source, "version", None)
+        decoder = () if self._maker.is_raw else (*decoder_of(self.source), self._maker.codec.name)
+        parts = [self.source.uri, repr(version), self._how["store"], *decoder]
+        self._digest = self._bound = _digest(parts)
+        self._item_version: Callable[[str], str | None] | None = getattr(self.source, "version_of", None) if version is None else None
+        if version is not None:
+            return None
+        session = self._store.join(SESSIONS, f"{self.name}/{self._digest}")  # not in the pool's own space, where items are counted
+        self._bound = _digest([*parts, f"{session.entry.id:x}"])
+        return session
+
+    def _job(self, session: Lease | None) -> Job:
+        size = getattr(self.source, "size", None)
+        return Job(
+            store=self._store, space=self.name, workers=self._how["workers"], keep=self._how["keep"], make=self._maker.make,
+            size_of=size if self._maker.is_raw else None, lease=self._maker.lease, timeout=self._home._timeout,
+            tell=_Teller(self._origin, self.name), session=session,
+        )  # fmt: skip
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._home, self.source, self._how)
+
+    def __repr__(self) -> str:
+        return f"<forebay.Prefetcher {self.name!r} of {self.source.uri!r}{' closed' if self.closed else ''}>"
+
+    @property
+    def _lock(self) -> threading.RLock:
+        return self._loader.lock
+
+    # -- items -----------------------------------------------------------------------------------------------------
+
+    def get_lazy(self, key: str) -> Lazy[Item_co]:
+        """Begin to load an item. Returns at once. Raises `Closed` (a RuntimeError)."""
+        if type(key) is not str or not key:
+            raise errors.ConfigError(f"key={key!r} names no item: a key is a str, and not empty", name="key", value=repr(key))
+        return Lazy(self, key, self._loader.submit(key, *self._name_of(key)))
+
+    def put(self, obj: T, name: str = "") -> Lazy[T]:
+        """Spill an object to the disk, pickled, and give a lazy for it: its bytes go when it is read or dropped. ``name``: to be shown.
+
+        Where there is no room it stays in memory. Raises what its pickling raises, and `Closed`."""
+        self._check_open()
+        data = b"".join(_PICKLE.encode(obj))
+        seal = _seal(data) if self._origin.others_can_write else b""
+        try:
+            return Spilled(self, name, self._spill(name, data), seal=seal)
+        except errors.CacheFault as error:
+            self._origin.fall_back(error, f"{self.name}: {name or 'an object'}")
+            return Spilled(self, name, None, obj)
+
+    def _spill(self, name: str, data: bytes) -> Lease:
+        self._loader.begin()
+        shown = name.encode("utf-8", "backslashreplace").decode()
+        return self._store.spill(self.name, f"~put/{shown}~{secrets.token_hex(8)}", data)
+
+    def _unspill(self, lease: Lease, seal: bytes) -> Any:
+        data = self._store.bytes_leased(lease)
+        if data is not None and seal:
+            data = memoryview(bytes(data))  # of our own first: others could change it between the look and its use
+        if data is None or (seal and _seal(data) != seal):
+            raise errors.Damaged(f"the spilled object {lease.entry.key!r} is damaged or gone: make it anew", key=lease.entry.key)
+        value = _PICKLE.decode(data, lambda: memoryview(bytearray(data)))
+        self._let_go(lease)
+        return value
+
+    def _let_go(self, lease: Lease) -> None:
+        """Of what was spilled. Runs inside anything: nothing here waits."""
+        lease.close()
+        self._loader.drop(lease.entry)
+
+    def warm(self, keys: Iterable[str], on_progress: OnProgress | None = None) -> WarmReport:
+        """Have items in the cache, and hold none. ``on_progress`` is told of each that is there. What is there already costs no read: an
+        interrupted call is taken up again by the same call. Items that cannot be kept are among the failed, with `NoSpace`."""
+        done: list[str] = []
+        failed: list[tuple[str, errors.ForebayError]] = []
+        window: deque[tuple[str, Load]] = deque()
+
+        def land(count: int) -> None:
+            while len(window) > count:
+                key, load = window.popleft()
+                error = self._loader.settle(load)
+                if error is not None:
+                    failed.append((key, error))
+                    continue
+                done.append(key)
+                if on_progress is not None:
+                    on_progress(Progress(key, state="done"))
+
+        for key in keys:
+            self._check_open()
+            window.append((key, self._loader.submit(key, *self._name_of(key))))
+            land(4 * int(self._how["workers"]))
+        land(0)
+        return WarmReport(tuple(done), tuple(failed))
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        """Bytes that the items of this pool's space have now, for all processes."""
+        return self._store.usage_of(self.name)[0]
+
+    @property
+    def count(self) -> int:
+        """How many items this pool's space has now, for all processes."""
+        return self._store.usage_of(self.name)[1]
+
+    def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:
+        """Set how many bytes and items the space may have, for all processes, at once: what is over a lower limit and not held goes. What
+        is None stays as it is. Raises `ConfigError`."""
+        for name, value in (("budget", budget), ("max_count", max_count)):
+            if value is not None and (type(value) is not int or value < 0):
+                raise errors.ConfigError(f"{name}={value!r}: a number that is not negative is wanted", name=name, value=value)
+        self._store.space(self.name, quota=budget, max_count=max_count)
+        self._how |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
+        self._loader.look_at_limit()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this pool was closed, or its cache."""
+        return self._loader.closed
+
+    def close(self) -> None:
+        """Cancel what is queued, and wait for what runs. Lazies that were handed out still deliver; `get_lazy` is then `Closed`.
+        A second call does nothing."""
+        self._loader.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise errors.Closed.of("prefetcher")
+
+    # -- how an item is made ---------------------------------------------------------------------------------------
+
+    def _name_of(self, key: str) -> tuple[str, bool]:
+        """Of an item in the cache, and whether it is bound to the session. What is before the ``~`` is for people; what is behind it keeps
+        apart what must not be mixed."""
+        version = None
+        if self._item_version is not None:
+            try:
+                version = self._item_version(key)
+            except Exception as error:  # noqa: BLE001  # the source's own: its read will tell
+                log.debug("the version of %s is not known: %s", key, str(error))
+        bound = version is None and self._bound is not self._digest
+        what = self._bound if version is None else f"{self._digest}.{version}"
+        if not key.isascii() and (plain := key.encode("utf-8", "backslashreplace").decode()) != key:
+            key, what = plain, f"{what}.escaped"  # half a character, as in names of files that are no UTF-8
+        return f"{self.source.uri.rstrip('/')}/{key}~{what}", bound
+
+    def _read(self, key: str) -> Any:
+        self._check_open()
+        return self.source[key]
+
+    def _value_of(self, load: Load) -> Any:
+        return self._maker.value(load.key, self._loader.take(load))
+
+
+class _Maker:
+    """How items are made, as they are stored and as they are given. It does not know the prefetcher: the threads hold this, and whoever
+    drops the prefetcher ends them."""
+
+    def __init__(self, source: Source, how: dict[str, Any], store: Store, *, counts: bool) -> None:
+        self._source, self._store, self._counts = source, store, counts
+        self.codec = codecs.codec(how["codec"])
+        self.is_raw = how["store"] == "raw"
+        self._inner: Any = source
+        self._decoders: list[Any] = []
+        while self.is_raw and isinstance(self._inner, DecodedSource):
+            self._decoders.insert(0, self._inner.decode)
+            self._inner = self._inner.inner
+        self.lease: Callable[[str], Lease | None] | None = getattr(self._inner, "lease", None) if self.is_raw else None
+        self._read = getattr(self._inner, "fetch", self._inner.__getitem__) if self.lease is not None else self._inner.__getitem__
+
+    def make(self, key: str) -> Buffer:
+        """The bytes of an item as they are stored."""
+        began = time.monotonic_ns()
+        self._store.count("misses")
+        try:
+            found = self._read(key)
+        finally:
+            self._store.count("wait_ns_remote", time.monotonic_ns() - began)
+        if not self.is_raw:
+            return b"".join(self.codec.encode(found))
+        data = _checked(found, self._source, key)
+        if self._counts:
+            self._store.count("requests")
+            self._store.count("bytes_remote", len(data))
+        return data
+
+    def value(self, key: str, data: Buffer) -> Any:
+        """What `Lazy.get` gives."""
+        if not self.is_raw:
+            view = memoryview(data).toreadonly()
+            return self.codec.decode(view, lambda: memoryview(bytearray(view)))
+        value: Any = data if isinstance(data, bytes) else bytes(data)
+        for decode in self._decoders:
+            value = decode(key, value)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Teller:
+    """The cache could not help: counted, and each kind told once."""
+
+    origin: Origin
+    space: str
+
+    def __call__(self, error: Exception, key: str) -> None:
+        self.origin.fall_back(error, f"{self.space}: {key}")
+
+
+# -- making ------------------------------------------------------------------------------------------------------------
+
+
+def open_prefetcher(origin: Origin, home: Any, source: Any, *, decode: Any = None, **how: Any) -> Prefetcher[Any] | PassThrough[Any]:
+    """See `Cache.prefetcher`. ``budget`` in bytes."""
+    if how["store"] not in STORES:
+        raise errors.ConfigError(f"store={how['store']!r}: there are {' and '.join(map(repr, STORES))}", name="store", value=how["store"])
+    if type(how["workers"]) is not int or how["workers"] < 1:
+        raise errors.ConfigError(f"workers={how['workers']!r}: at least one thread loads", name="workers", value=how["workers"])
+    if type(how["max_count"]) is not int or how["max_count"] < 0:
+        raise errors.ConfigError(f"max_count={how['max_count']!r}: a number of items is wanted", name="max_count", value=how["max_count"])
+    found = wrapped(source_of(source), decode)
+    chosen = how["codec"]
+    how["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=origin.others_can_write)
+    store, again = origin.current(), _Again(home, found, how)
+    may_come = not store.root.read_only if isinstance(store, Store) else origin.reopening is not None
+    return (again() if may_come else None) or PassThrough(found, again=again if may_come else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Opens a prefetcher, if that can be done now."""
+
+    home: Any
+    source: Any
+    how: dict[str, Any]
+
+    def __call__(self, limits: Mapping[str, int] = _NONE) -> Prefetcher[Any] | None:
+        origin, how = self.home._origin, {**self.how, **limits}
+        store = origin.current()
+        if not isinstance(store, Store):
+            return None
+        try:
+            store.space(how["name"], policy=how["policy"], quota=how["budget"], max_count=how["max_count"])
+            return Prefetcher(origin, self.home, self.source, how)
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            origin.fall_back(error, f"the prefetcher {how['name']!r}")
+            return None
+
+
+def decoder_of(source: Any) -> tuple[str, ...]:
+    """The name and the version of what decodes the items of a source."""
+    found: list[str] = []
+    while isinstance(source, DecodedSource):
+        found += [str(source.decoder), repr(source.decoder_version)]
+        source = source.inner
+    return tuple(found)
+
+
+def _seal(data: Buffer) -> bytes:
+    """By which the process that spilled an object knows its bytes again: it unpickles no others."""
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return xxhash.xxh3_128_hexdigest("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass"))[:16]
+
+
+def _checked(found: Any, source: Source, key: str) -> bytes:
+    if type(found) is bytes or isinstance(found, Noted):
+        return found
+    try:
+        return bytes(as_bytes(found))
+    except (TypeError, ValueError) as error:
+        message = (
+            f"the source {source.uri!r} gave a {type(found).__name__} for {key!r}, and bytes were wanted: give decode= for other objects"
+        )
+        raise errors.ConfigError(message, name="source", value=type(found).__name__) from error
+
+
+def _arrive(home: Any, source: Any, how: dict[str, Any]) -> Prefetcher[Any] | PassThrough[Any]:
+    found: Prefetcher[Any] | PassThrough[Any] = home.prefetcher(source, **how)
+    return found

@@ -1,0 +1,338 @@
+"""Filesystems of fsspec and pyarrow, spoken to in one way: look, read, list, write, delete. Knows neither forks nor retries."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import signature
+from typing import Any, Protocol
+
+from forebay._logs import logger
+from forebay._model import Buffer, ObjectInfo, Span
+from forebay.errors import ConfigError, RemoteProtocolError, Unsupported
+from forebay.remote.redaction import redacted
+
+log = logger("forebay.remote.filesystems.clients")
+
+BLOCK = 1 << 20
+CHUNK, MAX_CHUNKS = 8 << 20, 5_000  # of uploads in parts
+Sent = Callable[[int], None]
+"""Told how many bytes were sent so far."""
+
+
+class Client(Protocol):
+    """A filesystem. Raises what the filesystem raises. Callable from several threads."""
+
+    def stat(self, url: str) -> ObjectInfo: ...
+
+    def read(self, url: str, span: Span) -> Iterator[Buffer]:
+        """The bytes of ``span`` (of length -1: to the end); fewer where the object ends, never more."""
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        """The objects whose URL begins with ``url``, in order of name."""
+
+    def parallel(self, url: str) -> bool:
+        """Whether a range costs one request, wherever it lies."""
+
+    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> None:
+        """Put a file (its path) or bytes there; ``exclusive``: raises FileExistsError if there is an object. May make directories."""
+
+    def delete(self, url: str) -> None:
+        """Remove it. Raises FileNotFoundError."""
+
+
+ETAGS = ("ETag", "etag", "blob_id", "sha")
+TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
+
+
+class FsspecClient:
+    """``fs``: the filesystem; None: each URL's own, made with ``options``."""
+
+    def __init__(self, fs: Any = None, options: Mapping[str, Any] | None = None) -> None:
+        self._fs = fs
+        self._options = dict(options or {})
+
+    def stat(self, url: str) -> ObjectInfo:
+        fs, path = self._split(url)
+        fs.invalidate_cache(path)  # a listing that the filesystem remembers is as old as it likes
+        info = fs.info(path)
+        if info.get("type") == "directory":
+            raise IsADirectoryError(path)
+        return fsspec_info(url, info)
+
+    def read(self, url: str, span: Span) -> Iterator[Buffer]:
+        fs, path = self._split(url)
+        if span.length >= 0 and fs.async_impl:
+            data = fs.cat_file(path, start=span.start, end=span.end)
+            if len(data) > span.length:  # fsspec's http gives the whole file where the server ignores Range
+                raise RemoteProtocolError(f"{len(data):,} bytes came where {span.length:,} were asked for", url=url)
+            yield data
+            return
+        with fs.open(path, "rb") as file:
+            if span.start:
+                file.seek(span.start)
+            yield from blocks(file.read, span.length)
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        _, scheme, rest = url.partition("://")
+        if scheme and "/" not in rest:
+            url += "/"  # a bucket, whose like need not be listed
+        fs, prefix = self._split(url)
+        prefix = prefix.rstrip("/") + "/" * url.endswith("/")
+        folder = self._split(url[: url.rindex("/") + 1])[1]
+        fs.invalidate_cache()
+
+        def inside(directory: str) -> list[Any]:
+            return list(fs.find(directory, detail=True).values())
+
+        for info in matching(lambda: fs.ls(folder, detail=True), prefix, inside):
+            yield fsspec_info(url + info["name"][len(prefix) :], info)
+
+    def parallel(self, url: str) -> bool:
+        return bool(self._split(url)[0].async_impl)
+
+    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> None:
+        fs, path = self._split(url)
+        how = {"mode": "create"} if exclusive else {}
+        if exclusive and not creates(fs, "pipe_file" if isinstance(source, bytes) else "put_file"):
+            raise Unsupported(f"{type(fs).__name__} has no way to write only where nothing is yet", url=url)
+
+        def put() -> None:
+            if isinstance(source, bytes):
+                fs.pipe_file(path, source, **how)
+                on_sent(len(source))
+            else:
+                fs.put_file(source, path, callback=_callback(on_sent), **how, **frugal(fs, os.path.getsize(source)))
+
+        in_its_folder(put, lambda: fs.makedirs(fs._parent(path), exist_ok=True))
+
+    def delete(self, url: str) -> None:
+        fs, path = self._split(url)
+        fs.rm_file(path)
+
+    def _split(self, url: str) -> tuple[Any, str]:
+        if self._fs is not None:
+            return self._fs, self._fs._strip_protocol(url)
+        import fsspec.core
+
+        fs, path = fsspec.core.url_to_fs(url, **self._options)
+        return fs, path
+
+
+def check_kind(kind: str) -> None:
+    """Raises `ConfigError` for a scheme that nobody knows. Without fsspec nothing is said: that it is missing is told at the first use."""
+    try:
+        import fsspec
+    except ImportError:
+        return
+    if kind not in fsspec.available_protocols():
+        raise ConfigError(f"{kind}:// URLs are not known, neither here (http, https, s3, file) nor to fsspec: check the spelling")
+
+
+def matching(look: Callable[[], Iterable[Any]], prefix: str, inside: Callable[[str], Iterable[Any]]) -> Iterator[Any]:
+    """The files among those that ``look`` finds, and in directories among them, whose name begins with ``prefix``, in order of name."""
+    try:
+        entries = look()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in sorted(entries, key=lambda e: e["name"] + "/" * (e["type"] == "directory")):
+        if entry["name"].startswith(prefix):
+            below = inside(entry["name"]) if entry["type"] == "directory" else [entry]
+            yield from sorted((each for each in below if each["type"] == "file"), key=lambda e: e["name"])
+
+
+def fsspec_info(url: str, info: Mapping[str, Any]) -> ObjectInfo:
+    size = info.get("size")
+    etag = next((str(info[name]) for name in ETAGS if info.get(name)), None)
+    modified = next((at for name in TIMES if (at := seconds(info.get(name))) is not None), None)
+    return described(url, None if size is None else int(size), etag, modified)
+
+
+def described(url: str, size: int | None, etag: str | None, modified: float | None) -> ObjectInfo:
+    if size is not None and not (isinstance(size, int) and 0 <= size < 1 << 63):
+        raise RemoteProtocolError(f"it is listed with {size!r} bytes", url=url)
+    if etag is None and modified is not None:
+        return ObjectInfo(url, size, f"{round(modified * 1_000_000)}-{size}", False, modified)
+    return ObjectInfo(url, size, etag, etag is not None and not etag.startswith("W/"), modified)
+
+
+def seconds(when: object) -> float | None:
+    """Seconds since 1970, from what the filesystems tell."""
+    match when:
+        case datetime.datetime():
+            return (when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp()
+        case bool():
+            return None
+        case int() | float():
+            return float(when)
+        case str():
+            try:
+                return seconds(datetime.datetime.fromisoformat(when))
+            except ValueError:
+                return None
+    return None
+
+
+def blocks(read: Callable[[int], bytes], length: int) -> Iterator[bytes]:
+    left = length
+    while left and (block := read(BLOCK if left < 0 else min(BLOCK, left))):
+        left -= len(block) if left > 0 else 0
+        yield block
+
+
+class ArrowClient:
+    """A pyarrow filesystem. URLs are its paths, or begin with a scheme, which is ignored."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+        self._has_etags = str(fs.type_name) in ("s3", "gcs", "abfs")
+
+    def stat(self, url: str) -> ObjectInfo:
+        from pyarrow.fs import FileType
+
+        path = arrow_path(url)
+        info = self._fs.get_file_info(path)
+        if info.type == FileType.NotFound:
+            raise FileNotFoundError(path)
+        if info.type == FileType.Directory:
+            raise IsADirectoryError(path)
+        return self._described(url, info, self._etag(path))
+
+    def _described(self, url: str, info: Any, etag: str | None) -> ObjectInfo:
+        modified = None if info.mtime_ns is None else info.mtime_ns / 1_000_000_000
+        return described(url, info.size, etag, modified)
+
+    def _etag(self, path: str) -> str | None:
+        if not self._has_etags:
+            return None
+        with self._fs.open_input_file(path) as file:
+            etag = (file.metadata() or {}).get("ETag")
+        return str(etag, "ascii", "replace") if etag else None
+
+    def read(self, url: str, span: Span) -> Iterator[Buffer]:
+        with self._fs.open_input_file(arrow_path(url)) as file:
+            yield file.read_at(file.size() - span.start if span.length < 0 else span.length, span.start)
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        from pyarrow.fs import FileSelector, FileType
+
+        prefix = arrow_path(url)
+        names = {FileType.File: "file", FileType.Directory: "directory"}
+
+        def entries(folder: str, recursive: bool) -> Iterable[Any]:
+            found = self._fs.get_file_info(FileSelector(folder, recursive=recursive))
+            return [{"name": each.path, "type": names.get(each.type, "other"), "info": each} for each in found]
+
+        for entry in matching(lambda: entries(prefix.rpartition("/")[0], False), prefix, lambda folder: entries(folder, True)):
+            info = self._described(url + entry["name"][len(prefix) :], entry["info"], None)
+            yield dataclasses.replace(info, validator=None) if self._has_etags else info
+
+    def parallel(self, url: str) -> bool:
+        return True
+
+    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> None:
+        if exclusive:
+            raise Unsupported("pyarrow has no way to write only where nothing is yet", url=url)
+        path = arrow_path(url)
+        in_its_folder(lambda: self._put(path, source, on_sent), lambda: self._fs.create_dir(path.rpartition("/")[0], recursive=True))
+
+    def _put(self, path: str, source: str | bytes, on_sent: Sent) -> None:
+        done = 0
+        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+            out = self._fs.open_output_stream(path)
+            try:
+                while block := file.read(BLOCK):
+                    out.write(block)
+                    done += len(block)
+                    on_sent(done)
+                out.close()
+            except BaseException:
+                self._undo(out, path)
+                raise
+
+    def _undo(self, out: Any, path: str) -> None:
+        """Take back what was begun: given up, pyarrow's stream ends as if all were there."""
+        try:
+            out.close()
+            self._fs.delete_file(path)
+        except Exception as error:  # noqa: BLE001 (why the write failed is told, whatever this is)
+            log.debug("%s: what was begun is still there: %s", path, type(error).__name__)
+
+    def delete(self, url: str) -> None:
+        self._fs.delete_file(arrow_path(url))
+
+
+def in_its_folder(put: Callable[[], None], make: Callable[[], None]) -> None:
+    """``put()``; where its folder is missing, that is made. Object stores have none, and are not asked to make any."""
+    try:
+        put()
+    except FileNotFoundError:
+        make()
+        put()
+
+
+def creates(fs: Any, verb: str) -> bool:
+    """Whether ``verb`` of an fsspec filesystem can write only where nothing is yet, in one step: what fsspec has for all of them looks,
+    then writes."""
+    made = _own(fs, verb)
+    return not made.__module__.startswith(("fsspec.spec", "fsspec.asyn")) and "mode" in signature(made).parameters
+
+
+def frugal(fs: Any, size: int) -> dict[str, int]:
+    """Arguments by which `put_file` of an fsspec filesystem has less of a file in memory at once: left alone, s3fs takes 500 MB."""
+    wanted = {"chunksize": max(CHUNK, -(-size // (MAX_CHUNKS * CHUNK)) * CHUNK), "max_concurrency": 4}
+    return {name: value for name, value in wanted.items() if name in signature(_own(fs, "put_file")).parameters}
+
+
+def _own(fs: Any, verb: str) -> Any:
+    """The method that does it, behind wrappers, which hand on what they are told."""
+    inner = getattr(fs, "fs", None)
+    if inner is not None and hasattr(inner, "_strip_protocol"):
+        return _own(inner, verb)
+    return getattr(type(fs), f"_{verb}" if fs.async_impl else verb)
+
+
+def _callback(on_sent: Sent) -> Any:
+    from fsspec.callbacks import Callback
+
+    class Told(Callback):  # type: ignore[misc]  # fsspec has no types
+        def call(self, *args: Any, **kwargs: Any) -> None:
+            on_sent(self.value)
+
+    return Told()
+
+
+def arrow_path(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return rest if separator and scheme.replace("+", "").isalnum() else url
+
+
+def arrow_from_uri(url: str) -> tuple[Any, str] | None:
+    """pyarrow's own filesystem for a URL, and the path on it; None where it is not there or knows none."""
+    try:
+        from pyarrow.fs import FileSystem
+    except ImportError:
+        return None
+    kind, _, rest = url.partition("://")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if kind.lower() == "s3" and endpoint and "?" not in rest:  # pyarrow would ask Amazon in which region the bucket lies
+        from pyarrow.fs import S3FileSystem
+
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        return S3FileSystem(endpoint_override=endpoint, region=region), rest
+    try:
+        return FileSystem.from_uri(url)  # type: ignore[no-any-return]
+    except (ValueError, NotImplementedError, OSError) as error:
+        log.debug("pyarrow has no filesystem for it: %s", redacted(str(error)))
+        return None
+
+
+def client_of(fs: Any, options: Mapping[str, Any] | None = None) -> Client:
+    """The one way to speak to ``fs``: a filesystem of fsspec or pyarrow; None: what fsspec finds for each URL."""
+    if fs is None or hasattr(fs, "_strip_protocol"):
+        return FsspecClient(fs, options)
+    inner = getattr(getattr(fs, "handler", None), "fs", None)  # an fsspec filesystem in pyarrow's clothes
+    return FsspecClient(inner) if hasattr(inner, "_strip_protocol") else ArrowClient(fs)

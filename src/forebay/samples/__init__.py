@@ -1,0 +1,404 @@
+"""Item i of a dataset, decoded or fetched once for all processes of the node, and kept."""
+
+from __future__ import annotations
+
+import operator
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Generic, NoReturn, Self, SupportsIndex
+
+from forebay import codecs, errors
+from forebay._engine.packs.pack import Pack, Unencodable
+from forebay._engine.passthrough import NoPack
+from forebay._engine.store import Store
+from forebay._kernel import waits
+from forebay._logs import logger
+from forebay._model import Buffer, Item
+from forebay.origin import Origin
+from forebay.samples.arrays import SPACE, Shape, checked_name, digest_of, find, find_or_make
+
+log = logger("forebay.samples")
+
+
+class _Moved:
+    """Stands for a method that is a function elsewhere: whoever looks for it is told where."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __get__(self, handle: object, kind: type) -> NoReturn:
+        raise AttributeError(f"this is a function of its own: {self._place}")
+
+
+class Samples(Generic[Item]):
+    """An array of slots that any process fills and reads. Made by `Cache.samples`.
+
+    Callable from any thread; usable in both processes after a fork; pickled to another process it is the same array. What was
+    handed out stays good after `close` and after an eviction; any other call then raises `Closed`."""
+
+    def __init__(
+        self, origin: Origin, home: Any, pack: Pack | NoPack, codec: codecs.Codec, name: str | None, *, copy: bool = False
+    ) -> None:
+        self._origin, self._home, self._codec, self._copy = origin, home, codec, copy
+        self._told: set[str] = set()
+        self._creator = os.getpid()
+        self.name = name
+        self._attach(pack)
+        if isinstance(pack, _LatePack):
+            pack.comes = weakref.WeakMethod(self._attach)
+
+    def _attach(self, pack: Pack | NoPack) -> None:
+        self._pack, self._find = pack, pack.finder()
+        if self._codec.name == "raw" and not self._copy and not isinstance(pack, _LatePack):
+            self.get = self._find  # type: ignore[method-assign, assignment]  # one call less, on the path that is taken a million times a second
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._pack, _LatePack):
+            return _open_late, (self._home, self.name, len(self), self._codec, self._pack.fingerprint, self._copy)
+        return _arrive, (self._home, self._pack.id, len(self), self._codec, self.name, self._copy)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "frozen" if self.frozen else f"{self.filled:,} filled"
+        return f"<forebay.Samples {self.name or 'without a name'}: {len(self):,} slots, {state}>"
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def get(self, i: int, copy: bool = False) -> Item | None:
+        """What slot ``i`` holds; None if it is empty. Takes no lock and no system call once this process has looked at it.
+
+        With the codec ``raw`` a read-only memoryview over the mapping; arrays are read-only views of it. ``copy``: writable, of the
+        caller's own. Raises IndexError outside of 0..N-1, and `Closed`."""
+        copy = copy or self._copy
+        data = self._find(i, copy)
+        if data is None:
+            return None
+        found = self._decoded(i, data)
+        return None if found is None else found[0]
+
+    def get_many(self, indices: Iterable[int]) -> list[Item | None]:
+        """`get` of each."""
+        get = self.get
+        found = [get(i) for i in indices]
+        self._pack.tell()
+        return found
+
+    def get_or_put(self, i: int, fn: Callable[[], Item | Buffer], *, timeout: float | None = None) -> Item:
+        """What slot ``i`` holds; else what ``fn`` gives, stored: of all processes of the node one runs it for this slot at a time.
+
+        It comes as `get` gives it. What ``fn`` raises reaches all who waited for it. Where nothing more can be stored ``fn`` runs
+        here at once. ``timeout``: seconds to wait for another process. Raises `ConfigError` for what the codec does not take."""
+        found = self._decoded(i, self._find(i, self._copy))
+        if found is not None:
+            return found[0]
+        if not self._pack.admits:
+            return self._made(i, fn())[0]
+        ran: list[tuple[Item]] = []
+        failed: list[BaseException] = []
+
+        def make() -> tuple[Item]:
+            try:
+                with waits.patience(None, afresh=True):
+                    value = fn()
+            except BaseException as error:
+                failed.append(error)
+                raise
+            ran.append(self._made(i, value))
+            return ran[0]
+
+        timeout = self._origin.timeout if timeout is None else timeout
+        try:
+            with waits.patience(timeout):
+                return self._origin.store.single(SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, timeout=timeout)[0]
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            if failed:
+                raise  # the function's own
+            self._origin.fall_back(error, f"sample {i} of {self._label}")
+            return ran[0][0] if ran else self._as_read(fn())
+
+    def _look(self, i: int) -> tuple[Item] | None:
+        return self._decoded(i, self._pack.look(i, self._copy))
+
+    def _decoded(self, i: int, data: memoryview | None) -> tuple[Item] | None:
+        """In a tuple, since what is stored may be None."""
+        if data is None:
+            return None
+        try:
+            return (self._codec.decode(data, lambda: self._private(i, data) if data.readonly else data),)
+        except Exception:
+            if self._pack.is_damaged(i):
+                return None
+            raise  # the codec's own fault
+
+    def _private(self, i: int, data: memoryview) -> memoryview:
+        try:
+            return self._pack.private(i)
+        except OSError:  # as many mappings, or files, as a process may have
+            return memoryview(bytearray(data))
+
+    def _made(self, i: int, value: Any) -> tuple[Item]:
+        """Store what was made, if that can be; it comes back as the next reader will get it, where it can be stored at all."""
+        encoded: list[Sequence[Buffer]] = []
+
+        def encode(value: Any) -> Sequence[Buffer]:
+            encoded.append(self._codec.encode(value))
+            return encoded[0]
+
+        try:
+            self._pack.put(i, encode, value)
+        except Unencodable as error:
+            self._tell(i, error)
+            return (value,)
+        except errors.CacheFault as error:
+            self._tell(i, error)
+        found = self._look(i)
+        return found if found is not None else (self._as_read(value, encoded[0] if encoded else None),)
+
+    def _as_read(self, value: Any, pieces: Sequence[Buffer] | None = None) -> Any:
+        """What is not stored, as it would come if it were: a program gets the same whether there was room or not."""
+        try:
+            whole = bytearray(b"".join(self._codec.encode(value) if pieces is None else pieces))
+        except errors.ConfigError:
+            raise
+        except Exception:  # noqa: BLE001  # of whatever the value holds
+            return value  # it cannot be stored
+        data = memoryview(whole) if self._copy else memoryview(whole).toreadonly()
+        return self._codec.decode(data, lambda: memoryview(whole))
+
+    def __len__(self) -> int:
+        return self._pack.length
+
+    def __contains__(self, i: object) -> bool:
+        return isinstance(i, SupportsIndex) and 0 <= operator.index(i) < len(self) and self._pack.has(operator.index(i))
+
+    def __iter__(self) -> Iterator[int]:
+        """The filled slots, in order."""
+        return iter(self._pack.filled())
+
+    @property
+    def filled(self) -> int:
+        """How many slots are filled."""
+        return self._pack.count()
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def put(self, i: int, value: Item | Buffer) -> bool:
+        """Fill slot ``i``. False if it is filled already, or nothing more is admitted: frozen, or no room, which is told once.
+
+        Of several that fill one slot at the same time one does. Raises IndexError, `Closed`, `ConfigError` for what the codec does
+        not take."""
+        try:
+            with waits.patience(self._origin.timeout):
+                return self._pack.put(i, self._codec.encode, value)
+        except (errors.CacheFault, Unencodable) as error:
+            self._tell(i, error)
+            return False
+
+    def _tell(self, i: int, error: Exception) -> None:
+        """Something is not stored: said once a kind."""
+        if isinstance(error, errors.NoSpace) and error.limit == "budget":  # what `freeze` means: the end of many a first epoch
+            self._origin.warn(f"samples {self._label}", "%s takes nothing more for now, and keeps what it has: %s", self._label, error)
+            self._origin.store.count("store_failures")
+        elif isinstance(error, errors.NoSpace):
+            self._warn("full", f"{self._label} takes nothing more for now, and keeps what it has: {error}")
+        elif isinstance(error, errors.CacheFault):
+            self._warn("full", f"sample {i} of {self._label} is not stored: {error}")  # of the catalog, too
+        else:
+            self._warn("encode", f"sample {i} of {self._label} cannot be stored: {error}")
+
+    def _warn(self, kind: str, message: str) -> None:
+        self._origin.store.count("store_failures")
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing more is admitted, whatever room there is."""
+        return self._pack.frozen
+
+    def freeze(self) -> None:
+        """Admit nothing more, from any process, for good."""
+        self._pack.freeze()
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def preserve(self, name: str, overwrite: bool = False) -> bool:
+        """Give an array without a name one, under which later jobs find it; freeze it. Copies nothing.
+
+        False if the name is taken, unless ``overwrite``: the old one then goes when nobody has it open. Raises RuntimeError in any
+        process but the one that made this handle."""
+        self._check_creator("preserve")
+        self._pack.has(0)  # Closed, if it is
+        if self.name is not None:
+            raise errors.ConfigError(f"this array has a name already: {self.name!r}", name="name", value=name)
+        checked_name(name)
+        if isinstance(self._pack, NoPack):
+            return False
+        try:
+            named = self._store().name_pack(self._pack, SPACE, name, overwrite=overwrite)
+        except errors.CacheFault as error:
+            self._warn("fault", f"{self._label} cannot be called {name!r}: {error}")
+            return False
+        if named:
+            self.freeze()
+            self.name = name
+        return named
+
+    def preload(self, name: str) -> bool:
+        """Open the array of this name here, to be read only, in place of what this handle had. False if there is none, or this
+        one is frozen already. Raises ValueError where it has another length or codec, RuntimeError in any process but the one that
+        made this handle."""
+        self._check_creator("preload")
+        self._pack.has(0)
+        if self.frozen:
+            return False
+        found = find(self._origin, checked_name(name), Shape(len(self), self._codec.name, None))
+        if found is None:
+            return False
+        self.close()
+        found.only_read()
+        self.name = name
+        self._attach(found)
+        return True
+
+    def _check_creator(self, what: str) -> None:
+        if self._creator != os.getpid():
+            message = f"{what} can be called only in the process that made this handle ({self._creator}); this is {os.getpid()}"
+            raise RuntimeError(message)
+
+    import_pfio = _Moved("forebay.adapters.pfio.import_pfio(path, name, cache=None)")
+
+    def verify(self) -> list[int]:
+        """Compare every sample with its checksum. What is damaged is emptied, to be filled again; gives these slots."""
+        return self._pack.bad_slots()
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether this handle was closed, or its cache."""
+        return self._pack.closed
+
+    def close(self) -> None:
+        """Let go. An array without a name is gone when the last process that has it does this, or ends."""
+        pack = self._pack
+        if pack.closed:
+            return
+        try:
+            pack.close()
+            if self.name is None and isinstance(pack, Pack):
+                self._store().drop([pack.lease.entry])
+        except errors.CacheFault as error:
+            log.warning("closing %s: %s", self._label, str(error))
+
+    def __enter__(self) -> Self:
+        self._pack.has(0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _store(self) -> Store:
+        """Of a pack, which only a store has."""
+        assert isinstance(self._origin.store, Store)
+        return self._origin.store
+
+    @property
+    def _label(self) -> str:
+        return f"the array {self.name!r}" if self.name else "an array without a name"
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def open_samples(
+    origin: Origin, home: Any, name: str | None, length: int | None, *, codec: Any, fingerprint: str | bytes | None, quota: int | None,
+    copy: bool,
+) -> Samples[Any]:  # fmt: skip
+    """See `Cache.samples`."""
+    chosen = codecs.codec(codec)
+    if name is not None:
+        checked_name(name)
+    elif length is None:
+        raise errors.ConfigError("an array without a name needs a length: cache.samples(length=N)", name="length", value=None)
+    if length is not None and not (isinstance(length, int) and length >= 1):
+        raise errors.ConfigError(f"length={length!r} makes no sense: it is an int of at least 1", name="length", value=length)
+    wanted = Shape(length or 0, chosen.name, digest_of(fingerprint))
+
+    def find_pack() -> Pack | NoPack | None:
+        origin.current()
+        try:
+            pack = find_or_make(origin, name, wanted)
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            origin.fall_back(error, f"samples:{name or ''}")
+            return None
+        if isinstance(pack, Pack) and quota is not None:
+            pack.set_quota(quota)
+        return pack
+
+    pack = find_pack()
+    if pack is None and not length:
+        raise errors.NotCached.of(f"{SPACE}:{name}")
+    if not isinstance(pack, Pack) and (isinstance(origin.store, Store) or origin.reopening is not None):
+        pack = _LatePack(wanted.length, find_pack, fingerprint)
+    return Samples(origin, home, pack or NoPack(wanted.length), chosen, name, copy=copy)
+
+
+def _open_late(
+    home: Any, name: str | None, length: int, codec: codecs.Codec[Any], fingerprint: str | bytes | None, copy: bool
+) -> Samples[Any]:  # fmt: skip
+    """A handle that came from another process, where the array could not be opened."""
+    found: Samples[Any] = home.samples(name, length, codec=codec, fingerprint=fingerprint, copy=copy)
+    return found
+
+
+class _LatePack(NoPack):
+    """Stands for an array that cannot be opened now: a later call of its handle opens it. Tried after a second, then after ever longer."""
+
+    def __init__(self, length: int, find_pack: Callable[[], Pack | NoPack | None], fingerprint: str | bytes | None) -> None:
+        super().__init__(length)
+        self._find_pack, self.fingerprint, self._turn = find_pack, fingerprint, waits.Turn()
+        self.comes: Callable[[], Callable[[Pack], None] | None] = lambda: None
+
+    def has(self, slot: int) -> bool:
+        super().has(slot)
+        if self._turn.take():
+            self._look()
+        return False
+
+    def _look(self) -> None:
+        may_try = True
+        try:
+            with waits.patience(0):
+                found = self._find_pack()
+            attach = self.comes()
+            if isinstance(found, Pack) and attach is not None:
+                attach(found)
+                may_try = False
+        except errors.ConfigError as error:  # somebody made another array of this name meanwhile: no get of the loop fails for that
+            may_try = False
+            log.warning("nothing is found in this array, and nothing kept: %s", str(error))
+        finally:
+            if may_try:
+                self._turn.give_back()
+
+
+def _arrive(home: Any, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:
+    """A handle that came from another process: of the same array, whatever its name is by now."""
+    origin: Origin = home._origin
+    pack: Pack | NoPack | None = None
+    try:
+        lease = origin.store.find_pack_by_id(id)
+        pack = origin.store.open_pack(lease, length) if lease is not None else None
+        if pack is None and origin.upstream is not None and (lease := origin.upstream.find_pack_by_id(id)) is not None:
+            pack = origin.upstream.open_pack(lease, length)
+    except errors.CacheFault as error:
+        origin.fall_back(error, f"samples:{name or ''}")
+    if pack is None:
+        log.warning("the array that was sent here is gone: nothing is found in it, and nothing kept")
+    found = Samples(origin, home, pack or NoPack(length, id), codec, name, copy=copy)
+    found._creator = 0
+    return found

@@ -1,0 +1,110 @@
+"""Where an array of samples is found, or made: by its name, if it is what was wanted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from dataclasses import dataclass
+
+from forebay import errors
+from forebay._engine.locks.leases import Lease
+from forebay._engine.packs.pack import Pack
+from forebay._engine.passthrough import NoPack, PassThrough
+from forebay._engine.store import Store
+from forebay._model import Entry, noted
+from forebay.origin import Origin
+
+SPACE = "samples"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an array must be to be opened again: so many slots, filled by such a codec, from such a source."""
+
+    length: int
+    codec: str
+    fingerprint: str | None
+
+    @classmethod
+    def of(cls, entry: Entry) -> Shape | None:
+        """None: what is noted of it is not what one of ours notes."""
+        known = noted(entry.meta, length=int, codec=str)
+        return cls(known["length"], known["codec"], entry.validator) if known and known["length"] > 0 else None
+
+    def meta(self) -> str:
+        return json.dumps({"length": self.length, "codec": self.codec})
+
+
+def find_or_make(origin: Origin, name: str | None, wanted: Shape) -> Pack | NoPack | None:
+    """The array of this name, made if there is none, or one of another fingerprint; a new one without a name."""
+    store = origin.store
+    if name is None:
+        key = f"~{secrets.token_hex(8)}"
+        return store.make_pack(SPACE, key, wanted.length, life="held", fingerprint=wanted.fingerprint, meta=wanted.meta())
+    found = find(origin, name, wanted)
+    if found is not None or not wanted.length:
+        return found
+    hold = store.hold(SPACE, name)
+    try:
+        # P1 finds none / P2 finds none / P1 holds the key, makes it, lets go / P2 holds the key: we are here.
+        found = find(origin, name, wanted)
+        return found or store.make_pack(SPACE, name, wanted.length, fingerprint=wanted.fingerprint, meta=wanted.meta())
+    finally:
+        hold.release()
+
+
+def find(origin: Origin, name: str, wanted: Shape) -> Pack | None:
+    """The array of this name, here or in the root upstream; None if there is none, or it has another fingerprint.
+
+    A length of 0 takes any. Raises `ConfigError` where it has another length or codec."""
+    for store in (origin.store, origin.upstream):
+        lease = _leased(origin, store, name) if store is not None else None
+        if store is None or lease is None:
+            continue
+        stored = Shape.of(lease.entry)
+        if stored is None:
+            store.set_aside(lease.entry, f"{lease.entry.name}: its length and codec are not noted as they should be")
+            lease.close()
+            continue
+        if wanted.fingerprint is not None and wanted.fingerprint != stored.fingerprint:
+            lease.close()
+            continue
+        if (wanted.length or stored.length, wanted.codec) != (stored.length, stored.codec):
+            lease.close()
+            raise errors.ConfigError(
+                f"the array {name!r} has {stored.length:,} slots of the codec {stored.codec!r}, but {wanted.length:,} of {wanted.codec!r} "
+                "were wanted: choose another name, or give a fingerprint, which starts it afresh",
+                name="length", value=wanted.length, found=stored.length,
+            )  # fmt: skip
+        pack = store.open_pack(lease, stored.length)
+        if pack is not None:
+            if store is not origin.store:
+                pack.only_read()
+            return pack
+    return None
+
+
+def _leased(origin: Origin, store: Store | PassThrough, name: str) -> Lease | None:
+    try:
+        return store.find_pack(SPACE, name)
+    except errors.CacheFault as error:
+        if store is origin.store:
+            raise
+        origin.fall_back(error, f"the upstream's array {name!r}")
+        return None
+
+
+def checked_name(name: str) -> str:
+    """A name that an array can have. Raises `ConfigError`."""
+    if not isinstance(name, str) or not name or name.startswith("~") or not name.isprintable():
+        message = f"an array cannot be called {name!r}: a name is a str, not empty, without '~' at its begin"
+        raise errors.ConfigError(message, name="name", value=repr(name))
+    return name
+
+
+def digest_of(fingerprint: str | bytes | None) -> str | None:
+    """A fingerprint as it is stored."""
+    if fingerprint is None:
+        return None
+    return hashlib.sha256(fingerprint.encode() if isinstance(fingerprint, str) else fingerprint).hexdigest()

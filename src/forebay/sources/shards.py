@@ -1,0 +1,233 @@
+"""What is known of tar shards: their versions and their indexes, of which the node asks and makes one each."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from forebay import errors
+from forebay._engine.index.memo import Remembered
+from forebay._engine.passthrough import PassThrough
+from forebay._engine.store import Store
+from forebay._logs import logger
+from forebay._model import ObjectInfo, Span
+from forebay.origin import Origin
+from forebay.origin.prefix import Reach
+from forebay.sources import tar_index
+from forebay.sources.tar_index import Index
+
+log = logger("forebay.sources.tar")
+
+SPACE = "indexes"
+MANY = 4096
+"""Indexes of the cache that one process keeps open: each may be a mapping."""
+
+PAST = (errors.CacheFault, errors.WaitTimeout, errors.Closed)
+"""The cache cannot help: its faults do not reach who asks for an item."""
+
+
+class Indexed(NamedTuple):
+    """An index, and the version of the shard that it is of: never one without the other."""
+
+    members: Index
+    info: ObjectInfo
+
+
+class Shards:
+    """Versions and indexes by URL. Callable from any thread and after a fork; pickled without the indexes."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+        self._infos: dict[str, ObjectInfo] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self._indexes: dict[str, Indexed] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self._pid = os.getpid()
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._reach, dict(self._infos)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._reach, self._infos = state
+        self._start()
+
+    # -- versions --------------------------------------------------------------------------------------------------
+
+    def learn(self, url: str, info: ObjectInfo) -> None:
+        """What a listing told."""
+        if info.validator is not None:
+            self._infos[url] = info
+
+    def info(self, url: str) -> ObjectInfo:
+        """What the remote says, or said not long ago to any process of the node. Raises `RemoteError`, `Offline`."""
+        found = self._infos.get(url)
+        if found is not None:
+            return found
+        with self._lock(url):
+            found = self._infos.get(url)  # as for indexes
+            if found is None:
+                found = self._infos[url] = self._told(url)
+            return found
+
+    def _told(self, url: str) -> ObjectInfo:
+        origin = self._reach.origin
+        if origin is None or self._reach.is_local(url):
+            return self._reach.stat(url)
+        since = -1 if origin.offline else origin.store.now() - origin.max_age
+
+        def look() -> ObjectInfo | None:
+            return _noted(origin, url, self._reach.key(url), since)
+
+        def make() -> ObjectInfo:
+            began = origin.store.now(exact=True)
+            info = self._reach.stat(url)
+            if info.validator is not None:
+                _keep(origin, self._reach.key(url), json.dumps([info.size, info.validator, info.modified]).encode(), began)
+            return info
+
+        try:
+            found = look()
+            return origin.store.single(SPACE, self._reach.key(url), look, make) if found is None else found
+        except PAST as error:
+            origin.fall_back(error, self._reach.key(url))
+            return self._reach.stat(url)
+        except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
+            stale = _noted(origin, url, self._reach.key(url), -1)
+            if stale is None:
+                raise
+            origin.warn_stale(self._reach.key(url), "%s cannot be reached (%s): taken to be what it was", error)
+            return stale
+
+    def forget(self, url: str, stale: ObjectInfo) -> None:
+        """This version is gone: let the next who asks ask the remote. Who learnt of another one meanwhile is not disturbed."""
+        with self._lock(url):
+            index = self._indexes.get(url)
+            if index is not None and index.info is stale:
+                self._indexes.pop(url)
+            if self._infos.get(url) is not stale:
+                return
+            self._infos.pop(url)
+        self._expire(url)
+
+    def _expire(self, url: str) -> None:
+        """For all processes."""
+        origin = self._reach.origin
+        if origin is None:
+            return
+        try:
+            entry = origin.store.entry(SPACE, self._reach.key(url))
+            if entry is not None:
+                origin.store.set_validated(entry, 0)
+        except PAST as error:
+            origin.fall_back(error, self._reach.key(url))
+
+    # -- indexes ---------------------------------------------------------------------------------------------------
+
+    def _lock(self, url: str) -> threading.Lock:
+        if self._pid != os.getpid():  # after a fork: what other threads held there is held by nobody here
+            self._locks, self._pid = {}, os.getpid()
+        return self._locks.setdefault(url, threading.Lock())
+
+    def index(self, url: str) -> Indexed:
+        """The shard's index. Raises `BadArchive` or another `RemoteError`, `Offline`."""
+        for last in (False, True):
+            found = self._indexes.get(url)
+            if found is not None:
+                return found
+            info = self.info(url)
+            try:
+                return self._made(url, info)
+            except errors.RemoteError as error:
+                self.forget(url, info)  # another call may go well
+                if last or not isinstance(error, errors.RemoteChanged):
+                    raise
+        raise AssertionError("unreachable: the last turn returns or raises")
+
+    def _made(self, url: str, info: ObjectInfo) -> Indexed:
+        with self._lock(url):
+            # T1 and T2 want a new shard; T1 makes its index: T2, which waited here, finds it
+            found = self._indexes.get(url)
+            if found is None:
+                found = Indexed(self._obtain(url, info), info)
+                if self._reach.origin is not None and len(self._indexes) >= MANY:
+                    self._indexes.clear()
+                self._indexes[url] = found
+            return found
+
+    def _obtain(self, url: str, info: ObjectInfo) -> Index:
+        """Out of the cache; made, and kept there, if it has none."""
+        origin = self._reach.origin
+        if origin is None or info.validator is None:
+            return Index(self._build(url, info))
+        key = f"{self._reach.key(url)}&version={info.validator}"
+        made: list[Index] = []
+
+        def look() -> Index | None:
+            return _kept(origin, key)
+
+        def make() -> Index:
+            made.append(Index(self._build(url, info)))
+            _keep(origin, key, made[0].data)
+            return made[0]
+
+        try:
+            found = look()
+            return origin.store.single(SPACE, key, look, make) if found is None else found
+        except PAST as error:
+            origin.fall_back(error, key)
+            return made[0] if made else Index(self._build(url, info))
+
+    def _build(self, url: str, info: ObjectInfo) -> bytes:
+        def read(span: Span) -> bytes:
+            return self._reach.part(url, span, info)
+
+        # A request costs as much as a megabyte or more; a read of a local file as much as some blocks of it.
+        window, most, jump = (65_536, 65_536, 16_384) if self._reach.is_local(url) else (1 << 20, 8 << 20, 1 << 20)
+        return tar_index.build(read, info.size, self._reach.key(url), window=window, most=most, jump=jump)
+
+
+def _views(origin: Origin, key: str) -> Iterator[tuple[Store | PassThrough, Remembered]]:
+    """What the cache has, and the root above it."""
+    for store in (origin.store, origin.upstream):
+        found = store.view(SPACE, key) if store is not None else None
+        if store is not None and found is not None:
+            yield store, found
+
+
+def _noted(origin: Origin, url: str, key: str, since: int) -> ObjectInfo | None:
+    """What the remote said of a shard at or after ``since``."""
+    for store, found in _views(origin, key):
+        if origin.validated(store, found.entry) < since:
+            continue
+        try:
+            size, validator, modified = json.loads(bytes(found.view))
+        except (ValueError, TypeError) as error:
+            log.warning("what is noted of %s is not used: %s", key, str(error))
+            continue
+        return ObjectInfo(url, size, str(validator), modified=modified)
+    return None
+
+
+def _kept(origin: Origin, key: str) -> Index | None:
+    for store, found in _views(origin, key):
+        try:
+            index = Index(found.view)
+        except ValueError as error:
+            log.warning("the index %s is made anew: %s", key, str(error))
+            continue
+        if store is origin.store:
+            store.touch(found.entry)
+        return index
+    return None
+
+
+def _keep(origin: Origin, key: str, data: bytes | memoryview, validated: int | None = None) -> None:
+    try:
+        origin.store.put(SPACE, key, data, validated=validated)
+    except PAST as error:
+        origin.fall_back(error, key)

@@ -1,0 +1,239 @@
+"""The members of tar shards as items: by an index of each shard, and ranged reads of members."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from forebay import errors
+from forebay._logs import logger
+from forebay._model import ObjectInfo
+from forebay.origin import Origin
+from forebay.origin.prefix import Prefix, Reach, SourceInfo, is_name
+from forebay.remote import RemoteOptions
+from forebay.sources.shards import Indexed, Shards
+
+log = logger("forebay.sources")
+
+AT_ONCE = 8
+"""Shards whose indexes are made at once where all keys are wanted."""
+
+SILENCE = 10.0
+"""Seconds for which a shard whose remote does not answer is taken to have no version: who asks waits for retries each time, else."""
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+class _Layout(NamedTuple):
+    """``uri`` of the dataset; ``urls`` of the shards by name, in order."""
+
+    uri: str
+    urls: dict[str, str]
+
+
+class TarSource:
+    """The members of tar shards, such as webdataset's: ``TarSource("s3://bucket/train")["shard-000017.tar/000123.jpg"]``.
+
+    ``shards``: the path or URL of a shard, also as ``shard-{000..999}.tar``; several of them; or a directory, or what URLs begin with:
+    all ``.tar`` below it. With ``filesystem``, an object of fsspec or pyarrow, its paths. A key is the shard's path below the directory
+    that all shards have in common, a slash, and the member's name. ``version``: of the whole dataset; without it the version of an item is
+    its shard's: ETag, or time and size.
+
+    Only the bytes of members are read, by an index of the shard that is made from its headers when it is first wanted: once for the
+    node where the source is bound to a cache, and kept there, else once a process. A shard that changes meanwhile is indexed again.
+    Plain tars of all formats; of several members with one name the last; links by name and directories are left out.
+
+    Callable from any thread and after a fork; picklable if the filesystem is. Raises `ConfigError`, `MissingExtra`."""
+
+    def __init__(
+        self, shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, filesystem: Any = None, version: str | None = None,
+        options: RemoteOptions | None = None,
+    ) -> None:  # fmt: skip
+        given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
+        self._reach, self.version = Reach(filesystem, options), version
+        self._shards = Shards(self._reach)
+        self._silent: dict[str, float] = {}
+        texts = [text for each in given for text in _expanded(os.fspath(each))]
+        self._prefix, self._layout = None, None
+        if len(given) == 1 and not is_tar(texts[0]):
+            self._prefix = _checked_prefix(Prefix(texts[0], plain=filesystem is not None))
+            self.uri = self._reach.key(self._prefix.url)
+        else:
+            self._layout = _laid_out(self._reach, texts)
+            self.uri = self._layout.uri
+
+    def __repr__(self) -> str:
+        return f"TarSource({self.uri!r})"
+
+    def bind(self, origin: Origin) -> None:
+        """Ask with a cache's options, let it count, and keep the indexes there. The prefetcher does this."""
+        self._reach.bind(origin)
+
+    # -- items -----------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: str) -> bytes:
+        """The member's bytes. Raises `NotFound`, `BadArchive` for a shard that is damaged, or another `RemoteError`."""
+        shard, name = self._split(key)
+        for last in (False, True):
+            found = self._shards.index(self._url(shard))
+            try:
+                return self._read(shard, name, found)
+            except (errors.RemoteChanged, errors.BadArchive):
+                if last:
+                    raise
+                self._shards.forget(self._url(shard), found.info)
+        raise AssertionError("unreachable: the last turn returns or raises")
+
+    def _read(self, shard: str, name: str, found: Indexed) -> bytes:
+        span = found.members.get(name)
+        if span is None:
+            raise errors.NotFound(f"{self._shown(shard)} has no member {name!r}", url=self._shown(shard))
+        data = self._reach.part(self._url(shard), span, found.info)
+        if len(data) < span.length:
+            message = f"{self._shown(shard)}: cut short within {name!r}, at byte {span.start + len(data):,}"
+            raise errors.BadArchive(message, url=self._shown(shard), offset=span.start + len(data))
+        return data
+
+    def keys(self) -> Iterator[str]:
+        """All members, shard by shard, in their order. Makes the indexes that are not there yet, of several shards at once."""
+        names = iter(self._laid_out().urls.items())
+        with ThreadPoolExecutor(AT_ONCE, "forebay-index") as pool:
+            coming = deque((shard, pool.submit(self._shards.index, url)) for shard, url in islice(names, AT_ONCE))
+            while coming:
+                shard, found = coming.popleft()
+                index = found.result().members
+                coming.extend((each, pool.submit(self._shards.index, url)) for each, url in islice(names, 1))
+                yield from (f"{shard}/{name}" for name in index)
+
+    def shards(self) -> list[str]:
+        """The names of the shards, in order. Raises `RemoteError`."""
+        return list(self._laid_out().urls)
+
+    def size(self, key: str) -> int | None:
+        """Bytes of a member; None if it cannot be told: reading it will tell why."""
+        try:
+            shard, name = self._split(key)
+            span = self._shards.index(self._url(shard)).members.get(name)
+        except (errors.RemoteError, errors.Offline):
+            return None
+        return None if span is None else span.length
+
+    def version_of(self, key: str) -> str | None:
+        """What the remote calls the version of the shard: asked for once a shard, by the first process of the node that wants it.
+
+        None if the source as a whole has a version, or this one cannot be told: not asked for again in the next seconds then."""
+        if self.version is not None:
+            return None
+        try:
+            url = self._url(self._split(key)[0])
+        except (errors.RemoteError, errors.Offline):
+            return None
+        if time.monotonic() < self._silent.get(url, 0.0):
+            return None
+        try:
+            return self._shards.info(url).validator
+        except (errors.RemoteError, errors.Offline):
+            self._silent[url] = time.monotonic() + SILENCE
+            return None
+
+    def info(self, key: str) -> SourceInfo:
+        """The provenance of an item."""
+        shard, name = self._split(key)
+        return SourceInfo(self.uri, key, shard, (name,))
+
+    # -- shards ----------------------------------------------------------------------------------------------------
+
+    def _laid_out(self) -> _Layout:
+        if self._layout is None:
+            assert self._prefix is not None
+            found = [info for info in self._reach.list(self._prefix.folder) if info.url.endswith(".tar")]
+            if not found:
+                raise errors.NotFound(f"{self.uri}: no .tar below it", url=self.uri)
+            infos = self._named(self._prefix, found)
+            urls = {name: self._prefix.join(name) for name in infos}
+            for name, info in infos.items():
+                self._shards.learn(urls[name], info)
+            self._layout = _Layout(self.uri, urls)
+        return self._layout
+
+    def _named(self, prefix: Prefix, found: Sequence[ObjectInfo]) -> dict[str, ObjectInfo]:
+        """Shards by name. What is no name below the prefix is left out, and told once."""
+        infos = {prefix.name_of(info.url): info for info in found}
+        others = [name for name in infos if not is_name(name)]
+        if others:
+            log.warning("%s: %r is no name below it: such shards are left out", self.uri, others[0])
+        return {name: info for name, info in infos.items() if name not in others}
+
+    def _url(self, shard: str) -> str:
+        return self._laid_out().urls[shard]
+
+    def _shown(self, shard: str) -> str:
+        return self._reach.key(self._url(shard))
+
+    def _split(self, key: str) -> tuple[str, str]:
+        """Shard and member."""
+        urls = self._laid_out().urls
+        at = key.find("/")
+        while at >= 0:
+            if key[:at] in urls:
+                return key[:at], key[at + 1 :]
+            at = key.find("/", at + 1)
+        raise errors.NotFound(f"{key!r}: no shard of {self.uri} has this name: a key is shard.tar/member", url=self.uri)
+
+
+def is_tar(text: str) -> bool:
+    """Whether a path or URL names a shard."""
+    return (_bare(text) if "://" in text else text).endswith(".tar")
+
+
+def _bare(url: str) -> str:
+    """Without a query, such as a signature: of HTTP, where it is no part of the name."""
+    return url.partition("#")[0].partition("?")[0] if url.lower().startswith(("http://", "https://")) else url
+
+
+def _expanded(text: str) -> Iterator[str]:
+    """``shard-{08..10}.tar`` as all that it stands for."""
+    found = _RANGE.search(text)
+    if found is None:
+        yield text
+        return
+    first, last = found.groups()
+    for number in range(int(first), int(last) + 1):
+        yield from _expanded(f"{text[: found.start()]}{number:0{len(first)}d}{text[found.end() :]}")
+
+
+def _checked_prefix(prefix: Prefix) -> Prefix:
+    if prefix.url.lower().startswith(("http://", "https://")):
+        message = f"{_bare(prefix.url)}: HTTP has no listings: name the shards, as in .../shard-{{000..099}}.tar"
+        raise errors.ConfigError(message, name="shards", value=_bare(prefix.url))
+    return prefix
+
+
+def _laid_out(reach: Reach, texts: Sequence[str]) -> _Layout:
+    """Shards that are named one by one."""
+    urls = [Prefix(text, plain=reach.filesystem is not None).url for text in texts]
+    if not urls:
+        raise errors.ConfigError("no shards: name one at least", name="shards", value=None)
+    parts = [_bare(url).split("/") for url in urls]
+    folders = [each[:-1] for each in parts]
+    common = sum(1 for _ in takewhile(lambda same: len(set(same)) == 1, zip(*folders, strict=False)))
+    if "://" in urls[0] and common < 3:  # on several hosts, or in several buckets
+        names = [reach.key(url) for url in urls]
+        uri = names[0].partition("://")[0] + "://"
+    else:
+        quoted = urls[0].lower().startswith(("http://", "https://"))
+        names = ["/".join(each[common:]) for each in parts]
+        names = [unquote(name, errors="surrogateescape") for name in names] if quoted else names
+        uri = reach.key("/".join(parts[0][:common]) or "/")
+    found = dict(zip(names, urls, strict=True))
+    if len(found) < len(urls):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise errors.ConfigError(f"the shard {twice!r} is named twice", name="shards", value=twice)
+    return _Layout(uri, found)

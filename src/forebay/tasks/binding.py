@@ -1,0 +1,415 @@
+"""Which call is which: arguments brought to their parameters, a tag made of them, and their digest."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import string
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import xxhash
+
+from forebay import errors
+from forebay._logs import logger
+from forebay.tasks.hashing import Unstable, as_own, kind_of, written
+from forebay.tasks.identity import Code, Use, code_of
+from forebay.tasks.naming import Tag, any_code_of, arrived, encodable, identity_of, prefix_of
+
+log = logger("forebay.tasks")
+
+TagRule = str | Callable[..., str] | None
+_CODE = -2
+"""What `Unstable.index` is where a function's code cannot be told."""
+_VAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call: ``tag``, with its key; ``digest`` of its arguments."""
+
+    tag: Tag
+    digest: str
+
+
+class Naming:
+    """How the calls of one function are told apart. Callable from any thread; pickles where the function does.
+
+    ``name``: as a configuration calls it; ``identity``: as its keys do, with its code or the version that stands for it. ``code``: as the
+    process found it that sent the function here. Raises `ConfigError` for a rule that cannot work."""
+
+    def __init__(
+        self, function: Callable[..., Any], tag: TagRule, version: object = None, ignore: str | tuple[str, ...] = (),
+        identity: str | None = None, code: Code | None = None,
+    ) -> None:  # fmt: skip
+        self.function, self.version = function, None if version is None else str(version)
+        self.identity = identity or identity_of(function)
+        self.name: str = getattr(function, "__name__", None) or self.identity.rpartition(".")[2]
+        self._rule, self._ignore = tag, (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        self._sent = code
+        # What keys begin with, the code, and what that depends on. With a version nothing is looked up; else at the first call.
+        self._known: tuple[str, Code | None, tuple[Use, ...]] | None = None
+        if self.version is not None:
+            self._known = prefix_of(self.identity, self.version), None, ()
+        self._told: set[str] = set()
+        self._own: bytes | None = None
+        self._parameters = _parameters_of(function)
+        self._bind = _binder(self.name, self._parameters)
+        kinds = {parameter.kind: name for name, parameter in self._parameters.items()}
+        self._rest, self._others = (kinds.get(kind) for kind in _VAR)
+        self._places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in self._parameters.values())
+        self._counted, self._names, self._dropped = self._what_counts()
+        self._head = "\0".join(self._names).encode("utf-8", "surrogatepass") + b"\0\0"
+        self._make_tag = self._rule_of(tag)
+        self._parts = function, tag, self.version, self._ignore, self.identity
+        _live.setdefault(_key(*self._parts), self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (*self._parts, self.code)
+
+    # -- code ------------------------------------------------------------------------------------------------------
+
+    @property
+    def code(self) -> Code | None:
+        """The function's code, as it is now; None where a version stands for it, or it cannot be told."""
+        try:
+            self._prefix()
+        except Unstable:
+            return None
+        return self._known[1] if self._known is not None else None
+
+    def content(self) -> tuple[str, str | None, str]:
+        """What stands for the function where it is an argument. Raises `Unstable`."""
+        self._prefix()
+        code = self.code
+        return self.identity, self.version, code.digest if code is not None else ""
+
+    def _prefix(self) -> str:
+        """What the keys of this function begin with. Raises `Unstable` where its code cannot be told."""
+        known = self._known
+        if known is not None:
+            for lived_in, name, value in known[2]:
+                if lived_in.get(name) is not value:
+                    break
+            else:
+                return known[0]
+        try:
+            code, uses = code_of(self.function, self._sent)
+        except Exception as error:
+            failed = Unstable(f"{type(error).__name__}: {error}")
+            failed.index = _CODE
+            raise failed from error
+        prefix = prefix_of(self.identity, None, code.digest)
+        self._known = prefix, code, uses
+        return prefix
+
+    def tell_if_changed(self, has_any: Callable[[str], bool]) -> None:
+        """Say once, before a call runs, that outputs are kept which other code gave. ``has_any``: whether a key begins so."""
+        if self.version is not None or not self._say("changed"):
+            return
+        prefix, any_code = encodable(self._prefix()), encodable(any_code_of(self.identity))
+        if not has_any(prefix) and has_any(any_code):
+            log.info(
+                "%s has other code than when its outputs were kept: it runs again, and they are found no more (%s)", self.identity, prefix
+            )
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tag: str | None = None) -> Call | None:
+        """The call with these arguments; None, with one warning, where it cannot be told from others.
+
+        ``tag``: takes the place of what the rule gives. With a tag, an argument without content that stays counts by its type only.
+        Raises `ConfigError` where the tag cannot be made."""
+        found = self._apart(args, kwargs, tag)
+        if found is None:
+            return None
+        said, digest = found
+        try:
+            return Call(self._tag(said, digest), digest)
+        except Unstable as error:
+            self._tell_uncached(error)
+            return None
+
+    def quick(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Key and digest of `call`, without the rest: on the path of a hit each object counts."""
+        found = self._apart(args, kwargs, None)
+        if found is None:
+            return None
+        said, digest = found
+        try:
+            return encodable(self._prefix() + (digest if said is None else said)), digest
+        except Unstable as error:
+            self._tell_uncached(error)
+            return None
+
+    def _apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], said: str | None) -> tuple[str | None, str] | None:
+        """The tag, if there is one, and the digest."""
+        try:
+            values = self._bind(*args, **kwargs)
+        except TypeError as error:  # the call will raise it, too, unless another signature is shown than the function's own
+            is_its_own = isinstance(self.function, types.FunctionType) and not hasattr(self.function, "__wrapped__")
+            if not is_its_own and self._say("signature"):
+                log.warning("%s runs uncached where a call does not fit its signature: %s", self.identity, str(error))
+            return None
+        if said is None and self._make_tag is not None:
+            said = self._make_tag(values, args, kwargs)
+        try:
+            return said, self._digest(values)
+        except Unstable as error:
+            if said is not None:
+                return said, self._lenient_digest(values)
+            self._tell_uncached(error)
+            return None
+
+    def _tag(self, said: str | None, digest: str) -> Tag:
+        name = digest if said is None else said
+        return Tag(name, encodable(self._prefix() + name), given=said is not None)
+
+    def tag_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tag:
+        """The tag of the call with these arguments. Raises `ConfigError` where there is none, TypeError as the call would."""
+        values = self._bind(*args, **kwargs)
+        try:
+            if self._make_tag is not None:
+                return self._tag(self._make_tag(values, args, kwargs), "")
+            return self._tag(None, self._digest(values))
+        except Unstable as error:
+            message = f"{self.identity}: {self._where(error)} has no content to make a tag of: {self._cure(error)}"
+            raise errors.ConfigError(message, name="tag", value="") from error
+
+    # -- digests ---------------------------------------------------------------------------------------------------
+
+    def _digest(self, values: tuple[Any, ...]) -> str:
+        if self._counted is not None or self._dropped:
+            values = self._counting(values)
+        own = self._own if self._own is not None else self._written_own()
+        return xxhash.xxh3_128_hexdigest(own + b"".join(written(values)))
+
+    def _lenient_digest(self, values: tuple[Any, ...]) -> str:
+        parts = []
+        for index, value in enumerate(self._counting(values)):
+            try:
+                parts += written((value,))
+            except Unstable as error:
+                error.index = index
+                parts.append(kind_of(value))
+                if self._say(f"unstable {index}"):
+                    log.warning("%s: %s counts by its type only: it has no content that stays", self.identity, self._where(error))
+        try:
+            own = self._own if self._own is not None else self._written_own()
+        except Unstable as error:
+            own = self._own = self._head
+            log.warning("%s: what it closes over does not count: %s has no content that stays", self.identity, error.what)
+        return xxhash.xxh3_128_hexdigest(own + b"".join(parts))
+
+    def _written_own(self) -> bytes:
+        """What tells functions of the same name apart: as it is when the first call is made."""
+        try:
+            self._own = self._head + as_own(self.function)
+        except Unstable as error:
+            error.index = -1
+            raise
+        return self._own
+
+    def _counting(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values of the parameters that count."""
+        if self._dropped:  # `**kwargs` comes last
+            rest = {name: value for name, value in values[-1].items() if name not in self._dropped}
+            values = (*values[:-1], rest)
+        return values if self._counted is None else tuple([values[i] for i in self._counted])
+
+    def _what_counts(self) -> tuple[tuple[int, ...] | None, tuple[str, ...], frozenset[str]]:
+        """Which of the parameters count (None: all), their names, and which names among ``**kwargs`` do not."""
+        names = tuple(self._parameters)
+        unknown = frozenset(self._ignore) - frozenset(names)
+        if unknown and self._others is None:
+            message = f"{self.identity} has no parameter {', '.join(map(repr, sorted(unknown)))} to ignore: it has {_listed(names)}"
+            raise errors.ConfigError(message, name="ignore", value=self._ignore)
+        if not self._ignore:
+            return None, names, frozenset()
+        counted = tuple(i for i, name in enumerate(names) if name not in self._ignore)
+        return counted, tuple(names[i] for i in counted), unknown
+
+    # -- tags ------------------------------------------------------------------------------------------------------
+
+    def _rule_of(self, rule: TagRule) -> Callable[[tuple[Any, ...], tuple[Any, ...], Mapping[str, Any]], str] | None:
+        if rule is None:
+            return None
+        if isinstance(rule, str):
+            self._check_format(rule)
+            self._format = rule.format
+            return self._formatted
+        if callable(rule):
+            return self._computed
+        message = f"{self.identity}: tag={rule!r} is neither a format string over the arguments nor a function of them"
+        raise errors.ConfigError(message, name="tag", value=repr(rule))
+
+    def _formatted(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        named = dict(zip(self._parameters, values, strict=True))
+        listed: tuple[Any, ...] = values[: self._places]
+        if self._rest is not None:
+            listed += named[self._rest]
+        if self._others is not None:
+            named = {**named, **named[self._others]}
+        try:
+            said: str = self._format(*listed, **named)
+        except Exception as error:
+            raise self._bad_format(f"{type(error).__name__}: {error}", tuple(named)) from error
+        if _ADDRESS.search(said):
+            _Shown(self._refuse_address).vformat(str(self._rule), listed, named)
+        return said
+
+    def _computed(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        assert callable(self._rule)
+        said = self._rule(*args, **kwargs)
+        if not isinstance(said, str):
+            message = f"{self.identity}: its tag= gave the {type(said).__name__} {said!r}, where a str is wanted"
+            raise errors.ConfigError(message, name="tag", value=repr(said))
+        for address in set(_ADDRESS.findall(said)):
+            for name, value in zip(self._parameters, values, strict=True):
+                if not isinstance(value, str) and address in f"{value} {value!r}":
+                    self._refuse_address(value, name)
+            if not any(isinstance(value, str) and address in value for value in values):
+                raise self._shows_address(f"where an object lies in memory ({address})", "name what tells it apart", said)
+        return said
+
+    def _refuse_address(self, value: Any, field: str) -> NoReturn:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        shown, cure = f"where {field!r} (a {kind}) lies in memory", f"name what tells it apart, such as {{{field}.name}}"
+        raise self._shows_address(shown, cure, kind)
+
+    def _shows_address(self, shown: str, cure: str, value: str) -> errors.ConfigError:
+        """Such a tag would be another one in each process, and could be that of another object later in this one."""
+        rule = self._rule if isinstance(self._rule, str) else "function"
+        message = (
+            f"{self.identity}: the tag {rule!r} shows {shown}, which is elsewhere in each process: {cure}, give its class a __str__, or "
+            "leave tag= out: then its content counts"
+        )
+        return errors.ConfigError(message, name="tag", value=value)
+
+    def _check_format(self, rule: str) -> None:
+        """What can be known before the first call: whether each field is an argument."""
+        try:
+            fields = _fields(rule)
+        except ValueError as error:
+            raise self._bad_format(str(error), tuple(self._parameters)) from error
+        unnumbered = 0
+        for field in fields:
+            if field.isdigit() or not field:
+                known = self._rest is not None or int(field or unnumbered) < self._places
+                unnumbered += not field
+            else:
+                known = self._others is not None or field in self._parameters
+            if not known:
+                raise self._bad_format(f"there is no argument {field!r}", tuple(self._parameters))
+
+    def _bad_format(self, why: str, names: tuple[str, ...]) -> errors.ConfigError:
+        message = f"{self.identity}: no tag can be made by {self._rule!r}: {why}. The arguments are {_listed(names)}"
+        return errors.ConfigError(message, name="tag", value=self._rule)
+
+    # -- words -----------------------------------------------------------------------------------------------------
+
+    def _where(self, error: Unstable) -> str:
+        if error.index == _CODE:
+            return f"its code ({error.what})"
+        if error.index < 0:
+            return f"what it closes over ({error.what})"
+        return f"argument {self._names[error.index]!r} ({error.what})"
+
+    def _tell_uncached(self, error: Unstable) -> None:
+        if self._say("uncached"):
+            log.warning("%s runs uncached: %s has no content that stays: %s", self.identity, self._where(error), self._cure(error))
+
+    def _cure(self, error: Unstable) -> str:
+        return "give a version" if error.index == _CODE else "give a tag, or ignore it"
+
+    def _say(self, what: str) -> bool:
+        """Whether this is the first time."""
+        first = what not in self._told
+        self._told.add(what)
+        return first
+
+
+def _arrive(
+    function: Any, rule: TagRule, version: str | None, ignore: tuple[str, ...], identity: str, code: Code | None = None
+) -> Naming:  # fmt: skip
+    """The naming that this process has for the function already, if it has one: it looked at it once, and says what it says once."""
+    arrived(function, identity)
+    found = _live.get(_key(function, rule, version, ignore, identity))
+    return found if found is not None else Naming(function, rule, version, ignore, identity, code)
+
+
+def _key(function: Any, rule: TagRule, *rest: Any) -> tuple[Any, ...]:
+    # By their ids: a function that calls itself holds its naming, and would be held by this table for ever.
+    return id(function), rule if rule is None or isinstance(rule, str) else id(rule), *rest
+
+
+_live: weakref.WeakValueDictionary[tuple[Any, ...], Naming] = weakref.WeakValueDictionary()
+
+
+def _parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (ValueError, TypeError):  # some built-in ones do not tell
+        kinds = zip(("args", "kwargs"), _VAR, strict=True)
+        return {name: inspect.Parameter(name, kind) for name, kind in kinds}
+
+
+def _binder(name: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[..., tuple[Any, ...]]:
+    """A function with these parameters that gives the values which a call brings to them: no other way is as quick."""
+    heads, names, last = [], list(parameters), None
+    for parameter in parameters.values():
+        kind = parameter.kind
+        if last is parameter.POSITIONAL_ONLY and kind is not parameter.POSITIONAL_ONLY:
+            heads.append("/")
+        if kind is parameter.KEYWORD_ONLY and last not in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL):
+            heads.append("*")
+        mark = "*" if kind is parameter.VAR_POSITIONAL else "**" if kind is parameter.VAR_KEYWORD else ""
+        heads.append(f"{mark}{parameter.name}" + ("" if parameter.default is parameter.empty else "=None"))
+        last = kind
+    if last is inspect.Parameter.POSITIONAL_ONLY:
+        heads.append("/")
+    made: types.FunctionType = eval(f"lambda {', '.join(heads)}: ({''.join(n + ', ' for n in names)})")  # names are identifiers
+    given = [p for p in parameters.values() if p.default is not p.empty]
+    made.__defaults__ = tuple(p.default for p in given if p.kind is not p.KEYWORD_ONLY)
+    made.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
+    made.__name__ = made.__qualname__ = name
+    return made
+
+
+_ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{4,}")
+
+
+class _Shown(string.Formatter):
+    """Formats as `str.format` does, and looks at each field: ``refuse`` is called for an object that is shown by its address."""
+
+    def __init__(self, refuse: Callable[[Any, str], NoReturn]) -> None:
+        self._refuse = refuse
+        self._open: list[tuple[Any, str]] = []  # a field within a format specification is formatted before the one that it is of
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        found = super().get_field(field_name, args, kwargs)
+        self._open.append((found[0], field_name))
+        return found
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        text = super().format_field(value, format_spec)
+        shown, field = self._open.pop()
+        if not isinstance(shown, str) and _ADDRESS.search(text):
+            self._refuse(shown, field)
+        return text
+
+
+def _fields(rule: str) -> list[str]:
+    """The arguments that a format string names, those within a format specification too. Raises ValueError."""
+    found = []
+    for _, field, spec, _ in string.Formatter().parse(rule):
+        if field is not None:
+            found += [re.split(r"[.\[]", field, maxsplit=1)[0], *_fields(spec or "")]
+    return found
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,300 @@
+"""Functions whose outputs are kept."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
+
+from forebay import errors
+from forebay.tasks.binding import Call, Naming, TagRule
+from forebay.tasks.bypass import Bypass, Replay
+from forebay.tasks.config import Config
+from forebay.tasks.values import Values
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Tasks(Protocol):
+    """What of `forebay.tasks.Tasks` is needed here."""
+
+    _values: Values
+    _config: Config | None
+    _bypass: Bypass
+
+    def _count(self, name: str, n: int = 1) -> None: ...
+
+
+def decorate(
+    tasks: Tasks, function: Any = None, tag: TagRule = None, version: object = None, ignore: str | tuple[str, ...] = (), copy: bool = False
+) -> Any:  # fmt: skip
+    """See `Tasks.cached`. Without a function: a decorator."""
+    if function is None:
+        return functools.partial(decorate, tasks, tag=tag, version=version, ignore=ignore, copy=copy)
+    if isinstance(function, classmethod):
+        return _OfClass(decorate(tasks, function.__func__, tag, version, ignore, copy))
+    if isinstance(function, staticmethod):
+        return staticmethod(decorate(tasks, function.__func__, tag, version, ignore, copy))
+    if isinstance(function, types.MethodType):
+        return Bound(decorate(tasks, function.__func__, tag, version, ignore, copy), function.__self__)
+    if not callable(function):
+        message = f"{function!r} cannot be cached: it is no function. Options are given by name: @tasks.cached(tag=...)"
+        raise errors.ConfigError(message, name="function", value=repr(function))
+    naming = Naming(function, tag, version, ignore)
+    if _is(function, inspect.isgeneratorfunction) or _is(function, inspect.isasyncgenfunction):
+        message = f"{naming.identity} cannot be cached: it yields its output piece by piece. Let it return a list"
+        raise errors.ConfigError(message, name="function", value=naming.identity)
+    return _made(tasks, naming, copy)
+
+
+class Decorator(Protocol):
+    """What `Tasks.cached` gives where no function was given yet."""
+
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Cached[P, R]: ...
+
+    @overload
+    def __call__(self, fn: classmethod[Any, Any, Any] | staticmethod[Any, Any], /) -> Any: ...
+
+
+class Cached(Generic[P, R_co]):
+    """A function whose output is kept: called, it gives what it gave for these arguments before, and runs where there is nothing.
+
+    At most one process of the node runs a given call at a time; the others wait for what it gives, or raises. Callable from any thread;
+    usable in both processes after a fork; pickles as far as its function does. As an attribute of a class it is a method."""
+
+    __name__: str
+    __qualname__: str
+
+    def __init__(self, tasks: Tasks, naming: Naming, copy: bool) -> None:
+        functools.update_wrapper(self, naming.function, updated=())
+        if isinstance(naming.function, types.FunctionType):
+            self.__dict__.update((name, value) for name, value in vars(naming.function).items() if not hasattr(Cached, name))
+        self.__name__ = naming.name
+        self.__qualname__ = naming.identity if not hasattr(naming.function, "__qualname__") else naming.function.__qualname__
+        self.__wrapped__: Callable[..., Any] = naming.function
+        self._tasks, self._naming, self._values, self._config, self._copy = tasks, naming, tasks._values, tasks._config, copy
+        self._is_left_alone = self._config is not None and not (self._is_listed(self._config) or tasks._bypass.concerns(naming.name))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _make_reachable(self)
+        return _made, (self._tasks, self._naming, self._copy)
+
+    def __forebay_content__(self) -> Any:
+        return self._naming.content()
+
+    def __repr__(self) -> str:
+        return f"<forebay cached function {self._naming.identity}>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if not hasattr(self.__wrapped__, "__get__"):  # a built-in function or a partial is no method of its class either
+            return self
+        return self._of_class() if instance is None else Bound(self, instance)
+
+    def _of_class(self) -> Callable[..., Any]:
+        """What the class shows: a function, since that is how others (Ray's actors) know a method. Always the same one."""
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        found: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
+        return found
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        value: R_co
+        if self._config is not None:
+            value = self._by_config(args, kwargs)
+        else:
+            found = self._naming.quick(args, kwargs)
+            value = self._run(args, kwargs) if found is None else self._kept(*found, args, kwargs)
+        return value
+
+    def call_uncached(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Run the function, whatever is kept; keep nothing."""
+        value: R_co = self._run(args, kwargs)
+        return value
+
+    def tag_of(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
+        """The key under which the output of this call is kept: what `Tasks.read` takes. Raises `ConfigError` where there is none."""
+        return self._naming.tag_of(args, kwargs).key
+
+    def evict(self, /, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Remove the output of this call. False if there is none."""
+        return self._values.evict(self.tag_of(*args, **kwargs))
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tasks._count("runs")
+        return self.__wrapped__(*args, **kwargs)
+
+    def _kept(self, key: str, digest: str, args: tuple[Any, ...], kwargs: dict[str, Any], pin: bool = False) -> Any:
+        who = self._naming.identity
+        found = self._values.look(key, digest, who=who, copy=self._copy)
+        if found is not None:
+            return found[0]
+        self._naming.tell_if_changed(self._values.has_any)
+        run = functools.partial(self._run, args, kwargs)
+        return self._values.single(key, digest, run, pin=pin, who=who, looked=True, copy=self._copy)
+
+    def _by_config(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_left_alone:
+            return self._run(args, kwargs)
+        call, replay, keeps, pin = self._judged(args, kwargs)
+        if replay is not None:
+            return self._replayed(replay(*args, **kwargs), replay, call if keeps else None, pin)
+        if call is None or not keeps:
+            return self._run(args, kwargs)
+        return self._kept(call.tag.key, call.digest, args, kwargs, pin)
+
+    def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, Replay | None, bool, bool]:
+        """The call, what replays it, whether its output is kept, and whether for good."""
+        assert self._config is not None
+        call, name = self._naming.call(args, kwargs), self._naming.name
+        tag = call.tag if call is not None else None
+        replay = self._tasks._bypass.choose(name, tag, args, kwargs)
+        return call, replay, call is not None and self._config.caches(name, tag), self._config.pins(name, tag)
+
+    def _replayed(self, value: Any, replay: Replay, call: Call | None, pin: bool) -> Any:
+        self._tasks._count("replays")
+        if call is not None and not replay.is_from_cache:
+            who = self._naming.identity
+            found = self._values.kept(call.tag.key, value, digest=call.digest, pin=pin, who=who, copy=self._copy)
+            return value if found is None else found[0]
+        return value
+
+    def _is_listed(self, config: Config) -> bool:
+        rule = config.cache.get(self._naming.name)
+        return rule is not None and rule.on
+
+
+class AsyncCached(Cached[P, R_co]):
+    """The same of a coroutine function: the event loop goes on while another makes the value."""
+
+    # What `inspect` asks of a function, to see that this is one, and of which kind.
+    __code__ = property(lambda self: self.__wrapped__.__code__)
+    __defaults__ = property(lambda self: self.__wrapped__.__defaults__)
+    __kwdefaults__ = property(lambda self: self.__wrapped__.__kwdefaults__)
+
+    def __init__(self, tasks: Tasks, naming: Naming, copy: bool) -> None:
+        super().__init__(tasks, naming, copy)
+        mark = getattr(inspect, "markcoroutinefunction", None)
+        if mark is not None:
+            mark(self)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        return self._awaited(args, kwargs)  # type: ignore[return-value]  # R_co is a coroutine
+
+    def _of_class(self) -> Callable[..., Any]:
+        async def method(*args: Any, **kwargs: Any) -> Any:
+            return await self._awaited(args, kwargs)
+
+        found: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
+        return found
+
+    async def _awaited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_left_alone:
+            return await self._run(args, kwargs)
+        call, replay, keeps, pin = self._naming.call(args, kwargs), None, True, False
+        if self._config is not None:
+            call, replay, keeps, pin = self._judged(args, kwargs)
+        if replay is not None:
+            value = replay(*args, **kwargs)
+            value = await value if inspect.isawaitable(value) else value
+            return self._replayed(value, replay, call if keeps else None, pin)
+        if call is None or not keeps:
+            return await self._run(args, kwargs)
+        run, who = functools.partial(self._run, args, kwargs), self._naming.identity
+        found = self._values.look(call.tag.key, call.digest, who=who, copy=self._copy)
+        if found is not None:
+            return found[0]
+        self._naming.tell_if_changed(self._values.has_any)
+        return await self._values.single_async(call.tag.key, call.digest, run, pin=pin, who=who, looked=True, copy=self._copy)
+
+
+class Bound:
+    """A cached method of one object."""
+
+    def __init__(self, cached: Cached[..., Any], instance: Any) -> None:
+        self.__func__, self.__self__, self.__doc__ = cached, instance, cached.__doc__
+        self.__wrapped__ = types.MethodType(cached.__wrapped__, instance)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def call_uncached(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the method, whatever is kept; keep nothing."""
+        return self.__func__.call_uncached(self.__self__, *args, **kwargs)
+
+    def tag_of(self, /, *args: Any, **kwargs: Any) -> str:
+        """The key under which the output of this call is kept."""
+        return self.__func__.tag_of(self.__self__, *args, **kwargs)
+
+    def evict(self, /, *args: Any, **kwargs: Any) -> bool:
+        """Remove the output of this call. False if there is none."""
+        return self.__func__.evict(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__func__", "__self__"):  # before it has any
+            raise AttributeError(name)
+        return getattr(self.__func__, name)
+
+    def __forebay_content__(self) -> Any:
+        return self.__func__, self.__self__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bound, (self.__func__, self.__self__)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bound) and self.__func__ is other.__func__ and self.__self__ is other.__self__
+
+    def __hash__(self) -> int:
+        return hash((id(self.__func__), id(self.__self__)))
+
+    def __repr__(self) -> str:
+        return f"<forebay cached method {self.__func__._naming.identity} of {self.__self__!r}>"
+
+
+class _OfClass:
+    """A cached class method."""
+
+    def __init__(self, cached: Cached[..., Any]) -> None:
+        self.__func__ = cached
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Bound:
+        return Bound(self.__func__, owner if owner is not None else type(instance))
+
+
+def _dressed(cached: Cached[..., Any], method: Any) -> Any:
+    """A function that is called, and does, as a cached one."""
+    functools.update_wrapper(method, cached, updated=())
+    method.tag_of, method.evict, method.call_uncached = cached.tag_of, cached.evict, cached.call_uncached
+    return method
+
+
+def _made(tasks: Tasks, naming: Naming, copy: bool = False) -> Cached[..., Any]:
+    kind = AsyncCached if _is(naming.function, inspect.iscoroutinefunction) else Cached
+    return kind(tasks, naming, copy)
+
+
+def _is(function: Any, question: Callable[[Any], bool]) -> bool:
+    """Ask `inspect` about a function, or about what runs when an object is called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return question(function) or (not inspect.isroutine(function) and not inspect.isclass(function) and question(type(function).__call__))
+
+
+def _make_reachable(cached: Cached[..., Any]) -> None:
+    """Let pickle find the function: its own name leads to the wrapper now, if this was a decorator."""
+    function, name = cached.__wrapped__, cached.__qualname__
+    found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    while found is not None and found is not function:
+        step = "__func__" if isinstance(found, (Bound, types.MethodType)) else "__wrapped__"
+        name, found = f"{name}.{step}", getattr(found, step, None)
+    if found is function and isinstance(function, types.FunctionType):
+        function.__qualname__ = name  # tracebacks go by that of its code

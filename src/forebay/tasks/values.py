@@ -1,0 +1,437 @@
+"""Values of one space: encoded, kept under string keys, and made by one process of the node at a time."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from forebay import errors
+from forebay._engine.index.memo import Remembered
+from forebay._engine.passthrough import PassThrough
+from forebay._engine.store import Store
+from forebay._kernel import host, waits
+from forebay._logs import logger
+from forebay._model import Buffer
+from forebay.codecs import MAPPED_FROM, Codec
+from forebay.origin import Origin
+
+log = logger("forebay.tasks")
+T = TypeVar("T")
+
+COUNTED = ("hits", "misses", "runs", "replays", "waits", "store_failures", "damaged")
+NOT_KEPT = "what was made cannot be kept"
+_MOST = 16 << 10
+"""Bytes of an error's pickle that are passed on."""
+
+
+class Values:
+    """The values of one space, through one codec. Callable from any thread; usable in both processes after a fork.
+
+    ``counted``: what this process did with this object, by the names in `COUNTED`. An entry carries, beside its bytes, the name of its
+    codec, and the digest of the arguments that it was made of, where a function made it."""
+
+    def __init__(self, origin: Origin, home: Any, space: str, codec: Codec) -> None:
+        self._origin, self.home, self.space, self.codec = origin, home, space, codec
+        self._bind()
+        self._told: set[tuple[str, str]] = set()
+        self.counted = dict.fromkeys(COUNTED, 0)
+        host.at_fork(self)
+
+    def _bind(self) -> None:
+        self._bound = self._origin.current()
+        self._passes = self._origin.reopening is not None  # and looks again at each call
+        self._quick = self._bound.finder(self.space)
+
+    def before_fork(self) -> None:
+        """Nothing is to be done."""
+
+    def after_fork_parent(self) -> None:
+        """Nothing is to be done."""
+
+    def after_fork_child(self) -> None:
+        self.counted.update(dict.fromkeys(COUNTED, 0))  # what the parent did is the parent's
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def look(self, key: str, digest: str | None = None, *, who: str = "", copy: bool = False) -> tuple[Any] | None:
+        """The value of a key, in a tuple, since it may be None; None where there is none. A hit is counted, and is a use.
+
+        ``digest``: of the arguments that it must have been made of; stored under others, it is a miss, which is said once. ``who``: what
+        a message calls it, if not by its key. ``copy``: over memory of the caller's own, which may be written to. Raises `Closed`."""
+        found = self._look(key, digest, who, copy)
+        if found is None:
+            self.counted["misses"] += 1
+            self._origin.store.count("misses")
+        return found
+
+    def _look(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
+        store = self._store()
+        found = self._quick(key)
+        if found is None:
+            store, found = self._slowly(store, key)
+            if found is None:
+                return None
+        meta = found.entry.meta
+        if meta != (self.codec.name if digest is None else f"{self.codec.name} {digest}") and not self._is_ours(key, meta, digest, who):
+            return None
+        value = self._decoded(store, key, found, who, copy)
+        if value is not None:
+            store.touch(found.entry)
+            self._origin.store.count_hit(found.size)
+            self.counted["hits"] += 1
+        return value
+
+    def _slowly(self, store: Store | PassThrough, key: str) -> tuple[Store | PassThrough, Remembered | None]:
+        """By the catalog: here, else in the root upstream; and which of them has it."""
+        try:
+            with waits.patience(self._origin.timeout):
+                found = store.view(self.space, key)
+            if found is None and (above := self._origin.upstream) is not None:
+                return above, above.view(self.space, key)
+        except errors.CacheFault as error:
+            self._origin.fall_back(error, f"{self.space}:{key}")
+            return store, None
+        return store, found
+
+    def _is_ours(self, key: str, meta: str, digest: str | None, who: str) -> bool:
+        """Whether an entry that carries ``meta`` is what was asked for."""
+        codec, digests = _parsed(meta)
+        if codec != self.codec.name:
+            self._say(who or key, "codec", f"{self.space}:{key} was stored by the codec {codec!r}, not {self.codec.name!r}: it is not read")
+            return False
+        if digest is not None and digests != digest:
+            self._say(key, "digest", f"{who or key}: {self.space}:{key} was stored under other arguments: it is not used for these")
+            return False
+        return True
+
+    def _decoded(self, store: Store | PassThrough, key: str, found: Remembered, who: str, copy: bool) -> tuple[Any] | None:
+        try:
+            return (self._decode(store, found, copy),)
+        except (AttributeError, ImportError) as error:
+            # Of a class that is not there in this program; it may be in another one.
+            self._say(who or key, "class", f"{who or key}: {self.space}:{key} cannot be read here, and stays: {error}")
+            return None
+        except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is made anew
+            self._drop_unreadable(store, key, found, error)
+            return None
+
+    def _decode(self, store: Store | PassThrough, found: Remembered, copy: bool) -> Any:
+        if not copy:
+            return self.codec.decode(found.view, lambda: store.private(found))
+        own = memoryview(bytearray(found.view)) if found.size < MAPPED_FROM else store.private(found)
+        return self.codec.decode(own, lambda: own)
+
+    def _drop_unreadable(self, store: Store | PassThrough, key: str, found: Remembered, error: Exception) -> None:
+        self.counted["damaged"] += 1
+        try:
+            if store.is_intact(found):  # else it has been set aside, and told
+                store.count("damaged")
+                log.warning("%s:%s cannot be read, and is removed: %s: %s", self.space, key, type(error).__name__, str(error))
+                self._discard(store, key, found)
+        except errors.CacheFault as fault:
+            log.warning("%s:%s cannot be read, and stays: %s", self.space, key, str(fault))
+
+    def _discard(self, store: Store | PassThrough, key: str, found: Remembered) -> None:
+        try:
+            store.discard(found.entry)
+        except errors.CacheFault as fault:
+            log.warning("%s:%s cannot be read, and stays: %s", self.space, key, str(fault))
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "") -> bool:
+        """Keep a value under a key, in place of what was there. False where it cannot be kept, with one warning: then what was there stays.
+
+        ``pin``: it is never evicted. Raises `ConfigError` for a value of a kind that the codec does not take, `Closed`, and what the
+        value's own code raises that is no Exception."""
+        return self._keep(key, value, digest=digest, pin=pin, who=who) is not None
+
+    def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "", copy: bool = False) -> tuple[Any] | None:
+        """Keep a value; gives it as the next reader will get it, so that who made it sees no other. None where it is not kept.
+        See `keep` and `look`."""
+        pieces = self._keep(key, value, digest=digest, pin=pin, who=who)
+        if pieces is None:
+            return None
+        store, found = self._store(), self._stored(key)
+        damage: Exception | None = None
+        if found is not None and found.entry.meta == self._meta(digest):
+            try:
+                return (self._decode(store, found, copy),)
+            except Exception as error:  # noqa: BLE001  # whatever the value's own code raises, or damage: what was encoded tells
+                damage = error
+        own = memoryview(bytearray(b"".join(pieces)))  # another one has put its own there since, or evicted it
+        try:
+            value = self.codec.decode(own if copy else own.toreadonly(), lambda: own)
+        except Exception as error:  # noqa: BLE001  # whatever the value's own code raises when it is made anew
+            if found is not None and damage is not None:
+                self._discard(store, key, found)
+            kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+            why = f"its {kind} cannot be made anew from what the codec {self.codec.name!r} stores: {type(error).__name__}: {error}"
+            self._not_kept(key, who, why, error)
+            return None
+        if found is not None and damage is not None:
+            self._drop_unreadable(store, key, found, damage)
+        return (value,)
+
+    def _keep(self, key: str, value: Any, *, digest: str, pin: bool, who: str) -> Sequence[Buffer] | None:
+        """What a value was stored as; None where it is not kept."""
+        store, pieces = self._store(), self._encoded(key, value, who)
+        if pieces is None:
+            return None
+        try:
+            with waits.patience(self._origin.timeout):
+                store.put_pieces(self.space, key, pieces, life="pinned" if pin else "cached", meta=self._meta(digest))
+        except errors.CacheFault as error:
+            if not isinstance(store, PassThrough):  # else it was asked for, or told when the root could not be opened
+                self._not_kept(key, who, str(error), error)
+            return None
+        return pieces
+
+    def _encoded(self, key: str, value: Any, who: str) -> Sequence[Buffer] | None:
+        try:
+            return self.codec.encode(value)
+        except errors.ConfigError as error:
+            if who:
+                error.add_note(f"What {who} gave is not kept.")
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is taken apart
+            self._not_kept(key, who, f"its value cannot be stored by the codec {self.codec.name!r}: {error}", error)
+            return None
+
+    def _meta(self, digest: str | None) -> str:
+        return f"{self.codec.name} {digest}" if digest else self.codec.name
+
+    def _stored(self, key: str) -> Remembered | None:
+        """What lies under a key in this root, without a use of it."""
+        store = self._store()
+        try:
+            with waits.patience(self._origin.timeout):
+                return self._quick(key) or store.view(self.space, key)
+        except errors.CacheFault as error:
+            self._origin.fall_back(error, f"{self.space}:{key}")
+            return None
+
+    def _not_kept(self, key: str, who: str, why: str, error: Exception) -> None:
+        self.counted["store_failures"] += 1
+        self._origin.store.count("store_failures")
+        kind = f"{type(error).__name__} {getattr(error, 'limit', '')}"
+        self._say(who, kind, f"what {who} gave is not kept: {why}" if who else f"{self.space}:{key} is not kept: {why}")
+
+    def _say(self, name: str, kind: str, message: str) -> None:
+        """Told once a process for each name and kind."""
+        if (name, kind) not in self._told:
+            if len(self._told) >= 10_000:
+                self._told.clear()
+            self._told.add((name, kind))
+            log.warning("%s", message)
+
+    # -- one at a time ---------------------------------------------------------------------------------------------
+
+    def single(
+        self, key: str, digest: str | None, make: Callable[[], T], *, timeout: float | None = None, pin: bool = False, who: str = "",
+        looked: bool = False, copy: bool = False,
+    ) -> T:  # fmt: skip
+        """The value of a key; else what ``make`` gives, kept: of all threads and processes of the node one runs it.
+
+        It comes as `look` gives it. What ``make`` raises reaches all who waited, and is not kept. Where the value cannot be kept, those
+        who waited run ``make`` themselves, side by side; so does who has waited ``timeout`` seconds, or may not wait. ``looked``: the
+        caller has just seen that it is not there. Raises `ConfigError` for a value of a kind that the codec does not take."""
+        found = None if looked else self.look(key, digest, who=who, copy=copy)
+        if found is not None:
+            return found[0]  # type: ignore[no-any-return]
+        attempt = _Attempt(self, key, digest, pin, who, copy)
+
+        def run() -> tuple[Any]:
+            with attempt, waits.patience(None, afresh=True):
+                value = make()
+            return attempt.made(value)
+
+        timeout = self._patience(timeout)
+        try:
+            with waits.patience(timeout):
+                return self._store().single(self.space, attempt.call, attempt.look, run, timeout=timeout)[0]  # type: ignore[no-any-return]
+        except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
+            final = attempt.final(error)
+        if final is not None:
+            raise final
+        return attempt.result[0] if attempt.result else make()
+
+    async def single_async(
+        self, key: str, digest: str | None, make: Callable[[], Awaitable[T]], *, timeout: float | None = None, pin: bool = False,
+        who: str = "", looked: bool = False, copy: bool = False,
+    ) -> T:  # fmt: skip
+        """`single` for a coroutine: the event loop goes on while another makes the value."""
+        import asyncio  # whoever awaits this has it
+
+        found = None if looked else self.look(key, digest, who=who, copy=copy)
+        if found is not None:
+            return found[0]  # type: ignore[no-any-return]
+        attempt = _Attempt(self, key, digest, pin, who, copy)
+
+        async def run() -> tuple[Any]:
+            with attempt, waits.patience(None, afresh=True):
+                value = await make()
+            return await asyncio.to_thread(attempt.made, value)  # a large one takes long to be written
+
+        timeout = self._patience(timeout)
+        try:
+            with waits.patience(timeout):
+                got = await self._store().single_async(self.space, attempt.call, attempt.look, run, timeout=timeout)
+            return got[0]  # type: ignore[no-any-return]
+        except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
+            final = attempt.final(error)
+        if final is not None:
+            raise final
+        return attempt.result[0] if attempt.result else await make()
+
+    def _patience(self, timeout: float | None) -> float | None:
+        return self._origin.timeout if timeout is None else timeout
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def has(self, key: str) -> bool:
+        """Whether there is something under this key, by whatever codec. No use of it."""
+        above = self._origin.upstream
+        return self._store().entry(self.space, key) is not None or (above is not None and above.entry(self.space, key) is not None)
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether a key begins so."""
+        try:
+            return self._store().has_any(self.space, prefix)
+        except errors.CacheFault as error:
+            self._origin.fall_back(error, f"{self.space}:{prefix}")
+            return False
+
+    def evict(self, key: str) -> bool:
+        """Remove a key, pinned or not. False if there is none, or it cannot be removed."""
+        store = self._store()
+        entry = store.entry(self.space, key)
+        try:
+            with waits.patience(self._origin.timeout):
+                return entry is not None and store.discard(entry)
+        except errors.CacheFault as error:
+            self._origin.warn(f"evict {type(error).__name__}", "%s is not removed: %s", f"{self.space}:{key}", error)
+            return False
+
+    def flush(self) -> int:
+        """Remove all that are not pinned; gives how many went."""
+        try:
+            with waits.patience(self._origin.timeout):
+                return self._store().clear(self.space)
+        except errors.CacheFault as error:
+            self._origin.warn(f"flush {type(error).__name__}", "%s is not flushed: %s", self.space, error)
+            return 0
+
+    def keys(self) -> list[str]:
+        """All keys, from the least to the most recently used."""
+        return self._store().keys(self.space)
+
+    def size(self) -> tuple[int, int]:
+        """Stored bytes and number of the values."""
+        return self._store().usage_of(self.space)
+
+    def size_bytes(self) -> int:
+        """Stored bytes of the values."""
+        return self.size()[0]
+
+    def budget(self) -> int | None:
+        """Bytes that the values may have; None: no more than the cache."""
+        return self._store().quota_of(self.space)
+
+    def _store(self) -> Store | PassThrough:
+        if self.home is not None and self.home.closed:
+            raise errors.Closed.of("cache")
+        if self._passes:
+            self._bind()
+        return self._bound
+
+
+class _Attempt:
+    """One call that found nothing: what it saw, made and failed with."""
+
+    def __init__(self, values: Values, key: str, digest: str | None, pin: bool, who: str, copy: bool) -> None:
+        self._values, self._key, self._digest, self._pin, self._who, self._copy = values, key, digest, pin, who, copy
+        # What is waited for, and fails: calls with other arguments may have the same key.
+        self.call = key if digest is None or key.endswith(digest) else f"{key} {digest}"
+        self._failed: Exception | None = None
+        self.result: tuple[Any] | None = None
+
+    def look(self) -> tuple[Any] | None:
+        """Under the call's lock: what another made meanwhile."""
+        found = self._values._look(self._key, self._digest, self._who, self._copy)
+        if found is not None:
+            self._values.counted["waits"] += 1
+        return found
+
+    def made(self, value: T) -> tuple[T]:
+        values = self._values
+        self.result = (value,)
+        found = values.kept(self._key, value, digest=self._digest or "", pin=self._pin, who=self._who, copy=self._copy)
+        if found is None:
+            # Those who wait would make it one after the other, each in vain.
+            values._origin.store.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))
+        else:
+            self.result = found
+        return self.result
+
+    def final(self, error: Exception) -> Exception | None:
+        """What is for the caller: what was to be run raised it, here or elsewhere. None: the cache cannot help."""
+        if self._failed is not None and (error is self._failed or error.__cause__ is self._failed):
+            return self._failed
+        if isinstance(error, errors.FillFailed):
+            return (_brought(error) if self._carries else None) or error
+        if not isinstance(error, (errors.CacheFault, errors.WaitTimeout)):
+            return error
+        if str(error) == NOT_KEPT:
+            self._values.counted["waits"] += 1
+        elif not isinstance(self._values._origin.store, PassThrough):
+            self._values._origin.fall_back(error, f"{self._values.space}:{self._key}")
+        return None
+
+    @property
+    def _carries(self) -> bool:
+        """Whether failures may be pickled to those who wait: no other codec ever unpickles."""
+        return self._values.codec.name == "pickle"
+
+    def __enter__(self) -> None:
+        """From here on what is raised is the function's."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        self._failed = error
+        carried = _carried(error) if self._carries else None
+        if carried is not None:
+            raise carried from error
+
+
+def _carried(error: Exception) -> errors.FillFailed | None:
+    """An error of the program's own on its way to those who wait in other processes: as a pickle, where it comes back from that.
+    None where it needs none, or has none: then they are told its name and its text."""
+    if isinstance(error, errors.CacheFault) or type(errors.from_wire(errors.to_wire(error))) is type(error):
+        return None
+    try:
+        data = pickle.dumps(error, 5)
+        if len(data) > _MOST or type(pickle.loads(data)) is not type(error):
+            return None
+    except Exception:  # noqa: BLE001  # of whatever the error holds
+        return None
+    return errors.FillFailed(f"{type(error).__name__}: {error}", kind=type(error).__name__, pickled=base64.b85encode(data).decode())
+
+
+def _brought(error: errors.FillFailed) -> Exception | None:
+    """The error that `_carried` sent; None where there is none, or it cannot be made here."""
+    data = error.facts.get("pickled")
+    try:
+        found = pickle.loads(base64.b85decode(data)) if isinstance(data, str) else None
+    except Exception:  # noqa: BLE001  # such as a class that is not there
+        return None
+    return found if isinstance(found, Exception) else None
+
+
+def _parsed(meta: str) -> tuple[str, str]:
+    """Codec and digest that an entry carries; the digest may be empty."""
+    head, space, tail = meta.rpartition(" ")
+    return (head, tail) if space and len(tail) == 32 else (meta, "")
