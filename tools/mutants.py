@@ -452,7 +452,7 @@ MUTANTS = (
         f"{DAMAGE}test_the_first_call_that_meets_the_damage_goes_on[anywhere 4]",
     ),
     Mutant(
-        6, "a full disk keeps its ballast", "_engine/catalog/connection.py",
+        6, "a full disk keeps its ballast", "_engine/catalog/ballast.py",
         "            error.relieved = self._root.files.unlink(self._root.ballast) or", "            error.relieved =",
         "tests/scenarios/test_s13_full_disk.py::test_s13_removing_works_when_it_is_needed_most",
     ),

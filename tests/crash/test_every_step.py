@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from forebay._engine.catalog import connection
 from forebay._engine.store import Settings, Store
 from forebay._model import ObjectInfo
 from tests.crash.conftest import Scene, victim_of
@@ -51,6 +52,23 @@ def test_the_next_write_needs_what_the_dead_replacer_left(scene: NewScene) -> No
         assert bytes_of(store, "a") in (BLOB, NEWER)
 
     scene(MiB).play(lambda store: store.put("v", "a", BLOB), lambda store: store.put("v", "a", NEWER), after, small_first=False)
+
+
+def test_a_catalog_becomes_small(scene: NewScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "WORTH", 10)
+
+    def before(store: Store) -> None:
+        store.put_many("v", [(f"k{number}", bytes(10_000)) for number in range(30)])
+        store.put("v", "a", SMALL)
+
+    def clear(store: Store) -> None:
+        store.remove([victim_of(entry) for entry in store.entries("v") if entry.key != "a"])
+
+    def after(store: Store) -> None:
+        assert bytes_of(store, "a") == SMALL
+
+    steps = scene(MiB).play(before, clear, after)
+    assert any(step.startswith("compact") for step in steps), steps
 
 
 @pytest.mark.parametrize("room", [MiB, 448 * KiB], ids=["ample", "short"])

@@ -19,6 +19,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull
+from forebay._engine.catalog.ballast import Ballast
 from forebay._engine.engine import mending
 from forebay._engine.files.layout import Root
 from forebay._engine.files.settings_file import Kept, SpaceLimits, read, write
@@ -190,14 +191,14 @@ def test_an_opening_that_takes_two_tries_leaves_no_connection(place: Path, monke
     if trouble == "a damaged catalog":
         overwrite(place / "catalog.sqlite", PAGE, os.urandom((place / "catalog.sqlite").stat().st_size - PAGE))
     else:
-        make_ballast, left = Catalog.make_ballast, [DiskFull("the first time")]
+        make, left = Ballast.make, [DiskFull("the first time")]
 
-        def make(catalog: Catalog) -> None:
+        def fail_once(ballast: Ballast) -> None:
             if left:
                 raise left.pop()
-            make_ballast(catalog)
+            make(ballast)
 
-        monkeypatch.setattr(Catalog, "make_ballast", make)
+        monkeypatch.setattr(Ballast, "make", fail_once)
 
     def work() -> list[str]:
         gc.disable()

@@ -169,7 +169,7 @@ class Engine:
             try:
                 self._begin(settings, before)
             except DiskFull as error:
-                if not self._catalog.relieve(error):
+                if not self._catalog.ballast.give_up(error):
                     raise
             except CatalogBroken as error:
                 if self.root.read_only:
@@ -190,7 +190,7 @@ class Engine:
         if not self._slots.is_whole(0):
             self.remake_slots()
         self._catalog.recover = self._recover
-        self._catalog.make_ballast()
+        self._catalog.ballast.make()
         if settings != Settings():
             self.counters.claim()  # who sets something is seen by others who do; else a process is when it first counts something
         try:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from forebay import errors
 from forebay._engine import check, strays
-from forebay._engine.catalog import CatalogBroken, DiskFull, entries, spaces
+from forebay._engine.catalog import CatalogBroken, DiskFull, entries
 from forebay._engine.census import Facts, Usage
 from forebay._engine.engine import mending
 from forebay._engine.files.faults import faults
@@ -328,18 +328,13 @@ class Store(Pieces):
                 else:
                     spared.append(victim.name)
         if removed:
-            self._give_back_pages()
+            self._compact()
         return Report(tuple(removed), tuple(spared), freed)
 
     @mending
-    def _give_back_pages(self) -> None:
-        """Make the catalog small again, once most of it is free: the file only grows by itself."""
+    def _compact(self) -> None:
         try:
-            last = None
-            while (free := spaces.spare_pages(self._catalog)) and (last is None or free < last):  # else others fill, or it cannot shrink
-                last = free
-                with self._catalog.write() as txn:
-                    spaces.give_back_pages(txn)
+            self._catalog.compact()
         except (errors.WriterBusy, DiskFull) as error:
             log.info("the catalog of %s keeps its free pages: %s", self.root.path, str(error))
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema
+from forebay._engine.catalog.ballast import Ballast
 from forebay._engine.catalog.peers import Apart, forget_ancestors, peers_of
 from forebay._engine.catalog.transactions import CatalogBroken as CatalogBroken
 from forebay._engine.catalog.transactions import DiskFull as DiskFull
@@ -31,9 +32,9 @@ from forebay._logs import logger
 log = logger("forebay.catalog")
 T = TypeVar("T")
 
-BALLAST = 4 << 20
-LEAST_BALLAST = 128 << 10  # it is made anew of what there is, and leaves as much for the next transaction
 PAGE = 4096
+WORTH, LIVE = 1024, 1024
+"""Pages that have to be free, and that may be in use, for the catalog to be written anew without them: so much of the log is there for."""
 TRIES, LOOKS = 3, 8
 """How often a statement that others' writes overtook is begun again before it takes the writer lock; where it cannot."""
 _RESERVED = 0x4000_0001  # https://www.sqlite.org/lockingv3.html: who writes with a rollback journal has this byte of the database
@@ -56,8 +57,7 @@ class Catalog:
         self._copied_at = 0  # the size of the log when this process last copied it into the database
         self._doubts = Doubts()
         self._ids = [0, 0]  # from, to: taken by this process, and nobody's yet
-        self.owed = 0
-        """Bytes that the disk lacks for the whole ballast, after it was given up."""
+        self.ballast = Ballast(root)
         self._still = False
         self._suspect: tuple[int, int] | None = None
         self.lost = ""
@@ -144,10 +144,9 @@ class Catalog:
         host.step("catalog-create", draft)
         with translated(), contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as con:
             con.execute(f"PRAGMA page_size = {PAGE}")
-            con.execute("PRAGMA auto_vacuum = INCREMENTAL")
             con.execute("PRAGMA journal_mode = WAL")
             schema.create(con, self._root.id)
-        self.make_ballast()
+        self.ballast.make()
         for ending in ("-wal", "-shm"):
             # A journal whose catalog somebody deleted: SQLite would take it for the new one's, and ids would be given twice.
             self._root.files.make_way(self._path + ending)
@@ -274,7 +273,7 @@ class Catalog:
                     self._unlink_retired()
                     rows = attempt(sql, values)
         except DiskFull as error:  # even a reader needs room where the index of the log is yet to be made
-            self.relieve(error)
+            self.ballast.give_up(error)
             raise
         if rows is None:
             raise errors.WriterBusy(f"the catalog {self._path} changes faster than it can be read", waited=0.0, holder="")
@@ -383,7 +382,7 @@ class Catalog:
                         raise
                     self._bound_log_locked()
         except DiskFull as error:
-            self.relieve(error)
+            self.ballast.give_up(error)
             raise
         self._tidy(txn)
 
@@ -397,6 +396,23 @@ class Catalog:
                 raise
         with self.write(timeout) as txn:
             return work(txn)
+
+    def compact(self) -> None:
+        """Make the file small again where almost all of its pages are free: by itself it only grows. Others may read meanwhile.
+
+        Raises `WriterBusy`, `DiskFull`."""
+        with self._writer.holding(None):
+            self.check_same()
+            with self._mutex, translated():
+                con = self._connection_locked()
+                free, pages = con.execute("SELECT freelist_count, page_count FROM pragma_freelist_count, pragma_page_count").fetchone()
+                if free < WORTH or pages - free > LIVE:
+                    return
+                self._make_way_locked()
+                con = self._connection_locked()
+                host.step("compact", self._path)
+                con.execute("VACUUM")
+                self._try_to_bound_locked(self._wal.size())
 
     def _begin_locked(self) -> sqlite3.Connection:
         """Caller: holds the writer lock."""
@@ -428,8 +444,8 @@ class Catalog:
 
     def _tidy(self, txn: Txn) -> None:
         """After a commit, with no lock held: what has to be done from time to time."""
-        if self.owed:
-            self._restore_ballast()
+        if self.ballast.owed:
+            self.ballast.restore()
         if txn.leftovers and self.sweeper is not None:
             try:
                 self.sweeper()
@@ -510,50 +526,6 @@ class Catalog:
             self._close_peers_locked()
             self._wal.unlink_retired()
 
-    def make_ballast(self) -> None:
-        """Keep a few MiB of the disk, to be given up when it is full: with a fresh journal even a DELETE needs room."""
-        if self.owed:
-            return  # it was given up a moment ago; a commit brings it back
-        try:
-            self._root.install(self._root.ballast, lambda fd: host.allocate(fd, 0, BALLAST))
-            size = os.lstat(self._root.ballast).st_size
-            if size < BALLAST and host.free_bytes(self._root.path) > 4 * BALLAST:
-                self.owed = BALLAST - size
-        except OSError as error:
-            log.info("no room for the ballast %s: %s", self._root.ballast, error)
-
-    def relieve(self, error: DiskFull) -> bool:
-        """The disk is full, and without room not even a DELETE succeeds: give the ballast up. Gives whether to try again."""
-        if not self._root.read_only and not error.relieved:
-            self.owed = BALLAST
-            # Another process may have been first: then there is room, too.
-            error.relieved = self._root.files.unlink(self._root.ballast) or host.free_bytes(self._root.path) >= LEAST_BALLAST
-        return error.relieved
-
-    def _restore_ballast(self) -> None:
-        """Have as much of the ballast again as there is room for."""
-        try:
-            have = os.lstat(self._root.ballast).st_size
-        except FileNotFoundError:
-            have = 0
-        size = min(BALLAST, have + host.free_bytes(self._root.path) - LEAST_BALLAST) // PAGE * PAGE
-        try:
-            if size >= LEAST_BALLAST and not have:
-                self._root.install(self._root.ballast, lambda fd: host.allocate(fd, 0, size))
-            elif size > have:
-                self._grow_ballast(size)
-        except OSError as error:
-            log.info("no room for the ballast %s: %s", self._root.ballast, error)
-        else:
-            self.owed = BALLAST - max(have, size)
-
-    def _grow_ballast(self, size: int) -> None:
-        fd = self._root.files.open_write(self._root.ballast)
-        try:
-            host.allocate(fd, 0, size)
-        finally:
-            os.close(fd)
-
     # -- process life ----------------------------------------------------------------------------------------------
 
     def _close_locked(self) -> None:
@@ -578,8 +550,8 @@ class Catalog:
             self._close_locked()
             if all(catalog._con is None for catalog in self._peers.catalogs):  # else SQLite's locks on the file would go with it
                 self._guard.close()
-        if self.owed:
-            self._restore_ballast()
+        if self.ballast.owed:
+            self.ballast.restore()
         self._writer.close()
 
     def before_fork(self) -> None:

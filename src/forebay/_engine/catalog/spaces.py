@@ -14,7 +14,6 @@ from forebay._model import Policy
 
 NEWEST = 1 << 62
 ALLOWANCE = 8 << 20
-WORTH, PORTION = 1024, 256
 """Bytes of the catalog, small values apart, that the budget does not count."""
 
 
@@ -168,17 +167,6 @@ def totals(txn: Rows, before: int | None = None, space: int = 0) -> Totals:
         charge, leaving, granted, pending, over, rows, budget or 0, min_free or 0, max_entries, used, count - left_here, quota, max_count,
         leftovers, bool(any_promised),
     )  # fmt: skip
-
-
-def spare_pages(rows: Rows) -> int:
-    """The free pages of the catalog, where they are most of it, and worth the work; else 0."""
-    free, pages = rows.one("SELECT freelist_count, page_count FROM pragma_freelist_count, pragma_page_count")
-    return int(free) if free >= WORTH and free > pages // 2 else 0
-
-
-def give_back_pages(txn: Txn) -> None:
-    """Give some free pages back to the file system: few enough for the log's bound."""
-    txn.all(f"PRAGMA incremental_vacuum({PORTION})")
 
 
 def uncharged(rows: Rows) -> int:

@@ -85,7 +85,7 @@ class Room:
         charge = self.charge_of(want) if want else 0
         used = totals.entries + totals.granted + totals.pending + totals.over
         self._catalog.free = host.free_bytes(self._path)
-        floor = totals.min_free + self._catalog.owed + charge - self._catalog.free
+        floor = totals.min_free + self._catalog.ballast.owed + charge - self._catalog.free
         quota = count = rows_over = -NO_LIMIT
         new = want.entries - bool(want.replaces) if want is not None else 0
         if want is not None and (totals.quota is not None or totals.max_count is not None):
