@@ -22,7 +22,7 @@ else:
     Item, Item_co = TypeVar("Item"), TypeVar("Item_co", covariant=True)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Source: TypeAlias = Buffer | str | os.PathLike[str]
+Content: TypeAlias = Buffer | str | os.PathLike[str]
 """What is written: bytes, or the path of a local file."""
 
 
@@ -121,6 +121,43 @@ class Transfer:
     info: ObjectInfo | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SourceInfo:
+    """Where an item comes from. ``uri``: of the dataset; ``key``: of the item in it; ``shard``: the shard that holds it, if any;
+    ``files``: the names of its files."""
+
+    uri: str
+    key: str
+    shard: str | None = None
+    files: tuple[str, ...] = ()
+
+
+class Source(Protocol):
+    """Items under string keys, as bytes. Any object with these two is one; it must be callable from several threads, and picklable
+    where spawned workers are to use it.
+
+    What else it may have, and what for:
+
+    - ``version``: str or None. Other items under the same keys have another one. Items of a source without it, and without
+      ``version_of``, are kept no longer than the processes that use them.
+    - ``version_of(key)``: str or None. The version of one item, where that is cheap to tell.
+    - ``size(key)``: int or None. The bytes of an item, so that room is reserved before it is read.
+    - ``info(key)``: `SourceInfo`.
+    - ``lease(key)``: a `Lease` on the item's bytes where the cache has them as they are, from `Cache.read` or a `pull`; else None. They
+      are given a second name then, and not read.
+    - ``fetch(key)``: as ``source[key]``, asked for what ``lease`` has not given.
+    - ``bind(origin)``: called once with the cache's own `Origin`, before the first item is asked for."""
+
+    @property
+    def uri(self) -> str:
+        """Names the dataset, in keys and in provenance. Without secrets."""
+        ...
+
+    def __getitem__(self, key: str, /) -> bytes:
+        """The item's bytes. What is raised reaches everybody who asked for it."""
+        ...
+
+
 class Sink(Protocol):
     """Where a remote puts the bytes of one object. Made by the engine or by `PassThrough`; used by one fetch."""
 
@@ -166,7 +203,7 @@ class Remote(Protocol):
         """All objects whose URL begins with ``url``, in order of name."""
 
     def write(
-        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
+        self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
         on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         """Put ``source`` there as a whole object, in place of the one that is there. A file is never in memory whole.

@@ -5,53 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from forebay import errors, remote
 from forebay._engine.locks.leases import Lease
 from forebay._engine.passthrough import MemorySink
-from forebay._model import ObjectInfo, Remote, Span, Transfer
+from forebay._model import ObjectInfo, Remote, SourceInfo, Span, Transfer
 from forebay.origin import URLS, Origin, in_memory
 from forebay.remote import RemoteOptions
-
-
-@dataclass(frozen=True, slots=True)
-class SourceInfo:
-    """Where an item comes from. ``uri``: of the dataset; ``key``: of the item in it; ``shard``: the shard that holds it, if any;
-    ``files``: the names of its files."""
-
-    uri: str
-    key: str
-    shard: str | None = None
-    files: tuple[str, ...] = ()
-
-
-class Source(Protocol):
-    """Items under string keys, as bytes. Any object with these two is one; it must be callable from several threads, and picklable
-    where spawned workers are to use it.
-
-    What else it may have, and what for:
-
-    - ``version``: str or None. Other items under the same keys have another one. Items of a source without it, and without
-      ``version_of``, are kept no longer than the processes that use them.
-    - ``version_of(key)``: str or None. The version of one item, where that is cheap to tell.
-    - ``size(key)``: int or None. The bytes of an item, so that room is reserved before it is read.
-    - ``info(key)``: `SourceInfo`.
-    - ``lease(key)``: a `Lease` on the item's bytes where the cache has them as they are, from `Cache.read` or a `pull`; else None. They
-      are given a second name then, and not read.
-    - ``fetch(key)``: as ``source[key]``, asked for what ``lease`` has not given.
-    - ``bind(origin)``: called once with the cache's own `Origin`, before the first item is asked for."""
-
-    @property
-    def uri(self) -> str:
-        """Names the dataset, in keys and in provenance. Without secrets."""
-        ...
-
-    def __getitem__(self, key: str, /) -> bytes:
-        """The item's bytes. What is raised reaches everybody who asked for it."""
-        ...
 
 
 def info_of(source: Any, key: str) -> SourceInfo:

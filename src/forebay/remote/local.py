@@ -14,7 +14,7 @@ from typing import NamedTuple
 from forebay import errors
 from forebay._kernel import host, locks
 from forebay._logs import logger
-from forebay._model import Buffer, CloningSink, ObjectInfo, Sink, Source, Span, Transfer
+from forebay._model import Buffer, CloningSink, Content, ObjectInfo, Sink, Span, Transfer
 from forebay.remote.redaction import redacted
 from forebay.remote.urls import canonical, local_path
 
@@ -122,7 +122,7 @@ class LocalRemote:
         yield from _walk(os.path.dirname(prefix), prefix)
 
     def write(
-        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
+        self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
         on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         """See `Remote.write`. Makes directories; the file is on the disk before it has its name.
@@ -257,7 +257,7 @@ class _Origin(NamedTuple):
 
 
 @contextmanager
-def _reading(source: Source) -> Iterator[_Origin]:
+def _reading(source: Content) -> Iterator[_Origin]:
     if not isinstance(source, (str, os.PathLike)):
         view = memoryview(source).cast("B")
         yield _Origin(len(view), view=view)

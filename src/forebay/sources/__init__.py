@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._logs import logger
+from forebay._model import Source as Source
+from forebay._model import SourceInfo as SourceInfo
 from forebay.origin import Origin
 from forebay.origin.prefix import Prefix, Reach, checked_name, info_of, is_name
-from forebay.origin.prefix import Source as Source
-from forebay.origin.prefix import SourceInfo as SourceInfo
 from forebay.remote import RemoteOptions
 from forebay.sources.tar import TarSource as TarSource
 from forebay.sources.tar import is_tar

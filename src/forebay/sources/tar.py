@@ -14,9 +14,9 @@ from urllib.parse import unquote
 
 from forebay import errors
 from forebay._logs import logger
-from forebay._model import ObjectInfo
+from forebay._model import ObjectInfo, SourceInfo
 from forebay.origin import Origin
-from forebay.origin.prefix import Prefix, Reach, SourceInfo, is_name
+from forebay.origin.prefix import Prefix, Reach, is_name
 from forebay.remote import RemoteOptions
 from forebay.sources.shards import Indexed, Shards
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from forebay._logs import logger
-from forebay._model import Buffer, ObjectInfo, Sink, Source, Span, Transfer
+from forebay._model import Buffer, Content, ObjectInfo, Sink, Span, Transfer
 from forebay.errors import (
     NotFound,
     RemoteChanged,
@@ -183,7 +183,7 @@ class FilesystemRemote:
                 raise call.failure(trouble, 1) from trouble.__cause__
 
     def write(
-        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None, on_sent: Sent | None = None,
+        self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None, on_sent: Sent | None = None,
         resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         """See `Remote.write`. Makes directories. Of conditions most filesystems know none, some fsspec ones ``if_none_match``.

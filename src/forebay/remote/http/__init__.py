@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from email.utils import formatdate
 
 from forebay import errors
-from forebay._model import Buffer, ObjectInfo, Sink, Source, Span, Transfer
+from forebay._model import Buffer, Content, ObjectInfo, Sink, Span, Transfer
 from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.http.answers import info_of, is_end, is_etag, is_other, is_same, ranged, stated_length
 from forebay.remote.http.download import Download, changed
@@ -122,7 +122,7 @@ class HttpRemote:
         raise errors.RemoteError(f"{key}: HTTP cannot list what begins with a URL", url=key)
 
     def write(
-        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
+        self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
         on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         """No HTTP server takes writes in a way that others share: raises `Unsupported`."""

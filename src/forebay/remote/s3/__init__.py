@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 
 from forebay import errors
 from forebay._logs import logger
-from forebay._model import ObjectInfo, Sink, Source, Span, Transfer
+from forebay._model import Content, ObjectInfo, Sink, Span, Transfer
 from forebay.remote.base import Call, RemoteOptions, Trouble, one_time_limit
 from forebay.remote.http import HttpRemote, Reply
 from forebay.remote.s3 import sigv4
@@ -104,7 +104,7 @@ class S3Remote:
             query["continuation-token"] = token
 
     def write(
-        self, url: str, source: Source, *, if_none_match: str | None = None, if_match: str | None = None,
+        self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
         on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
         """See `Remote.write`. In parts at once where it is large; seen whole or not at all.

@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 from forebay import errors
 from forebay._logs import logger
-from forebay._model import ObjectInfo, Source
+from forebay._model import Content, ObjectInfo
 from forebay.remote.base import Call, RemoteOptions
 from forebay.remote.http import Reply
 from forebay.remote.s3.answers import Pages, conflict, key_of, number_in, xml_of
@@ -60,7 +60,7 @@ class Upload:
         self._lock = threading.Lock()  # guards _sent
         self._sent = 0
 
-    def run(self, source: Source) -> ObjectInfo:
+    def run(self, source: Content) -> ObjectInfo:
         try:
             return self._from(source)
         except errors.NotFound:
@@ -70,7 +70,7 @@ class Upload:
             self._resume, self._sent = False, 0
             return self._from(source)
 
-    def _from(self, source: Source) -> ObjectInfo:
+    def _from(self, source: Content) -> ObjectInfo:
         if isinstance(source, (str, os.PathLike)):
             with open(source, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
