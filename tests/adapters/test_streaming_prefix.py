@@ -232,12 +232,16 @@ def test_all_ranks_are_told_of_a_conflict() -> None:
     memory.cleanup()
 
 
-def test_streamings_own_world_is_taken() -> None:
+def test_streamings_own_world_is_taken(node: Node) -> None:
     class Theirs:
         num_nodes, ranks_per_node, workers_per_rank, worker = 1, 1, 1, 0
 
-    _, memory = get_shm_prefix([A], [None], Theirs())
+    prefix, memory = get_shm_prefix([A], ["s3://bucket/a"], Theirs())
+    assert taken(prefix)
+    with pytest.raises(errors.ClaimConflict):
+        get_shm_prefix([A], ["s3://bucket/a"], Theirs(), retry=0)
     memory.cleanup()
+    assert node.claims() == []
 
 
 def test_a_copy_that_came_by_pickle(node: Node) -> None:

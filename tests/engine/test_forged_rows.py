@@ -358,6 +358,8 @@ def test_an_intent_of_more_than_anybody_writes_is_nobodys(place: Path) -> None:
         file.write((5).to_bytes(8, "little") + (1 << 62).to_bytes(8, "little"))
     with opened(place, BUDGET) as store:
         fill(store, 1)
+        assert {entry.key for entry in store.entries("urls")} == {f"k{number}" for number in range(6)}
+        assert store.check(deep=True) == []
 
 
 @pytest.mark.parametrize("where", ["trees", "packs"])

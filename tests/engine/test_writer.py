@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
+import statistics
 import threading
 from pathlib import Path
 
@@ -16,8 +18,10 @@ from forebay._kernel import host
 from tests.harness import Gate, MiB, bytes_of, fork, opened
 
 
-def test_one_that_writes_without_end_lets_a_hungry_one_in(quick_path: Path) -> None:
+def test_one_that_writes_without_end_lets_a_hungry_one_in(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within some turns of his own after he was told, not within as many as fit into the patience of the other."""
     place, said = quick_path / "root", Gate()
+    turns = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")  # how often he had it
 
     def greedy() -> None:
         with opened(place, 64 * MiB) as store:
@@ -25,16 +29,29 @@ def test_one_that_writes_without_end_lets_a_hungry_one_in(quick_path: Path) -> N
             said.open()
             while bytes_of(store, "end") is None:
                 with store._catalog.writer():
-                    pass
+                    turns[0] += 1
 
     child = fork(greedy)
     said.wait()
+    monkeypatch.setattr(module, "HUNGRY", 0)
+    ask, asked, waited = module.Writer._ask_hungry, list[int](), list[int]()
+
+    def asking(writer: module.Writer) -> bool | None:
+        asked.append(turns[0])
+        got = ask(writer)
+        if got:
+            waited.append(turns[0] - asked[0])
+            asked.clear()
+        return got
+
+    monkeypatch.setattr(module.Writer, "_ask_hungry", asking)
     with opened(place) as store:
-        for n in range(20):
-            store.put("v", f"k{n}", b"x")
+        while len(waited) < 20:
+            store.put("v", f"k{len(waited)}", b"x")
         store.put("v", "end", b"x")
     child.result()
     said.close()
+    assert statistics.median(waited) < 100, waited
 
 
 def test_who_waits_says_that_he_is_hungry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +102,7 @@ def test_a_killed_writer_lets_go(quick_path: Path) -> None:
     os.kill(child.pid, signal.SIGKILL)
     with opened(place) as store:
         store.put("v", "k", b"x")
+        assert bytes_of(store, "k") == b"x"
     said.close()
 
 

@@ -115,7 +115,11 @@ def test_no_word_is_outside(words: Words) -> None:
 def test_a_sleep_ends_at_once_where_the_word_has_changed(words: Words) -> None:
     seen = words.value(WORD)
     words.bump(WORD)
-    words.sleep(WORD, FOR_EVER, seen)
+    assert words.value(WORD) != seen
+    sleeper = threading.Thread(target=lambda: words.sleep(WORD, FOR_EVER, seen), daemon=True)
+    sleeper.start()
+    sleeper.join(60)
+    assert not sleeper.is_alive()
 
 
 # -- nobody sleeps through a bump --------------------------------------------------------------------------------------

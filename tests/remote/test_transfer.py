@@ -39,7 +39,10 @@ def test_work_is_done_at_once(call: Call) -> None:
 
 
 def test_no_work(call: Call) -> None:
+    before = threading.active_count()
     share(iter([]), 4, call)
+    assert not call._stop.is_set()
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("helpers", [0, 3])
