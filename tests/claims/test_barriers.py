@@ -28,6 +28,7 @@ from tests.claims import houses
 from tests.claims.houses import leaving
 from tests.clocks import Clocks
 from tests.harness import Child, Crew, Gate, death_of, fork, fork_to_die
+from tests.items import until
 
 NAME = "start"
 LONG = 30.0
@@ -589,10 +590,17 @@ def test_a_timeout_names_who_left(place: Path, house: House, crew: Crew) -> None
 
 def test_ctrl_c_takes_the_arrival_back(place: Path, house: House, crew: Crew) -> None:
     def pressed(barrier: Barrier) -> int:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        def seats() -> int:
+            return sum(map(bool, boards.board_of(barrier._house, NAME).seats()))
+
+        def press() -> None:
+            until(lambda: seats() == 1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=press).start()
         with pytest.raises(KeyboardInterrupt):
             barrier.wait(2, LONG)
-        return sum(map(bool, boards.board_of(barrier._house, NAME).seats()))
+        return seats()
 
     assert crew(lambda: rank(place, 1, pressed)).result() == 0
     assert Barrier(house, NAME).wait(1) == 0
