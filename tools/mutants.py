@@ -1267,6 +1267,11 @@ MUTANTS = (
     Mutant(
         13, "who gives up is counted", "claims/barriers.py",
         "if found is None and self._seat >= 0:", "if False:",
+        f"{BARRIERS}test_a_timeout_names_who_has_not_come_and_disturbs_nobody",
+    ),
+    Mutant(
+        13, "who is interrupted is counted", "claims/barriers.py",
+        "        except BaseException:\n            visit.take_back()\n            raise", "        except BaseException:\n            raise",
         f"{BARRIERS}test_ctrl_c_takes_the_arrival_back",
     ),
     Mutant(
