@@ -23,9 +23,9 @@ from forebay._kernel import host
 from forebay._model import ObjectInfo
 from forebay.directories import copying, sinks
 from forebay.directories.copying import copy_tree, fetch_tree, locked, target_of
-from forebay.directories.crew import LARGE, STREAMS, each
 from forebay.directories.manifests import File
 from forebay.directories.sinks import FileSink, has_stamp, stamp
+from forebay.directories.thread_pool import LARGE, STREAMS, each
 from tests.harness import Child, death_of, fork, fork_to_die
 
 BODIES = {

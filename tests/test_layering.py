@@ -23,9 +23,9 @@ ORDER = """
     _kernel.waits _kernel.below < world remote
     _kernel.waits _kernel.below _config < _engine.files < _engine.index < _engine.catalog < _engine.locks < _engine.space < _engine.write
     _engine.write < _engine.packs
-    _engine.locks < _engine.reading _engine.census
+    _engine.locks < _engine.reading _engine.stats
     _engine.space _engine.reading < _engine.check
-    _engine.packs _engine.check _engine.census < _engine.engine < _engine.ahead < _engine.pieces < _engine.store _engine.passthrough
+    _engine.packs _engine.check _engine.stats < _engine.engine < _engine.ahead < _engine.values < _engine.store _engine.passthrough
     _engine.catalog < _engine.strays < _engine.store
     _config world remote < claims
     _engine.store _engine.passthrough remote < origin < directories sources

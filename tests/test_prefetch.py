@@ -16,7 +16,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.write.credit import Credit
+from forebay._engine.write.reservations import Credit
 from forebay.prefetch import Prefetcher, loader
 from forebay.prefetch.loads import State
 from forebay.prefetch.pools import PassThrough

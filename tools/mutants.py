@@ -162,7 +162,7 @@ MUTANTS = (
         "tests/test_directories.py::test_an_upload_that_goes_on_is_not_handed_out[arrow]",
     ),
     Mutant(
-        1, "a list of files may be as long as its server likes", "directories/marks.py",
+        1, "a list of files may be as long as its server likes", "directories/upload_marker.py",
         "        if size > LARGEST:\n", "        if size > LARGEST << 60:\n",
         "tests/remote/test_hostile_listings.py::test_a_large_mark_on_a_filesystem",
     ),
@@ -662,7 +662,7 @@ MUTANTS = (
         "tests/engine/test_displace.py::test_who_remembers_what_made_way_finds_nothing",
     ),
     Mutant(
-        7, "a replaced entry keeps its slot", "_engine/write/inserting.py",
+        7, "a replaced entry keeps its slot", "_engine/write/insert.py",
         "        self._slots.clear(old.slot, old.id)\n        txn.leftovers", "        txn.leftovers",
         f"{OTHERS}test_who_remembers_reads_exact_bytes[replace]",
     ),
@@ -825,7 +825,7 @@ MUTANTS = (
         f"{STRANGE}test_nor_one_that_comes_a_moment_later",
     ),
     Mutant(
-        10, "a lease of another root is linked by its number", "_engine/write/linking.py",
+        10, "a lease of another root is linked by its number", "_engine/write/link.py",
         'source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix))', 'source.kind != "blob"',
         "tests/engine/test_doors.py::test_what_is_leased_in_another_root_is_not_linked",
     ),
@@ -920,17 +920,17 @@ MUTANTS = (
         "tests/test_prefetch.py::test_without_a_version_items_go_with_the_processes_that_use_them",
     ),
     Mutant(
-        4, "a size that is told is not reserved", "prefetch/desk.py",
+        4, "a size that is told is not reserved", "prefetch/load_queue.py",
         "        return self.need_of(self.largest if load.size is None else load.size)\n", "        return self.need_of(self.largest)\n",
         "tests/test_prefetch.py::test_a_size_that_is_told_is_reserved_before_the_read",
     ),
     Mutant(
-        4, "bytes that are left of a promise are lost", "_engine/write/credit.py",
+        4, "bytes that are left of a promise are lost", "_engine/write/reservations.py",
         "        if left == NOTHING:", "        if not left.entries:",
         "tests/test_prefetch.py::test_items_of_many_sizes_are_all_kept",
     ),
     Mutant(
-        9, "a child waits for what its parent was reading", "prefetch/desk.py",
+        9, "a child waits for what its parent was reading", "prefetch/load_queue.py",
         "            if load.state in (State.QUEUED, State.RUNNING):\n                load.state",
         "            if load.state is State.QUEUED:\n                load.state",
         "tests/scenarios/test_prefetch.py::test_s17_forked_while_loads_are_pending",
@@ -941,17 +941,17 @@ MUTANTS = (
         "tests/scenarios/test_prefetch.py::test_s17_forked_while_loads_are_pending",
     ),
     Mutant(
-        11, "nobody is told that a load is done", "prefetch/desk.py",
+        11, "nobody is told that a load is done", "prefetch/load_queue.py",
         "        if state is not State.RUNNING and load.waiting:\n            self.settled.notify_all()\n", "",
         "tests/test_prefetch.py::test_running_it_is_waited_for",
     ),
     Mutant(
-        2, "what is to be read is not looked for under its key's lock", "prefetch/scout.py",
+        2, "what is to be read is not looked for under its key's lock", "prefetch/scheduler.py",
         "[load.name for load in loads])", "[load.name for load in loads if load not in started])",
         "tests/test_prefetch.py::test_each_item_is_read_once_by_two_pools",
     ),
     Mutant(
-        4, "what is promised ahead does not count against a quota", "_engine/write/credit.py",
+        4, "what is promised ahead does not count against a quota", "_engine/write/reservations.py",
         "return Want(self._space.id, key, 0, need.size, charged", "return Want(self._space.id, key, 0, 0, charged",
         "tests/engine/test_credit.py::test_a_promise_counts_against_the_limits_of_its_space",
     ),
@@ -1139,7 +1139,7 @@ MUTANTS = (
         "tests/crash/test_tasks.py::test_a_failed_replacement_keeps_the_old_value[row-row]",
     ),
     Mutant(
-        4, "a quota gives up ahead", "_engine/space/displace.py",
+        4, "a quota gives up ahead", "_engine/space/inline_eviction.py",
         "(short.quota, short.here) if of_space", "(short.quota + self._ahead(want, short), short.here) if of_space",
         f"{TASKS}test_the_least_recently_used_goes_first_also_after_a_restart",
     ),
@@ -1170,7 +1170,7 @@ MUTANTS = (
         f"{JOBS}test_another_run_is_another_job",
     ),
     Mutant(
-        13, "a directory that another job has is not looked at", "claims/ledger.py",
+        13, "a directory that another job has is not looked at", "claims/locked_registry.py",
         "records.may_meet(found, asked)", "False",
         f"{REGISTRY}test_the_error_has_both_claims_as_values",
     ),
@@ -1195,7 +1195,7 @@ MUTANTS = (
         f"{REGISTRY}test_a_file_of_another_users_in_a_claim_is_not_opened",
     ),
     Mutant(
-        13, "who is being killed is in the way", "claims/seen.py",
+        13, "who is being killed is in the way", "claims/inspect.py",
         "if not self.led or self._is_leader_dying():", "if False:",
         f"{REGISTRY}test_a_killed_leader_is_waited_for_until_the_last_of_it_is_gone",
     ),
@@ -1210,7 +1210,7 @@ MUTANTS = (
         f"{MEMBERS}test_a_child_holds_nothing_of_its_parents",
     ),
     Mutant(
-        13, "a child forked in between keeps a lock", "claims/passing.py",
+        13, "a child forked in between keeps a lock", "claims/inherited_fds.py",
         "            self.close(fd)  # never unlocked: the locks are the parent's", "            pass",
         "tests/crash/test_claims.py::test_a_child_forked_at_each_step_holds_nothing",
     ),
@@ -1220,7 +1220,7 @@ MUTANTS = (
         f"{MEMBERS}test_an_exit_is_told_from_a_death",
     ),
     Mutant(
-        13, "what is beside a claim stays", "claims/ledger.py",
+        13, "what is beside a claim stays", "claims/locked_registry.py",
         "building.remove_beside(directory)", "pass",
         "tests/crash/test_claims.py::test_what_is_beside_a_claim_goes_with_it",
     ),
@@ -1245,7 +1245,7 @@ MUTANTS = (
         f"{BARRIERS}test_those_who_come_later_know_nothing_of_the_dead",
     ),
     Mutant(
-        13, "seats of the round before the last are taken", "claims/boards.py",
+        13, "seats of the round before the last are taken", "claims/barrier_state.py",
         "        self._clear_locked(after)\n", "",
         f"{BARRIERS}test_nobody_is_a_round_ahead",
     ),
@@ -1255,7 +1255,7 @@ MUTANTS = (
         f"{BARRIERS}test_one_that_crossed_is_killed_on_its_way",
     ),
     Mutant(
-        13, "a barrier breaks at a time of the wall clock", "claims/boards.py",
+        13, "a barrier breaks at a time of the wall clock", "claims/barrier_state.py",
         "host.set_word(self._words, _BROKEN_AT, time.monotonic_ns())", "host.set_word(self._words, _BROKEN_AT, 1)",
         f"{BARRIERS}test_a_clock_that_is_set_back_leaves_no_late_one_untold",
     ),
@@ -1271,7 +1271,8 @@ MUTANTS = (
     ),
     Mutant(
         13, "who is interrupted is counted", "claims/barriers.py",
-        "        except BaseException:\n            visit.take_back()\n            raise", "        except BaseException:\n            raise",
+        "        except BaseException:\n            visit.take_back()\n            raise",
+        "        except BaseException:\n            raise",
         f"{BARRIERS}test_ctrl_c_takes_the_arrival_back",
     ),
     Mutant(

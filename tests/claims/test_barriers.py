@@ -21,7 +21,7 @@ import pytest
 
 from forebay import errors
 from forebay._kernel import host, waits
-from forebay.claims import boards, memory, named_locks
+from forebay.claims import barrier_state, memory, named_locks
 from forebay.claims.barriers import Barrier
 from forebay.claims.members import House
 from tests.claims import houses
@@ -51,7 +51,7 @@ def broken(barrier: Barrier, parties: int | None = None) -> tuple[list[str], flo
 
 def comes_to_wait(house: House, count: int, name: str = NAME) -> None:
     """Until so many wait."""
-    board = boards.board_of(house, name)
+    board = barrier_state.board_of(house, name)
     deadline = time.monotonic() + LONG
     while sum(map(bool, board.seats())) < count:
         assert time.monotonic() < deadline, f"{board.seats()} after {LONG} s"
@@ -129,7 +129,7 @@ def test_the_first_says_how_many(house: House) -> None:
         Barrier(house, NAME).wait()
 
 
-@pytest.mark.parametrize("parties", [0, -1, 1.5, True, "2", boards.SEATS + 1])
+@pytest.mark.parametrize("parties", [0, -1, 1.5, True, "2", barrier_state.SEATS + 1])
 def test_parties_that_make_no_sense(house: House, parties: Any) -> None:
     with pytest.raises(errors.ConfigError, match="parties"):
         Barrier(house, NAME).wait(parties)
@@ -591,7 +591,7 @@ def test_a_timeout_names_who_left(place: Path, house: House, crew: Crew) -> None
 def test_ctrl_c_takes_the_arrival_back(place: Path, house: House, crew: Crew) -> None:
     def pressed(barrier: Barrier) -> int:
         def seats() -> int:
-            return sum(map(bool, boards.board_of(barrier._house, NAME).seats()))
+            return sum(map(bool, barrier_state.board_of(barrier._house, NAME).seats()))
 
         def press() -> None:
             until(lambda: seats() == 1)
@@ -663,7 +663,7 @@ def test_a_claim_that_is_dropped_is_not_kept(place: Path, house: House) -> None:
     def drop(house: House) -> list[bool]:
         other = houses.join(place)
         Barrier(other, NAME).wait(1)
-        known = weakref.ref(other), weakref.ref(boards.board_of(other, NAME))
+        known = weakref.ref(other), weakref.ref(barrier_state.board_of(other, NAME))
         named_locks.close(other)
         other.members.leave()
         del other

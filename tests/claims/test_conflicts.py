@@ -14,10 +14,10 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.claims import conflicts, dirs, members
+from forebay.claims.claim_request import Wanted
 from forebay.claims.dirs import Place
 from forebay.claims.records import Record, Stream
 from forebay.claims.registry import Registry
-from forebay.claims.wanted import Wanted
 from tests.claiming import REMOTE, alone, rank
 from tests.harness import Crew, Gate
 

@@ -27,10 +27,10 @@ import forebay.claims
 import forebay.remote  # here, so that forked children need not
 from forebay import errors
 from forebay._kernel import host
-from forebay.claims import claim_files, dirs, ledger, members, place, records, table
+from forebay.claims import claim_files, dirs, locked_registry, members, records, registry_dir, table
+from forebay.claims.claim_request import Wanted
 from forebay.claims.records import Stream
 from forebay.claims.registry import Registry
-from forebay.claims.wanted import Wanted
 from tests.claiming import REMOTE, alone, claims_in, rank, text_of
 from tests.harness import Child, Crew, Gate, as_user, fork, in_child
 
@@ -148,7 +148,7 @@ def test_a_relative_one_is_an_error(monkeypatch: pytest.MonkeyPatch, said: str) 
 
 
 def test_by_default_it_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert place.default() == Path("/dev/shm/forebay-claims")
+    assert registry_dir.default() == Path("/dev/shm/forebay-claims")
 
 
 def test_64_processes_make_it_at_once(registry: Path, crew: Crew) -> None:
@@ -285,10 +285,10 @@ def test_a_refusal_is_withdrawn_at_the_end_and_there_are_few(node: Registry, cre
                 claim("/local/x", job="job")
         found = os.listdir(registry)
         members.leave_all()
-        return [name for name in found if name.startswith(ledger.REFUSED)]
+        return [name for name in found if name.startswith(locked_registry.REFUSED)]
 
     assert len(in_child(refused)) == 32
-    assert [name for name in os.listdir(registry) if name.startswith(ledger.REFUSED)] == []
+    assert [name for name in os.listdir(registry) if name.startswith(locked_registry.REFUSED)] == []
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.3], ids=["at once", "after a while"])

@@ -16,12 +16,12 @@ import forebay
 from forebay import errors
 from forebay._kernel import host
 from forebay._kernel.locks import LockFile
-from forebay.claims import seen
-from forebay.claims.ledger import InTheWay
+from forebay.claims import inspect
+from forebay.claims.claim_request import Wanted
+from forebay.claims.inspect import Seen
+from forebay.claims.locked_registry import InTheWay
 from forebay.claims.registry import Registry
-from forebay.claims.seen import Seen
 from forebay.claims.table import Member
-from forebay.claims.wanted import Wanted
 from tests.claiming import REMOTE, alone, rank
 from tests.harness import Crew
 
@@ -52,15 +52,15 @@ def test_a_child_that_dies_while_it_is_looked_at(registry: Path, monkeypatch: py
         os.close(fd)
     os.kill(leader, signal.SIGKILL)
     os.waitpid(leader, 0)
-    (name,) = [name for name in os.listdir(registry) if seen.parse([name])]
-    found = seen.look_at(registry, name)
+    (name,) = [name for name in os.listdir(registry) if inspect.parse([name])]
+    found = inspect.look_at(registry, name)
     assert found is not None
     assert found.led
     members = Seen.members
 
     def later(self: Seen) -> list[Member]:
         os.kill(child, signal.SIGKILL)
-        while (again := seen.look_at(registry, name)) is not None and again.live:
+        while (again := inspect.look_at(registry, name)) is not None and again.live:
             os.sched_yield()
         return members(self)
 
@@ -71,7 +71,7 @@ def test_a_child_that_dies_while_it_is_looked_at(registry: Path, monkeypatch: py
 def test_names_of_claims_are_told_from_others() -> None:
     sound, tag = f"000001.{'a' * 16}", "b" * 16
     others = ["", "lock", f"1.{tag}", f".new.{tag}", f"000002.{tag}\n", f"x000003.{tag}", f"000004.{tag}x", f"\n000005.{tag}"]
-    assert seen.parse([*others, sound, *others, f"1000000.{tag}"]) == [(sound, 1, "a" * 16), (f"1000000.{tag}", 1_000_000, tag)]
+    assert inspect.parse([*others, sound, *others, f"1000000.{tag}"]) == [(sound, 1, "a" * 16), (f"1000000.{tag}", 1_000_000, tag)]
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])

@@ -24,9 +24,9 @@ from forebay.claims import (
     memory,  # noqa: F401
     named_locks,  # noqa: F401
 )
+from forebay.claims.claim_request import Wanted
 from forebay.claims.records import Stream
 from forebay.claims.registry import Registry
-from forebay.claims.wanted import Wanted
 from tests.claiming import REMOTE, alone, rank, registry  # noqa: F401 (a fixture)
 from tests.harness import Child, Gate, death_of, fork, fork_to_die, in_child
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import forebay
 from forebay._engine.store import Store
-from forebay._engine.write.credit import Item
+from forebay._engine.write.reservations import Item
 from tests.crash.conftest import Scene
 from tests.harness import KiB, MiB, bytes_of
 from tests.items import Items

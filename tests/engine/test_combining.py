@@ -13,8 +13,8 @@ import pytest
 
 from forebay import errors
 from forebay._engine.store import Store
-from forebay._engine.write import combining
-from forebay._engine.write.combining import Combining
+from forebay._engine.write import combine
+from forebay._engine.write.combine import Combining
 from forebay._kernel import host
 from tests.crash.conftest import Scene
 from tests.harness import KiB, MiB, assert_settled, bytes_of, fork, opened
@@ -87,7 +87,7 @@ class Doing:
 def test_those_who_wait_go_together() -> None:
     doing = Doing()
     assert doing.run(range(40)) == [2 * n for n in range(40)]
-    assert [len(call) for call in doing.calls] == [1, combining.MOST, combining.MOST, 7]
+    assert [len(call) for call in doing.calls] == [1, combine.MOST, combine.MOST, 7]
 
 
 def test_one_that_fails_takes_nobody_along() -> None:

@@ -10,7 +10,7 @@ import pytest
 from forebay import errors
 from forebay._engine.space.ranking import Scope
 from forebay._engine.store import Store
-from forebay._engine.write.credit import NOTHING, Item, Need
+from forebay._engine.write.reservations import NOTHING, Item, Need
 from tests.harness import Gate, KiB, MiB, fork, opened
 
 

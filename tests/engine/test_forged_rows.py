@@ -18,8 +18,8 @@ import pytest
 
 import forebay
 from forebay import Cache, errors
-from forebay._engine import census
-from forebay._engine.catalog import CatalogBroken, people, transactions
+from forebay._engine import stats
+from forebay._engine.catalog import CatalogBroken, processes, transactions
 from forebay._engine.files import root
 from forebay._engine.store import Store
 from forebay._model import ObjectInfo
@@ -118,7 +118,7 @@ FIRST = {
 def test_a_page_of_damaged_rows_hides_nothing_behind_it(
     place: Path, what: str, read_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(census, "PAGE", 4)
+    monkeypatch.setattr(stats, "PAGE", 4)
     in_child(lambda: _with(place, lambda store: store.put_many("v", [(f"k{n:02d}", b"x") for n in range(40)])))
     forge(place, f"UPDATE entries SET {FIRST[what]} WHERE key < 'k13' OR key BETWEEN 'k20' AND 'k31' OR key > 'k35'")
     sound = [f"k{n:02d}" for n in (*range(13, 20), *range(32, 36))]
@@ -260,7 +260,7 @@ def test_what_is_no_number_or_no_name_reaches_no_caller(place: Path, what: str) 
     def use(cache: forebay.Cache) -> None:
         store = cache._store
         assert isinstance(store, Store)
-        assert people.waits(store._catalog) == []
+        assert processes.waits(store._catalog) == []
         assert store.failure("urls", "k1", 0) is None
         for number in range(20):
             assert cache.put(f"n{number}", bytes([number]) * (300 * KiB))

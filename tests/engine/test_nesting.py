@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay._engine.catalog.people import Wait
+from forebay._engine.catalog.processes import Wait
 from forebay._engine.locks.nesting import Busy, leads_to
 from forebay._engine.store import Settings, Store
 

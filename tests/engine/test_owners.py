@@ -10,7 +10,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.catalog import people, writer
+from forebay._engine.catalog import processes, writer
 from forebay._engine.store import Store
 from forebay._kernel import locks
 from tests.harness import MiB, opened
@@ -21,7 +21,7 @@ def test_a_process_knows_its_own_row(cache: forebay.Cache, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "forebay"):
         assert isinstance(cache._store, Store)
         assert cache._store._owners.me()
-        found = people.every(cache._store._catalog)
+        found = processes.every(cache._store._catalog)
     assert [owner.pid for owner in found] == [os.getpid()]
     assert caplog.records == []
 

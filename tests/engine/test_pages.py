@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay._engine import census, check, store
+from forebay._engine import check, stats, store
 from forebay._engine.catalog import Catalog, entries
 from forebay.cache import entries as listing
 from forebay.cli import render
@@ -22,7 +22,7 @@ MOST = 40
 @pytest.fixture
 def cache(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[forebay.Cache]:
     for module, name, value in (
-        (census, "PAGE", 20), (check, "AT_ONCE", 20), (entries, "RANGE", 20), (store, "REMOVED_AT_ONCE", 16), (listing, "IN_MEMORY", 50),
+        (stats, "PAGE", 20), (check, "AT_ONCE", 20), (entries, "RANGE", 20), (store, "REMOVED_AT_ONCE", 16), (listing, "IN_MEMORY", 50),
         (render, "A_PAGE", 20),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)

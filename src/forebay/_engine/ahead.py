@@ -16,9 +16,9 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.space.eviction import Doomed
 from forebay._engine.space.room import Want
 from forebay._engine.space.settings import keep
-from forebay._engine.write.credit import Credit, Item
-from forebay._engine.write.inserting import Label
+from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import SMALL
+from forebay._engine.write.reservations import Credit, Item
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy
 

@@ -10,8 +10,7 @@ from typing import ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from forebay import errors
 from forebay._engine import check
-from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, people, spaces
-from forebay._engine.census import Census
+from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, processes, spaces
 from forebay._engine.files import settings_file
 from forebay._engine.files.faults import SCARCE, faults
 from forebay._engine.files.root import Root, open_root
@@ -25,12 +24,13 @@ from forebay._engine.locks.owners import Owners
 from forebay._engine.packs.packing import Packing
 from forebay._engine.reading import Reading
 from forebay._engine.space.budget import Budget
-from forebay._engine.space.displace import Displacing
 from forebay._engine.space.eviction import Eviction
+from forebay._engine.space.inline_eviction import Displacing
 from forebay._engine.space.ranking import Ranking
 from forebay._engine.space.settings import Settings, apply, keep
+from forebay._engine.stats import Census
 from forebay._engine.write.intent import Intent
-from forebay._engine.write.linking import Linking
+from forebay._engine.write.link import Linking
 from forebay._engine.write.publish import Publisher
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
@@ -241,7 +241,7 @@ class Engine:
             return
         check.remove_strays(self.root, self._catalog, self._eviction, self._fill)
         with self._catalog.write() as txn:
-            people.forget_failures(txn)
+            processes.forget_failures(txn)
             spaces.set_setting(txn, "boot", host.boot_id())
 
     @mending

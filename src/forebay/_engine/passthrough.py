@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from forebay import errors
-from forebay._engine.census import Facts, Usage
 from forebay._engine.index.counters import NAMES
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Hit, Remembered, no_hit
 from forebay._engine.locks.fill import KeyHold, OnWait
-from forebay._engine.pieces import finds_nothing
+from forebay._engine.stats import Facts, Usage
+from forebay._engine.values import finds_nothing
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Problem, Report, Span, Strays, Victim
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from typing import TypeVar
 from forebay import errors
 from forebay._engine import check, strays
 from forebay._engine.catalog import CatalogBroken, DiskFull, entries
-from forebay._engine.census import Facts, Usage
 from forebay._engine.engine import mending
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import foreign
@@ -23,11 +22,12 @@ from forebay._engine.locks.fill import KeyHold, OnWait
 from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.pack import Pack
 from forebay._engine.packs.packing import Room, Taken
-from forebay._engine.pieces import Pieces
 from forebay._engine.space.eviction import Doomed
 from forebay._engine.space.room import Want
 from forebay._engine.space.settings import Settings as Settings
-from forebay._engine.write.inserting import Label
+from forebay._engine.stats import Facts, Usage
+from forebay._engine.values import Pieces
+from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import Writing
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim

@@ -10,8 +10,8 @@ from operator import attrgetter, itemgetter
 from typing import TypeVar, overload
 
 from forebay._engine.catalog.spill import Spill
-from forebay._engine.census import Facts
 from forebay._engine.passthrough import PassThrough
+from forebay._engine.stats import Facts
 from forebay._engine.store import Store
 from forebay._model import Entry, Victim
 from forebay.origin import URLS

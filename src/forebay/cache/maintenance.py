@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from forebay import _config, errors, remote
-from forebay._engine.census import Usage
 from forebay._engine.locks.leases import Lease
 from forebay._engine.passthrough import PassThrough
+from forebay._engine.stats import Usage
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Entry, Problem, Report, Strays, Victim, is_text

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from forebay import _config, errors
 from forebay.claims import conflicts
 from forebay.claims import dirs as directories
+from forebay.claims.claim_request import Held, Wanted
+from forebay.claims.inspect import Seen
 from forebay.claims.jobs import identify
 from forebay.claims.members import House
-from forebay.claims.place import default as default_registry
 from forebay.claims.records import Record, Stream
 from forebay.claims.registry import Registry
-from forebay.claims.seen import Seen
-from forebay.claims.wanted import Held, Wanted
+from forebay.claims.registry_dir import default as default_registry
 from forebay.remote import urls
 from forebay.world import World as World
 

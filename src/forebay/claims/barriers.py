@@ -10,7 +10,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 from forebay import _config, errors
 from forebay._kernel import waits
-from forebay.claims.boards import GONE, SEATS, SEEN, VISIT, Board, Crowd, board_of, is_of, owner, slot_of
+from forebay.claims.barrier_state import GONE, SEATS, SEEN, VISIT, Board, Crowd, board_of, is_of, owner, slot_of
 from forebay.claims.members import House
 from forebay.claims.named_locks import with_state
 from forebay.claims.table import Member

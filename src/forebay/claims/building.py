@@ -18,7 +18,7 @@ from forebay._kernel import host, locks
 from forebay._kernel.waits import COUNT
 from forebay._logs import logger
 from forebay.claims import claim_files, records, table
-from forebay.claims.passing import passing
+from forebay.claims.inherited_fds import passing
 from forebay.claims.records import Record
 
 log = logger("forebay.claims")

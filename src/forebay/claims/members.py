@@ -21,7 +21,7 @@ from forebay._kernel import host, locks
 from forebay._logs import logger
 from forebay.claims import claim_files
 from forebay.claims.claim_files import Gone
-from forebay.claims.passing import passing
+from forebay.claims.inherited_fds import passing
 from forebay.claims.table import CLAIM, IN, LEFT, SLOTS, Identity, Member, Table
 
 log = logger("forebay.claims")

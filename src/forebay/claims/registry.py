@@ -16,14 +16,14 @@ from pathlib import Path
 
 from forebay import errors
 from forebay._kernel import locks
-from forebay.claims import building, conflicts, place, seen
+from forebay.claims import building, conflicts, inspect, registry_dir
+from forebay.claims.backoff import Patience
 from forebay.claims.claim_files import Gone
-from forebay.claims.ledger import REFUSED, InTheWay, Ledger
+from forebay.claims.claim_request import Held, Wanted
+from forebay.claims.inspect import Seen
+from forebay.claims.locked_registry import REFUSED, InTheWay, Ledger
 from forebay.claims.members import Members
-from forebay.claims.patience import Patience
-from forebay.claims.seen import Seen
 from forebay.claims.table import CLAIM, LEADER
-from forebay.claims.wanted import Held, Wanted
 
 _LONGEST_PAUSE = 0.05
 _PATIENCE = 60.0
@@ -34,8 +34,8 @@ class Registry:
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         """Raises `RootRefused` where the directory (default: ``$FOREBAY_CLAIMS``, else one in /dev/shm) cannot serve."""
-        self.path = (place.default() if path is None else Path(path)).absolute()
-        place.prepare(self.path)
+        self.path = (registry_dir.default() if path is None else Path(path)).absolute()
+        registry_dir.prepare(self.path)
 
     # -- having a claim --------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Registry:
         """Join those who have the claim in ``directory``. Raises `Closed` where it was freed."""
         with contextlib.suppress(Gone):
             members = Members.attach(directory, rank=rank, worker=worker, on_left=self._left)
-            found = seen.look_at(self.path, directory.name)
+            found = inspect.look_at(self.path, directory.name)
             if found is not None and found.record is not None:
                 return Held(found.record, members)
             members.leave()
@@ -97,7 +97,7 @@ class Registry:
     def _find(self, wanted: Wanted, *, led: bool) -> Held | None:
         """The claim of that job and key, joined. ``led``: only while its leader has it."""
         for name in os.listdir(self.path):
-            found = seen.look_at(self.path, name) if name.endswith(wanted.tag) else None
+            found = inspect.look_at(self.path, name) if name.endswith(wanted.tag) else None
             if found is None or found.record is None or not found.live or found.uid != os.geteuid() or (led and found.is_ending()):
                 continue  # another user's: anybody can tell the tag of a job, and give it to a claim of his own
             try:
@@ -140,12 +140,12 @@ class Registry:
 
     def look(self) -> list[Seen]:
         """All claims of the node, live and dead, by their number. What cannot be read is told as far as it can."""
-        found = [seen.look_at(self.path, name) for name in os.listdir(self.path)]
+        found = [inspect.look_at(self.path, name) for name in os.listdir(self.path)]
         return sorted((one for one in found if one is not None), key=lambda one: (one.prefix, one.tag))
 
     def prefixes(self) -> set[int]:
         """The numbers that claims have, dead ones too."""
-        return {prefix for _, prefix, _ in seen.parse(os.listdir(self.path))}
+        return {prefix for _, prefix, _ in inspect.parse(os.listdir(self.path))}
 
     def prune(self, timeout: float | None = _PATIENCE) -> list[Seen]:
         """Free what is dead and this user's now; the next claim of the user would do the same. Gives what was freed."""
@@ -155,7 +155,7 @@ class Registry:
     def _left(self, directory: Path) -> None:
         """Free a claim if nobody has it any more, and the lock is to be had without a wait; else the next claim does."""
         with contextlib.suppress(OSError):  # a `WaitTimeout` is one too
-            if seen.glance(str(directory)) is None:
+            if inspect.glance(str(directory)) is None:
                 with self.locked(0) as ledger:
                     ledger.free(directory)
 
@@ -166,7 +166,7 @@ class Registry:
         What loses its name is removed afterwards: large files take long."""
         scrap: list[Path] = []
         try:
-            with place.locked(self.path, timeout):
+            with registry_dir.locked(self.path, timeout):
                 ledger = Ledger(self.path, scrap)
                 yield ledger
         finally:

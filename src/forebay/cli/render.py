@@ -22,7 +22,7 @@ from forebay._logs import escaped
 from forebay.cli.hints import hint_for
 
 if TYPE_CHECKING:
-    from forebay._engine.census import Facts
+    from forebay._engine.stats import Facts
     from forebay._model import Entry, Problem, Report, Strays, Victim
     from forebay.claims import ClaimInfo
     from forebay.reports import Stats

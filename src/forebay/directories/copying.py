@@ -21,9 +21,9 @@ from forebay import errors
 from forebay._engine.files.trees import remove_whole
 from forebay._kernel import host
 from forebay._model import ObjectInfo
-from forebay.directories.crew import each
 from forebay.directories.manifests import File
 from forebay.directories.sinks import FileSink, Gate, has_stamp, stamp
+from forebay.directories.thread_pool import each
 
 PART = ".forebay-part"
 JOBS = 16

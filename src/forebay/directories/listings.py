@@ -10,8 +10,8 @@ from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay._model import Transfer
 from forebay.directories.manifests import MARK, File, Manifest
-from forebay.directories.marks import Mark, MarkSink, Noted
 from forebay.directories.place import Place
+from forebay.directories.upload_marker import Mark, MarkSink, Noted
 from forebay.origin import LISTINGS, Origin
 from forebay.origin.request import Ask, is_same_version
 

@@ -21,7 +21,7 @@ from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import noted
-from forebay.directories import crew
+from forebay.directories import thread_pool
 from forebay.directories.listings import Listing, Listings
 from forebay.directories.manifests import File, Manifest, Part, Patterns
 from forebay.directories.place import Place, place_of
@@ -314,7 +314,7 @@ class _Tree:
 
         try:
             self._store.ensure_room(URLS, [(self._place.target(file.name).key, file.size or 0) for file in missing])
-            crew.each([(file, file.size or 0) for file in missing], bring, JOBS, on_turn=told.tell)
+            thread_pool.each([(file, file.size or 0) for file in missing], bring, JOBS, on_turn=told.tell)
             told.tell()
             yield leases
         except errors.NoSpace as error:

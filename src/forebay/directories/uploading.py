@@ -21,12 +21,12 @@ from forebay import errors
 from forebay._engine.passthrough import MemorySink
 from forebay._logs import logger
 from forebay._model import ObjectInfo
-from forebay.directories import crew
+from forebay.directories import thread_pool
 from forebay.directories.manifests import MARK, File, check_names, is_folder
-from forebay.directories.marks import Mark, MarkSink, Noted
 from forebay.directories.metadata import METADATA, forget
 from forebay.directories.place import Place
 from forebay.directories.trees import Directories
+from forebay.directories.upload_marker import Mark, MarkSink, Noted
 from forebay.directories.walking import LocalFile, files_below
 from forebay.origin import Origin
 from forebay.origin.request import is_same_version
@@ -186,7 +186,7 @@ class _Upload:
         def turn() -> None:
             self._say("reading", sum(files[name].size for name in list(digests)), total)
 
-        crew.each([(file, file.size) for file in files.values()], read, self._jobs, on_turn=turn, stop=self._stop)
+        thread_pool.each([(file, file.size) for file in files.values()], read, self._jobs, on_turn=turn, stop=self._stop)
         return digests, missing
 
     def _is_there(self, file: LocalFile, digest: str, before: Mark | None, info: ObjectInfo | None) -> bool:
@@ -257,12 +257,12 @@ class _Upload:
             self._watch_mark()
             self._say("sending", sum(list(self._done.values())), total)
 
-        crew.each([(file, self._weight(file)) for file in todo], self._send_one, self._jobs, on_turn=turn, stop=self._stop)
+        thread_pool.each([(file, self._weight(file)) for file in todo], self._send_one, self._jobs, on_turn=turn, stop=self._stop)
         turn()
 
     def _weight(self, file: LocalFile) -> int:
         in_parts = self._place.key.startswith("s3://") and not self._place.identity and file.size > IN_ONE
-        return max(file.size, crew.LARGE) if in_parts else file.size
+        return max(file.size, thread_pool.LARGE) if in_parts else file.size
 
     def _send_one(self, file: LocalFile) -> None:
         def on_sent(done: int) -> None:
@@ -283,7 +283,7 @@ class _Upload:
 
     def _remove(self, those: Iterable[str]) -> None:
         names = list(those)
-        crew.each([(name, 0) for name in names], lambda name: self._place.remote.delete(self._place.object(name)), self._jobs)
+        thread_pool.each([(name, 0) for name in names], lambda name: self._place.remote.delete(self._place.object(name)), self._jobs)
         if self._place.local is not None:
             prune(self._place.local, names)
 

@@ -22,8 +22,8 @@ from forebay._logs import logger
 from forebay._model import Buffer, Item_co, Noted
 from forebay.codecs import as_bytes
 from forebay.origin import Origin
-from forebay.prefetch.desk import Job
 from forebay.prefetch.lazies import Lazy, Spilled
+from forebay.prefetch.load_queue import Job
 from forebay.prefetch.loader import Loader, abandon
 from forebay.prefetch.loads import Load
 from forebay.prefetch.pools import PassThrough as PassThrough

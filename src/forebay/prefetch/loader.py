@@ -18,15 +18,15 @@ import weakref
 from forebay import errors
 from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
-from forebay._engine.write.credit import NOTHING
+from forebay._engine.write.reservations import NOTHING
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
-from forebay.prefetch.desk import Desk, Job
-from forebay.prefetch.keeper import Keeper
+from forebay.prefetch.load_queue import Desk, Job
 from forebay.prefetch.loads import Load, State
 from forebay.prefetch.steps import Steps
 from forebay.prefetch.worker import Worker
+from forebay.prefetch.writer import Keeper
 
 log = logger("forebay.prefetch")
 

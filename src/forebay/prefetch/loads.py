@@ -10,7 +10,7 @@ from typing import Self
 
 from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
-from forebay._engine.write.credit import NOTHING, Need
+from forebay._engine.write.reservations import NOTHING, Need
 from forebay._model import Buffer
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from forebay import errors
 from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
-from forebay._engine.write.credit import Need, validator_of
+from forebay._engine.write.reservations import Need, validator_of
 from forebay._logs import logger
 from forebay._model import Buffer
-from forebay.prefetch.desk import Job
-from forebay.prefetch.keeper import Keeper
+from forebay.prefetch.load_queue import Job
 from forebay.prefetch.loads import Brought, Load, Mark, State
+from forebay.prefetch.writer import Keeper
 
 log = logger("forebay.prefetch")
 

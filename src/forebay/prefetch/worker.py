@@ -7,7 +7,7 @@ import contextlib
 from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._logs import logger
-from forebay.prefetch.desk import Desk, Job
+from forebay.prefetch.load_queue import Desk, Job
 from forebay.prefetch.loads import Load, Prepared, State
 from forebay.prefetch.steps import Steps
 

@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 import xxhash
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, CatalogBroken, people, reservations
+from forebay._engine.catalog import Catalog, CatalogBroken, processes, reservations
 from forebay._engine.files.root import Root
 from forebay._engine.files.stages import progress_of
 from forebay._engine.index.counters import WAIT_NS_LOCK, WAITS, Counters
@@ -267,14 +267,14 @@ class Fill:
         """Let those who wait for this key know what became of it."""
         with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
             at = time.monotonic_ns()
-            people.record_failure(txn, space, key, errors.to_wire(error), at)
+            processes.record_failure(txn, space, key, errors.to_wire(error), at)
             if len(self._errors) >= 256:
                 self._errors.clear()
             self._errors[space, key] = at, error
 
     def failure(self, space: int, key: str, since: int) -> Exception | None:
         """What the work on a key failed with after ``since``, in any process; a later call tries again."""
-        found = people.failure(self._catalog, space, key)
+        found = processes.failure(self._catalog, space, key)
         if found is None or found[0] < since:
             return None
         at, error = self._errors.get((space, key), (0, None))

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 
 from forebay import errors
-from forebay._engine.catalog import Catalog, Txn, people
+from forebay._engine.catalog import Catalog, Txn, processes
 from forebay._engine.locks.owners import Owners
 
 
@@ -35,29 +35,29 @@ class Nesting:
         if not held:
             yield
             return
-        note = people.Wait(self._owners.me(), next(self._numbers), frozenset(held), wanted)
+        note = processes.Wait(self._owners.me(), next(self._numbers), frozenset(held), wanted)
         with self._catalog.write() as txn:
             if leads_to(held, wanted, self._living(txn)):
                 raise Busy(f"{key!r} is being made by one that waits, in the end, for this caller", key=key)
-            people.enter_wait(txn, note)
+            processes.enter_wait(txn, note)
         try:
             yield
         finally:
             # A note that stays for want of room makes somebody do alone what he could have waited for, until this process ends.
             with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
-                people.leave_wait(txn, note)
+                processes.leave_wait(txn, note)
 
-    def _living(self, txn: Txn) -> list[people.Wait]:
+    def _living(self, txn: Txn) -> list[processes.Wait]:
         living = []
-        for wait in people.waits(txn):
+        for wait in processes.waits(txn):
             if self._owners.is_dead(wait.owner):
-                people.leave_wait(txn, wait)
+                processes.leave_wait(txn, wait)
             else:
                 living.append(wait)
         return living
 
 
-def leads_to(held: Iterable[int], wanted: int, waits: Iterable[people.Wait]) -> bool:
+def leads_to(held: Iterable[int], wanted: int, waits: Iterable[processes.Wait]) -> bool:
     """Whether who has ``wanted`` waits, over any number of others, for one of the keys ``held``."""
     goals, seen, next_ones = set(held), set[int](), {wanted}
     edges = list(waits)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from forebay._engine.catalog import Catalog, Txn, people, reservations
+from forebay._engine.catalog import Catalog, Txn, processes, reservations
 from forebay._engine.files.root import Root
 from forebay._kernel import host as kernel_host
 from forebay._kernel import locks
@@ -47,8 +47,8 @@ class Owners:
         self._mine.try_lock(id, exclusive=True)  # before the row: a row whose byte is free would be reaped
         try:
             with self._catalog.write() as txn:
-                self._reap_dead(txn, [owner.id for owner in people.every(txn)])
-                people.insert(txn, _describe_self(id))
+                self._reap_dead(txn, [owner.id for owner in processes.every(txn)])
+                processes.insert(txn, _describe_self(id))
         except BaseException:
             self._mine.unlock(id)  # the next call takes another id
             raise
@@ -75,7 +75,7 @@ class Owners:
         return dead
 
     def _bury(self, txn: Txn, id: int) -> None:
-        people.delete(txn, id)
+        processes.delete(txn, id)
         reservations.disown(txn, id)
 
     def is_dead(self, id: int) -> bool:
@@ -90,10 +90,10 @@ class Owners:
         with self._mutex:
             self._id = self._pid = 0
 
-    def living(self) -> list[people.Owner]:
+    def living(self) -> list[processes.Owner]:
         """Who has the root open now, this process included."""
         found = []
-        for owner in people.every(self._catalog):
+        for owner in processes.every(self._catalog):
             if owner.id == self._id or not self._probe.try_lock(owner.id, exclusive=True):
                 found.append(owner)
             else:
@@ -105,7 +105,7 @@ class Owners:
         for pid in locks.holders(self._root.lock("keys"), keyhash):
             return locks.describe_process(pid)
         for reservation in reservations.by_key(self._catalog, keyhash):
-            if reservation.owner is not None and (owner := people.by_id(self._catalog, reservation.owner)):
+            if reservation.owner is not None and (owner := processes.by_id(self._catalog, reservation.owner)):
                 return str(owner)
         return "an unknown process"
 
@@ -133,11 +133,11 @@ class Owners:
         self._probe.after_fork_child(keep=False)
 
 
-def _describe_self(id: int) -> people.Owner:
+def _describe_self(id: int) -> processes.Owner:
     try:
         pidns = os.readlink("/proc/self/ns/pid")
     except OSError:
         pidns = ""
     command = os.path.basename(sys.argv[0] if sys.argv else "") or "python"  # arguments may hold secrets
     command = command.encode(errors="backslashreplace").decode()  # the name of a file need not be UTF-8
-    return people.Owner(id, os.getpid(), pidns, socket.gethostname(), kernel_host.process_start(os.getpid()) or time.time(), command)
+    return processes.Owner(id, os.getpid(), pidns, socket.gethostname(), kernel_host.process_start(os.getpid()) or time.time(), command)

@@ -25,7 +25,7 @@ from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HIT
 from forebay._engine.index.slots import Slots
 from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.appending import Appender, Segments
-from forebay._engine.packs.finding import Finder, finder
+from forebay._engine.packs.lookup import Finder, finder
 from forebay._engine.packs.mapped import GONE, Mapped
 from forebay._engine.packs.packing import Room
 from forebay._kernel import host, locks, mappings

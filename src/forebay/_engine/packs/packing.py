@@ -26,7 +26,7 @@ from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.room import Want
-from forebay._engine.write.inserting import Label
+from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import Publisher
 
 SMALLEST, LARGEST = 1 << 20, 64 << 20

@@ -31,10 +31,10 @@ from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.space.budget import Budget
-from forebay._engine.space.displace import Displacing
+from forebay._engine.space.inline_eviction import Displacing
 from forebay._engine.space.room import Want
-from forebay._engine.write.combining import Combining
-from forebay._engine.write.inserting import Inserting, Label
+from forebay._engine.write.combine import Combining
+from forebay._engine.write.insert import Inserting, Label
 from forebay._engine.write.intent import Intent
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
 

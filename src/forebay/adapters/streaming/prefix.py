@@ -17,10 +17,10 @@ from forebay.adapters.streaming import names as names
 from forebay.adapters.streaming import shared as shared
 from forebay.claims import conflicts, dirs
 from forebay.claims.building import LANDMARK
+from forebay.claims.claim_request import Wanted
 from forebay.claims.jobs import identify
 from forebay.claims.records import Stream
 from forebay.claims.registry import Registry
-from forebay.claims.wanted import Wanted
 from forebay.remote import urls
 from forebay.world import World
 

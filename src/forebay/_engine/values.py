@@ -11,7 +11,7 @@ from forebay._engine.files.faults import faults
 from forebay._engine.index import counters
 from forebay._engine.index.memo import Remembered
 from forebay._engine.space.eviction import Doomed
-from forebay._engine.write.inserting import Label
+from forebay._engine.write.insert import Label
 from forebay._model import Buffer, Entry
 
 _AT_ONCE = 128

@@ -22,7 +22,7 @@ from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.room import Want
-from forebay._engine.write.inserting import Label, New
+from forebay._engine.write.insert import Label, New
 from forebay._engine.write.intent import Intent
 from forebay._engine.write.publish import INLINE, Publisher, Writing
 from forebay._model import Buffer, Entry, Noted, ObjectInfo

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from forebay import errors
 from forebay._engine.catalog import CatalogBroken
 from forebay._engine.locks.leases import Lease
-from forebay._engine.write.credit import NOTHING, Credit, Item, Need
 from forebay._engine.write.publish import SMALL
+from forebay._engine.write.reservations import NOTHING, Credit, Item, Need
 from forebay._logs import logger
 from forebay._model import Entry, Policy
-from forebay.prefetch.desk import Desk, Job
+from forebay.prefetch.load_queue import Desk, Job
 from forebay.prefetch.loads import Brought, Mark, State
-from forebay.prefetch.scout import Scout
+from forebay.prefetch.scheduler import Scout
 
 log = logger("forebay.prefetch")
 

@@ -7,8 +7,8 @@ import time
 from forebay import errors
 from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
-from forebay._engine.write.credit import Need
-from forebay.prefetch.desk import Desk, Job
+from forebay._engine.write.reservations import Need
+from forebay.prefetch.load_queue import Desk, Job
 from forebay.prefetch.loads import Load, Prepared, State
 
 AT_ONCE = 64

@@ -13,9 +13,9 @@ from typing import NoReturn
 
 from forebay import errors
 from forebay._kernel import host, locks
+from forebay.claims.backoff import Patience
 from forebay.claims.building import NEW, scrap_name
-from forebay.claims.passing import passing
-from forebay.claims.patience import Patience
+from forebay.claims.inherited_fds import passing
 
 VARIABLE = "FOREBAY_CLAIMS"
 DEFAULT = "/dev/shm/forebay-claims"

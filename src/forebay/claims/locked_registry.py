@@ -12,13 +12,13 @@ from typing import Any
 
 from forebay import errors
 from forebay._kernel import host, locks
-from forebay.claims import building, claim_files, conflicts, dirs, records, seen
+from forebay.claims import building, claim_files, conflicts, dirs, inspect, records
 from forebay.claims.building import NEW, OLD, scrap_name
+from forebay.claims.claim_request import Held, Wanted
+from forebay.claims.inherited_fds import passing
+from forebay.claims.inspect import Seen
 from forebay.claims.members import Members, OnLeft, at_the_end
-from forebay.claims.passing import passing
-from forebay.claims.seen import Seen
 from forebay.claims.table import CLAIM, LEADER, SLOTS
-from forebay.claims.wanted import Held, Wanted
 
 REFUSED = "refused."
 _REFUSALS = 32
@@ -81,8 +81,8 @@ class Ledger:
         taken, own = set(), wanted.tag
         registry = os.open(self._path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            for name, prefix, tag in seen.parse(self.names):
-                found = seen.glance(name, registry)
+            for name, prefix, tag in inspect.parse(self.names):
+                found = inspect.glance(name, registry)
                 if found is None:
                     if self.free(self._path / name) or not os.path.isdir(self._path / name):
                         continue  # its number can be had; that of another user's dead claim cannot
@@ -94,7 +94,7 @@ class Ledger:
         return taken
 
     def _check(self, wanted: Wanted, name: str) -> None:
-        other = seen.look_at(self._path, name)
+        other = inspect.look_at(self._path, name)
         if other is None or other.record is None:
             return
         ours = wanted.record(_NONE)

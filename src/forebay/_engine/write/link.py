@@ -13,7 +13,7 @@ from forebay._engine.index.slots import Slots
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.space.budget import Budget
-from forebay._engine.write.inserting import Label
+from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import Publisher
 from forebay._kernel import host
 from forebay._model import Entry

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
-from forebay._engine.write.credit import NOTHING, Need
+from forebay._engine.write.reservations import NOTHING, Need
 from forebay._model import Buffer, Entry
 from forebay.prefetch.loads import Brought, Load, Mark, Prepared, State
 
