@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay import _config
-from forebay._config import Settings, default_root, format_age, format_size, parse_age, parse_budget, parse_flag, parse_size
+from forebay._config import EnvironmentSettings, default_root, format_age, format_size, parse_age, parse_budget, parse_flag, parse_size
 from forebay.errors import ConfigError
 
 
@@ -79,12 +79,12 @@ def test_ages_as_text() -> None:
 @pytest.mark.parametrize("text", ["1", "ON", "yes", "True"])
 def test_flags_that_are_set(text: str) -> None:
     assert parse_flag(text, name="FOREBAY_OFFLINE")
-    assert Settings.from_environment({"FOREBAY_OFFLINE": text}).offline
+    assert EnvironmentSettings.from_environment({"FOREBAY_OFFLINE": text}).offline
 
 
 @pytest.mark.parametrize("text", ["0", "Off", "no", "FALSE", ""])
 def test_flags_that_are_not_set(text: str) -> None:
-    assert not Settings.from_environment({"FOREBAY_OFFLINE": text}).offline
+    assert not EnvironmentSettings.from_environment({"FOREBAY_OFFLINE": text}).offline
 
 
 @pytest.mark.parametrize(
@@ -100,19 +100,19 @@ def test_flags_that_are_not_set(text: str) -> None:
 )
 def test_a_wrong_variable_is_named_with_its_value(name: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Settings.from_environment({name: value})
+        EnvironmentSettings.from_environment({name: value})
     assert name in str(caught.value)
     assert value in str(caught.value)
 
 
 def test_settings_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Settings.from_environment() == Settings()
+    assert EnvironmentSettings.from_environment() == EnvironmentSettings()
     monkeypatch.setenv("FOREBAY_HOME", "~/cache")
     monkeypatch.setenv("FOREBAY_BUDGET", "80%")
     monkeypatch.setenv("FOREBAY_MAX_AGE", "forever")
     monkeypatch.setenv("FOREBAY_PROGRESS", "0")
     monkeypatch.setenv("FOREBAY_VERBOSITY", "debug")
-    assert Settings.from_environment() == Settings(
+    assert EnvironmentSettings.from_environment() == EnvironmentSettings(
         home=Path("~/cache").expanduser(), budget="80%", max_age=math.inf, progress=False, verbosity="DEBUG"
     )  # fmt: skip
 

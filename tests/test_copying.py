@@ -737,8 +737,8 @@ def test_the_first_error_ends_a_crew() -> None:
 
     def work(number: int) -> None:
         begun.append(number)
-        raise sinks.Stopped
+        raise sinks.CopyStopped
 
-    with pytest.raises(sinks.Stopped):
+    with pytest.raises(sinks.CopyStopped):
         each(((n, n) for n in range(100)), work, 1)
     assert begun == [99]

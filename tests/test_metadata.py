@@ -14,7 +14,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.directories import metadata
-from forebay.directories.place import Place, place_of
+from forebay.directories.place import RemoteDirectory, place_of
 from forebay.testing import ScriptedServer
 from tests.directories import Remote, aws, every_kind, files_of  # noqa: F401 (fixtures)
 from tests.directories import remote as remote
@@ -30,7 +30,7 @@ def crew() -> Any:
     found.dismiss()
 
 
-def place(cache: forebay.Cache, remote: Remote) -> Place:
+def place(cache: forebay.Cache, remote: Remote) -> RemoteDirectory:
     return place_of(cache._origin, remote.url, remote.filesystem)
 
 
@@ -137,7 +137,7 @@ def test_another_node_comes_between(aws: Any, cache: forebay.Cache, tmp_path: Pa
     where = place_of(cache._origin, f"s3://metadata/{uuid.uuid4().hex}/ckpt")
     put, raced = metadata._put, []
 
-    def late(place: Place, data: bytes, validator: str | None) -> None:
+    def late(place: RemoteDirectory, data: bytes, validator: str | None) -> None:
         if not raced:
             raced.append(validator)
             with monkeypatch.context() as m:

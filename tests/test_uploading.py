@@ -22,7 +22,7 @@ from forebay import errors
 from forebay._engine.files.blobs import checksum_of
 from forebay._engine.passthrough import PassThrough
 from forebay.directories import uploading
-from forebay.directories.place import Place, place_of
+from forebay.directories.place import RemoteDirectory, place_of
 from forebay.directories.uploading import Uploaded, upload
 from forebay.origin import Origin
 from forebay.remote import RemoteOptions
@@ -85,7 +85,7 @@ NO_CACHE = Origin(PassThrough(), RemoteOptions())
 
 
 @pytest.fixture
-def place(far: Remote) -> Place:
+def place(far: Remote) -> RemoteDirectory:
     return place_of(NO_CACHE, far.url, far.filesystem)
 
 
@@ -125,12 +125,12 @@ class Watched:
         return found
 
 
-def watched(place: Place) -> tuple[Place, Watched]:
+def watched(place: RemoteDirectory) -> tuple[RemoteDirectory, Watched]:
     found = Watched(place.remote)
     return dataclasses.replace(place, remote=found), found
 
 
-def there(place: Place) -> dict[str, bytes]:
+def there(place: RemoteDirectory) -> dict[str, bytes]:
     """What lies in the remote directory."""
     found = {}
     for name, _ in place.list():
@@ -140,7 +140,7 @@ def there(place: Place) -> dict[str, bytes]:
     return found
 
 
-def mark(place: Place) -> dict[str, Any]:
+def mark(place: RemoteDirectory) -> dict[str, Any]:
     return json.loads(there(place)[MARKER])  # type: ignore[no-any-return]
 
 
@@ -153,7 +153,7 @@ def change(folder: Path, name: str, body: bytes) -> None:
 
 
 @every_kind
-def test_upload_and_again(place: Place, near: Path) -> None:
+def test_upload_and_again(place: RemoteDirectory, near: Path) -> None:
     place, remote = watched(place)
     done = upload(place, near)
     assert {name: body for name, body in there(place).items() if name != MARKER} == FILES
@@ -175,7 +175,7 @@ def test_upload_and_again(place: Place, near: Path) -> None:
 
 
 @every_kind
-def test_only_what_changed_is_sent(place: Place, near: Path) -> None:
+def test_only_what_changed_is_sent(place: RemoteDirectory, near: Path) -> None:
     upload(place, near)
     change(near, "config.json", b"[]")  # of the same size
     change(near, "new/file", b"new")
@@ -192,7 +192,7 @@ def test_only_what_changed_is_sent(place: Place, near: Path) -> None:
 
 
 @some_kinds
-def test_a_reader_gets_it(cache: forebay.Cache, place: Place, far: Remote, near: Path) -> None:
+def test_a_reader_gets_it(cache: forebay.Cache, place: RemoteDirectory, far: Remote, near: Path) -> None:
     upload(place, near)
     with cache.directory(far.url, force=True, **far.how) as tree:
         assert {name: body for name, body in files_of(tree).items() if name != MARKER} == FILES
@@ -225,7 +225,7 @@ def test_what_another_tool_brought_to_s3_is_not_sent(near: Path, request: pytest
     assert upload(place_of(NO_CACHE, far.url), near).sent == ("config.json",)
 
 
-def test_metadata_goes_along_and_is_not_noted(place: Place, near: Path) -> None:
+def test_metadata_goes_along_and_is_not_noted(place: RemoteDirectory, near: Path) -> None:
     change(near, ".metadata.json", b'{"step": 1}')
     upload(place, near)
     assert there(place)[".metadata.json"] == b'{"step": 1}'
@@ -237,7 +237,7 @@ def test_metadata_goes_along_and_is_not_noted(place: Place, near: Path) -> None:
     assert upload(place, near, delete=True).removed == ()
 
 
-def test_progress(place: Place, near: Path) -> None:
+def test_progress(place: RemoteDirectory, near: Path) -> None:
     told: list[tuple[str, int, int]] = []
     upload(place, near, tell=lambda *step: told.append(step))
     assert [state for state, _, _ in told] == sorted(state for state, _, _ in told)  # first it reads, then it sends
@@ -252,7 +252,7 @@ def test_progress(place: Place, near: Path) -> None:
 # -- what is no directory to be uploaded -----------------------------------------------------------------------------
 
 
-def test_a_link_to_a_file_is_followed(place: Place, near: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_file_is_followed(place: RemoteDirectory, near: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(b"linked")
     (near / "link").symlink_to(tmp_path / "elsewhere")
     upload(place, near)
@@ -274,14 +274,14 @@ def make_socket(path: Path) -> None:
         (lambda near: change(near, "a\nb", b""), r"'a\\nb' is a name that readers refuse"),
     ],
 )
-def test_what_cannot_be_uploaded(place: Place, near: Path, make: Callable[[Path], object], told: str) -> None:
+def test_what_cannot_be_uploaded(place: RemoteDirectory, near: Path, make: Callable[[Path], object], told: str) -> None:
     make(near)
     with pytest.raises(errors.ConfigError, match=told):
         upload(place, near)
     assert there(place) == {}
 
 
-def test_a_directory_that_is_none(place: Place, tmp_path: Path) -> None:
+def test_a_directory_that_is_none(place: RemoteDirectory, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         upload(place, tmp_path / "none")
     (tmp_path / "file").touch()
@@ -328,7 +328,7 @@ def test_http(near: Path, server: ScriptedServer) -> None:
 
 @pytest.mark.parametrize("far", [memory, s3, local_folder], ids=lambda make: make.__name__, indirect=True)
 @pytest.mark.parametrize("name", ["config.json/below", "sub"])
-def test_a_file_and_a_directory_of_one_name(place: Place, far: Remote, near: Path, name: str) -> None:
+def test_a_file_and_a_directory_of_one_name(place: RemoteDirectory, far: Remote, near: Path, name: str) -> None:
     far.put(name, b"old")
     place, remote = watched(place)
     with pytest.raises(errors.BadListing, match="a file and a directory"):
@@ -350,7 +350,7 @@ def test_no_empty_directory_is_left(near: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "told"), [(b"{", "damaged"), (b"[]", "damaged"), (b'{"forebay": 2, "complete": true, "files": {}}', "newer")]
 )
-def test_a_mark_that_cannot_be_read(place: Place, far: Remote, near: Path, body: bytes, told: str) -> None:
+def test_a_mark_that_cannot_be_read(place: RemoteDirectory, far: Remote, near: Path, body: bytes, told: str) -> None:
     far.put(MARKER, body)
     with pytest.raises(errors.RemoteProtocolError, match=told):
         upload(place, near)
@@ -361,7 +361,7 @@ def test_a_mark_that_cannot_be_read(place: Place, far: Remote, near: Path, body:
 
 
 @some_kinds
-def test_a_file_that_changes_while_it_is_sent(cache: forebay.Cache, place: Place, far: Remote, near: Path) -> None:
+def test_a_file_that_changes_while_it_is_sent(cache: forebay.Cache, place: RemoteDirectory, far: Remote, near: Path) -> None:
     place, remote = watched(place)
     name, old = "config.json", FILES["config.json"]
     remote.after = lambda written: change(near, name, b"[]") if written == name else None
@@ -376,7 +376,7 @@ def test_a_file_that_changes_while_it_is_sent(cache: forebay.Cache, place: Place
     assert there(place)[name] == old
 
 
-def test_a_file_that_changes_before_it_is_sent(place: Place, near: Path) -> None:
+def test_a_file_that_changes_before_it_is_sent(place: RemoteDirectory, near: Path) -> None:
     place, remote = watched(place)
     remote.after = lambda written: change(near, "config.json", b"[]") if written == MARKER else None
     with pytest.raises(errors.SourceChanged, match=r"config\.json"):
@@ -384,7 +384,7 @@ def test_a_file_that_changes_before_it_is_sent(place: Place, near: Path) -> None
     assert "config.json" not in remote.written
 
 
-def test_a_file_that_goes_before_it_is_sent(place: Place, near: Path) -> None:
+def test_a_file_that_goes_before_it_is_sent(place: RemoteDirectory, near: Path) -> None:
     place, remote = watched(place)
     remote.after = lambda written: (near / "config.json").unlink(missing_ok=True)
     with pytest.raises(errors.SourceChanged, match=r"config\.json"):
@@ -392,7 +392,7 @@ def test_a_file_that_goes_before_it_is_sent(place: Place, near: Path) -> None:
 
 
 @pytest.mark.parametrize("far", [s3, local_folder, arrow], ids=lambda make: make.__name__, indirect=True)
-def test_somebody_removes_what_was_sent(place: Place, far: Remote, near: Path) -> None:
+def test_somebody_removes_what_was_sent(place: RemoteDirectory, far: Remote, near: Path) -> None:
     place, remote = watched(place)
 
     def meddle(name: str) -> None:
@@ -406,7 +406,7 @@ def test_somebody_removes_what_was_sent(place: Place, far: Remote, near: Path) -
 
 
 @pytest.mark.parametrize("far", [s3, local_folder], ids=lambda make: make.__name__, indirect=True)
-def test_two_uploads_at_once(place: Place, far: Remote, near: Path, tmp_path: Path) -> None:
+def test_two_uploads_at_once(place: RemoteDirectory, far: Remote, near: Path, tmp_path: Path) -> None:
     """The one that began last wins; the other says so, and has written no mark over its."""
     first, remote = watched(place)
     change(tmp_path / "other", "config.json", b"of the second")
@@ -438,7 +438,7 @@ def test_two_uploads_at_once(place: Place, far: Remote, near: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("far", [s3, local_folder, arrow_helper], ids=lambda make: make.__name__, indirect=True)
-def test_an_upload_sees_that_another_began(place: Place, near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_sees_that_another_began(place: RemoteDirectory, near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not go on to write over what the other writes, whatever the store knows."""
     monkeypatch.setattr(uploading, "WATCH", 0.05)
     (first, remote), (second, others) = watched(place), watched(place)
@@ -485,7 +485,7 @@ def test_an_answer_that_was_lost(near: Path, request: pytest.FixtureRequest) -> 
 # -- it is interrupted -----------------------------------------------------------------------------------------------
 
 
-def upload_and_die(place: Place, near: Path, at: int, **how: Any) -> None:
+def upload_and_die(place: RemoteDirectory, near: Path, at: int, **how: Any) -> None:
     """Killed in the middle of the write number ``at``: the object is there, and nobody knows."""
     place, remote = watched(place)
 
@@ -498,7 +498,7 @@ def upload_and_die(place: Place, near: Path, at: int, **how: Any) -> None:
 
 
 @some_kinds
-def test_killed_and_repeated(place: Place, far: Remote, near: Path, crew: Crew, tmp_path: Path) -> None:
+def test_killed_and_repeated(place: RemoteDirectory, far: Remote, near: Path, crew: Crew, tmp_path: Path) -> None:
     """At each write: a reader never takes it for whole, and the next attempt sends what is missing, and nothing else."""
     for at in (0, 1, len(NAMES)):
         for name in there(place):
@@ -517,7 +517,7 @@ def test_killed_and_repeated(place: Place, far: Remote, near: Path, crew: Crew, 
 
 
 @some_kinds
-def test_killed_over_an_older_one(cache: forebay.Cache, place: Place, far: Remote, near: Path, crew: Crew) -> None:
+def test_killed_over_an_older_one(cache: forebay.Cache, place: RemoteDirectory, far: Remote, near: Path, crew: Crew) -> None:
     """What an older upload left is not taken for what the killed one sent, though names and sizes are the same."""
     upload(place, near)
     with cache.directory(far.url, force=True, **far.how) as tree:
@@ -534,7 +534,7 @@ def test_killed_over_an_older_one(cache: forebay.Cache, place: Place, far: Remot
     assert {name: body for name, body in there(place).items() if name != MARKER} == {**FILES, **newer}
 
 
-def test_killed_while_others_are_removed(place: Place, far: Remote, near: Path, crew: Crew, shelf: Shelf) -> None:  # noqa: F811
+def test_killed_while_others_are_removed(place: RemoteDirectory, far: Remote, near: Path, crew: Crew, shelf: Shelf) -> None:  # noqa: F811
     for n in range(3):
         far.put(f"old-{n}", b"old")
 
@@ -579,7 +579,7 @@ def test_a_local_directory_keeps_no_leftovers(near: Path, tmp_path: Path, crew: 
     assert sorted(files_of(tmp_path / "far" / "step_100")) == sorted([MARKER, *NAMES])
 
 
-def test_ctrl_c(place: Place, near: Path, crew: Crew) -> None:
+def test_ctrl_c(place: RemoteDirectory, near: Path, crew: Crew) -> None:
     """It ends the call at once, though all threads wait for a remote that says nothing."""
     began = Gate()
     place, remote = watched(place)
@@ -606,7 +606,7 @@ def test_ctrl_c(place: Place, near: Path, crew: Crew) -> None:
     began.close()
 
 
-def test_the_first_failure_ends_it(place: Place, near: Path) -> None:
+def test_the_first_failure_ends_it(place: RemoteDirectory, near: Path) -> None:
     place, remote = watched(place)
 
     def fail(name: str) -> None:
@@ -624,7 +624,7 @@ def test_the_first_failure_ends_it(place: Place, near: Path) -> None:
 # -- and the cache ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_is_not_fetched(cache: forebay.Cache, place: Place, far: Remote, near: Path, shelf: Shelf) -> None:  # noqa: F811
+def test_what_is_kept_is_not_fetched(cache: forebay.Cache, place: RemoteDirectory, far: Remote, near: Path, shelf: Shelf) -> None:  # noqa: F811
     uploading.push(cache._origin, place, near, keep=True)
     shelf.forget()
     with cache.directory(far.url, **far.how) as tree:
@@ -633,7 +633,7 @@ def test_what_is_kept_is_not_fetched(cache: forebay.Cache, place: Place, far: Re
 
 
 @every_kind
-def test_what_is_kept_is_what_the_remote_has(cache: forebay.Cache, place: Place, far: Remote, near: Path) -> None:
+def test_what_is_kept_is_what_the_remote_has(cache: forebay.Cache, place: RemoteDirectory, far: Remote, near: Path) -> None:
     uploading.push(cache._origin, place, near, keep=True)
     before = cache.stats().bytes_remote
     with cache.directory(far.url, refresh=True, force=True, **far.how) as tree:
@@ -642,7 +642,7 @@ def test_what_is_kept_is_what_the_remote_has(cache: forebay.Cache, place: Place,
         assert cache.stats().bytes_remote - before < 10_000  # the mark
 
 
-def test_what_was_cached_is_asked_for_again(cache: forebay.Cache, place: Place, far: Remote, near: Path) -> None:
+def test_what_was_cached_is_asked_for_again(cache: forebay.Cache, place: RemoteDirectory, far: Remote, near: Path) -> None:
     uploading.push(cache._origin, place, near)
     with cache.directory(far.url, **far.how) as tree:
         assert files_of(tree) == FILES

@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "an upload is said to be complete before it is", "directories/uploading.py",
-        "self._write_mark(Mark(False, ", "self._write_mark(Mark(True, ",
+        "self._write_mark(UploadMarker(False, ", "self._write_mark(UploadMarker(True, ",
         "tests/test_uploading.py::test_killed_and_repeated[arrow]",
     ),
     Mutant(

@@ -152,7 +152,7 @@ def _wrong(name: str, value: object, why: str) -> ConfigError:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class EnvironmentSettings:
     """What the environment asks for. None: not said.
 
     ``budget`` and ``min_free`` stay text, since a share of the disk needs the disk; `parse_size` took them once.
@@ -169,7 +169,7 @@ class Settings:
     verbosity: str | None = None
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> Settings:
+    def from_environment(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> EnvironmentSettings:
         """Read and check the ``FOREBAY_*`` variables now. Empty counts as unset; without ``limits`` so do budget and free space.
 
         Raises `ConfigError` naming variable and value."""
@@ -179,7 +179,7 @@ class Settings:
         return settings
 
     @classmethod
-    def with_faults(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> tuple[Settings, list[ConfigError]]:
+    def with_faults(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> tuple[EnvironmentSettings, list[ConfigError]]:
         """As `from_environment`, but what makes no sense counts as unset, and is told beside."""
         said = {
             name: text

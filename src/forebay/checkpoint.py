@@ -17,7 +17,7 @@ from forebay.directories import metadata as stored
 from forebay.directories import private, uploading
 from forebay.directories import trees as directories
 from forebay.directories.manifests import Patterns
-from forebay.directories.place import Place, check_either, place_of
+from forebay.directories.place import RemoteDirectory, check_either, place_of
 from forebay.origin import Origin
 from forebay.origin.request import Ask
 from forebay.reports import OnProgress, Progress
@@ -193,7 +193,7 @@ class Checkpoint(metaclass=_Kind):
             return Origin(PassThrough(), remote.RemoteOptions())
         return origin_of(self.cache)
 
-    def _place(self) -> Place:
+    def _place(self) -> RemoteDirectory:
         return place_of(self._origin, *self._source)
 
     # -- its metadata ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy as np
 
 import forebay
 from forebay import errors
-from forebay.adapters.ray.values import AT_ONCE, Away, Nowhere, Payload, Served, Unreachable
+from forebay.adapters.ray.values import AT_ONCE, Away, HeadValues, Nowhere, Payload, Unreachable
 
 LARGE = np.arange(AT_ONCE, dtype="u2")
 
@@ -24,7 +24,7 @@ LARGE = np.arange(AT_ONCE, dtype="u2")
 class Head:
     """Asked, it counts; ``before``: what happens first; ``fault``: what it raises instead."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: HeadValues) -> None:
         self.served, self.asked = served, list[str]()
         self.before: Callable[[str], None] = lambda method: None
         self.fault: Exception | None = None
@@ -51,7 +51,7 @@ def caches(tmp_path: Path) -> Iterator[tuple[forebay.Cache, forebay.Cache]]:
 @pytest.fixture
 def head(caches: tuple[forebay.Cache, forebay.Cache]) -> Head:
     tasks = caches[0].tasks("ray", budget="16MiB")
-    return Head(Served(tasks._values._origin, caches[0], "ray", tasks._values.codec))
+    return Head(HeadValues(tasks._values._origin, caches[0], "ray", tasks._values.codec))
 
 
 @pytest.fixture

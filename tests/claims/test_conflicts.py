@@ -15,8 +15,8 @@ import forebay
 from forebay import errors
 from forebay.claims import conflicts, dirs, members
 from forebay.claims.claim_request import Wanted
-from forebay.claims.dirs import Place
-from forebay.claims.records import Record, Stream
+from forebay.claims.dirs import ClaimedPath
+from forebay.claims.records import ClaimedStream, Record
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, rank
 from tests.harness import Crew, Gate
@@ -25,7 +25,7 @@ MANY = 200
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Callable[[int], list[Place]]:
+def places(tmp_path: Path) -> Callable[[int], list[ClaimedPath]]:
     """So many random places, by names with links and dots, some there and some not."""
     for there in ("a/b/c", "a/d", "e"):
         (tmp_path / there).mkdir(parents=True)
@@ -41,13 +41,13 @@ def places(tmp_path: Path) -> Callable[[int], list[Place]]:
     return lambda count: [dirs.canonical(path()) for _ in range(count)]
 
 
-def record(where: list[Place]) -> Record:
-    return Wanted("job", "how", "0", tuple(Stream(place, REMOTE, False) for place in where)).record(0)
+def record(where: list[ClaimedPath]) -> Record:
+    return Wanted("job", "how", "0", tuple(ClaimedStream(place, REMOTE, False) for place in where)).record(0)
 
 
 @pytest.mark.parametrize(("equal_only", "meets"), [(False, dirs.overlap), (True, dirs.same)])
 def test_a_conflict_is_the_first_pair_that_meets(
-    places: Callable[[int], list[Place]], equal_only: bool, meets: Callable[[Place, Place], bool]
+    places: Callable[[int], list[ClaimedPath]], equal_only: bool, meets: Callable[[ClaimedPath, ClaimedPath], bool]
 ) -> None:
     found = 0
     for _ in range(200):
@@ -59,7 +59,7 @@ def test_a_conflict_is_the_first_pair_that_meets(
     assert 0 < found < 200
 
 
-def test_what_is_repeated_is_told_with_the_first_that_is_the_same(places: Callable[[int], list[Place]]) -> None:
+def test_what_is_repeated_is_told_with_the_first_that_is_the_same(places: Callable[[int], list[ClaimedPath]]) -> None:
     for _ in range(200):
         some = places(6)
         again = [next((first for first in range(number) if dirs.same(some[first], some[number])), None) for number in range(6)]
@@ -67,10 +67,10 @@ def test_what_is_repeated_is_told_with_the_first_that_is_the_same(places: Callab
 
 
 def test_many_directories_are_not_compared_each_with_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[Place] = []
+    compared: list[ClaimedPath] = []
     common = dirs._common
 
-    def counted(a: Place, b: Place) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    def counted(a: ClaimedPath, b: ClaimedPath) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         compared.append(a)
         return common(a, b)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.claims import dirs
-from forebay.claims.dirs import Place, canonical, marks, overlap, same
+from forebay.claims.dirs import ClaimedPath, canonical, marks, overlap, same
 
 
 @pytest.fixture
@@ -133,21 +133,21 @@ NAMES = st.lists(st.sampled_from(["a", "b", "ab"]), max_size=5)
 
 
 @st.composite
-def places(draw: st.DrawFn) -> Place:
+def places(draw: st.DrawFn) -> ClaimedPath:
     """Any: those with the same parents have the same levels above, and some are known less deep than others."""
     names = tuple(draw(NAMES))
     depth = draw(st.integers(0, len(names)))
     levels = tuple((1, hash(names[:n])) for n in range(depth + 1))
-    return Place("/" + "/".join(names), names, levels)
+    return ClaimedPath("/" + "/".join(names), names, levels)
 
 
 @given(places(), places())
-def test_marks_miss_nothing(a: Place, b: Place) -> None:
+def test_marks_miss_nothing(a: ClaimedPath, b: ClaimedPath) -> None:
     assert not marks([a]).asked.isdisjoint(marks([b]).told) or not overlap(a, b)
 
 
 @given(places(), places())
-def test_overlap_is_what_the_names_say(a: Place, b: Place) -> None:
+def test_overlap_is_what_the_names_say(a: ClaimedPath, b: ClaimedPath) -> None:
     shorter = min(len(a.names), len(b.names))
     assert overlap(a, b) == (a.names[:shorter] == b.names[:shorter])
     assert same(a, b) == (a.names == b.names)

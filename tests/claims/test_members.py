@@ -86,7 +86,7 @@ def test_a_child_holds_nothing_of_its_parents(place: Path, quick_path: Path) -> 
     with Child(parent) as leader:
         assert leader.hear() == 1
         leader.kill()
-        look = table.Table(place)
+        look = table.MemberTable(place)
         fd = os.open(place / CLAIM, os.O_RDONLY)
         assert [member.state for member in look.members(fd)] == ["vanished", "in"]
         os.close(fd)

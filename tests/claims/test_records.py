@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from forebay import errors
 from forebay.claims import dirs, records
-from forebay.claims.records import Beside, Record, Stream, load, masked, shortened
+from forebay.claims.records import Beside, ClaimedStream, Record, load, masked, shortened
 
 RECORD = Record(
     3, "train", "job=", "0", 1000, "node", 17, 4026531836, 99, 4026531840, 1.5, "python train.py",
-    (Stream(dirs.canonical("/local/train"), "s3://bucket/train", True), Stream(dirs.canonical("/local/eval"), None)),
+    (ClaimedStream(dirs.canonical("/local/train"), "s3://bucket/train", True), ClaimedStream(dirs.canonical("/local/eval"), None)),
     {"rank": 0}, Beside(("/dev/shm/a",), "/dev/shm/b"),
 )  # fmt: skip
 
@@ -127,6 +127,6 @@ def test_a_long_command_shows_its_program_and_its_last_arguments() -> None:
 
 
 def test_of_too_many_directories_a_claim_is_refused() -> None:
-    many = RECORD._replace(streams=(Stream(dirs.canonical("/local/" + "x" * 200), None),) * 40_000)
+    many = RECORD._replace(streams=(ClaimedStream(dirs.canonical("/local/" + "x" * 200), None),) * 40_000)
     with pytest.raises(errors.ConfigError, match=r"40,000 directories: .* at most 16,777,216 are read"):
         many.dump()

@@ -29,7 +29,7 @@ from forebay import errors
 from forebay._kernel import host
 from forebay.claims import claim_files, dirs, locked_registry, members, records, registry_dir, table
 from forebay.claims.claim_request import Wanted
-from forebay.claims.records import Stream
+from forebay.claims.records import ClaimedStream
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, claims_in, rank, text_of
 from tests.harness import Child, Crew, Gate, as_user, fork, in_child
@@ -249,7 +249,7 @@ def test_a_directory_that_was_removed_and_its_number_given_away_is_no_conflict(n
     second.mkdir()
     stream = theirs.record.streams[0]
     same_number = stream.place._replace(levels=(*stream.place.levels[:-1], dirs.canonical(second).levels[-1]))
-    record = theirs.record._replace(streams=(Stream(same_number, REMOTE),))
+    record = theirs.record._replace(streams=(ClaimedStream(same_number, REMOTE),))
     (theirs.directory / "claim").write_bytes(record.dump())
     with claim(second):
         pass
@@ -743,7 +743,7 @@ def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registr
     def join() -> str:
         assert node.look()[0].tag == Wanted("job", "job=", "0", ()).tag
         assert node.look()[0].members() == []
-        for work in (lambda: members.Members.attach(planted), lambda: table.Table(planted)):
+        for work in (lambda: members.Members.attach(planted), lambda: table.MemberTable(planted)):
             with pytest.raises(claim_files.Gone):
                 work()
         return text_of(errors.WaitTimeout, lambda: claim("/theirs", world=rank(1, 2), job="job", timeout=0.1))
@@ -768,7 +768,7 @@ def test_a_file_of_another_users_in_a_claim_is_not_opened(node: Registry, regist
                 raise AssertionError
         elif name == "members":
             with pytest.raises(claim_files.Gone):
-                table.Table(directory)
+                table.MemberTable(directory)
         else:
             with pytest.raises(claim_files.Gone):
                 members.Members.attach(directory)

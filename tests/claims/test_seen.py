@@ -18,7 +18,7 @@ from forebay._kernel import host
 from forebay._kernel.locks import LockFile
 from forebay.claims import inspect
 from forebay.claims.claim_request import Wanted
-from forebay.claims.inspect import Seen
+from forebay.claims.inspect import ClaimState
 from forebay.claims.locked_registry import InTheWay
 from forebay.claims.registry import Registry
 from forebay.claims.table import Member
@@ -56,15 +56,15 @@ def test_a_child_that_dies_while_it_is_looked_at(registry: Path, monkeypatch: py
     found = inspect.look_at(registry, name)
     assert found is not None
     assert found.led
-    members = Seen.members
+    members = ClaimState.members
 
-    def later(self: Seen) -> list[Member]:
+    def later(self: ClaimState) -> list[Member]:
         os.kill(child, signal.SIGKILL)
         while (again := inspect.look_at(registry, name)) is not None and again.live:
             os.sched_yield()
         return members(self)
 
-    monkeypatch.setattr(Seen, "members", later)
+    monkeypatch.setattr(ClaimState, "members", later)
     assert found.is_ending()
 
 

@@ -217,24 +217,24 @@ def test_what_was_replaced_is_not_counted_for_people(store: Store) -> None:
 
 
 @pytest.fixture
-def other(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[writer.Writer]:
+def other(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[writer.WriterLock]:
     """Another process that writes, as this one sees it; nobody waits for it long."""
     monkeypatch.setattr(writer, "PATIENCE", 0.05)
-    found = writer.Writer(store.root, store.words)
+    found = writer.WriterLock(store.root, store.words)
     yield found
     found.close()
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError], ids=["busy", "another fault"])
 def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
-    store: Store, other: writer.Writer, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+    store: Store, other: writer.WriterLock, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
 ) -> None:
     """The writer is taken by another process between the two transactions."""
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
     unlink = store._budget._unlink
 
-    def and_then(attempt: budget._Attempt) -> None:
+    def and_then(attempt: budget._Reserving) -> None:
         unlink(attempt)
         other.take(0)
         if error is not None:
@@ -251,7 +251,7 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
     assert reservations.every(store._catalog) == []
 
 
-def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, other: writer.Writer) -> None:
+def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, other: writer.WriterLock) -> None:
     store.put("v", "k", b"x")
     reserved = store._budget.reserve(Want(1, "a", 7, 100 * KiB))
     other.take(0)
@@ -270,7 +270,7 @@ def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypa
     def fail(*args: object) -> None:
         raise OSError(24, "Too many open files")
 
-    def and_another_first(attempt: budget._Attempt, fresh: bool) -> None:
+    def and_another_first(attempt: budget._Reserving, fresh: bool) -> None:
         others.append(store._budget.reserve(Want(1, "b", 8, KiB)))
         withdraw(attempt, fresh)
 
@@ -286,7 +286,7 @@ def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypa
 
 @pytest.mark.parametrize("again", [True, False], ids=["said again", "the next call that writes"])
 def test_a_lower_limit_that_met_a_busy_catalog_is_applied_later(
-    store: Store, other: writer.Writer, monkeypatch: pytest.MonkeyPatch, again: bool
+    store: Store, other: writer.WriterLock, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))

@@ -193,7 +193,7 @@ def test_a_busy_writer_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.Mo
     with opened(tmp_path / "root", 8 * MiB) as store:
         store.put("v", "before", BODY)
         monkeypatch.setattr(writer, "PATIENCE", 0.3)
-        other = writer.Writer(store.root, store.words)
+        other = writer.WriterLock(store.root, store.words)
         queue = store._publisher._together._waiting = Queue()
         other.take(1)
         found: list[BaseException] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay._engine.catalog.processes import Wait
+from forebay._engine.catalog.processes import KeyWait
 from forebay._engine.locks.nesting import Busy, leads_to
 from forebay._engine.store import Settings, Store
 
@@ -20,8 +20,8 @@ SPAWNED = multiprocessing.get_context("fork")
 LIMIT = 30
 
 
-def wait(held: set[int], wanted: int) -> Wait:
-    return Wait(1, 0, frozenset(held), wanted)
+def wait(held: set[int], wanted: int) -> KeyWait:
+    return KeyWait(1, 0, frozenset(held), wanted)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def wait(held: set[int], wanted: int) -> Wait:
         ([wait({2}, 3), wait({3}, 2)], False),
     ],
 )
-def test_a_circle_is_seen(waits: list[Wait], circle: bool) -> None:
+def test_a_circle_is_seen(waits: list[KeyWait], circle: bool) -> None:
     assert leads_to({1}, 2, waits) is circle
 
 

@@ -34,9 +34,9 @@ def test_one_that_writes_without_end_lets_a_hungry_one_in(quick_path: Path, monk
     child = fork(greedy)
     said.wait()
     monkeypatch.setattr(module, "HUNGRY", 0)
-    ask, asked, waited = module.Writer._ask_hungry, list[int](), list[int]()
+    ask, asked, waited = module.WriterLock._ask_hungry, list[int](), list[int]()
 
-    def asking(writer: module.Writer) -> bool | None:
+    def asking(writer: module.WriterLock) -> bool | None:
         asked.append(turns[0])
         got = ask(writer)
         if got:
@@ -44,7 +44,7 @@ def test_one_that_writes_without_end_lets_a_hungry_one_in(quick_path: Path, monk
             asked.clear()
         return got
 
-    monkeypatch.setattr(module.Writer, "_ask_hungry", asking)
+    monkeypatch.setattr(module.WriterLock, "_ask_hungry", asking)
     with opened(place) as store:
         while len(waited) < 20:
             store.put("v", f"k{len(waited)}", b"x")
@@ -59,16 +59,16 @@ def test_who_waits_says_that_he_is_hungry(tmp_path: Path, monkeypatch: pytest.Mo
     with opened(tmp_path / "root", MiB) as store:
         writer = store._catalog._writer
         before = store.words.value(module.HUNGRY_WORD)
-        other = module.Writer(store.root, store.words)
+        other = module.WriterLock(store.root, store.words)
         hungry = threading.Event()
-        ask = module.Writer._ask_hungry
+        ask = module.WriterLock._ask_hungry
 
-        def asking(self: module.Writer) -> bool | None:
+        def asking(self: module.WriterLock) -> bool | None:
             found = ask(self)
             hungry.set()
             return found
 
-        monkeypatch.setattr(module.Writer, "_ask_hungry", asking)
+        monkeypatch.setattr(module.WriterLock, "_ask_hungry", asking)
         with writer.holding():
             waiting = threading.Thread(target=lambda: _take(other))
             waiting.start()
@@ -84,7 +84,7 @@ def test_who_waits_says_that_he_is_hungry(tmp_path: Path, monkeypatch: pytest.Mo
         assert store.words.value(module.WRITER_WORD) == seen  # nobody is hungry: nobody is woken
 
 
-def _take(writer: module.Writer) -> None:
+def _take(writer: module.WriterLock) -> None:
     with writer.holding():
         writer.close()
 
@@ -108,7 +108,7 @@ def test_a_killed_writer_lets_go(quick_path: Path) -> None:
 
 def test_it_says_who_has_it(tmp_path: Path) -> None:
     with opened(tmp_path / "root", MiB) as store:
-        other = module.Writer(store.root, store.words)
+        other = module.WriterLock(store.root, store.words)
         with store._catalog.writer(), pytest.raises(errors.CacheFault, match=rf"busy.*{os.getpid()}"):
             other.take(0.05)
         other.take(0.05)

@@ -24,7 +24,7 @@ from forebay import errors, remote
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
 from forebay.remote.s3 import Name, S3Remote
-from forebay.remote.s3.aws import Place
+from forebay.remote.s3.aws import S3Endpoint
 from forebay.testing import MemorySink
 from tests.harness import fork
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
@@ -348,7 +348,7 @@ def test_a_profile_and_its_files(
     )
     monkeypatch.setenv("AWS_PROFILE", "lab")
     assert fetched(s3, url) == b"thirteen bytes"
-    assert s3._account.place() == Place(rgw_server.url, "eu-west-9", "auto")
+    assert s3._account.place() == S3Endpoint(rgw_server.url, "eu-west-9", "auto")
 
 
 def test_a_profile_that_is_not_there(no_aws: Path, s3: S3Remote, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,23 +358,23 @@ def test_a_profile_that_is_not_there(no_aws: Path, s3: S3Remote, monkeypatch: py
 
 
 def test_which_endpoint(no_aws: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def place() -> Place:
+    def place() -> S3Endpoint:
         return S3Remote()._account.place()
 
-    assert place() == Place(None, "us-east-1", "auto")
+    assert place() == S3Endpoint(None, "us-east-1", "auto")
     monkeypatch.setenv("AWS_REGION", "eu-north-1")
     no_aws.write_text("[default]\nendpoint_url = http://profile/\ns3 =\n  addressing_style = virtual\n")
-    assert place() == Place("http://profile", "eu-north-1", "virtual")
+    assert place() == S3Endpoint("http://profile", "eu-north-1", "virtual")
     no_aws.write_text("[default]\nservices = mine\nendpoint_url = http://profile\n[services mine]\ns3 =\n  endpoint_url = http://service\n")
     assert place().endpoint == "http://service"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://everything")
     assert place().endpoint == "http://everything"
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-south-1")
-    assert place() == Place("http://s3", "eu-south-1", "auto")
+    assert place() == S3Endpoint("http://s3", "eu-south-1", "auto")
     monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
     monkeypatch.setenv("AWS_USE_DUALSTACK_ENDPOINT", "true")
-    assert place() == Place(None, "eu-south-1", "auto", ".dualstack")
+    assert place() == S3Endpoint(None, "eu-south-1", "auto", ".dualstack")
     monkeypatch.delenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "localhost:9000")
     with pytest.raises(errors.ConfigError, match="http://host"):
@@ -384,25 +384,25 @@ def test_which_endpoint(no_aws: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("place", "bucket", "address"),
     [
-        (Place(None, "us-east-1", "auto"), "data", "https://data.s3.us-east-1.amazonaws.com/a%20b"),
-        (Place(None, "cn-north-1", "auto"), "data", "https://data.s3.cn-north-1.amazonaws.com.cn/a%20b"),
-        (Place(None, "us-east-1", "auto"), "da.ta", "https://s3.us-east-1.amazonaws.com/da.ta/a%20b"),
-        (Place(None, "us-east-1", "path"), "data", "https://s3.us-east-1.amazonaws.com/data/a%20b"),
-        (Place(None, "us-east-1", "auto", "-fips.dualstack"), "data", "https://data.s3-fips.dualstack.us-east-1.amazonaws.com/a%20b"),
-        (Place("http://10.0.0.1:9000", "us-east-1", "auto"), "data", "http://10.0.0.1:9000/data/a%20b"),
-        (Place("https://store.lab", "us-east-1", "virtual"), "data", "https://data.store.lab/a%20b"),
+        (S3Endpoint(None, "us-east-1", "auto"), "data", "https://data.s3.us-east-1.amazonaws.com/a%20b"),
+        (S3Endpoint(None, "cn-north-1", "auto"), "data", "https://data.s3.cn-north-1.amazonaws.com.cn/a%20b"),
+        (S3Endpoint(None, "us-east-1", "auto"), "da.ta", "https://s3.us-east-1.amazonaws.com/da.ta/a%20b"),
+        (S3Endpoint(None, "us-east-1", "path"), "data", "https://s3.us-east-1.amazonaws.com/data/a%20b"),
+        (S3Endpoint(None, "us-east-1", "auto", "-fips.dualstack"), "data", "https://data.s3-fips.dualstack.us-east-1.amazonaws.com/a%20b"),
+        (S3Endpoint("http://10.0.0.1:9000", "us-east-1", "auto"), "data", "http://10.0.0.1:9000/data/a%20b"),
+        (S3Endpoint("https://store.lab", "us-east-1", "virtual"), "data", "https://data.store.lab/a%20b"),
     ],
 )
-def test_where_a_bucket_is_asked(place: Place, bucket: str, address: str) -> None:
+def test_where_a_bucket_is_asked(place: S3Endpoint, bucket: str, address: str) -> None:
     assert place.address(bucket, "a%20b") == address
     assert place.is_ours(address)
 
 
 def test_only_the_hosts_of_s3_see_a_signature() -> None:
-    for place in (Place(None, "us-east-1", "auto"), Place("https://store.lab", "us-east-1", "auto")):
+    for place in (S3Endpoint(None, "us-east-1", "auto"), S3Endpoint("https://store.lab", "us-east-1", "auto")):
         for url in ("https://evil.example/x", "https://amazonaws.com.evil.example/x", "https://evilstore.lab/x"):
             assert not place.is_ours(url)
-    aws = Place(None, "us-east-1", "auto")
+    aws = S3Endpoint(None, "us-east-1", "auto")
     assert not aws.is_ours("http://data.s3.us-east-1.amazonaws.com/x")
     assert aws.region_in("https://data.s3-eu-west-1.amazonaws.com/x") == "eu-west-1"
     assert aws.region_in("https://data.s3.dualstack.eu-west-2.amazonaws.com/x") == "eu-west-2"

@@ -35,7 +35,7 @@ class Ahead(Engine):
 
     def space(
         self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | None = None, max_count: int | None = None
-    ) -> spaces.Space:  # fmt: skip
+    ) -> spaces.SpaceRow:  # fmt: skip
         """The space of this name, made if there is none; an explicit policy, quota or count is set for everybody."""
         known = self._spaces.get(name)
         if known is not None and policy is None and quota is None and max_count is None and name not in self._unset_spaces:
@@ -57,21 +57,21 @@ class Ahead(Engine):
             log.warning("the space %s is not set up yet, and will be by a later call: %s", name, str(error))
 
     @mending
-    def known_space(self, name: str) -> spaces.Space:
+    def known_space(self, name: str) -> spaces.SpaceRow:
         """The space of this name, to be read from: with the id 0, which no entry has, where there is none."""
         known = self._spaces.get(name)
         if known is None:
             found = spaces.find(self._catalog, name)
             if found is None:
-                return spaces.Space(0, name, "values", "lru", None)
+                return spaces.SpaceRow(0, name, "values", "lru", None)
             known = self._spaces[name] = found
         return known
 
     @mending
-    def _make_space(self, name: str, kind: str, policy: str | None, quota: int | None, max_count: int | None) -> spaces.Space:
+    def _make_space(self, name: str, kind: str, policy: str | None, quota: int | None, max_count: int | None) -> spaces.SpaceRow:
         found = spaces.find(self._catalog, name)
         if self.root.read_only:
-            return found or spaces.Space(0, name, kind, "lru", None)
+            return found or spaces.SpaceRow(0, name, kind, "lru", None)
         parsed = str(Policy.parse(policy)) if policy else None
         wanted = {"policy": parsed, "quota": quota, "max_count": max_count}
         changed = found is None or any(value is not None and value != getattr(found, what) for what, value in wanted.items())
@@ -87,7 +87,7 @@ class Ahead(Engine):
             self._shrink(found)
         return found
 
-    def _shrink(self, space: spaces.Space) -> None:
+    def _shrink(self, space: spaces.SpaceRow) -> None:
         """Apply a lower limit to what is there, as far as nobody holds it: make room for nothing."""
         before, there = spaces.live(self._catalog, space.name)
         try:

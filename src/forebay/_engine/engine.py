@@ -93,7 +93,7 @@ class Engine:
         self._unset: Settings | None = None
         self._lower = False  # a lower limit was set, and is to be applied to what is there
         self._unset_spaces: dict[str, tuple[str | None, int | None, int | None]] = {}
-        self._spaces: dict[str, spaces.Space] = {}
+        self._spaces: dict[str, spaces.SpaceRow] = {}
         self.memo, self.counters = Memo(Slots(root)), Counters(root)  # the hit paths hold on to these, whatever is made anew
         self._wire(root)
         self._start(settings)

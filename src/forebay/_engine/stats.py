@@ -27,7 +27,7 @@ class Usage:
     used: int
     reserved: int
     budget: int
-    spaces: tuple[spaces.Space, ...] = ()
+    spaces: tuple[spaces.SpaceRow, ...] = ()
 
 
 class Census:

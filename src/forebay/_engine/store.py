@@ -21,7 +21,7 @@ from forebay._engine.index.memo import Hit, Remembered, no_hit
 from forebay._engine.locks.fill import KeyHold, OnWait
 from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.pack import Pack
-from forebay._engine.packs.packing import Room, Taken
+from forebay._engine.packs.packing import SegmentRequest, Taken
 from forebay._engine.space.eviction import Doomed
 from forebay._engine.space.room import Want
 from forebay._engine.space.settings import Settings as Settings
@@ -225,7 +225,7 @@ class Store(Pieces):
             raise errors.CacheFault(f"{lease.entry.name} cannot be opened: {error}", key=lease.entry.key) from error
 
     @mending
-    def take_segment(self, room: Room, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken:
+    def take_segment(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken:
         """See `Packing.take`."""
         self.check_usable(writing=True)
         return self._packing.take(room, need, words, full)

@@ -38,7 +38,7 @@ _PYTREE = codecs.codec("pytree")
 _PRIMARY: Any = getattr(energon_base, "PrimaryFileStore", ())  # older versions have none
 
 
-class _Kind(enum.IntFlag):
+class _ItemForm(enum.IntFlag):
     """What an item is as it lies in the cache, and its source beside it. One digit on the disk, which stays readable."""
 
     PICKLED = 1
@@ -310,10 +310,10 @@ def _raw(ds: Any, fname: str) -> Found:
 
 def _noted(data: Any, info: Any, *, decoded: bool) -> Noted:
     """Data with their source, so that whoever finds them in the cache has it as well: beside them, since limits are of the data alone."""
-    kind = _Kind.DECODED if decoded else _Kind(0)
+    kind = _ItemForm.DECODED if decoded else _ItemForm(0)
     if decoded or not isinstance(data, bytes | bytearray | memoryview):
-        kind |= _Kind.PICKLED
-    payload = pickle.dumps(data, pickle.HIGHEST_PROTOCOL) if _Kind.PICKLED in kind else data
+        kind |= _ItemForm.PICKLED
+    payload = pickle.dumps(data, pickle.HIGHEST_PROTOCOL) if _ItemForm.PICKLED in kind else data
     return Noted.of(payload, _note(kind, pickle.dumps(info, pickle.HIGHEST_PROTOCOL)))
 
 
@@ -332,10 +332,10 @@ def _noted_plainly(data: Any, info: Any) -> Noted:
             f"others can write to this root, and what the dataset gives wants a pickle ({error}): say method='pickle' if you trust them"
         )
         raise errors.ConfigError(message, name="method", value="raw") from error
-    return Noted.of(data, _note(_Kind.PLAIN, head))
+    return Noted.of(data, _note(_ItemForm.PLAIN, head))
 
 
-def _note(kind: _Kind, head: bytes) -> str:
+def _note(kind: _ItemForm, head: bytes) -> str:
     return f"{int(kind)}{base64.b85encode(head).decode()}"
 
 
@@ -351,21 +351,21 @@ def _plain_info(head: bytes) -> Any:
 def _decoded(ds: Any, fname: str, noted: Any, plain: bool) -> Found:
     """What `_noted`, or `_noted_plainly`, had, decoded."""
     note = noted.note if isinstance(noted, Noted) else ""
-    kind = _Kind(int(note[0])) if note[:1].isdecimal() else None
-    if kind is None or (plain and kind != _Kind.PLAIN):
+    kind = _ItemForm(int(note[0])) if note[:1].isdecimal() else None
+    if kind is None or (plain and kind != _ItemForm.PLAIN):
         data, info = ds[fname]  # it was not this pool's kind that wrote it
         return data, info
     try:
         head = base64.b85decode(note[1:])
-        info = _plain_info(head) if kind == _Kind.PLAIN else None
+        info = _plain_info(head) if kind == _ItemForm.PLAIN else None
     except (errors.Damaged, ValueError, TypeError) as error:
         log.warning("what is kept of %s cannot be read, it is read anew: %s", fname, error)
         data, info = ds[fname]
         return data, info
-    if kind != _Kind.PLAIN:
+    if kind != _ItemForm.PLAIN:
         info = pickle.loads(head)
-    data = pickle.loads(noted) if _Kind.PICKLED in kind else bytes(noted)
-    if _Kind.DECODED in kind:
+    data = pickle.loads(noted) if _ItemForm.PICKLED in kind else bytes(noted)
+    if _ItemForm.DECODED in kind:
         return data, info
     decode = getattr(ds, "_decode_raw", None)
     if decode is not None:

@@ -66,7 +66,7 @@ class Cache(Upkeep):
         upstream: str | os.PathLike[str] | None = None, offline: bool | None = None, max_age: float | str | None = None,
         timeout: float | None = None, remote_options: remote.RemoteOptions | None = None, enabled: bool = True,
     ) -> None:  # fmt: skip
-        said = _config.Settings.from_environment()
+        said = _config.EnvironmentSettings.from_environment()
         if root is not None and not os.fspath(root):
             raise errors.ConfigError("root='' names no directory: '.' is the current one", name="root", value="")
         shared = said.shared if shared is None else shared

@@ -19,10 +19,10 @@ from forebay import _config, errors
 from forebay.claims import conflicts
 from forebay.claims import dirs as directories
 from forebay.claims.claim_request import Held, Wanted
-from forebay.claims.inspect import Seen
+from forebay.claims.inspect import ClaimState
 from forebay.claims.jobs import identify
 from forebay.claims.members import House
-from forebay.claims.records import Record, Stream
+from forebay.claims.records import ClaimedStream, Record
 from forebay.claims.registry import Registry
 from forebay.claims.registry_dir import default as default_registry
 from forebay.remote import urls
@@ -82,7 +82,9 @@ def _named(name: str) -> str:
     return f"named {name}"
 
 
-def _streams(dirs: PathLike | Sequence[PathLike], remotes: PathLike | Sequence[PathLike | None] | None, shared: bool) -> tuple[Stream, ...]:
+def _streams(
+    dirs: PathLike | Sequence[PathLike], remotes: PathLike | Sequence[PathLike | None] | None, shared: bool
+) -> tuple[ClaimedStream, ...]:
     listed = _listed(dirs, "dirs")
     wanted = [_place(path) for path in listed]
     given = [None] * len(wanted) if remotes is None else _listed(remotes, "remotes")
@@ -94,7 +96,7 @@ def _streams(dirs: PathLike | Sequence[PathLike], remotes: PathLike | Sequence[P
     if again:
         message = f"each directory may appear once in a claim, but these are repeated: {', '.join(again)}"
         raise errors.ConfigError(message, name="dirs", value=again)
-    return tuple(Stream(place, _redacted(remote), shared) for place, remote in zip(wanted, given, strict=True))
+    return tuple(ClaimedStream(place, _redacted(remote), shared) for place, remote in zip(wanted, given, strict=True))
 
 
 def _listed(given: Any, name: str) -> list[Any]:
@@ -113,7 +115,7 @@ def _text(given: Any, name: str) -> str:
     return text
 
 
-def _place(given: Any) -> directories.Place:
+def _place(given: Any) -> directories.ClaimedPath:
     path = _text(given, "dirs")
     if urls.is_url(path):
         raise errors.ConfigError(
@@ -318,7 +320,7 @@ def _known() -> Registry | None:
     return Registry() if os.path.lexists(default_registry()) else None
 
 
-def _info(seen: Seen) -> ClaimInfo:
+def _info(seen: ClaimState) -> ClaimInfo:
     from forebay.claims.records import user_name
 
     record = seen.record

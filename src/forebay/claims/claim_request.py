@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from forebay.claims import processes, records
 from forebay.claims.members import Members
-from forebay.claims.records import Beside, Record, Stream
+from forebay.claims.records import Beside, ClaimedStream, Record
 
 
 class Outside(Protocol):
@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
     job: str
     how: str
     key: str
-    streams: tuple[Stream, ...]
+    streams: tuple[ClaimedStream, ...]
     world: dict[str, Any] | None = None
     rank: int | None = None
     worker: int | None = None

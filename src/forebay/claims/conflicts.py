@@ -9,8 +9,8 @@ from typing import Any
 
 from forebay import errors
 from forebay.claims import dirs, processes
-from forebay.claims.dirs import Place
-from forebay.claims.records import Record, Stream, shortened
+from forebay.claims.dirs import ClaimedPath
+from forebay.claims.records import ClaimedStream, Record, shortened
 
 _LONGEST = 300  # of a command
 _MOST = 16  # directories of a claim that are told
@@ -19,7 +19,7 @@ _WHAT_TO_DO_ALONE = "give each claim a directory of its own, close the other fir
 _OR_RANKS = "; if both are ranks of one job, tell each which it is (world=), or initialise torch.distributed first"
 
 
-def conflict(ours: Record, theirs: Record, *, equal_only: bool = False) -> tuple[Stream, Stream] | None:
+def conflict(ours: Record, theirs: Record, *, equal_only: bool = False) -> tuple[ClaimedStream, ClaimedStream] | None:
     """A directory of ours that is to be filled from a remote, and the one of theirs that it overlaps with; None where there is none.
 
     ``equal_only``: directories one inside the other do not count."""
@@ -30,7 +30,7 @@ def conflict(ours: Record, theirs: Record, *, equal_only: bool = False) -> tuple
     return None
 
 
-def _near(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iterator[tuple[Stream, Stream]]:
+def _near(ours: Sequence[ClaimedStream], theirs: Sequence[ClaimedStream]) -> Iterator[tuple[ClaimedStream, ClaimedStream]]:
     """The pairs that may overlap. To compare each with each takes 3 us, which of many directories is a second."""
     seen, above = defaultdict(list), defaultdict(list)
     for number, other in enumerate(theirs):
@@ -46,12 +46,12 @@ def _near(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iterator[tuple[St
         yield from ((stream, theirs[number]) for number in sorted(found))
 
 
-def _seen(place: Place) -> Iterator[tuple[dirs.Level, tuple[str, ...]]]:
+def _seen(place: ClaimedPath) -> Iterator[tuple[dirs.Level, tuple[str, ...]]]:
     """A place as each directory that is there sees it, of itself and those above."""
     return ((level, place.names[depth:]) for depth, level in enumerate(place.levels))
 
 
-def repeated(places: Sequence[Place]) -> list[tuple[int, int]]:
+def repeated(places: Sequence[ClaimedPath]) -> list[tuple[int, int]]:
     """The numbers of those places that are the same as one before, after that one's."""
     first: dict[tuple[dirs.Level, tuple[str, ...]], int] = {}
     found = []
@@ -63,11 +63,11 @@ def repeated(places: Sequence[Place]) -> list[tuple[int, int]]:
     return found
 
 
-def _both_only_read(ours: Stream, theirs: Stream) -> bool:
+def _both_only_read(ours: ClaimedStream, theirs: ClaimedStream) -> bool:
     return ours.shared and ours.remote == theirs.remote and dirs.same(ours.place, theirs.place)
 
 
-def _now(record: Record, place: Place) -> Place:
+def _now(record: Record, place: ClaimedPath) -> ClaimedPath:
     """Where their directory is now: it may have been removed, and its number given to another. Their names for it may not be ours, if
     they see other file systems."""
     if record.mounts != processes.mount_space():
@@ -78,7 +78,7 @@ def _now(record: Record, place: Place) -> Place:
         return place
 
 
-def mismatch(ours: tuple[Stream, ...], leaders: tuple[Stream, ...]) -> str | None:
+def mismatch(ours: tuple[ClaimedStream, ...], leaders: tuple[ClaimedStream, ...]) -> str | None:
     """What a rank says otherwise than its leader, in words; None where they agree."""
     if len(ours) != len(leaders):
         return f"{len(ours)} directories here, {len(leaders)} there"
@@ -106,7 +106,7 @@ def facts(record: Record, pids: list[int]) -> dict[str, Any]:
     }
 
 
-def in_conflict(ours: Record, theirs: Record, pids: list[int], found: tuple[Stream, Stream]) -> errors.ClaimConflict:
+def in_conflict(ours: Record, theirs: Record, pids: list[int], found: tuple[ClaimedStream, ClaimedStream]) -> errors.ClaimConflict:
     """The error of two claims that want the same."""
     mine, other = (stream.place.path for stream in found)
     what = f"{mine} is taken" if mine == other else f"{mine} overlaps with {other}, which is taken"

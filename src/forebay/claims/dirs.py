@@ -15,7 +15,7 @@ _CASEFOLD = 0x40000000
 Level: TypeAlias = tuple[int, int]  # device and inode
 
 
-class Place(NamedTuple):
+class ClaimedPath(NamedTuple):
     """A directory that may not be there yet. ``path``: absolute, links resolved; ``names``: its parts, in lower case where the file
     system makes no difference; ``levels``: device and inode of the root and of each part that is there, from the top."""
 
@@ -24,14 +24,14 @@ class Place(NamedTuple):
     levels: tuple[Level, ...]
 
 
-def canonical(path: str | os.PathLike[str]) -> Place:
+def canonical(path: str | os.PathLike[str]) -> ClaimedPath:
     """The place that a path means now. Raises OSError for a name that cannot be."""
     whole = os.path.realpath(os.path.abspath(os.fspath(path)))
     names = tuple(name for name in whole.split("/") if name)
     levels = _levels(names)
     if len(levels) <= len(names) and _ignores_case("/" + "/".join(names[: len(levels) - 1])):
         names = _folded(names, levels)
-    return Place(whole, names, levels)
+    return ClaimedPath(whole, names, levels)
 
 
 def _levels(names: tuple[str, ...]) -> tuple[Level, ...]:
@@ -92,7 +92,7 @@ class Marks(NamedTuple):
     asked: frozenset[int]
 
 
-def marks(wanted: Iterable[Place]) -> Marks:
+def marks(wanted: Iterable[ClaimedPath]) -> Marks:
     """The marks of places. Above each is itself too."""
     places, above = set(), set()
     for place in wanted:
@@ -107,17 +107,17 @@ def marks(wanted: Iterable[Place]) -> Marks:
     return Marks(told, frozenset(mark ^ 1 for mark in told))
 
 
-def overlap(a: Place, b: Place) -> bool:
+def overlap(a: ClaimedPath, b: ClaimedPath) -> bool:
     """Whether they are one directory, or one lies inside the other."""
     return any(rest[: len(other)] == other[: len(rest)] for rest, other in _common(a, b))
 
 
-def same(a: Place, b: Place) -> bool:
+def same(a: ClaimedPath, b: ClaimedPath) -> bool:
     """Whether they are one directory."""
     return any(rest == other for rest, other in _common(a, b))
 
 
-def _common(a: Place, b: Place) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+def _common(a: ClaimedPath, b: ClaimedPath) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """What each has below the directories that both have above them, or are."""
     if a.levels[-1:] == b.levels[-1:]:
         return [(a.names[len(a.levels) - 1 :], b.names[len(b.levels) - 1 :])]

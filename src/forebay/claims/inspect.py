@@ -13,7 +13,7 @@ from typing import NamedTuple
 from forebay._kernel import locks
 from forebay.claims import building, processes, records
 from forebay.claims.records import Record
-from forebay.claims.table import CLAIM, LEADER, SLOTS, Member, Table
+from forebay.claims.table import CLAIM, LEADER, SLOTS, Member, MemberTable
 
 _NAME = re.compile(r"(?<![^/])(([0-9]{6,15})\.([0-9a-f]{16}))(?![^/])")
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # anybody may have put a FIFO there
@@ -23,7 +23,7 @@ _OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))  # these say no
 _APART = frozenset((CLAIM, "members", "locks", "words", building.LANDMARK))
 
 
-class Seen(NamedTuple):
+class ClaimState(NamedTuple):
     """``tag``: tells job and key. ``live``: somebody has it; ``led``: who registered it does. ``record``: None where it is damaged."""
 
     directory: Path
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
         if fd is None:
             return []
         try:
-            return Table(self.directory).members(fd)
+            return MemberTable(self.directory).members(fd)
         except OSError:
             return []
         finally:
@@ -126,7 +126,7 @@ def glance(directory: str, registry: int | None = None) -> bytes | None:
         os.close(fd)
 
 
-def look_at(registry: Path, name: str) -> Seen | None:
+def look_at(registry: Path, name: str) -> ClaimState | None:
     """The claim of this name; None where there is none, or it was freed meanwhile. Raises OSError where this process can open nothing."""
     if not (found := parse([name])):
         return None
@@ -137,17 +137,17 @@ def look_at(registry: Path, name: str) -> Seen | None:
     try:
         live = locks.locked_at(fd, 0, SLOTS) is not None
         led = live and locks.locked_at(fd, LEADER) is not None
-        return Seen(directory, *told, os.fstat(fd).st_uid, live, led, records.load(building.read(fd)))
+        return ClaimState(directory, *told, os.fstat(fd).st_uid, live, led, records.load(building.read(fd)))
     except OSError:
         return _damaged(directory, *told)
     finally:
         os.close(fd)
 
 
-def _damaged(directory: Path, prefix: int, tag: str) -> Seen | None:
+def _damaged(directory: Path, prefix: int, tag: str) -> ClaimState | None:
     """One whose file cannot be looked at: nobody can have it. Its name is taken all the same. None for what is no directory."""
     try:
         status = os.lstat(directory)
     except FileNotFoundError:
         return None
-    return Seen(directory, prefix, tag, status.st_uid, False, False, None) if stat.S_ISDIR(status.st_mode) else None
+    return ClaimState(directory, prefix, tag, status.st_uid, False, False, None) if stat.S_ISDIR(status.st_mode) else None

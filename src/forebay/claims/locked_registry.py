@@ -16,7 +16,7 @@ from forebay.claims import building, claim_files, conflicts, dirs, inspect, reco
 from forebay.claims.building import NEW, OLD, scrap_name
 from forebay.claims.claim_request import Held, Wanted
 from forebay.claims.inherited_fds import passing
-from forebay.claims.inspect import Seen
+from forebay.claims.inspect import ClaimState
 from forebay.claims.members import Members, OnLeft, at_the_end
 from forebay.claims.table import CLAIM, LEADER, SLOTS
 
@@ -30,7 +30,7 @@ _refusals: deque[tuple[int, Path, int]] = deque()
 class InTheWay(Exception):
     """Another claim stands against the one that is wanted. ``error``: that in words for the caller; ``seen``: the claim, if it is one."""
 
-    def __init__(self, wanted: Wanted, error: errors.ClaimConflict, seen: Seen | None = None) -> None:
+    def __init__(self, wanted: Wanted, error: errors.ClaimConflict, seen: ClaimState | None = None) -> None:
         super().__init__(str(error))
         self._wanted, self.error, self.seen = wanted, error, seen
 

@@ -22,7 +22,7 @@ from forebay._logs import logger
 from forebay.claims import claim_files
 from forebay.claims.claim_files import Gone
 from forebay.claims.inherited_fds import passing
-from forebay.claims.table import CLAIM, IN, LEFT, SLOTS, Identity, Member, Table
+from forebay.claims.table import CLAIM, IN, LEFT, SLOTS, Identity, Member, MemberTable
 
 log = logger("forebay.claims")
 OnLeft: TypeAlias = Callable[[Path], None]
@@ -55,7 +55,7 @@ class Members:
         directory when a process leaves by itself."""
         self.directory, self.rank, self.worker, self._on_left = directory, rank, worker, on_left
         self._mutex, self._second = threading.RLock(), None
-        self._table = Table(directory)
+        self._table = MemberTable(directory)
         self._settle(fd, slot)
         _present.add(self)
         host.at_fork(self)
@@ -67,7 +67,7 @@ class Members:
         places are taken."""
         fd = passing.take_in(lambda: _open(directory))
         try:
-            slot = _lock_a_place(fd, directory, Table(directory))
+            slot = _lock_a_place(fd, directory, MemberTable(directory))
             return passing.hand_over(fd, lambda fd: cls(directory, fd, slot, rank, worker, on_left))
         finally:
             passing.close(fd)
@@ -224,7 +224,7 @@ def _open(directory: Path) -> int:
     return host.out_of_the_way(claim_files.open_write(directory, CLAIM))
 
 
-def _lock_a_place(fd: int, directory: Path, table: Table) -> int:
+def _lock_a_place(fd: int, directory: Path, table: MemberTable) -> int:
     """Lock a byte that nobody has; gives its number."""
     for turn in range(_TURNS):
         for slot in table.places():

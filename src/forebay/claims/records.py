@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from forebay import errors
 from forebay.claims import dirs, processes
-from forebay.claims.dirs import Place
+from forebay.claims.dirs import ClaimedPath
 
 VERSION = 1
 LARGEST = 1 << 24  # bytes of a record that are looked at: anybody may write one
@@ -28,10 +28,10 @@ _TAKES_VALUE = re.compile("[cmWX]")  # of the letters of Python's own options, w
 _QUERY = re.compile(r"(://[^\s?]*)\?\S*")
 
 
-class Stream(NamedTuple):
+class ClaimedStream(NamedTuple):
     """One directory of a claim. ``remote``: where its files come from, free of secrets. ``shared``: it is only read."""
 
-    place: Place
+    place: ClaimedPath
     remote: str | None
     shared: bool = False
 
@@ -60,7 +60,7 @@ class Record(NamedTuple):
     mounts: int
     start: float
     command: str
-    streams: tuple[Stream, ...]
+    streams: tuple[ClaimedStream, ...]
     world: dict[str, Any] | None
     beside: Beside | None = None
     version: int = VERSION
@@ -126,11 +126,11 @@ def owner(job: str) -> str:
     return f"the job of {job}" if _PROCESS.match(job) else f"job {job}"
 
 
-def _stream(place: Any, remote: Any, shared: Any) -> Stream:
+def _stream(place: Any, remote: Any, shared: Any) -> ClaimedStream:
     path, names, levels = place
     if not (isinstance(path, str) and (remote is None or isinstance(remote, str)) and all(isinstance(name, str) for name in names)):
         raise ValueError("not a stream")
-    return Stream(Place(path, tuple(names), tuple((int(dev), int(ino)) for dev, ino in levels)), remote, bool(shared))
+    return ClaimedStream(ClaimedPath(path, tuple(names), tuple((int(dev), int(ino)) for dev, ino in levels)), remote, bool(shared))
 
 
 def _is_sound(record: Record) -> bool:

@@ -20,7 +20,7 @@ from forebay.claims import building, conflicts, inspect, registry_dir
 from forebay.claims.backoff import Patience
 from forebay.claims.claim_files import Gone
 from forebay.claims.claim_request import Held, Wanted
-from forebay.claims.inspect import Seen
+from forebay.claims.inspect import ClaimState
 from forebay.claims.locked_registry import REFUSED, InTheWay, Ledger
 from forebay.claims.members import Members
 from forebay.claims.table import CLAIM, LEADER
@@ -138,7 +138,7 @@ class Registry:
 
     # -- seeing and freeing ----------------------------------------------------------------------------------------
 
-    def look(self) -> list[Seen]:
+    def look(self) -> list[ClaimState]:
         """All claims of the node, live and dead, by their number. What cannot be read is told as far as it can."""
         found = [inspect.look_at(self.path, name) for name in os.listdir(self.path)]
         return sorted((one for one in found if one is not None), key=lambda one: (one.prefix, one.tag))
@@ -147,7 +147,7 @@ class Registry:
         """The numbers that claims have, dead ones too."""
         return {prefix for _, prefix, _ in inspect.parse(os.listdir(self.path))}
 
-    def prune(self, timeout: float | None = _PATIENCE) -> list[Seen]:
+    def prune(self, timeout: float | None = _PATIENCE) -> list[ClaimState]:
         """Free what is dead and this user's now; the next claim of the user would do the same. Gives what was freed."""
         with self.locked(timeout) as ledger:
             return [one for one in self.look() if not one.live and one.uid == os.geteuid() and ledger.free(one.directory)]

@@ -74,7 +74,7 @@ class Member:
         return self.space == processes.pid_space()
 
 
-class Table:
+class MemberTable:
     """The records of a claim's members, mapped: a byte each for their states, then what they tell."""
 
     def __init__(self, directory: Path) -> None:

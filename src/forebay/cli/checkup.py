@@ -14,7 +14,7 @@ from pathlib import Path
 
 import forebay
 from forebay import errors
-from forebay._config import KNOWN, LEAST_BUDGET, Settings, format_size, parse_budget, with_limits_unsaid
+from forebay._config import KNOWN, LEAST_BUDGET, EnvironmentSettings, format_size, parse_budget, with_limits_unsaid
 from forebay._kernel import host, mappings
 
 ENOUGH_FILES = 4096
@@ -91,7 +91,7 @@ def _settings(place: Path) -> Iterator[Finding]:
 def _faults(names: list[str]) -> Iterator[errors.ConfigError]:
     from forebay.remote import RemoteOptions
 
-    yield from Settings.with_faults()[1]
+    yield from EnvironmentSettings.with_faults()[1]
     for name in names:
         try:
             RemoteOptions.from_environment({name: os.environ[name]})
@@ -216,7 +216,7 @@ def _budget(budget: int, disk: int) -> Iterator[Finding]:
         yield Finding("budget", "slow", f"{format_size(budget)} keeps hardly anything", how)
     elif budget > disk:
         yield Finding("budget", "slow", f"{format_size(budget)} is more than the disk of {format_size(disk)} has", how)
-    said = Settings.with_faults()[0].budget
+    said = EnvironmentSettings.with_faults()[0].budget
     try:
         wanted = budget if said is None else parse_budget(said, total=disk, name="FOREBAY_BUDGET")
     except errors.ConfigError as error:  # a share that makes no sense of this disk

@@ -12,7 +12,7 @@ import typer
 from typer.completion import completion_init  # type: ignore[attr-defined]  # the only door to it
 
 import forebay
-from forebay._config import Settings
+from forebay._config import EnvironmentSettings
 from forebay._logs import logger
 from forebay.cli import (
     claims,
@@ -84,11 +84,11 @@ def _log_to_stderr(verb: str) -> None:
     above.setLevel(_settings_for(verb).verbosity or logging.WARNING)
 
 
-def _settings_for(verb: str) -> Settings:
+def _settings_for(verb: str) -> EnvironmentSettings:
     """What the environment says to a verb. Raises `ConfigError` for what makes no sense, but for limits where none are set by it."""
     if verb == "doctor":  # which tells what makes no sense
-        return Settings.with_faults()[0]
-    return Settings.from_environment(limits=verb not in LOOKING)
+        return EnvironmentSettings.with_faults()[0]
+    return EnvironmentSettings.from_environment(limits=verb not in LOOKING)
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay._config import Settings, default_root, with_limits_unsaid
+from forebay._config import EnvironmentSettings, default_root, with_limits_unsaid
 from forebay.cli.hints import ABSENT, NoCache, NoSuchSpace
 from forebay.cli.render import Output, say_error, shown_name
 from forebay.errors import CacheFault, ConfigError, NotCached
@@ -55,7 +55,7 @@ Names = Annotated[list[str], argument("NAME", help="A URL, or SPACE:KEY, as `for
 
 def place(root: Path | None) -> Path:
     """Where the cache lies: ``root``, else ``$FOREBAY_HOME``, else the default place."""
-    return root or Settings.with_faults(limits=False)[0].home or default_root(is_network=_is_network)
+    return root or EnvironmentSettings.with_faults(limits=False)[0].home or default_root(is_network=_is_network)
 
 
 def _is_network(path: Path) -> bool:
@@ -82,7 +82,7 @@ def opened(root: Path | None, *, change: bool = False) -> Iterator[Cache]:
     from forebay.cache import Cache, fault_of  # here, so that `forebay --help` need not load the engine
 
     if change:
-        Settings.from_environment()  # nothing is changed where it makes no sense, limits included
+        EnvironmentSettings.from_environment()  # nothing is changed where it makes no sense, limits included
     path = existing(root)
     read_only = not (change and os.access(path, os.W_OK))  # an administrator's: what may not be changed says so itself
     # What a group shares may be looked at and removed without a word: no verb runs what others wrote.

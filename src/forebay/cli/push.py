@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from forebay._config import Settings, format_size
+from forebay._config import EnvironmentSettings, format_size
 from forebay.cli.bars import Bars
 from forebay.cli.hints import NoCache
 from forebay.cli.options import DryRunOption, JobsOption, JsonOption, RootOption, argument, filled, opened, option
@@ -90,4 +90,4 @@ def _origin(root: Path | None, *, keep: bool) -> Iterator[Origin]:
             return
     except NoCache:
         pass
-    yield Origin(PassThrough(), RemoteOptions.from_environment(), offline=bool(Settings.from_environment().offline))
+    yield Origin(PassThrough(), RemoteOptions.from_environment(), offline=bool(EnvironmentSettings.from_environment().offline))

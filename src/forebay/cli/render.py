@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forebay._config import Settings, format_age, format_size
+from forebay._config import EnvironmentSettings, format_age, format_size
 from forebay._logs import escaped
 from forebay.cli.hints import hint_for
 
@@ -69,7 +69,7 @@ def shown_name(name: str) -> str:
 
 def wants_bars() -> bool:
     """Whether bars are drawn: on a terminal, unless ``FOREBAY_PROGRESS=0``; ``=1`` draws them anyway."""
-    said = Settings.from_environment().progress
+    said = EnvironmentSettings.from_environment().progress
     return sys.stderr.isatty() if said is None else said
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from forebay.cli.hints import OutputFailed
 
 
-class Stream:
+class OutputStream:
     """A stream whose failures have a name. Of standard error nobody can be told: what it does not take is lost."""
 
     def __init__(self, stream: Any, *, silent: bool) -> None:
@@ -57,9 +57,9 @@ class Stream:
 
 @contextlib.contextmanager
 def named() -> Iterator[None]:
-    """Both streams are `Stream`s inside of the block."""
+    """Both streams are `OutputStream`s inside of the block."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Stream(before[0], silent=False), Stream(before[1], silent=True)
+    sys.stdout, sys.stderr = OutputStream(before[0], silent=False), OutputStream(before[1], silent=True)
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ class Pytree(Named):
     def encode(self, value: Any) -> Sequence[Buffer]:
         memory: list[Buffer] = []
         try:
-            text = json.dumps(_structure(value, _Walk(memory)), separators=(",", ":")).encode()
+            text = json.dumps(_structure(value, _TreeWalk(memory)), separators=(",", ":")).encode()
         except Odd as odd:
             where = f"value{''.join(reversed(odd.path))}" if odd.path else "the value"
             raise _use_pickle(f"{where} is {odd}") from odd
@@ -53,7 +53,7 @@ class Pytree(Named):
             mark, length = _FRONT.unpack_from(data)
             if mark != _MARK or _FRONT.size + length > len(data):
                 raise ValueError("its front is not what encode writes")
-            reader = _Reader(data, _FRONT.size + length, private)
+            reader = _TreeReader(data, _FRONT.size + length, private)
             value = reader.value(json.loads(str(data[_FRONT.size : _FRONT.size + length], "ascii")))
             if reader.end != len(data):
                 raise ValueError(f"a value of {reader.end:,} bytes has {len(data):,}")
@@ -75,7 +75,7 @@ def _use_pickle(what: str) -> errors.ConfigError:
 # -- there -------------------------------------------------------------------------------------------------------------
 
 
-class _Walk:
+class _TreeWalk:
     """Through one value. ``memory``: where that of its parts goes; None: it is only told what the parts are, and none is copied."""
 
     def __init__(self, memory: list[Buffer] | None) -> None:
@@ -97,7 +97,7 @@ class _Walk:
             self.memory.append(memory)
 
 
-def _structure(value: Any, walk: _Walk) -> Any:
+def _structure(value: Any, walk: _TreeWalk) -> Any:
     kind = type(value)
     if kind in _SAME_IN_JSON:
         return value
@@ -123,7 +123,7 @@ def _structure(value: Any, walk: _Walk) -> Any:
     return _array(value, walk)
 
 
-def _parts(parts: Iterator[tuple[str, Any]], walk: _Walk) -> Iterator[Any]:
+def _parts(parts: Iterator[tuple[str, Any]], walk: _TreeWalk) -> Iterator[Any]:
     for where, part in parts:
         try:
             yield _structure(part, walk)
@@ -132,7 +132,7 @@ def _parts(parts: Iterator[tuple[str, Any]], walk: _Walk) -> Iterator[Any]:
             raise
 
 
-def _array(value: Any, walk: _Walk) -> Any:
+def _array(value: Any, walk: _TreeWalk) -> Any:
     """Whoever has an array has imported its package: nothing is imported here."""
     np, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     kind = type(value)
@@ -169,7 +169,7 @@ def _is_told_by_its_text(dtype: Any) -> bool:
 # -- and back ----------------------------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _TreeReader:
     """``end``: where what was read ends."""
 
     def __init__(self, data: memoryview, end: int, private: Callable[[], memoryview]) -> None:
@@ -244,7 +244,7 @@ def fitting(value: Any) -> str:
     if arrow is not None and isinstance(value, (arrow.Table, arrow.RecordBatch)):
         return "arrow"
     try:
-        _structure(value, _Walk(None))
+        _structure(value, _TreeWalk(None))
     except (Odd, RecursionError):
         return "pickle"
     return "numpy" if np is not None and kind is np.ndarray else "pytree"

@@ -124,7 +124,7 @@ def fetch_tree(
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Lacking:
     """What a directory lacks: ``todo``, and what stands in the way of it."""
 
     todo: list[File]
@@ -163,7 +163,7 @@ class _Copy:
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
-    def _looked(self, top: Path, files: Iterable[File], *, check: bool) -> _Look:
+    def _looked(self, top: Path, files: Iterable[File], *, check: bool) -> _Lacking:
         """What is not there yet. ``check``: what else stands there is the user's."""
         closed, todo, in_the_way = set[str](), list[File](), list[Path]()
         if check and not self._new and not top.is_dir():
@@ -184,7 +184,7 @@ class _Copy:
             if found is not None:
                 self._check_mine(top / file.name, check, "a directory" if stat.S_ISDIR(found.st_mode) else "another file")
                 in_the_way.append(top / file.name)
-        return _Look(todo, in_the_way)
+        return _Lacking(todo, in_the_way)
 
     def _is_done(self, file: File, found: os.stat_result) -> bool:
         return stat.S_ISREG(found.st_mode) and file.size in (found.st_size, None) and has_stamp(found.st_mtime_ns, self._stamps[file.name])

@@ -10,8 +10,8 @@ from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay._model import Transfer
 from forebay.directories.manifests import MARK, File, Manifest
-from forebay.directories.place import Place
-from forebay.directories.upload_marker import Mark, MarkSink, Noted
+from forebay.directories.place import RemoteDirectory
+from forebay.directories.upload_marker import MarkedFile, MarkSink, UploadMarker
 from forebay.origin import LISTINGS, Origin
 from forebay.origin.request import Ask, is_same_version
 
@@ -33,7 +33,7 @@ class Listings:
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
 
-    def kept(self, place: Place, since: int) -> Listing | None:
+    def kept(self, place: RemoteDirectory, since: int) -> Listing | None:
         """What is kept, if the remote was asked at ``since`` or later."""
         store = self._origin.store
         try:
@@ -49,12 +49,12 @@ class Listings:
             return None
         return Listing(manifest, found.entry.validator or "", store.validated(found.entry))
 
-    def version(self, place: Place, since: int) -> str | None:
+    def version(self, place: RemoteDirectory, since: int) -> str | None:
         """The version of what `kept` would give, without reading it."""
         entry = self._origin.store.entry(LISTINGS, place.key)
         return entry.validator if entry is not None and self._origin.store.validated(entry) >= since else None
 
-    def ask(self, place: Place, ask: Ask) -> Listing:
+    def ask(self, place: RemoteDirectory, ask: Ask) -> Listing:
         """Ask the remote. Raises `NotFound` where nothing lies there, `NotADirectory`, `BadListing`, `Incomplete`, `Offline`,
         `RemoteError`."""
         if ask.offline and place.local is None:
@@ -69,7 +69,7 @@ class Listings:
         self._keep(place, listing)
         return listing
 
-    def _keep(self, place: Place, listing: Listing) -> None:
+    def _keep(self, place: RemoteDirectory, listing: Listing) -> None:
         store = self._origin.store
         if not isinstance(store, Store) or store.root.read_only:
             return
@@ -82,11 +82,11 @@ class Listings:
         except errors.CacheFault as error:
             self._origin.warn("listing", "what is in %s is not kept, and asked for each time: %s", place.key, error)
 
-    def keep(self, place: Place, files: Manifest) -> None:
+    def keep(self, place: RemoteDirectory, files: Manifest) -> None:
         """What is there since this moment, as its writer knows."""
         self._keep(place, Listing(files, files.version, self._origin.store.now()))
 
-    def postpone(self, place: Place, until: int) -> None:
+    def postpone(self, place: RemoteDirectory, until: int) -> None:
         """Let the next who want it go without asking until then."""
         try:
             entry = self._origin.store.entry(LISTINGS, place.key)
@@ -95,14 +95,14 @@ class Listings:
         if entry is not None:
             self._origin.store.set_validated(entry, until)
 
-    def _nothing(self, place: Place) -> errors.RemoteError:
+    def _nothing(self, place: RemoteDirectory) -> errors.RemoteError:
         if place.is_object():
             return errors.NotADirectory(f"{place.key}: this is an object, and no directory: see `Cache.local`", url=place.key)
         return errors.NotFound(f"{place.key}: there is no object below this URL", url=place.key)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def _listed(self, place: Place) -> Iterator[File]:
+    def _listed(self, place: RemoteDirectory) -> Iterator[File]:
         if place.key.startswith(("http://", "https://")):
             yield from self._told_by_mark(place)
             return
@@ -116,7 +116,7 @@ class Listings:
                 digest = mine.digest if mine is not None and is_noted else None  # else somebody may have written it since
                 yield File(name, info.size, info.validator, info.modified, digest)
 
-    def _told_by_mark(self, place: Place) -> Iterator[File]:
+    def _told_by_mark(self, place: RemoteDirectory) -> Iterator[File]:
         """HTTP knows no listing: what an upload wrote down is one."""
         try:
             noted = self._noted(place, None)
@@ -126,17 +126,17 @@ class Listings:
             raise errors.NotFound(f"{message}: {todo}", url=place.key, status=error.status, todo=todo) from error
         yield from (File(name, file.size, None, None, file.digest) for name, file in noted.items())
 
-    def _noted(self, place: Place, found: set[str] | None) -> Mapping[str, Noted]:
+    def _noted(self, place: RemoteDirectory, found: set[str] | None) -> Mapping[str, MarkedFile]:
         """The files that an upload wrote down. ``found``: the names that are there, where that is known. Raises `Incomplete`."""
         where = f"{place.key}{MARK}"
         sink = MarkSink(where, self._origin.most)
         self._origin.count(place.remote.fetch(place.object(MARK), sink))
-        mark = Mark.parse(where, sink.data)
+        mark = UploadMarker.parse(where, sink.data)
         _check_complete(place, mark.complete, mark.files, found)
         return mark.files
 
 
-def _check_complete(place: Place, complete: bool, files: Mapping[str, object], found: set[str] | None) -> None:
+def _check_complete(place: RemoteDirectory, complete: bool, files: Mapping[str, object], found: set[str] | None) -> None:
     missing = sorted(set(files) - found) if found is not None else []
     if complete and not missing:
         return

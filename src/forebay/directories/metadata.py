@@ -16,7 +16,7 @@ from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay.directories.copying import locked
 from forebay.directories.listings import Listings
-from forebay.directories.place import Place
+from forebay.directories.place import RemoteDirectory
 from forebay.origin import Origin
 from forebay.origin.request import Ask
 
@@ -27,14 +27,14 @@ ATTEMPTS = 50  # of an update, where others update at the same time
 PAUSE = 0.05  # seconds, at most, doubled up to a second
 
 
-def read(origin: Origin, place: Place) -> dict[str, Any]:
+def read(origin: Origin, place: RemoteDirectory) -> dict[str, Any]:
     """What is stored now, asked of the remote; ``{}`` where nothing is. Raises `RemoteError`; `Offline` where the cache may ask nobody."""
     if origin.offline and place.local is None:
         return _parsed(place, bytes(origin.read(place.target(METADATA), Ask(offline=True))))
     return _found(origin, place)[0]
 
 
-def write(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
+def write(origin: Origin, place: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
     """Store this in place of what is there. Raises `NotJson` for what JSON cannot hold, before anything is written; `RemoteError`."""
     data = _encoded(metadata)
     with _alone(origin, place):
@@ -42,7 +42,7 @@ def write(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
     forget(origin, place)
 
 
-def update(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
+def update(origin: Origin, place: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
     """Set these keys, and leave the others as they are. Raises as `write` does.
 
     Two updates at once are both done: from several nodes where the store knows conditional writes, as S3 does (network file systems:
@@ -61,7 +61,7 @@ def update(origin: Origin, place: Place, metadata: Mapping[str, Any]) -> None:
     forget(origin, place)
 
 
-def forget(origin: Origin, place: Place) -> None:
+def forget(origin: Origin, place: RemoteDirectory) -> None:
     """Let the cache's next reader of the directory ask what is in it now."""
     try:
         Listings(origin).postpone(place, 0)
@@ -69,7 +69,7 @@ def forget(origin: Origin, place: Place) -> None:
         log.debug("%s: its listing in the cache stays: %s", place.key, error)
 
 
-def _found(origin: Origin, place: Place) -> tuple[dict[str, Any], str | None]:
+def _found(origin: Origin, place: RemoteDirectory) -> tuple[dict[str, Any], str | None]:
     """What is there, and its validator: "" where there is none, None where nothing is."""
     sink = MemorySink(origin.most)
     try:
@@ -79,7 +79,7 @@ def _found(origin: Origin, place: Place) -> tuple[dict[str, Any], str | None]:
     return _parsed(place, bytes(sink.data)), (sink.info.validator if sink.info else None) or ""
 
 
-def _put(place: Place, data: bytes, validator: str | None) -> None:
+def _put(place: RemoteDirectory, data: bytes, validator: str | None) -> None:
     """Write where nothing is, or over this version only, if the store can tell."""
     url = place.object(METADATA)
     if validator == "":
@@ -92,7 +92,7 @@ def _put(place: Place, data: bytes, validator: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _alone(origin: Origin, place: Place) -> Iterator[None]:
+def _alone(origin: Origin, place: RemoteDirectory) -> Iterator[None]:
     """Of the threads and processes of this host: by the directory itself, where it is one of this host's, else by the cache."""
     with contextlib.ExitStack() as stack:
         for lock in _locks(origin, place):
@@ -106,7 +106,7 @@ def _alone(origin: Origin, place: Place) -> Iterator[None]:
         yield
 
 
-def _locks(origin: Origin, place: Place) -> Iterator[Callable[[], contextlib.AbstractContextManager[object]]]:
+def _locks(origin: Origin, place: RemoteDirectory) -> Iterator[Callable[[], contextlib.AbstractContextManager[object]]]:
     local, store = place.local, origin.store
     if local is not None:
         yield lambda: locked(Path(local, METADATA))
@@ -124,7 +124,7 @@ def _encoded(metadata: object) -> bytes:
         raise errors.NotJson(f"metadata cannot be written as JSON: {error}", name="metadata", value=str(error)) from error
 
 
-def _parsed(place: Place, data: bytes) -> dict[str, Any]:
+def _parsed(place: RemoteDirectory, data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
         if not isinstance(found, dict):

@@ -15,7 +15,7 @@ from forebay.origin.request import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RemoteDirectory:
     """Where the files of a directory are. Callable from any thread and after a fork.
 
     ``url``: as it was given, without a slash at its end; a path, where there is a filesystem object. ``key``: free of secrets, the same
@@ -69,7 +69,7 @@ def check_either(text: str, filesystem: Any) -> None:
         raise errors.ConfigError(message, name="path", value=shown)
 
 
-def place_of(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) -> Place:
+def place_of(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) -> RemoteDirectory:
     """The directory that this URL or path means, or this path of a filesystem object of fsspec or pyarrow.
 
     Raises `ConfigError`, or `MissingExtra` for a scheme whose package is not there."""
@@ -78,7 +78,9 @@ def place_of(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None
     if filesystem is None:
         prefix = Prefix(text)
         try:
-            return Place(prefix.url, folder_of(remote.canonical(prefix.folder)), remote.resolve(text, origin.options), prefix.local, prefix)
+            return RemoteDirectory(
+                prefix.url, folder_of(remote.canonical(prefix.folder)), remote.resolve(text, origin.options), prefix.local, prefix
+            )
         except errors.ConfigError:
             found = remote.arrow_filesystem(text)  # its schemes are more than ours and fsspec's
             if found is None:
@@ -89,4 +91,4 @@ def place_of(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None
         return place_of(origin, local)
     prefix = Prefix(text, plain=True)
     key, _, asked = remote.on_filesystem(filesystem, prefix.folder, origin.options)
-    return Place(prefix.url, folder_of(key), asked, None, prefix, key.rpartition("#")[2], key.partition("://")[0])
+    return RemoteDirectory(prefix.url, folder_of(key), asked, None, prefix, key.rpartition("#")[2], key.partition("://")[0])

@@ -15,7 +15,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay.directories import copying
 from forebay.directories.manifests import File, Part, Patterns
-from forebay.directories.place import Place, place_of
+from forebay.directories.place import RemoteDirectory, place_of
 from forebay.directories.sinks import FileSink
 from forebay.directories.trees import Directories
 from forebay.origin import Origin
@@ -33,7 +33,7 @@ def copy(
     return to_directory(origin, place, part, ask, path, overwrite=overwrite)
 
 
-def to_directory(origin: Origin, place: Place, part: Part, ask: Ask, path: str | os.PathLike[str], *, overwrite: bool) -> str:
+def to_directory(origin: Origin, place: RemoteDirectory, part: Part, ask: Ask, path: str | os.PathLike[str], *, overwrite: bool) -> str:
     """Let ``path`` have a writable copy of a part of a directory; gives its absolute path. Of all processes of the node one does it.
 
     Raises `Foreign`, `NoSpace` where the disk of ``path`` has no room, and what `Directories.lease` does but faults of the cache."""
@@ -43,7 +43,7 @@ def to_directory(origin: Origin, place: Place, part: Part, ask: Ask, path: str |
     return str(target)
 
 
-def to_temporary(origin: Origin, place: Place, part: Part, ask: Ask) -> str:
+def to_temporary(origin: Origin, place: RemoteDirectory, part: Part, ask: Ask) -> str:
     """The same in a new directory below the temporary one, which nobody else knows: it needs no lock. The caller removes it."""
     target = Path(tempfile.mkdtemp(prefix="forebay-checkpoint-"))
     try:
@@ -54,7 +54,7 @@ def to_temporary(origin: Origin, place: Place, part: Part, ask: Ask) -> str:
     return str(target)
 
 
-def _bring(origin: Origin, place: Place, part: Part, ask: Ask, target: Path, *, overwrite: bool) -> None:
+def _bring(origin: Origin, place: RemoteDirectory, part: Part, ask: Ask, target: Path, *, overwrite: bool) -> None:
     directories = Directories(origin)
     tree = _tree(origin, directories, place, part, ask)
     if tree is None:
@@ -71,7 +71,7 @@ def _alone(origin: Origin, target: Path, ask: Ask) -> contextlib.AbstractContext
     return copying.locked(target)
 
 
-def _tree(origin: Origin, directories: Directories, place: Place, part: Part, ask: Ask) -> Lease | None:
+def _tree(origin: Origin, directories: Directories, place: RemoteDirectory, part: Part, ask: Ask) -> Lease | None:
     try:
         return directories.lease(place, part, ask)
     except (errors.CacheFault, errors.WaitTimeout) as error:
@@ -81,7 +81,7 @@ def _tree(origin: Origin, directories: Directories, place: Place, part: Part, as
         return None
 
 
-def _fetch(origin: Origin, place: Place, files: Sequence[File], target: Path, ask: Ask, *, overwrite: bool) -> None:
+def _fetch(origin: Origin, place: RemoteDirectory, files: Sequence[File], target: Path, ask: Ask, *, overwrite: bool) -> None:
     def fetch(file: File, sink: FileSink) -> None:
         origin.count(place.remote.fetch(place.object(file.name), sink))
 

@@ -17,7 +17,7 @@ BLOCK = 16 << 20
 _SECOND = 1_000_000_000
 
 
-class Stopped(Exception):
+class CopyStopped(Exception):
     """The copy that this file is for is being given up."""
 
 
@@ -53,7 +53,7 @@ class Gate:
 
     def check(self) -> None:
         if self._shut:
-            raise Stopped
+            raise CopyStopped
 
     def create(self, path: Path) -> int:
         with self._lock:
@@ -130,7 +130,7 @@ class FileSink:
     @property
     def _descriptor(self) -> int:
         if self._fd is None:
-            raise Stopped
+            raise CopyStopped
         return self._fd
 
     def _add(self, count: int) -> None:

@@ -27,7 +27,7 @@ def each(
     ``on_turn`` is called in the calling thread about ten times a second. The first error ends the call and is raised, so does an
     interrupt of the calling thread: ``stop`` is called then, which is to make what runs raise soon. A thread that hears nothing, since
     it waits for a remote, is left behind: it begins nothing any more, and does not keep the process from its end."""
-    crew = _Crew(items, work, jobs)
+    crew = _Pool(items, work, jobs)
     threads = [threading.Thread(target=crew.work, name=f"forebay-file-{n}", daemon=True) for n in range(min(jobs, crew.count))]
     try:
         for thread in threads:
@@ -52,7 +52,7 @@ def _streams(size: int) -> int:
     return min(max(-(-size // PART), 1), STREAMS)
 
 
-class _Crew(Generic[T]):
+class _Pool(Generic[T]):
     _idle: threading.Condition  # guards what follows; told when an item or a thread ends
     _large: deque[tuple[T, int]]  # items, and how many streams each is
     _small: deque[T]

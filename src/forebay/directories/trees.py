@@ -24,7 +24,7 @@ from forebay._model import noted
 from forebay.directories import thread_pool
 from forebay.directories.listings import Listing, Listings
 from forebay.directories.manifests import File, Manifest, Part, Patterns
-from forebay.directories.place import Place, place_of
+from forebay.directories.place import RemoteDirectory, place_of
 from forebay.origin import DIRECTORIES, POSTPONED, URLS, Origin
 from forebay.origin.request import Ask, is_same_version
 
@@ -44,12 +44,12 @@ class Directories:
         self._listings = Listings(origin)
 
     @staticmethod
-    def key_of(place: Place, part: Part) -> str:
+    def key_of(place: RemoteDirectory, part: Part) -> str:
         """Under which a part of a directory is kept."""
         told = str(part)
         return f"{place.key}#{told}" if told else place.key
 
-    def lease(self, place: Place, part: Part, ask: Ask) -> Lease:
+    def lease(self, place: RemoteDirectory, part: Part, ask: Ask) -> Lease:
         """A lease on a tree that is complete for ``part``; a local directory is yielded as it is, unless ``ask.force``.
 
         Raises `NotFound`, `NotADirectory`, `BadListing`, `Incomplete`, `RemoteChanged` or another `RemoteError`; `Offline`; `WaitTimeout`;
@@ -68,12 +68,12 @@ class Directories:
             need, usage = self.chosen(place, part, ask).size, store.usage()
             raise errors.NoSpace.of(self.key_of(place, part), need, 0, usage.budget, _DISK_FULL, limit="disk") from error
 
-    def chosen(self, place: Place, part: Part, ask: Ask) -> Manifest:
+    def chosen(self, place: RemoteDirectory, part: Part, ask: Ask) -> Manifest:
         """The files of a part as they are now. Raises as `lease` does."""
         kept = self._listings.kept(place, ask.since)
         return _chosen(place, part, (kept or self._listings.ask(place, ask)).manifest)
 
-    def files_of(self, place: Place, part: Part, tree: Lease, ask: Ask) -> Sequence[File]:
+    def files_of(self, place: RemoteDirectory, part: Part, tree: Lease, ask: Ask) -> Sequence[File]:
         """The files of a tree that `lease` gave."""
         if place.local is not None and not ask.force:
             return self.chosen(place, part, ask).files
@@ -83,11 +83,11 @@ class Directories:
             return now.files
         return [File(name, file.size, file.validator) for name, file in self._origin.store.members(tree.entry)]
 
-    def invalidate(self, place: Place) -> None:
+    def invalidate(self, place: RemoteDirectory) -> None:
         """Let the next call ask the remote."""
         self._listings.postpone(place, 0)
 
-    def keep(self, place: Place, files: Sequence[tuple[File, str]]) -> None:
+    def keep(self, place: RemoteDirectory, files: Sequence[tuple[File, str]]) -> None:
         """What was uploaded this moment is the remote's now: keep the local files (each with its path) as what a fetch would bring.
 
         ``files``: all of the directory, with the validators that the remote gave. Raises `CacheFault` where there is no room."""
@@ -119,7 +119,7 @@ def _as_it_is(path: str) -> Lease:
     return lease
 
 
-def _chosen(place: Place, part: Part, whole: Manifest) -> Manifest:
+def _chosen(place: RemoteDirectory, part: Part, whole: Manifest) -> Manifest:
     chosen = part.choose(whole)
     if not chosen.files:
         raise errors.NotFound(f"{place.key}: none of its {len(whole.files):,} files is what {part} asks for", url=place.key)
@@ -129,7 +129,7 @@ def _chosen(place: Place, part: Part, whole: Manifest) -> Manifest:
 class _Tree:
     """One call for one part of one directory."""
 
-    def __init__(self, origin: Origin, listings: Listings, store: Store, place: Place, part: Part, ask: Ask) -> None:
+    def __init__(self, origin: Origin, listings: Listings, store: Store, place: RemoteDirectory, part: Part, ask: Ask) -> None:
         self._origin, self._listings, self._store = origin, listings, store
         self._place, self._part, self._ask = place, part, ask
         self._key = Directories.key_of(place, part)

@@ -19,7 +19,7 @@ _ETAG = 80
 """Bytes by which the line of a file may grow until its directory is complete."""
 
 
-class Noted(NamedTuple):
+class MarkedFile(NamedTuple):
     """One file. ``digest``: its checksum in hex. ``etag``: once the directory is complete, the remote's validator of the file. Before: that
     of an object which the file is to replace; None where nothing is to be replaced, "" where the remote tells nothing of the object."""
 
@@ -29,11 +29,11 @@ class Noted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mark:
+class UploadMarker:
     """The content of a directory's `.forebay.json`."""
 
     complete: bool
-    files: Mapping[str, Noted]
+    files: Mapping[str, MarkedFile]
 
     @cached_property
     def encoded(self) -> bytes:
@@ -53,7 +53,7 @@ class Mark:
         try:
             told = json.loads(bytes(data))
             format, complete = int(told["forebay"]), bool(told["complete"])
-            files = {str(name): Noted(int(file["size"]), str(file["xxh3"]), file["etag"]) for name, file in told["files"].items()}
+            files = {str(name): MarkedFile(int(file["size"]), str(file["xxh3"]), file["etag"]) for name, file in told["files"].items()}
             if not all(0 <= file.size < 1 << 63 for file in files.values()):
                 raise ValueError("a size that no file has")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -24,9 +24,9 @@ from forebay._model import ObjectInfo
 from forebay.directories import thread_pool
 from forebay.directories.manifests import MARK, File, check_names, is_folder
 from forebay.directories.metadata import METADATA, forget
-from forebay.directories.place import Place
+from forebay.directories.place import RemoteDirectory
 from forebay.directories.trees import Directories
-from forebay.directories.upload_marker import Mark, MarkSink, Noted
+from forebay.directories.upload_marker import MarkedFile, MarkSink, UploadMarker
 from forebay.directories.walking import LocalFile, files_below
 from forebay.origin import Origin
 from forebay.origin.request import is_same_version
@@ -60,7 +60,13 @@ class Uploaded:
 
 
 def upload(
-    place: Place, local: str | os.PathLike[str], *, delete: bool = False, dry_run: bool = False, jobs: int = JOBS, tell: Tell | None = None
+    place: RemoteDirectory,
+    local: str | os.PathLike[str],
+    *,
+    delete: bool = False,
+    dry_run: bool = False,
+    jobs: int = JOBS,
+    tell: Tell | None = None,
 ) -> Uploaded:
     """Make a remote directory hold the files of a local one; ``delete``: and no others, but for its metadata. ``dry_run``: only tell what
     would be done.
@@ -78,8 +84,8 @@ def upload(
 
 
 def push(
-    origin: Origin, place: Place, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False, dry_run: bool = False,
-    jobs: int = JOBS, tell: Tell | None = None,
+    origin: Origin, place: RemoteDirectory, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False,
+    dry_run: bool = False, jobs: int = JOBS, tell: Tell | None = None,
 ) -> Uploaded:  # fmt: skip
     """`upload`, with what the cache has to know of it; ``keep``: the files stay in the cache, as if they had been fetched.
 
@@ -105,7 +111,7 @@ class _Stopped(Exception):
 class _Upload:
     """One call."""
 
-    def __init__(self, place: Place, local: str, jobs: int, tell: Tell | None) -> None:
+    def __init__(self, place: RemoteDirectory, local: str, jobs: int, tell: Tell | None) -> None:
         self._place, self._local, self._jobs, self._tell = place, local, jobs, tell
         self._stopped = False
         self._marked: str | None = None  # validator of the mark that is there: "" if it has none, None where there is no mark
@@ -128,16 +134,16 @@ class _Upload:
         if not todo and not gone and _is_told(before, files, digests, there):
             return replace(plan, files=self._described(files, digests, there))
         states = {file.name: _state(there.get(file.name)) for file in todo}
-        Mark(False, _noted(files, digests, states)).check_size(self._mark_key)
+        UploadMarker(False, _noted(files, digests, states)).check_size(self._mark_key)
         if self._place.local is not None:
             sweep(self._place.local)
-        self._write_mark(Mark(False, _noted(files, digests, states)))
+        self._write_mark(UploadMarker(False, _noted(files, digests, states)))
         in_the_way = _in_the_way(gone, files)
         self._remove(in_the_way)
         self._send(todo, sum(file.size for file in files.values()), {name: file.size for name, file in files.items()})
         self._remove(name for name in gone if name not in in_the_way)
         now = self._look_again(files)
-        self._write_mark(Mark(True, _noted(files, digests, {name: info.validator for name, info in now.items()})))
+        self._write_mark(UploadMarker(True, _noted(files, digests, {name: info.validator for name, info in now.items()})))
         return replace(plan, files=self._described(files, digests, now))
 
     def _check_places(self) -> None:
@@ -153,11 +159,11 @@ class _Upload:
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
-    def _mark_there(self, info: ObjectInfo | None) -> Mark | None:
+    def _mark_there(self, info: ObjectInfo | None) -> UploadMarker | None:
         if info is None:
             return None
         self._marked = info.validator or ""
-        return Mark.parse(self._mark_key, self._read(MARK))
+        return UploadMarker.parse(self._mark_key, self._read(MARK))
 
     @property
     def _mark_key(self) -> str:
@@ -169,7 +175,7 @@ class _Upload:
         return bytes(sink.data)
 
     def _compared(
-        self, files: Mapping[str, LocalFile], before: Mark | None, there: Mapping[str, ObjectInfo]
+        self, files: Mapping[str, LocalFile], before: UploadMarker | None, there: Mapping[str, ObjectInfo]
     ) -> tuple[dict[str, str], set[str]]:
         """The digests of all files, which must be noted before the first of them is sent, and the names of those that are not there."""
         digests: dict[str, str] = {}
@@ -189,7 +195,7 @@ class _Upload:
         thread_pool.each([(file, file.size) for file in files.values()], read, self._jobs, on_turn=turn, stop=self._stop)
         return digests, missing
 
-    def _is_there(self, file: LocalFile, digest: str, before: Mark | None, info: ObjectInfo | None) -> bool:
+    def _is_there(self, file: LocalFile, digest: str, before: UploadMarker | None, info: ObjectInfo | None) -> bool:
         """Whether the object has these bytes."""
         if info is None or info.size != file.size:
             return False
@@ -209,7 +215,7 @@ class _Upload:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def _write_mark(self, mark: Mark) -> None:
+    def _write_mark(self, mark: UploadMarker) -> None:
         """Write it over the one that is there, if that is the one we know."""
         url, write = self._place.object(MARK), self._place.remote.write
         try:
@@ -223,7 +229,7 @@ class _Upload:
             info = self._ours(mark, error)
         self._marked = info.validator or ""
 
-    def _ours(self, mark: Mark, error: errors.Conflict) -> ObjectInfo:
+    def _ours(self, mark: UploadMarker, error: errors.Conflict) -> ObjectInfo:
         """The mark that is in the way, if it is the one that we wrote, whose answer was lost."""
         try:
             info = self._place.remote.stat(self._place.object(MARK))
@@ -318,11 +324,13 @@ class _Upload:
         self._stopped = True
 
 
-def _noted(files: Mapping[str, LocalFile], digests: Mapping[str, str], etags: Mapping[str, str | None]) -> dict[str, Noted]:
-    return {name: Noted(file.size, digests[name], etags.get(name)) for name, file in files.items() if name != METADATA}
+def _noted(files: Mapping[str, LocalFile], digests: Mapping[str, str], etags: Mapping[str, str | None]) -> dict[str, MarkedFile]:
+    return {name: MarkedFile(file.size, digests[name], etags.get(name)) for name, file in files.items() if name != METADATA}
 
 
-def _is_told(before: Mark | None, files: Mapping[str, LocalFile], digests: Mapping[str, str], there: Mapping[str, ObjectInfo]) -> bool:
+def _is_told(
+    before: UploadMarker | None, files: Mapping[str, LocalFile], digests: Mapping[str, str], there: Mapping[str, ObjectInfo]
+) -> bool:
     """Whether the mark that is there says all that the new one would."""
     now = _noted(files, digests, {name: there[name].validator for name in files})
     return before is not None and before.complete and before.files == now

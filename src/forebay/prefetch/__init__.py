@@ -23,7 +23,7 @@ from forebay._model import Buffer, Item_co, Noted
 from forebay.codecs import as_bytes
 from forebay.origin import Origin
 from forebay.prefetch.lazies import Lazy, Spilled
-from forebay.prefetch.load_queue import Job
+from forebay.prefetch.load_queue import PrefetchConfig
 from forebay.prefetch.loader import Loader, abandon
 from forebay.prefetch.loads import Load
 from forebay.prefetch.pools import PassThrough as PassThrough
@@ -77,9 +77,9 @@ class Prefetcher(Pool[Item_co]):
         self._bound = _digest([*parts, f"{session.entry.id:x}"])
         return session
 
-    def _job(self, session: Lease | None) -> Job:
+    def _job(self, session: Lease | None) -> PrefetchConfig:
         size = getattr(self.source, "size", None)
-        return Job(
+        return PrefetchConfig(
             store=self._store, space=self.name, workers=self._how["workers"], keep=self._how["keep"], make=self._maker.make,
             size_of=size if self._maker.is_raw else None, lease=self._maker.lease, timeout=self._home._timeout,
             tell=_Teller(self._origin, self.name), session=session,

@@ -15,11 +15,11 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._engine.write.reservations import NOTHING, Need
 from forebay._model import Buffer, Entry
-from forebay.prefetch.loads import Brought, Load, Mark, Prepared, State
+from forebay.prefetch.loads import Brought, Load, LoadRef, Prepared, State
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PrefetchConfig:
     """What one prefetcher loads from where to where. ``make`` gives the bytes of an item, as they are stored, and raises what the
     source raises; ``size_of``, where the source can tell, how many they will be; ``lease``, where the cache may have them already under
     another name, a lease on them if so."""
@@ -39,7 +39,7 @@ class Job:
 class Desk:
     """Callable from any thread. Nothing of the engine is called under the lock, and no finalizer takes it."""
 
-    def __init__(self, job: Job, need_of: Callable[[int], Need], limit: int, typical: int) -> None:
+    def __init__(self, job: PrefetchConfig, need_of: Callable[[int], Need], limit: int, typical: int) -> None:
         self.job, self.need_of, self.limit, self.largest = job, need_of, limit, min(typical, limit)
         self._begin()
 
@@ -48,18 +48,18 @@ class Desk:
         self.work = threading.Condition(self.lock)
         self.settled = threading.Condition(self.lock)
         self.spared = threading.Condition(self.lock)
-        self.marks: dict[str, Mark] = {}
-        self.unsized: deque[Mark] = deque()
+        self.marks: dict[str, LoadRef] = {}
+        self.unsized: deque[LoadRef] = deque()
         """The source is to be asked for their size first, which may take its time: workers do that."""
-        self.asked: deque[Mark] = deque()
+        self.asked: deque[LoadRef] = deque()
         """Not looked for yet."""
-        self.missing: deque[Mark] = deque()
+        self.missing: deque[LoadRef] = deque()
         """Not in the cache: to be read, in this order, as room is promised."""
         self.ready: deque[Prepared] = deque()
         """To be read by the next worker that is free."""
         self.discarded: list[Prepared] = []
         """Nobody wants them any more: their keys are to be let go."""
-        self.elsewhere: list[Mark] = []
+        self.elsewhere: list[LoadRef] = []
         """Another process is at them."""
         self.brought: deque[Brought] = deque()
         """Read, and to be kept."""
@@ -73,7 +73,7 @@ class Desk:
         self.watched = self.look_elsewhere = self.stuck = self.jammed = self.closing = False
         self.drops: deque[Entry] = deque()
         """Nobody here wants them any more."""
-        self.news: queue.SimpleQueue[Mark | None] = queue.SimpleQueue()
+        self.news: queue.SimpleQueue[LoadRef | None] = queue.SimpleQueue()
         """Wakes the keeper: a load that is gone, or None. The one thing here that finalizers touch: it may be filled inside anything."""
 
     # -- loads -----------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class Desk:
             load = mark() if mark is not None else None
             if load is None or load.state in (State.FAILED, State.PAST):  # an error that somebody keeps may hold it for long
                 load = Load(key, name, bound)
-                load.mark = self.marks[key] = Mark(load, self._gone)
+                load.mark = self.marks[key] = LoadRef(load, self._gone)
                 if self.job.size_of is not None:
                     self.unsized.append(load.mark)
                     self.work.notify()
@@ -96,7 +96,7 @@ class Desk:
                     self.news.put(None)
             return load
 
-    def _gone(self, mark: Mark, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+    def _gone(self, mark: LoadRef, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """A load is gone. Runs inside anything: nothing here waits."""
         if is_finalizing():
             return
@@ -180,7 +180,7 @@ class Desk:
                 self.room = self.room.plus(one.need)
         return one
 
-    def next_queued(self, queue: deque[Mark]) -> Load | None:
+    def next_queued(self, queue: deque[LoadRef]) -> Load | None:
         """The first of these that still is to be done. Caller: holds the lock."""
         while queue:
             load = queue.popleft()()

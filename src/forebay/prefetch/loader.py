@@ -22,7 +22,7 @@ from forebay._engine.write.reservations import NOTHING
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
-from forebay.prefetch.load_queue import Desk, Job
+from forebay.prefetch.load_queue import Desk, PrefetchConfig
 from forebay.prefetch.loads import Load, State
 from forebay.prefetch.steps import Steps
 from forebay.prefetch.worker import Worker
@@ -39,7 +39,7 @@ class Loader:
     """The threads of one prefetcher, and the calls of those who want items. Callable from any thread; usable in both processes after a
     fork: the child begins threads of its own, and queues again what the parent was at."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PrefetchConfig) -> None:
         self._job, self._store = job, job.store
         self._keeper = Keeper(job)
         self._desk = self._keeper.desk

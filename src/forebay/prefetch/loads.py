@@ -50,7 +50,7 @@ class Load:
         self.busy_since: int | None = None
         """Since when another process works on it, in nanoseconds of the monotonic clock."""
         self.prepared: Prepared | None = None
-        self.mark: Mark | None = None
+        self.mark: LoadRef | None = None
 
     @property
     def is_settled(self) -> bool:
@@ -58,7 +58,7 @@ class Load:
         return self.state not in (State.QUEUED, State.RUNNING)
 
 
-class Mark(weakref.ref[Load]):
+class LoadRef(weakref.ref[Load]):
     """The loader's way to a `Load`, which does not keep it. It has what must be let go when the load is gone, and what a thread needs that
     works on it: a thread that a fork leaves behind would keep the load itself for ever.
 
@@ -71,7 +71,7 @@ class Mark(weakref.ref[Load]):
     bound: bool
     lease: Lease | None
 
-    def __new__(cls, load: Load, gone: Callable[[Mark], object]) -> Self:
+    def __new__(cls, load: Load, gone: Callable[[LoadRef], object]) -> Self:
         mark = super().__new__(cls, load, gone)
         mark.key, mark.name, mark.bound, mark.lease = load.key, load.name, load.bound, None
         return mark
@@ -82,7 +82,7 @@ class Prepared:
     """All is ready for a load to be read: there is room, and its key is held. ``since``: seconds of the monotonic clock. ``taken``: by
     somebody who reads it now; so it is nobody else's to let go, even when the load is gone."""
 
-    mark: Mark
+    mark: LoadRef
     hold: KeyHold
     need: Need
     epoch: int
@@ -95,7 +95,7 @@ class Brought:
 
     __slots__ = ("data", "epoch", "mark", "needs", "promised", "release")
 
-    def __init__(self, mark: Mark, data: Buffer, needs: Need, release: Callable[[], None]) -> None:
+    def __init__(self, mark: LoadRef, data: Buffer, needs: Need, release: Callable[[], None]) -> None:
         self.mark, self.data, self.needs, self.release = mark, data, needs, release
         self.promised, self.epoch = NOTHING, 0
 

@@ -8,8 +8,8 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.write.reservations import Need, validator_of
 from forebay._logs import logger
 from forebay._model import Buffer
-from forebay.prefetch.load_queue import Job
-from forebay.prefetch.loads import Brought, Load, Mark, State
+from forebay.prefetch.load_queue import PrefetchConfig
+from forebay.prefetch.loads import Brought, Load, LoadRef, State
 from forebay.prefetch.writer import Keeper
 
 log = logger("forebay.prefetch")
@@ -21,10 +21,10 @@ PATIENCE = 0.25
 class Steps:
     """Of one prefetcher. Callable from any thread."""
 
-    def __init__(self, job: Job, keeper: Keeper) -> None:
+    def __init__(self, job: PrefetchConfig, keeper: Keeper) -> None:
         self._job, self._store, self._keeper, self._desk = job, job.store, keeper, keeper.desk
 
-    def read(self, mark: Mark) -> Buffer:
+    def read(self, mark: LoadRef) -> Buffer:
         """The source, asked under the key's lock. What it raises is noted for those who wait for the same in other processes."""
         try:
             with self._store.working():
@@ -35,7 +35,7 @@ class Steps:
             self._store.note_failure(self._job.space, mark.name, error)
             raise
 
-    def link(self, mark: Mark) -> Lease | Buffer | None:
+    def link(self, mark: LoadRef) -> Lease | Buffer | None:
         """The item as a second name of what the cache has already, or its bytes where there is no room for two names. None: the cache has
         it not; so it is to be read. Caller: holds the key."""
         source = self._leased(mark.key)
@@ -61,7 +61,7 @@ class Steps:
             return None
         return found if isinstance(found, Lease) else None
 
-    def linked(self, mark: Mark, lease: Lease) -> None:
+    def linked(self, mark: LoadRef, lease: Lease) -> None:
         """Whoever still wants it has it; else it goes, as what was read in vain."""
         self._store.count_hit(lease.entry.size)
         with self._desk.lock:
@@ -74,7 +74,7 @@ class Steps:
         if not self._job.keep:
             self._store.drop([lease.entry])
 
-    def bring(self, mark: Mark, data: Buffer, hold: KeyHold, given: Need, epoch: int) -> None:
+    def bring(self, mark: LoadRef, data: Buffer, hold: KeyHold, given: Need, epoch: int) -> None:
         """It was read: from now on it is served from memory, and the keeper keeps it. He lets go of the key, in any event."""
         desk = self._desk
         brought = Brought(mark, data, desk.need_of(len(data)), hold.release)
@@ -109,13 +109,13 @@ class Steps:
             self._desk.kept(load, lease)
         self._store.count_hit(lease.entry.size)
 
-    def past(self, mark: Mark) -> None:
+    def past(self, mark: LoadRef) -> None:
         with self._desk.lock:
             load = mark()
             if load is not None and load.state is State.RUNNING:
                 self._desk.set(load, State.PAST)
 
-    def fail(self, mark: Mark, error: BaseException) -> None:
+    def fail(self, mark: LoadRef, error: BaseException) -> None:
         with self._desk.lock:
             load = mark()
             if load is not None:

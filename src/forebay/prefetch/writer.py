@@ -14,8 +14,8 @@ from forebay._engine.write.publish import SMALL
 from forebay._engine.write.reservations import NOTHING, Credit, Item, Need
 from forebay._logs import logger
 from forebay._model import Entry, Policy
-from forebay.prefetch.load_queue import Desk, Job
-from forebay.prefetch.loads import Brought, Mark, State
+from forebay.prefetch.load_queue import Desk, PrefetchConfig
+from forebay.prefetch.loads import Brought, LoadRef, State
 from forebay.prefetch.scheduler import Scout
 
 log = logger("forebay.prefetch")
@@ -33,7 +33,7 @@ LOOK_AGAIN = 0.1
 class Keeper:
     """Of one prefetcher; `run` in one thread."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PrefetchConfig) -> None:
         self._job, self._store = job, job.store
         self._credit: Credit = job.store.credit(job.space)
         used, entries = self._store.usage_of(job.space)
@@ -100,14 +100,14 @@ class Keeper:
 
     # -- news ------------------------------------------------------------------------------------------------------
 
-    def _wait(self) -> list[Mark]:
+    def _wait(self) -> list[LoadRef]:
         """Sleep until something is to be done; gives the loads that are gone."""
         desk = self.desk
         with desk.lock:
             waiting, has_room = desk.stuck or bool(desk.stalled), desk.room != NOTHING
             busy = bool(desk.brought) or (desk.closing and not desk.reading)
             waiting = waiting or bool(desk.ready)
-        gone: list[Mark] = []
+        gone: list[LoadRef] = []
         pause = IDLE if has_room else None
         if waiting or self._ask_at:
             pause = LOOK_AGAIN if waiting else MOMENT
@@ -125,7 +125,7 @@ class Keeper:
                 self._give_back_if_idle()
         return gone
 
-    def _forget(self, gone: list[Mark]) -> list[Entry]:
+    def _forget(self, gone: list[LoadRef]) -> list[Entry]:
         """Loads are gone; gives the entries that nobody here wants any more. What waited for room for them waits no longer."""
         desk = self.desk
         with desk.lock:

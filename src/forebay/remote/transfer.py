@@ -25,7 +25,7 @@ def share(work: Iterator[Work], threads: int, call: Call) -> None:
 
     The first error ends the call (`Call.abort`) and is raised; so does an interrupt of the calling thread. A thread that is still
     connecting then is left behind: it does no more work."""
-    crew = _Crew(work, call)
+    crew = _RangeThreads(work, call)
     helpers = [threading.Thread(target=crew.work, name=f"forebay-range-{n}", daemon=True) for n in range(threads)]
     try:
         for helper in helpers:
@@ -42,7 +42,7 @@ def share(work: Iterator[Work], threads: int, call: Call) -> None:
         raise crew.error
 
 
-class _Crew:
+class _RangeThreads:
     def __init__(self, work: Iterator[Work], call: Call) -> None:
         self._work, self._call = work, call
         self._lock = threading.Lock()  # guards _work and error

@@ -23,7 +23,7 @@ from forebay.samples.arrays import SPACE, Shape, checked_name, digest_of, find, 
 log = logger("forebay.samples")
 
 
-class _Moved:
+class _MovedFunction:
     """Stands for a method that is a function elsewhere: whoever looks for it is told where."""
 
     def __init__(self, place: str) -> None:
@@ -269,7 +269,7 @@ class Samples(Generic[Item]):
             message = f"{what} can be called only in the process that made this handle ({self._creator}); this is {os.getpid()}"
             raise RuntimeError(message)
 
-    import_pfio = _Moved("forebay.adapters.pfio.import_pfio(path, name, cache=None)")
+    import_pfio = _MovedFunction("forebay.adapters.pfio.import_pfio(path, name, cache=None)")
 
     def verify(self) -> list[int]:
         """Compare every sample with its checksum. What is damaged is emptied, to be filled again; gives these slots."""

@@ -89,7 +89,7 @@ def build(read: Read, size: int | None, name: str, *, window: int, most: int, ju
 
     Headers are read in windows of ``window`` bytes, doubled up to ``most`` while members are small; where the next header lies
     ``jump`` bytes or more behind a window, the bytes between are not read, and the next window is a small one."""
-    return packed(_Walk(_Ahead(read, size, name, window, most, jump)).members())
+    return packed(_HeaderWalk(_Ahead(read, size, name, window, most, jump)).members())
 
 
 class _Ahead:
@@ -126,7 +126,7 @@ class _Ahead:
         return errors.BadArchive(f"{self.name}: {why}, at byte {at:,}", url=self.name, offset=at)
 
 
-class _Walk:
+class _HeaderWalk:
     """Goes from header to header. Knows ustar, GNU's long names and large numbers, and the records of pax."""
 
     def __init__(self, tar: _Ahead) -> None:

@@ -28,7 +28,7 @@ _VAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BoundCall:
     """One call: ``tag``, with its key; ``digest`` of its arguments."""
 
     tag: Tag
@@ -118,7 +118,7 @@ class Naming:
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tag: str | None = None) -> Call | None:
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tag: str | None = None) -> BoundCall | None:
         """The call with these arguments; None, with one warning, where it cannot be told from others.
 
         ``tag``: takes the place of what the rule gives. With a tag, an argument without content that stays counts by its type only.
@@ -128,7 +128,7 @@ class Naming:
             return None
         said, digest = found
         try:
-            return Call(self._tag(said, digest), digest)
+            return BoundCall(self._tag(said, digest), digest)
         except Unstable as error:
             self._tell_uncached(error)
             return None

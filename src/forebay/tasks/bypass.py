@@ -21,7 +21,7 @@ Condition = Callable[..., bool]
 """Called as ``cond(tag, data_path, *args, **kwargs)``; false: the call runs."""
 
 
-class Store(Protocol):
+class TaskStore(Protocol):
     """What the ready-made providers need."""
 
     def read(self, tag: str) -> tuple[bool, Any]: ...
@@ -100,7 +100,7 @@ class Bypass:
         return Replay(name, tag, provider, rule.data)
 
 
-def from_cache(store: Store, tag: str | None, data_path: str | None = None, *args: Any, **kwargs: Any) -> Any:
+def from_cache(store: TaskStore, tag: str | None, data_path: str | None = None, *args: Any, **kwargs: Any) -> Any:
     """A provider, once ``store`` is given: what the cache has under the tag, whatever the arguments. Raises `NotCached`."""
     hit, value = store.read(tag) if tag is not None else (False, None)
     if not hit:
@@ -109,7 +109,7 @@ def from_cache(store: Store, tag: str | None, data_path: str | None = None, *arg
     return value
 
 
-def if_cached(store: Store, tag: str | None, data_path: str | None = None, *args: Any, **kwargs: Any) -> bool:
+def if_cached(store: TaskStore, tag: str | None, data_path: str | None = None, *args: Any, **kwargs: Any) -> bool:
     """A condition, once ``store`` is given: whether the cache has something under the tag."""
     return tag is not None and store.has(tag)
 

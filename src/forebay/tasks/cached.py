@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from forebay import errors
-from forebay.tasks.binding import Call, Naming, TagRule
+from forebay.tasks.binding import BoundCall, Naming, TagRule
 from forebay.tasks.bypass import Bypass, Replay
 from forebay.tasks.config import Config
 from forebay.tasks.values import Values
@@ -20,7 +20,7 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
-class Tasks(Protocol):
+class TasksLike(Protocol):
     """What of `forebay.tasks.Tasks` is needed here."""
 
     _values: Values
@@ -31,9 +31,10 @@ class Tasks(Protocol):
 
 
 def decorate(
-    tasks: Tasks, function: Any = None, tag: TagRule = None, version: object = None, ignore: str | tuple[str, ...] = (), copy: bool = False
+    tasks: TasksLike, function: Any = None, tag: TagRule = None, version: object = None, ignore: str | tuple[str, ...] = (),
+    copy: bool = False,
 ) -> Any:  # fmt: skip
-    """See `Tasks.cached`. Without a function: a decorator."""
+    """See `TasksLike.cached`. Without a function: a decorator."""
     if function is None:
         return functools.partial(decorate, tasks, tag=tag, version=version, ignore=ignore, copy=copy)
     if isinstance(function, classmethod):
@@ -53,7 +54,7 @@ def decorate(
 
 
 class Decorator(Protocol):
-    """What `Tasks.cached` gives where no function was given yet."""
+    """What `TasksLike.cached` gives where no function was given yet."""
 
     @overload
     def __call__(self, fn: Callable[P, R], /) -> Cached[P, R]: ...
@@ -71,7 +72,7 @@ class Cached(Generic[P, R_co]):
     __name__: str
     __qualname__: str
 
-    def __init__(self, tasks: Tasks, naming: Naming, copy: bool) -> None:
+    def __init__(self, tasks: TasksLike, naming: Naming, copy: bool) -> None:
         functools.update_wrapper(self, naming.function, updated=())
         if isinstance(naming.function, types.FunctionType):
             self.__dict__.update((name, value) for name, value in vars(naming.function).items() if not hasattr(Cached, name))
@@ -120,7 +121,7 @@ class Cached(Generic[P, R_co]):
         return value
 
     def tag_of(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
-        """The key under which the output of this call is kept: what `Tasks.read` takes. Raises `ConfigError` where there is none."""
+        """The key under which the output of this call is kept: what `TasksLike.read` takes. Raises `ConfigError` where there is none."""
         return self._naming.tag_of(args, kwargs).key
 
     def evict(self, /, *args: P.args, **kwargs: P.kwargs) -> bool:
@@ -150,7 +151,7 @@ class Cached(Generic[P, R_co]):
             return self._run(args, kwargs)
         return self._kept(call.tag.key, call.digest, args, kwargs, pin)
 
-    def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, Replay | None, bool, bool]:
+    def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[BoundCall | None, Replay | None, bool, bool]:
         """The call, what replays it, whether its output is kept, and whether for good."""
         assert self._config is not None
         call, name = self._naming.call(args, kwargs), self._naming.name
@@ -158,7 +159,7 @@ class Cached(Generic[P, R_co]):
         replay = self._tasks._bypass.choose(name, tag, args, kwargs)
         return call, replay, call is not None and self._config.caches(name, tag), self._config.pins(name, tag)
 
-    def _replayed(self, value: Any, replay: Replay, call: Call | None, pin: bool) -> Any:
+    def _replayed(self, value: Any, replay: Replay, call: BoundCall | None, pin: bool) -> Any:
         self._tasks._count("replays")
         if call is not None and not replay.is_from_cache:
             who = self._naming.identity
@@ -179,7 +180,7 @@ class AsyncCached(Cached[P, R_co]):
     __defaults__ = property(lambda self: self.__wrapped__.__defaults__)
     __kwdefaults__ = property(lambda self: self.__wrapped__.__kwdefaults__)
 
-    def __init__(self, tasks: Tasks, naming: Naming, copy: bool) -> None:
+    def __init__(self, tasks: TasksLike, naming: Naming, copy: bool) -> None:
         super().__init__(tasks, naming, copy)
         mark = getattr(inspect, "markcoroutinefunction", None)
         if mark is not None:
@@ -275,7 +276,7 @@ def _dressed(cached: Cached[..., Any], method: Any) -> Any:
     return method
 
 
-def _made(tasks: Tasks, naming: Naming, copy: bool = False) -> Cached[..., Any]:
+def _made(tasks: TasksLike, naming: Naming, copy: bool = False) -> Cached[..., Any]:
     kind = AsyncCached if _is(naming.function, inspect.iscoroutinefunction) else Cached
     return kind(tasks, naming, copy)
 

@@ -140,7 +140,7 @@ def steps_of(code: types.CodeType) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModuleSource:
     """What lies in one file or cell. ``functions``: by name. Of the module's variables: ``constants`` are given values without calling
     anything, and only outside of functions; ``literals`` are given a dict, list or set so, once: by name, the code of that expression."""
 
@@ -168,7 +168,7 @@ class _Function:
     defaults: bool
 
 
-def _source_of(code: types.CodeType, namespace: dict[str, Any]) -> Source | None:
+def _source_of(code: types.CodeType, namespace: dict[str, Any]) -> ModuleSource | None:
     """Where a function was written; None where that cannot be had. ``namespace``: its globals, by which sources in archives are found."""
     name = code.co_filename
     try:
@@ -182,7 +182,7 @@ def _source_of(code: types.CodeType, namespace: dict[str, Any]) -> Source | None
 
 
 @functools.lru_cache(4)
-def _parsed(text: str, name: str, flags: int) -> Source:
+def _parsed(text: str, name: str, flags: int) -> ModuleSource:
     with _quiet():
         tree = ast.parse(text, name)
         whole = compile(tree, name, "exec", flags=flags | _FLAGS, dont_inherit=True)
@@ -207,7 +207,7 @@ def _parsed(text: str, name: str, flags: int) -> Source:
             functions.setdefault(code.co_name, []).append(
                 _Function(code, _digest_of_tree(found), _has_fixed_defaults(found, called, varying))
             )
-    return Source(functions, constants, literals)
+    return ModuleSource(functions, constants, literals)
 
 
 class _Quiet:
@@ -354,8 +354,8 @@ _VARYING = (*_CALLS, ast.Set, ast.SetComp)
 @dataclass(frozen=True, slots=True)
 class Written:
     """How a function was written. ``code``: bytes that only equal code shares. ``constants``: whether a global name is a constant of
-    its module; None where the module has no source. ``literals``: see `Source`. ``defaults``: whether its defaults are constants, as far
-    as can be told."""
+    its module; None where the module has no source. ``literals``: see `ModuleSource`. ``defaults``: whether its defaults are constants,
+    as far as can be told."""
 
     code: bytes
     constants: frozenset[str] | None

@@ -100,7 +100,7 @@ def _parsed(data: bytes, path: str) -> _At:
     except ModuleNotFoundError as error:
         raise errors.MissingExtra.of("a configuration in YAML", "tasks") from error
     try:
-        return _Reader(yaml.SafeLoader(data), path).whole()
+        return _ConfigReader(yaml.SafeLoader(data), path).whole()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         why = ", ".join(filter(None, (error.context, error.problem)))
@@ -113,7 +113,7 @@ def _parsed(data: bytes, path: str) -> _At:
         raise _fault(path, None, f"this is no YAML: {error}") from error
 
 
-class _Reader:
+class _ConfigReader:
     """What PyYAML's nodes say, each read once however many aliases there are of it."""
 
     def __init__(self, loader: Any, path: str) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 from forebay.tasks.code import is_installed, shape_of, written
 from forebay.tasks.naming import place_of
-from forebay.tasks.writing import Unstable, Writer, kind_text, sized, text
+from forebay.tasks.writing import DigestWriter, Unstable, kind_text, sized, text
 
-Part = Callable[[Writer, Any], bytes]
+Part = Callable[[DigestWriter, Any], bytes]
 
 
-def _function(writer: Writer, value: Any) -> bytes:
+def _function(writer: DigestWriter, value: Any) -> bytes:
     """By name, and by its code unless it is of an installed package; with what it closes over where it has no name of its own."""
     name = place_of(value)
     if "<" in value.__qualname__:
@@ -30,7 +30,7 @@ def _function(writer: Writer, value: Any) -> bytes:
     return b"A" + text(name) + (b"" if is_installed(value.__code__.co_filename) else written(value).code)
 
 
-def closure_of(writer: Writer, value: Any) -> bytes:
+def closure_of(writer: DigestWriter, value: Any) -> bytes:
     """What a function closes over."""
     return writer.several(b"z", (content for _, content in cells_of(value)))
 
@@ -42,30 +42,30 @@ def cells_of(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
 
 
-def _path(writer: Writer, value: Any) -> bytes:
+def _path(writer: DigestWriter, value: Any) -> bytes:
     """As text: versions of Python take it apart in several ways."""
     return b"p" + kind_text(type(value)) + text(str(value))
 
 
-def _dataclass(writer: Writer, value: Any) -> bytes:
+def _dataclass(writer: DigestWriter, value: Any) -> bytes:
     """Its fields; what else lies in it (properties that it remembers) does not count."""
     kind: Any = type(value)
     names = [field.name for field in dataclasses.fields(value)]
     return b"D" + kind_text(kind) + writer.several(b"d", (*names, *(getattr(value, name, None) for name in names)))
 
 
-def _enum(writer: Writer, value: enum.Enum) -> bytes:
+def _enum(writer: DigestWriter, value: enum.Enum) -> bytes:
     return b"M" + kind_text(type(value)) + writer.write(value.name if value.name is not None else value.value)
 
 
-def _memory(writer: Writer, value: memoryview) -> bytes:
+def _memory(writer: DigestWriter, value: memoryview) -> bytes:
     return b"m" + writer.write((value.format, value.shape)) + sized(b"b", value.tobytes())
 
 
 # -- arrays, whose packages are not imported here ----------------------------------------------------------------------
 
 
-def _ndarray(writer: Writer, value: Any) -> bytes:
+def _ndarray(writer: DigestWriter, value: Any) -> bytes:
     """Dtype, shape and content in the order of the indices, however it lies in memory."""
     dtype = value.dtype
     head = b"a" + _dtype(dtype) + writer.write(value.shape)
@@ -81,11 +81,11 @@ def _dtype(dtype: Any) -> bytes:
     return text(str(dtype) if dtype.names is None else repr(dtype))
 
 
-def _numpy_scalar(writer: Writer, value: Any) -> bytes:
+def _numpy_scalar(writer: DigestWriter, value: Any) -> bytes:
     return b"n" + _dtype(value.dtype) + sized(b"b", value.tobytes())
 
 
-def _tensor(writer: Writer, value: Any) -> bytes:
+def _tensor(writer: DigestWriter, value: Any) -> bytes:
     torch = sys.modules["torch"]
     if str(value.layout) != "torch.strided" or value.is_quantized:
         return writer.reduced(value)
@@ -113,11 +113,11 @@ _PARTS: dict[type, Part] = {
 }
 
 
-def _told_by_itself(writer: Writer, value: Any) -> bytes:
+def _told_by_itself(writer: DigestWriter, value: Any) -> bytes:
     return b"r" + kind_text(type(value)) + writer.write(value.__forebay_content__())
 
 
-def _replaced(base: type, content: Callable[[Any], Any], writer: Writer, value: Any) -> bytes:
+def _replaced(base: type, content: Callable[[Any], Any], writer: DigestWriter, value: Any) -> bytes:
     return b"r" + kind_text(base) + writer.write(content(value))
 
 
@@ -167,7 +167,7 @@ def _array_writer(kind: Any) -> Part:
         return _numpy_scalar
     if torch is not None and issubclass(kind, torch.Tensor):
         return _tensor
-    return Writer.reduced
+    return DigestWriter.reduced
 
 
 def register(kind: type, content: Callable[[Any], Any]) -> None:

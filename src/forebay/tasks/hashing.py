@@ -21,7 +21,7 @@ from forebay.tasks.code import is_installed, shape_of, steps_of
 from forebay.tasks.code import written as written_code
 from forebay.tasks.contents import register as register
 from forebay.tasks.naming import place_of
-from forebay.tasks.writing import QUICK, Writer, flat, kind_text, text
+from forebay.tasks.writing import QUICK, DigestWriter, flat, kind_text, text
 from forebay.tasks.writing import Unstable as Unstable
 
 LASTING = frozenset(
@@ -45,7 +45,7 @@ def written(values: Iterable[Any]) -> list[bytes]:
             found.append(quick(value))
             continue
         try:
-            found.append(flat(value) or Writer(contents.writer_of).write(value))
+            found.append(flat(value) or DigestWriter(contents.writer_of).write(value))
         except Unstable as error:
             error.index = index
             raise
@@ -70,7 +70,7 @@ def as_own(function: Any) -> bytes:
     brings. Of a lambda the code, since a version does not tell it from another. Raises `Unstable`.
 
     Of what it closes over only values that cannot change count: lists, counters and clients are what it works with, not what it is."""
-    writer, out = Writer(contents.writer_of), b""
+    writer, out = DigestWriter(contents.writer_of), b""
     while isinstance(function, functools.partial):
         out += writer.write((function.args, function.keywords))
         function = function.func
@@ -79,7 +79,7 @@ def as_own(function: Any) -> bytes:
     return out if isinstance(getattr(function, "__qualname__", None), str) else out + writer.write(function)
 
 
-def _own(writer: Writer, function: Any, seen: set[int], by_source: bool = True) -> bytes:
+def _own(writer: DigestWriter, function: Any, seen: set[int], by_source: bool = True) -> bytes:
     out = b"" if function.__name__ != "<lambda>" else _code(function, by_source)
     if function.__closure__:
         seen.add(id(function))
@@ -97,11 +97,11 @@ def _code(function: types.FunctionType, by_source: bool) -> bytes:
 def brought(function: types.FunctionType, by_source: bool) -> bytes:
     """What a function that another one uses has beside its code, of values that cannot change: what it closes over, and its defaults,
     where they are constants. ``by_source``: see `lasting`."""
-    writer, seen = Writer(contents.writer_of), {id(function)}
+    writer, seen = DigestWriter(contents.writer_of), {id(function)}
     return _defaults(writer, function, seen, by_source) + _own(writer, function, seen, by_source)
 
 
-def _defaults(writer: Writer, function: types.FunctionType, seen: set[int], by_source: bool) -> bytes:
+def _defaults(writer: DigestWriter, function: types.FunctionType, seen: set[int], by_source: bool) -> bytes:
     given = (*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()))
     if not given or is_installed(function.__code__.co_filename):
         return b""
@@ -111,7 +111,7 @@ def _defaults(writer: Writer, function: types.FunctionType, seen: set[int], by_s
     return b"".join(b"d" + lasting(writer, value, seen, by_source) for value in given)
 
 
-def lasting(writer: Writer, value: Any, seen: set[int] | None = None, by_source: bool = True) -> bytes:
+def lasting(writer: DigestWriter, value: Any, seen: set[int] | None = None, by_source: bool = True) -> bytes:
     """A value that cannot change; nothing for any other. ``by_source``: the code of functions, else their bytecode."""
     kind: Any = type(value)
     seen = set() if seen is None else seen
@@ -130,7 +130,7 @@ def lasting(writer: Writer, value: Any, seen: set[int] | None = None, by_source:
     return b""
 
 
-def _beside_its_name(writer: Writer, function: types.FunctionType, seen: set[int], by_source: bool) -> bytes:
+def _beside_its_name(writer: DigestWriter, function: types.FunctionType, seen: set[int], by_source: bool) -> bytes:
     """Of a function that another one closes over: the code of one that is made in a function, what that closes over, its defaults."""
     out = _defaults(writer, function, seen, by_source)
     # By the name in its code: a wrapper has the qualified name of what it wraps.
@@ -141,7 +141,7 @@ def _beside_its_name(writer: Writer, function: types.FunctionType, seen: set[int
     return out
 
 
-def lasting_within(writer: Writer, value: Any, by_source: bool = True) -> bytes:
+def lasting_within(writer: DigestWriter, value: Any, by_source: bool = True) -> bytes:
     """A dict, list, set or tuple, each in its order, of values that cannot change; nothing where another one is in it."""
     kind = type(value)
     if kind not in (dict, list, set, tuple):

@@ -14,7 +14,7 @@ import xxhash
 from forebay.tasks import contents
 from forebay.tasks.code import codes_in, is_installed, names_read_by, shape_of, written
 from forebay.tasks.hashing import brought, lasting, lasting_within
-from forebay.tasks.writing import Writer, text
+from forebay.tasks.writing import DigestWriter, text
 
 _MANY = 100
 """Functions that make up another one, at most."""
@@ -169,7 +169,7 @@ def _chain(value: Any) -> Iterator[types.FunctionType]:
 
 def _lasting(value: Any, by_source: bool = True, write: Callable[..., bytes] = lasting) -> bytes:
     try:
-        return write(Writer(contents.writer_of), value, by_source=by_source)
+        return write(DigestWriter(contents.writer_of), value, by_source=by_source)
     except Exception:  # noqa: BLE001  # of whatever object it is: then it is no constant
         return b""
 

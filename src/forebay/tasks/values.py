@@ -241,7 +241,7 @@ class Values:
         found = None if looked else self.look(key, digest, who=who, copy=copy)
         if found is not None:
             return found[0]  # type: ignore[no-any-return]
-        attempt = _Attempt(self, key, digest, pin, who, copy)
+        attempt = _KeptCall(self, key, digest, pin, who, copy)
 
         def run() -> tuple[Any]:
             with attempt, waits.patience(None, afresh=True):
@@ -268,7 +268,7 @@ class Values:
         found = None if looked else self.look(key, digest, who=who, copy=copy)
         if found is not None:
             return found[0]  # type: ignore[no-any-return]
-        attempt = _Attempt(self, key, digest, pin, who, copy)
+        attempt = _KeptCall(self, key, digest, pin, who, copy)
 
         async def run() -> tuple[Any]:
             with attempt, waits.patience(None, afresh=True):
@@ -348,7 +348,7 @@ class Values:
         return self._bound
 
 
-class _Attempt:
+class _KeptCall:
     """One call that found nothing: what it saw, made and failed with."""
 
     def __init__(self, values: Values, key: str, digest: str | None, pin: bool, who: str, copy: bool) -> None:

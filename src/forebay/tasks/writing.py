@@ -120,10 +120,10 @@ def short(data: bytes) -> bytes:
 # -- what has parts ----------------------------------------------------------------------------------------------------
 
 
-class Writer:
+class DigestWriter:
     """Writes one value down. ``above``: the objects that it is inside of, by id, with their depth."""
 
-    def __init__(self, writer_of: Callable[[Any], Callable[[Writer, Any], bytes]]) -> None:
+    def __init__(self, writer_of: Callable[[Any], Callable[[DigestWriter, Any], bytes]]) -> None:
         self._writer_of = writer_of
         self._above: dict[int, tuple[int, Any]] = {}
         self._known: dict[int, tuple[Any, bytes]] = {}  # with the object, so that its id stays its own

@@ -24,7 +24,7 @@ from forebay._engine.catalog.transactions import Doubts, fetched, translated
 from forebay._engine.catalog.transactions import Rows as Rows
 from forebay._engine.catalog.transactions import Txn as Txn
 from forebay._engine.catalog.wal import EASY, KEEP, REFUSE, RETIRE, SOFT, STEP, Wal
-from forebay._engine.catalog.writer import Holding, Writer
+from forebay._engine.catalog.writer import Holding, WriterLock
 from forebay._engine.files.root import Root
 from forebay._kernel import host, waits
 from forebay._logs import logger
@@ -46,7 +46,7 @@ class Catalog:
     def __init__(self, root: Root, words: waits.Words, *, immutable: bool = False) -> None:
         self._root, self._words, self._immutable = root, words, immutable
         self._path, self._wal = str(root.catalog), Wal(str(root.catalog), root.files)
-        self._writer = Writer(root, words)
+        self._writer = WriterLock(root, words)
         self._mutex = self._join_peers()  # guards _con, _seen, _index, _pid, _ids
         self._con: sqlite3.Connection | None = None
         self._seen: tuple[int, int] | None = None
@@ -355,16 +355,16 @@ class Catalog:
 
     def writer(self, timeout: float | None = None) -> Holding:
         """The writer lock, alone: of all threads and processes one holds it. Raises `WriterBusy` where it cannot be had: see
-        `Writer.holding`."""
+        `WriterLock.holding`."""
         return self._writer.holding(timeout)
 
     def still(self) -> Holding:
-        """See `Writer.still`."""
+        """See `WriterLock.still`."""
         return self._writer.still()
 
     @contextlib.contextmanager
     def write(self, timeout: float | None = None) -> Iterator[Txn]:
-        """One transaction under the writer lock. Leaves by an exception: nothing of it is kept. ``timeout``: see `Writer.holding`."""
+        """One transaction under the writer lock. Leaves by an exception: nothing of it is kept. ``timeout``: see `WriterLock.holding`."""
         try:
             with self._writer.holding(timeout):
                 self.check_same()

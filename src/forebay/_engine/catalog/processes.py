@@ -26,7 +26,7 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class KeyWait:
     """A wait for the key ``wanted``, by one who holds the keys ``held``. ``number``: of this wait among those of its process."""
 
     owner: int
@@ -93,7 +93,7 @@ def forget_failures(txn: Txn) -> None:
     txn.run("DELETE FROM failures")
 
 
-def waits(rows: Rows) -> list[Wait]:
+def waits(rows: Rows) -> list[KeyWait]:
     """The nested waits that are noted, those of dead processes too."""
     found = []
     for name, value in rows.all("SELECT name, value FROM meta WHERE name > 'wait/' AND name < 'wait0'"):
@@ -103,16 +103,16 @@ def waits(rows: Rows) -> list[Wait]:
             owner = number = wanted = -1
             held = []
         if all(map(checked.is_number, (owner, number, wanted, *held))) and name.count("/") == 2:
-            found.append(Wait(owner, number, frozenset(held), wanted))
+            found.append(KeyWait(owner, number, frozenset(held), wanted))
         else:
             rows.doubt("meta", (name,), f"the wait {name!r}")
     return found
 
 
-def enter_wait(txn: Txn, wait: Wait) -> None:
+def enter_wait(txn: Txn, wait: KeyWait) -> None:
     value = " ".join(f"{keyhash:x}" for keyhash in (wait.wanted, *wait.held))
     txn.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", wait.name, value)
 
 
-def leave_wait(txn: Txn, wait: Wait) -> None:
+def leave_wait(txn: Txn, wait: KeyWait) -> None:
     txn.run("DELETE FROM meta WHERE name = ?", wait.name)

@@ -18,7 +18,7 @@ ALLOWANCE = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class SpaceRow:
     """A named part of the root. ``quota`` binds stored bytes of live entries, ``max_count`` their number; ``charge`` is what the budget
     counts."""
 
@@ -99,19 +99,19 @@ FROM spaces
 """
 
 
-def find(rows: Rows, name: str) -> Space | None:
+def find(rows: Rows, name: str) -> SpaceRow | None:
     row = rows.one(f"{_FROM} WHERE name = ?", name)
     return _space(row) if row else None
 
 
-def by_id(rows: Rows, id: int) -> Space | None:
+def by_id(rows: Rows, id: int) -> SpaceRow | None:
     row = rows.one(f"{_FROM} WHERE id = ?", id)
     return _space(row) if row else None
 
 
-def _space(row: Sequence[Any]) -> Space:
+def _space(row: Sequence[Any]) -> SpaceRow:
     """Raises `CatalogBroken` for one that none of ours is: without a space nothing can be said of its entries."""
-    found = Space(*row)
+    found = SpaceRow(*row)
     _numbers((found.id, found.quota, found.bytes, found.charge, found.entries, found.max_count))
     words = found.name, found.kind, found.policy
     if set(map(type, words)) != {str} or found.policy.lower() not in _POLICIES or found.id <= 0:
@@ -128,7 +128,7 @@ def _numbers(row: Sequence[Any]) -> Sequence[Any]:
     return row
 
 
-def every(rows: Rows) -> list[Space]:
+def every(rows: Rows) -> list[SpaceRow]:
     """For people who look: ``entries`` counts live ones only."""
     return [_space(row) for row in rows.all(_SEEN)]
 

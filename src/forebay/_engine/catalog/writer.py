@@ -31,7 +31,7 @@ YIELD = 0.0003
 WRITER_WORD, HUNGRY_WORD = 0, 2
 
 
-class Writer:
+class WriterLock:
     """The lock of one root. Callable from any thread; waits at most ``timeout`` seconds."""
 
     _stuck: ClassVar[dict[str, tuple[int, str]]] = {}
@@ -164,7 +164,7 @@ class Holding:
 
     __slots__ = ("_looking", "_timeout", "_writer")
 
-    def __init__(self, writer: Writer, timeout: float | None, *, looking: bool = False) -> None:
+    def __init__(self, writer: WriterLock, timeout: float | None, *, looking: bool = False) -> None:
         self._writer, self._timeout, self._looking = writer, timeout, looking
 
     def __enter__(self) -> None:

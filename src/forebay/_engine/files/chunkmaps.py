@@ -73,7 +73,7 @@ class Coverage:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ChunkMapContent:
     """What a chunk map says. ``validator``: empty where nothing can be gone on from."""
 
     total: int
@@ -133,7 +133,7 @@ def _count(total: int) -> int:
     return -(-total // CHUNK)
 
 
-def read(path: Path, root: Root) -> Seen | None:
+def read(path: Path, root: Root) -> ChunkMapContent | None:
     """What the map at ``path`` says; None if there is none, or it is not sane."""
     try:
         fd = root.files.open(path)
@@ -151,7 +151,7 @@ def read(path: Path, root: Root) -> Seen | None:
         os.close(fd)
 
 
-def _parsed(fd: int, root: Root) -> Seen | None:
+def _parsed(fd: int, root: Root) -> ChunkMapContent | None:
     size, content = os.fstat(fd).st_size, os.pread(fd, _HEADER, 0)
     if len(content) < _HEADER:
         return None
@@ -164,7 +164,9 @@ def _parsed(fd: int, root: Root) -> Seen | None:
     end, marks = _FIELDS.size + length, content[_HEADER : _HEADER + _count(total)]
     if content[end : end + 8] != xxhash.xxh3_64_digest(content[:end]) or marks.strip(b"\0\1"):
         return None
-    return Seen(total, content[_FIELDS.size : end].decode(), boot.decode(), _covered(marks, total), content[_HEADER + len(marks) :])
+    return ChunkMapContent(
+        total, content[_FIELDS.size : end].decode(), boot.decode(), _covered(marks, total), content[_HEADER + len(marks) :]
+    )
 
 
 def _covered(marks: bytes, total: int) -> Coverage:

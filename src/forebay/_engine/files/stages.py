@@ -168,7 +168,7 @@ class Stage:
         for span in self._coverage.spans():
             made.mark(span, span, lambda chunk: _sum_of(fd, chunk, partial.size))
 
-    def _what_the_disk_kept(self, seen: chunkmaps.Seen) -> Coverage:
+    def _what_the_disk_kept(self, seen: chunkmaps.ChunkMapContent) -> Coverage:
         """What of a partial is as it was written. All of it is read here, and not again by `finish`."""
         kept, lost, fd = Coverage(), 0, self._descriptor()
         for chunk in range(-(-seen.total // CHUNK)):

@@ -23,7 +23,7 @@ BOOT, AHEAD, SEEN = 0, 1, 2
 """Words: a number of this boot; what the clock is ahead of the monotonic one; what it was lately."""
 
 
-class Table(Protocol):
+class ClockTable(Protocol):
     """What holds the words."""
 
     def clock_words(self) -> tuple[memoryview, int]:
@@ -36,7 +36,7 @@ class Clock:
     ``window``: while the wall clock is between the first two, for about a second, it is behind this one by the third; in nanoseconds. One
     value, since threads replace it at any time: parts of two windows would be a time that never was."""
 
-    def __init__(self, table: Table, *, writable: bool) -> None:
+    def __init__(self, table: ClockTable, *, writable: bool) -> None:
         self._table, self._writable = table, writable
         self._ahead = 0
         self.window = 0, 0, 0

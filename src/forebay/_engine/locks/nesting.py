@@ -35,7 +35,7 @@ class Nesting:
         if not held:
             yield
             return
-        note = processes.Wait(self._owners.me(), next(self._numbers), frozenset(held), wanted)
+        note = processes.KeyWait(self._owners.me(), next(self._numbers), frozenset(held), wanted)
         with self._catalog.write() as txn:
             if leads_to(held, wanted, self._living(txn)):
                 raise Busy(f"{key!r} is being made by one that waits, in the end, for this caller", key=key)
@@ -47,7 +47,7 @@ class Nesting:
             with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
                 processes.leave_wait(txn, note)
 
-    def _living(self, txn: Txn) -> list[processes.Wait]:
+    def _living(self, txn: Txn) -> list[processes.KeyWait]:
         living = []
         for wait in processes.waits(txn):
             if self._owners.is_dead(wait.owner):
@@ -57,7 +57,7 @@ class Nesting:
         return living
 
 
-def leads_to(held: Iterable[int], wanted: int, waits: Iterable[processes.Wait]) -> bool:
+def leads_to(held: Iterable[int], wanted: int, waits: Iterable[processes.KeyWait]) -> bool:
     """Whether who has ``wanted`` waits, over any number of others, for one of the keys ``held``."""
     goals, seen, next_ones = set(held), set[int](), {wanted}
     edges = list(waits)

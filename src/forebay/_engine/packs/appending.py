@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from forebay._engine.files.pack_files import PAGE
-from forebay._engine.packs.packing import Room, Taken
+from forebay._engine.packs.packing import SegmentRequest, Taken
 from forebay._kernel import host, locks
 
 AHEAD = 1 << 20
@@ -19,7 +19,7 @@ AHEAD = 1 << 20
 class Segments(Protocol):
     """Who gives a pack its segments, and counts for it: see `Packing` and `Store`."""
 
-    def take_segment(self, room: Room, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken: ...
+    def take_segment(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken: ...
 
     def leave_segment(self, pack: int, number: int, tail: int) -> None: ...
 

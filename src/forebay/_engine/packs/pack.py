@@ -27,7 +27,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.appending import Appender, Segments
 from forebay._engine.packs.lookup import Finder, finder
 from forebay._engine.packs.mapped import GONE, Mapped
-from forebay._engine.packs.packing import Room
+from forebay._engine.packs.packing import SegmentRequest
 from forebay._kernel import host, locks, mappings
 from forebay._model import Buffer
 
@@ -254,7 +254,7 @@ class Pack:
         if self._is_refused(need):
             return None
         self.tell()
-        room = Room(self.id, self._space, self._words[pack_files.QUOTA] or None)
+        room = SegmentRequest(self.id, self._space, self._words[pack_files.QUOTA] or None)
         full, self._appender = self._appender, None
         try:
             taken = self._segments.take_segment(room, need, self._words, (full.number, full.tail) if full is not None else None)

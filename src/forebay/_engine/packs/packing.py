@@ -36,7 +36,7 @@ EASY = 16 << 20
 _FAR = 1 << 62
 
 
-class Room(NamedTuple):
+class SegmentRequest(NamedTuple):
     """For whom room is asked: the pack, the space its entry is in, how many bytes it may have in all (None: no limit)."""
 
     pack: int
@@ -93,7 +93,7 @@ class Packing:
 
     # -- segments --------------------------------------------------------------------------------------------------
 
-    def take(self, room: Room, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken:
+    def take(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken:
         """A segment with ``need`` free bytes at its end, of which this process is the one writer: a dead one's, one that its writer
         left, else a new one. ``words``: of the index. ``full``: the number and the tail of one that this process leaves for it, in any
         event. Raises `NoSpace` or another `CacheFault`."""
@@ -171,7 +171,7 @@ class Packing:
                 return row, real
         return None
 
-    def _enter(self, room: Room, need: int, spare: tuple[Segment, Segment] | None, left: Segment | None, me: int) -> Segment:
+    def _enter(self, room: SegmentRequest, need: int, spare: tuple[Segment, Segment] | None, left: Segment | None, me: int) -> Segment:
         """The row of a segment that counts for us. Where things do not fit as they are, others make room."""
         keyhash = hash_of(room.space, f"{room.pack:x}")
         with self._catalog.write() as txn:
@@ -205,7 +205,7 @@ class Packing:
             self._budget.cancel(reserved.id)
             raise
 
-    def _choices(self, txn: Txn, room: Room, need: int, spare: tuple[Segment, Segment] | None) -> Iterator[Segment]:
+    def _choices(self, txn: Txn, room: SegmentRequest, need: int, spare: tuple[Segment, Segment] | None) -> Iterator[Segment]:
         """The spare one if it is still what was seen, then new ones, the largest first. ``size`` is what is allocated now."""
         entry = entries.by_id(txn, room.pack)
         if entry is None:
@@ -265,7 +265,7 @@ class Packing:
         return segments.one(txn, seen.pack, seen.number) == seen and (seen.owner is None or self._is_left(seen))
 
 
-def _want(room: Room, segment: Segment, keyhash: int) -> Want:
+def _want(room: SegmentRequest, segment: Segment, keyhash: int) -> Want:
     return Want(room.space, f"{room.pack:x}", keyhash, segment.capacity - segment.size)
 
 

@@ -38,7 +38,7 @@ _FOR_THE_JOURNAL = 1 << 20  # to evict takes room too
 
 
 @dataclass(slots=True)
-class _Attempt:
+class _Reserving:
     """The state of one call of `Budget.reserve`: what it dooms stays locked until its rows are deleted."""
 
     me: int
@@ -93,7 +93,7 @@ class Budget:
     def reserve(self, want: Want, *, patience: float = 0.0) -> Reservation:
         """Room for ``want``, evicting what may go. Raises `NoSpace` where not enough may; for what is larger than the whole budget
         nothing is evicted. ``patience``: seconds to wait for others of the space, whose writes can be evicted once they are done."""
-        return self._attempt(want, _Attempt(self._owners.me(), patient_until=time.monotonic() + patience))
+        return self._attempt(want, _Reserving(self._owners.me(), patient_until=time.monotonic() + patience))
 
     def check_lately(self, want: Want) -> None:
         """Raises `NoSpace` where a search for as much was in vain a moment ago, and there is no room now. A lease that another process let
@@ -108,7 +108,7 @@ class Budget:
         """The same reservation with another size. Raises `NoSpace`: then it is as it was."""
         r = reservation
         want = Want(r.space, r.key, r.keyhash, size, r.suffix, charged=charged, entries=entries)
-        return self._attempt(want, _Attempt(self._owners.me(), reservation.id))
+        return self._attempt(want, _Reserving(self._owners.me(), reservation.id))
 
     def cancel(self, id: int) -> None:
         """Give a reservation back; where the catalog is busy, by the next call that makes room. Its files are gone already."""
@@ -131,7 +131,7 @@ class Budget:
 
     def split(self, txn: Txn, want: Want) -> Reservation:
         """A reservation of its own, out of a larger one that the caller makes smaller in the same transaction."""
-        return self._enter(txn, want, _Attempt(self._owners.me()), granted=True)
+        return self._enter(txn, want, _Reserving(self._owners.me()), granted=True)
 
     def tell(self) -> None:
         """Bytes were given back: who waits for room looks again."""
@@ -141,12 +141,12 @@ class Budget:
         """Evict until the root is within its limits: after one was lowered, or when another program filled the disk. False if what
         is left is in use."""
         try:
-            self._attempt(None, _Attempt(self._owners.me()))
+            self._attempt(None, _Reserving(self._owners.me()))
         except errors.NoSpace:
             return False
         return True
 
-    def _attempt(self, want: Want | None, attempt: _Attempt) -> Reservation:
+    def _attempt(self, want: Want | None, attempt: _Reserving) -> Reservation:
         fresh = not attempt.id
         until = time.monotonic() + PATIENCE
         try:
@@ -173,7 +173,7 @@ class Budget:
         finally:
             self._let_go(attempt)
 
-    def _turn(self, want: Want | None, attempt: _Attempt) -> Reservation | None:
+    def _turn(self, want: Want | None, attempt: _Reserving) -> Reservation | None:
         """One transaction: delete what was unlinked, then grant, or doom what has to go."""
         for scope in attempt.pick:
             self._ranking.pick(scope)
@@ -220,7 +220,7 @@ class Budget:
             self._counters.add(EVICTIONS, len(doomed))
         return None
 
-    def _grant(self, txn: Txn, want: Want | None, attempt: _Attempt) -> Reservation:
+    def _grant(self, txn: Txn, want: Want | None, attempt: _Reserving) -> Reservation:
         if want is None:
             return _NOTHING
         if not attempt.id:
@@ -231,7 +231,7 @@ class Budget:
             raise errors.CacheFault(f"the reservation of {want.key!r} is gone: the catalog was made anew meanwhile")
         return found
 
-    def _enter(self, txn: Txn, want: Want, attempt: _Attempt, *, granted: bool) -> Reservation:
+    def _enter(self, txn: Txn, want: Want, attempt: _Reserving, *, granted: bool) -> Reservation:
         attempt.id, charge = txn.take("next_id"), self.room.charge_of(want)
         row = Reservation(
             attempt.id, attempt.me, want.space, want.key, want.keyhash, granted, want.size, charge, want.suffix, time.time(),
@@ -240,7 +240,7 @@ class Budget:
         reservations.insert(txn, row)
         return row
 
-    def _enter_pending(self, txn: Txn, want: Want | None, attempt: _Attempt, short: Short) -> bool:
+    def _enter_pending(self, txn: Txn, want: Want | None, attempt: _Reserving, short: Short) -> bool:
         """Let others count what is wanted. False, and stuck, if it could not fit into an empty root either."""
         if want is None:
             return True
@@ -256,7 +256,7 @@ class Budget:
     # -- victims ---------------------------------------------------------------------------------------------------
 
     def _find_room(
-        self, txn: Txn, want: Want | None, attempt: _Attempt, short: Short, doomed: list[Doomed], partials: list[Reservation]
+        self, txn: Txn, want: Want | None, attempt: _Reserving, short: Short, doomed: list[Doomed], partials: list[Reservation]
     ) -> None:
         """Choose who goes: for a quota the space's own, for the root the coldest of all, after what dead fetches left."""
         space = spaces.by_id(txn, want.space) if want else None
@@ -284,12 +284,12 @@ class Budget:
         if freed.charge < lacking or freed.count < short.rows:
             self._stuck_unless(bool(doomed or partials) or short.leaving > 0, attempt, short)
 
-    def _stuck_unless(self, moving: bool, attempt: _Attempt, short: Short) -> None:
+    def _stuck_unless(self, moving: bool, attempt: _Reserving, short: Short) -> None:
         if not moving and not attempt.pick:
             attempt.stuck = short
 
     def _doom(
-        self, txn: Txn, scope: Scope, want: Want | None, attempt: _Attempt, freed: _Freed, doomed: list[Doomed], need: _Freed
+        self, txn: Txn, scope: Scope, want: Want | None, attempt: _Reserving, freed: _Freed, doomed: list[Doomed], need: _Freed
     ) -> None:
         left = AT_ONCE
         while left > 0 and not freed.meets(need):
@@ -322,7 +322,7 @@ class Budget:
                 partials.append(partial)
                 freed.size, freed.charge, freed.count = freed.size + partial.size, freed.charge + partial.charge, freed.count + 1
 
-    def _unlink(self, attempt: _Attempt) -> None:
+    def _unlink(self, attempt: _Reserving) -> None:
         self._eviction.unlink(attempt.doomed)
         if attempt.wanted:
             self.drop_dead()
@@ -332,13 +332,13 @@ class Budget:
             trees.remove(self._root, partial.id, keyhash=partial.keyhash)
             pack_files.remove(self._root, partial.id, keyhash=partial.keyhash)
 
-    def _let_go(self, attempt: _Attempt) -> None:
+    def _let_go(self, attempt: _Reserving) -> None:
         self._eviction.release(attempt.doomed)
         for partial in attempt.partials:
             self._keys.unlock(partial.keyhash)
         attempt.doomed, attempt.partials = [], []
 
-    def _withdraw(self, attempt: _Attempt, fresh: bool) -> None:
+    def _withdraw(self, attempt: _Reserving, fresh: bool) -> None:
         """Leave nothing pending behind; a reservation that was to grow stays as it was. Raises nothing: the caller has an error already."""
         if fresh and attempt.id:
             try:
@@ -354,7 +354,7 @@ class Budget:
             raise errors.CacheFault("room that others are making did not come in time")
         self._words.sleep(SPACE_WORD, min(left, 0.02))
 
-    def _others_write(self, attempt: _Attempt) -> bool:
+    def _others_write(self, attempt: _Reserving) -> bool:
         """Whether others hold room of this space for what they write now, and there is patience; then some time has passed."""
         if not attempt.contended or time.monotonic() >= attempt.patient_until:
             return False

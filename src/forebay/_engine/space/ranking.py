@@ -60,7 +60,7 @@ class Cold(NamedTuple):
     suffix: str
 
 
-class _Look:
+class _TableLook:
     """One look at the whole table, stripe by stripe."""
 
     def __init__(self, slots: Slots, scope: Scope, top: int, wanted: int, spared: dict[int, int]) -> None:
@@ -99,7 +99,7 @@ class _Picked:
     def __init__(self) -> None:
         self.cold: deque[tuple[int, int, int]] = deque()
         self.ready: deque[Cold] = deque()
-        self.look: _Look | None = None
+        self.look: _TableLook | None = None
         self.spared: dict[int, int] = {}  # slot -> id: pinned, or linked from a tree, when its row was read
         self.spared_until = 0.0
         self.taken = 0
@@ -167,7 +167,7 @@ class Ranking:
         if picked.look is None:
             top = next_slot(self._catalog)
             wanted = max(wanted, 2 * LOOK_EVERY * top // STRIPE)  # enough until the next look is through
-            picked.look = _Look(self._slots, scope, top, wanted, picked.spared)
+            picked.look = _TableLook(self._slots, scope, top, wanted, picked.spared)
         for _ in range(min(stripes, picked.look.left)):
             picked.look.go_on()
         if picked.look.left:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from forebay import errors
 from forebay._engine.catalog import Catalog, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
-from forebay._engine.catalog.spaces import Space
+from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.files import blobs
 from forebay._engine.files.faults import faults
 from forebay._engine.locks.fill import hash_of
@@ -77,7 +77,7 @@ class Credit:
     """What one loader has been promised in one space. One thread at a time; a forked child begins with none."""
 
     def __init__(
-        self, catalog: Catalog, budget: Budget, publisher: Publisher, leases: Leases, intent: Intent, space: Space
+        self, catalog: Catalog, budget: Budget, publisher: Publisher, leases: Leases, intent: Intent, space: SpaceRow
     ) -> None:  # fmt: skip
         self._catalog, self._budget, self._publisher = catalog, budget, publisher
         self._leases, self._intent, self._space = leases, intent, space

@@ -16,7 +16,7 @@ from forebay._logs import logger
 from forebay.adapters.ray.sessions import Context, Session, running
 from forebay.adapters.ray.values import Nowhere, Unreachable
 from forebay.tasks import hashing
-from forebay.tasks.binding import Call, Naming
+from forebay.tasks.binding import BoundCall, Naming
 from forebay.tasks.bypass import Replay
 
 log = logger("forebay.ray")
@@ -48,13 +48,13 @@ def _as_caller() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CallPlan:
     """What is to be done for one call, as its worker is told. ``call``: None where the worker has to name it, ``tag`` being what was
     given. ``looked``: the caller has seen that it is not there."""
 
     context: Context
     tag: str | None
-    call: Call | None
+    call: BoundCall | None
     replay: Replay | None
     kept: bool
     pin: bool
@@ -71,7 +71,7 @@ class Plan:
 def plan(
     session: Session, naming: Naming, mode: str | None, tag: str | None, returns: int, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     *, needs_tag: bool = False,
-) -> tuple[Plan, tuple[Any] | None]:  # fmt: skip
+) -> tuple[CallPlan, tuple[Any] | None]:  # fmt: skip
     """What is to be done for this call, and its value in a tuple where it is there already. ``needs_tag``: its arguments are not all
     that its output depends on."""
     if tag is not None and not isinstance(tag, str):
@@ -96,7 +96,7 @@ def plan(
     if found is not None and not _fits(found[0], returns):
         found = None
     named = None if met else call
-    return Plan(session.context(), tag, named, replay, kept, pin, chosen, returns, looks), found
+    return CallPlan(session.context(), tag, named, replay, kept, pin, chosen, returns, looks), found
 
 
 def _is_listed(config: Any, name: str, tag: str, *, sure: bool) -> bool:
@@ -117,7 +117,7 @@ def put(value: Any, returns: int) -> Any:
     return ray.put(value) if returns == 1 else [ray.put(part) for part in value]
 
 
-def work(function: Callable[..., Any], naming: Naming, told: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def work(function: Callable[..., Any], naming: Naming, told: CallPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """On the worker: run or replay the call, and keep what it gives."""
     session = told.context.install()
     with running(session):
@@ -125,7 +125,7 @@ def work(function: Callable[..., Any], naming: Naming, told: Plan, args: tuple[A
 
 
 def _worked(
-    session: Session, function: Callable[..., Any], naming: Naming, told: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    session: Session, function: Callable[..., Any], naming: Naming, told: CallPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:  # fmt: skip
     def run() -> Any:
         session.counted["runs"] += 1
@@ -156,8 +156,8 @@ def _worked(
 
 
 def _named(
-    session: Session, naming: Naming, told: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Plan, Call | None]:  # fmt: skip
+    session: Session, naming: Naming, told: CallPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[CallPlan, BoundCall | None]:  # fmt: skip
     """The plan with what its caller could not know, as it has only references; and the call."""
     if told.call is not None:
         return told, told.call
@@ -172,14 +172,14 @@ def _named(
     return told, call
 
 
-def keep(session: Session, naming: Naming, told: Plan, call: Call | None, value: Any) -> None:
+def keep(session: Session, naming: Naming, told: CallPlan, call: BoundCall | None, value: Any) -> None:
     """What a call gave, where it is to be kept."""
     if call is not None and told.kept and _fits(value, told.returns):
         session.values().keep(call.tag.key, value, digest=call.digest, pin=told.pin, who=naming.identity)
 
 
 def _replayed(
-    session: Session, naming: Naming, told: Plan, call: Call | None, run: Callable[[], Any], args: tuple[Any, ...],
+    session: Session, naming: Naming, told: CallPlan, call: BoundCall | None, run: Callable[[], Any], args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     assert told.replay is not None
@@ -202,20 +202,20 @@ def _replayed(
 def trampoline(function: Callable[..., Any], naming: Naming) -> Callable[..., Any]:
     """What Ray runs in place of a function, under its name. Made once a task: Ray sends it to each worker once."""
 
-    def run(told: Plan, /, *args: Any, **kwargs: Any) -> Any:
+    def run(told: CallPlan, /, *args: Any, **kwargs: Any) -> Any:
         return work(function, naming, told, args, kwargs)
 
     run.__name__ = run.__qualname__ = naming.name
     return run
 
 
-def in_actor(actor: Any, method: str, naming: Naming, told: Plan, names: Sequence[str], *flat: Any) -> Any:
+def in_actor(actor: Any, method: str, naming: Naming, told: CallPlan, names: Sequence[str], *flat: Any) -> Any:
     """What Ray runs in an actor in place of one of its methods. ``names``: of the last ones of ``flat``."""
     args, kwargs = _unflattened(names, flat)
     return work(getattr(actor, method), naming, told, args, kwargs)
 
 
-def keep_results(naming: Naming, told: Plan, names: Sequence[str], *flat: Any) -> Any:
+def keep_results(naming: Naming, told: CallPlan, names: Sequence[str], *flat: Any) -> Any:
     """What Ray runs behind a method that cannot be run in another's place: the first of ``flat`` are its results, the arguments
     follow."""
     results, (args, kwargs) = flat[: told.returns], _unflattened(names, flat[told.returns :])

@@ -12,7 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from forebay._logs import logger
-from forebay.adapters.ray.values import Answer, Payload, Served, Unreachable
+from forebay.adapters.ray.values import HeadReply, HeadValues, Payload, Unreachable
 from forebay.cache import Cache
 
 log = logger("forebay.ray")
@@ -28,7 +28,7 @@ THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CacheLocation:
     """Where a cache is, and what was asked of it. ``node``: Ray's id of the head's node; ``root``: the id of the root; ``budget``: bytes;
     ``folder``: in which relative paths of data files lie; ``config``: parsed; ``mode``: of tasks that do not say; ``codec``: by name."""
 
@@ -45,31 +45,31 @@ class Place:
 class HeadActor:
     """Runs on the head's node. No value of that node's processes comes by here; those of other nodes do, as they are stored."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CacheLocation) -> None:
         self._place = place
         self._cache = Cache(place.path)
         self._tasks = self._cache.tasks(SPACE, budget=place.budget, codec=place.codec)
         plain = self._tasks._values
-        self._values = Served(plain._origin, self._cache, SPACE, plain.codec)
+        self._values = HeadValues(plain._origin, self._cache, SPACE, plain.codec)
 
-    def place(self) -> Place:
+    def place(self) -> CacheLocation:
         """Where it is."""
         return self._place
 
-    def give(self, key: str, meta: str, digested: bool, token: str) -> Answer | None:
-        """See `Served.give`."""
+    def give(self, key: str, meta: str, digested: bool, token: str) -> HeadReply | None:
+        """See `HeadValues.give`."""
         return self._values.give(key, meta, digested, token)
 
     def send(self, key: str, token: str) -> Payload | None:
-        """See `Served.send`."""
+        """See `HeadValues.send`."""
         return self._values.send(key, token)
 
     def doubt(self, key: str, token: str) -> bool:
-        """See `Served.doubt`."""
+        """See `HeadValues.doubt`."""
         return self._values.doubt(key, token)
 
     def take(self, key: str, payload: Payload, meta: str, pin: bool) -> str:
-        """See `Served.take`."""
+        """See `HeadValues.take`."""
         return self._values.take(key, payload, meta, pin)
 
     def has(self, key: str) -> bool:
@@ -198,7 +198,7 @@ def root_of(path: str) -> int | None:
         return None
 
 
-def start_head(namespace: str, place: Place) -> tuple[Any, Place]:
+def start_head(namespace: str, place: CacheLocation) -> tuple[Any, CacheLocation]:
     """The actor and where its cache is: the running one, else a new one on this node. Of several callers at once one makes it."""
     options = {
         "name": NAME, "namespace": namespace, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_restarts": -1,

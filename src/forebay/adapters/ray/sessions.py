@@ -15,7 +15,7 @@ from ray import cloudpickle
 
 from forebay import errors
 from forebay._logs import logger
-from forebay.adapters.ray.head import NAMESPACE, SPACE, Head, Place, here, root_of
+from forebay.adapters.ray.head import NAMESPACE, SPACE, CacheLocation, Head, here, root_of
 from forebay.adapters.ray.values import Away, Nowhere, Unreachable
 from forebay.cache import Cache, origin_of
 from forebay.tasks.bypass import Bypass
@@ -53,7 +53,7 @@ class Session:
         self.counted = dict.fromkeys(COUNTED, 0)
         self._mutex = threading.RLock()  # guards what follows
         self._actor: Any = None  # the id of the actor that `_place` came from
-        self._place: Place | None = None
+        self._place: CacheLocation | None = None
         self._values: Values | Nowhere = Nowhere(self.counted)
         self._good_until = 0.0
         self._bypass = Bypass()
@@ -69,7 +69,7 @@ class Session:
             self._look_locked()
             return self._values
 
-    def place(self) -> Place | None:
+    def place(self) -> CacheLocation | None:
         """Where the cache is; None where there is none, or it cannot be asked."""
         values = self.values()
         return None if isinstance(values, Nowhere) else self._place
@@ -86,7 +86,7 @@ class Session:
         self.values()
         return self._place.config if self._place is not None else None
 
-    def attach(self, actor: Any, place: Place) -> None:
+    def attach(self, actor: Any, place: CacheLocation) -> None:
         """Take this actor and place for true."""
         with self._mutex:
             self._attach_locked(actor._actor_id, place)
@@ -114,7 +114,7 @@ class Session:
                 return
         self._good_until = time.monotonic() + LOOK_AGAIN
 
-    def _attach_locked(self, actor: Any, place: Place) -> None:
+    def _attach_locked(self, actor: Any, place: CacheLocation) -> None:
         changed = place != self._place
         self._actor, self._place = actor, place
         if changed:
@@ -213,7 +213,7 @@ def session_of(namespace: str | None) -> Session:
         return _sessions.setdefault(name, Session(name))
 
 
-def _open(place: Place, head: Head) -> Values | Nowhere:
+def _open(place: CacheLocation, head: Head) -> Values | Nowhere:
     """What a process of this node reads and writes."""
     # Of another root with this path, in a container perhaps, it would be somebody else's.
     if place.node == here() and root_of(place.path) == place.root:

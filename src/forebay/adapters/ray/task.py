@@ -88,7 +88,7 @@ class Task:
         """Remove the output of this call. False if there is none."""
         return bool(self._session().values().evict(self.tag_of(*args, **kwargs)))
 
-    def _send(self, told: ray_calls.Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _send(self, told: ray_calls.CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "task" not in self._sent:
             self._sent["task"] = ray.remote(ray_calls.trampoline(self._function, self._naming))
         name = f"replay of {self._naming.name}" if told.replay is not None else self._naming.name
@@ -130,7 +130,7 @@ class ActorTask(Task):
         handle, name = self._method._actor, self._method._method_name
         return _actor_task, (handle, name, self._naming, self._mode, self._namespace, {"tag": self._tag, **self._options})
 
-    def _send(self, told: ray_calls.Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _send(self, told: ray_calls.CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         config = self._session().config
         if told.call is not None and not told.call.tag.given and (config is None or config.caches(self._naming.name, told.call.tag)):
             self._say("tag", f"{self._naming.identity} runs uncached without a tag: what its actor holds counts, and cannot be seen")

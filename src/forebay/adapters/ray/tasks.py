@@ -18,7 +18,7 @@ from forebay.tasks import Tasks
 try:
     from forebay.adapters.ray import head as ray_head
     from forebay.adapters.ray.calls import READ_THROUGH, mode_of
-    from forebay.adapters.ray.head import SPACE, Place
+    from forebay.adapters.ray.head import SPACE, CacheLocation
     from forebay.adapters.ray.sessions import Context, Current, session_of
     from forebay.adapters.ray.task import Task, make_task
 except ModuleNotFoundError as error:
@@ -149,17 +149,17 @@ def size_in(size: float, units: str) -> int:
     return found
 
 
-def _place(size: float, cache_dir: str | os.PathLike[str], units: str, config: Any, mode: str) -> Place:
+def _place(size: float, cache_dir: str | os.PathLike[str], units: str, config: Any, mode: str) -> CacheLocation:
     """Open the cache here: what is wrong with it is told here."""
     budget = size_in(size, units)
     parsed = load(config) if config is not None else None
     with Cache(Path(cache_dir).absolute()) as cache:
         root = ray_head.root_of(str(cache.path))
         codec = default_codec(others_can_write=origin_of(cache).others_can_write).name
-        return Place(str(cache.path), ray_head.here(), root or 0, budget, os.getcwd(), parsed, mode, codec)
+        return CacheLocation(str(cache.path), ray_head.here(), root or 0, budget, os.getcwd(), parsed, mode, codec)
 
 
-def _compare(namespace: str, wanted: Place, found: Place) -> None:
+def _compare(namespace: str, wanted: CacheLocation, found: CacheLocation) -> None:
     """Say what of a running cache is not as it was asked for."""
     pairs: Mapping[str, tuple[Any, Any]] = {
         "size": (wanted.budget, found.budget), "cache_dir": (wanted.path, found.path), "config": (wanted.config, found.config),

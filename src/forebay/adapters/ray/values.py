@@ -41,7 +41,7 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HeadReply:
     """What the head has under a key. ``token``: another one for each value that was ever stored. ``meta``: codec and digest.
     ``payload``: None where it was not wanted, not asked for, or too large to come at once."""
 
@@ -51,10 +51,10 @@ class Answer:
     payload: Payload | None = None
 
 
-class Served(Values):
+class HeadValues(Values):
     """The head's own: answers for other nodes, without decoding anything."""
 
-    def give(self, key: str, meta: str, digested: bool, token: str) -> Answer | None:
+    def give(self, key: str, meta: str, digested: bool, token: str) -> HeadReply | None:
         """What is under this key; None: nothing. It is a use where ``meta`` is what is there, or begins it if not ``digested``; its bytes
         come with it unless the caller has them: ``token``."""
         store = self._store()
@@ -64,11 +64,11 @@ class Served(Values):
             return None
         mine, there = self._token(found.id), found.entry.meta
         if there != meta and (digested or there.rpartition(" ")[0] != meta):
-            return Answer(mine, there, found.size)
+            return HeadReply(mine, there, found.size)
         store.touch(found.entry)
         store.count_hit(found.size)
         small = mine != token and found.size <= AT_ONCE
-        return Answer(mine, there, found.size, Payload([found.view]) if small else None)
+        return HeadReply(mine, there, found.size, Payload([found.view]) if small else None)
 
     def send(self, key: str, token: str) -> Payload | None:
         """The bytes of this very value; None if it is gone."""
@@ -122,7 +122,7 @@ class Away(Values):
 
     def _ask(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
         store, mine, meta = self._store(), self._stored(key), self._meta(digest)
-        answer: Answer | None
+        answer: HeadReply | None
         for token in [mine.entry.meta.partition(" ")[0], ""] if mine else [""]:
             answer = self._head.ask("give", key, meta, digest is not None, token)
             if answer is None or not self._is_ours(key, answer.meta, digest, who):
@@ -139,7 +139,7 @@ class Away(Values):
         self._head.ask("doubt", key, answer.token)
         return None
 
-    def _fetched(self, store: Store | PassThrough, key: str, answer: Answer, who: str, copy: bool) -> tuple[Any] | None:
+    def _fetched(self, store: Store | PassThrough, key: str, answer: HeadReply, who: str, copy: bool) -> tuple[Any] | None:
         payload = answer.payload or self._head.ask("send", key, answer.token, size=answer.size)
         if payload is None:
             return None  # gone since

@@ -19,7 +19,7 @@ from forebay.claims import conflicts, dirs
 from forebay.claims.building import LANDMARK
 from forebay.claims.claim_request import Wanted
 from forebay.claims.jobs import identify
-from forebay.claims.records import Stream
+from forebay.claims.records import ClaimedStream
 from forebay.claims.registry import Registry
 from forebay.remote import urls
 from forebay.world import World
@@ -150,7 +150,7 @@ def _spared(registry: Registry) -> frozenset[str]:
     return frozenset(claim.path.name for claim, pid in _given_up.items() if pid == os.getpid() and claim.path.parent == registry.path)
 
 
-def _streams(directories: Sequence[str], remotes: Sequence[str | None]) -> tuple[Stream, ...]:
+def _streams(directories: Sequence[str], remotes: Sequence[str | None]) -> tuple[ClaimedStream, ...]:
     if len(directories) != len(remotes):
         message = f"{len(directories)} local directories, but {len(remotes)} remotes: one each, or None"
         raise errors.ConfigError(message, name="streams_remote", value=len(remotes))
@@ -159,7 +159,7 @@ def _streams(directories: Sequence[str], remotes: Sequence[str | None]) -> tuple
     if again:
         raise errors.ConfigError(f"Reused local directory: {again}. Provide a different one.", name="streams_local", value=again)
     return tuple(
-        Stream(place, urls.canonical(remote) if remote is not None else None) for place, remote in zip(places, remotes, strict=True)
+        ClaimedStream(place, urls.canonical(remote) if remote is not None else None) for place, remote in zip(places, remotes, strict=True)
     )
 
 

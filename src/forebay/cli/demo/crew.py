@@ -58,7 +58,7 @@ class Counts:
     sent: int
 
 
-class Served:
+class DemoServer:
     """A folder behind the slow HTTP server. A context manager."""
 
     def __init__(self, folder: Path, latency: float, rate: float) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forebay._config import format_size
 from forebay.cache import Cache
-from forebay.cli.demo.crew import Counts, Crew, Sampler, Served
+from forebay.cli.demo.crew import Counts, Crew, DemoServer, Sampler
 from forebay.cli.demo.screen import Screen
 from forebay.cli.demo.shards import Shard, pack
 from forebay.reports import Stats
@@ -76,7 +76,7 @@ def play(folder: Path, scene: Scene, screen: Screen) -> Result:
     data = sum(shard.size for shard in shards)
     budget = data * 5 // 4
     with (
-        Served(remote, scene.latency, scene.rate) as served,
+        DemoServer(remote, scene.latency, scene.rate) as served,
         Cache(root, budget=budget) as cache,
         Crew(root, served.url, scene.workers) as crew,
         Sampler(crew) as sampler,
@@ -96,7 +96,7 @@ def play(folder: Path, scene: Scene, screen: Screen) -> Result:
 class _Course:
     scene: Scene
     screen: Screen
-    served: Served
+    served: DemoServer
     cache: Cache
     crew: Crew
     sampler: Sampler

@@ -36,7 +36,7 @@ _ONCE = Retry(False, redirect=False)
 _pools: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """Whom to connect to. ``host``: an IPv6 address may have a zone: ``fe80::1%eth0``. ``name``: host and port as a URL has them, without
     a default port."""
 
@@ -46,7 +46,7 @@ class Place(NamedTuple):
     name: str
 
     @classmethod
-    def of(cls, scheme: str, netloc: str) -> Place:
+    def of(cls, scheme: str, netloc: str) -> Endpoint:
         """Raises `ValueError` if that names no host."""
         return _place(scheme, netloc)
 
@@ -62,13 +62,13 @@ class Place(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _place(scheme: str, netloc: str) -> Place:
+def _place(scheme: str, netloc: str) -> Endpoint:
     parts = urlsplit(f"{scheme}://{netloc}")
     host, port, usual = (parts.hostname or "").encode("idna").decode(), parts.port, PORTS.get(scheme)
     if not _HOST.fullmatch(host) or not usual or port == 0:
         raise ValueError("no host, or no port that there is")
     name = f"[{host}]" if ":" in host else host
-    return Place(scheme, host, port or usual, name if port in (None, usual) else f"{name}:{port}")
+    return Endpoint(scheme, host, port or usual, name if port in (None, usual) else f"{name}:{port}")
 
 
 class Connections:
@@ -77,7 +77,7 @@ class Connections:
     def __init__(self, options: RemoteOptions) -> None:
         self._options = options
         self._patience = Timeout(connect=options.connect_timeout, read=options.read_timeout)
-        self._proxies: dict[Place, str | None] = {}
+        self._proxies: dict[Endpoint, str | None] = {}
         self._inherited: list[object] = []  # a parent's pools: their locks may be held by threads that are not here
         self._forget()
         _pools.add(self)
@@ -86,7 +86,7 @@ class Connections:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards what follows
         self._managers: dict[str | None, PoolManager] = {}
-        self._known: dict[Place, HTTPConnectionPool] = {}
+        self._known: dict[Endpoint, HTTPConnectionPool] = {}
         self._busy = 0
 
     def leave_to_parent(self) -> None:
@@ -98,7 +98,9 @@ class Connections:
         self._inherited.append(self._managers)
         self._forget()
 
-    def ask(self, call: Call, place: Place, method: str, target: str, headers: Mapping[str, str], body: bytes | None) -> BaseHTTPResponse:
+    def ask(
+        self, call: Call, place: Endpoint, method: str, target: str, headers: Mapping[str, str], body: bytes | None
+    ) -> BaseHTTPResponse:
         """Send a request and wait for the head of its answer; the body is still to come. Raises `Trouble`."""
         if self._pid != os.getpid():  # forked by C, which runs no hook
             self.leave_to_parent()
@@ -122,7 +124,7 @@ class Connections:
         call.heard(asked)
         return response
 
-    def _asked(self, place: Place) -> str:
+    def _asked(self, place: Endpoint) -> str:
         """Who is silent where no answer comes: through a proxy another one than without."""
         proxy = self.proxy(place)
         return place.key if proxy is None else f"{place.key} by {canonical(proxy)}"
@@ -137,7 +139,7 @@ class Connections:
         with self._lock:
             return self._options.connections - self._busy
 
-    def _pool(self, place: Place) -> HTTPConnectionPool:
+    def _pool(self, place: Endpoint) -> HTTPConnectionPool:
         proxy = self.proxy(place)
         with self._lock:
             manager = self._managers.get(proxy)
@@ -158,13 +160,13 @@ class Connections:
         manager.pool_classes_by_scheme = {"http": HTTPPool, "https": HTTPSPool}
         return manager
 
-    def proxy(self, place: Place) -> str | None:
+    def proxy(self, place: Endpoint) -> str | None:
         """The proxy that the environment named for ``place`` when it was first asked."""
         if place not in self._proxies:
             self._proxies[place] = self._find_proxy(place) if self._options.proxies else None
         return self._proxies[place]
 
-    def _find_proxy(self, place: Place) -> str | None:
+    def _find_proxy(self, place: Endpoint) -> str | None:
         known = urllib.request.getproxies_environment()
         if urllib.request.proxy_bypass_environment(f"{place.host}:{place.port}", known):  # type: ignore[attr-defined]
             return None

@@ -13,7 +13,7 @@ from forebay import errors
 from forebay._logs import escaped, logger
 from forebay.remote.base import Call, RemoteOptions, Trouble
 from forebay.remote.http.answers import Answer, retry_after
-from forebay.remote.http.connections import PORTS, Connections, Place, basic
+from forebay.remote.http.connections import PORTS, Connections, Endpoint, basic
 
 log = logger("forebay.remote")
 
@@ -38,7 +38,7 @@ class Exchange:
         self.options = options
         self.pool = Connections(options)
         self._sign, self._judge, self._raw = sign, judge, raw
-        self._known: dict[tuple[Place, str, bool, bool], dict[str, str]] = {}
+        self._known: dict[tuple[Endpoint, str, bool, bool], dict[str, str]] = {}
 
     def ask(
         self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None
@@ -79,13 +79,13 @@ class Exchange:
                 method, body = "GET", None
         raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_HOPS} times", url=call.url)
 
-    def _send(self, call: Call, method: str, place: Place, target: str, headers: Mapping[str, str], body: bytes | None) -> Answer:
+    def _send(self, call: Call, method: str, place: Endpoint, target: str, headers: Mapping[str, str], body: bytes | None) -> Answer:
         if place.scheme == "http" and self.pool.proxy(place) is not None:
             target = f"http://{place.name}{target}"
         call.count(requests=1)
         return Answer(self.pool.ask(call, place, method, target, headers, body), self.pool, call, raw=self._raw)
 
-    def _standing(self, place: Place, user: str, home: Place) -> dict[str, str]:
+    def _standing(self, place: Endpoint, user: str, home: Endpoint) -> dict[str, str]:
         """What goes with every request: our headers and the user's; to another place than the first only what netrc has for that one."""
         may = place == home or _may_have_its_own(place, home)
         key = (place, user, place == home, may)
@@ -96,7 +96,7 @@ class Exchange:
             found = self._known[key] = self._find_standing(place, user, place == home, may)
         return found
 
-    def _find_standing(self, place: Place, user: str, at_home: bool, may: bool) -> dict[str, str]:
+    def _find_standing(self, place: Endpoint, user: str, at_home: bool, may: bool) -> dict[str, str]:
         mine = dict(self.options.headers) if at_home else {}
         names = {name.lower() for name in mine}
         own = OWN if self._sign else {"Host": place.told, **OWN}  # the host is a part of what is signed
@@ -105,7 +105,7 @@ class Exchange:
             found |= self._credentials(place, user, at_home, may)
         return found | mine
 
-    def _credentials(self, place: Place, user: str, at_home: bool, may: bool) -> dict[str, str]:
+    def _credentials(self, place: Endpoint, user: str, at_home: bool, may: bool) -> dict[str, str]:
         if at_home and self.options.token:
             return {"Authorization": f"Bearer {self.options.token}"}
         if user:
@@ -137,19 +137,19 @@ def meaning(url: str, status: int, reason: str, headers: Mapping[str, str]) -> E
     return errors.RemoteError(f"{url}: {said}", url=url, status=status)
 
 
-def _may_have_its_own(place: Place, home: Place) -> bool:
+def _may_have_its_own(place: Endpoint, home: Endpoint) -> bool:
     """Whether a place that a redirect leads to may be told what netrc has for its host. netrc names hosts only: so not another port or
     scheme of the host that was asked, and nothing goes in clear that a request in clear did not lead to."""
     usual = place.port in (home.port, PORTS[place.scheme])
     return place.host != home.host and usual and (place.scheme == "https" or home.scheme == "http")
 
 
-def _split(call: Call, url: str) -> tuple[Place, str, str]:
+def _split(call: Call, url: str) -> tuple[Endpoint, str, str]:
     """(whom to ask, user info, for what)"""
     found = _URL.match(url)
     try:
         scheme, netloc, target = found.groups() if found else ("", "", "")
-        place = Place.of(scheme.lower(), netloc)
+        place = Endpoint.of(scheme.lower(), netloc)
     except ValueError:  # its text may hold what stands in the URL
         raise errors.ConfigError(f"{call.url} names no host: https://host/path is wanted", url=call.url) from None
     return place, netloc.rpartition("@")[0], target if target.startswith("/") else f"/{target}"
@@ -158,7 +158,7 @@ def _split(call: Call, url: str) -> tuple[Place, str, str]:
 def _joined(call: Call, url: str, location: str) -> str:
     try:
         found = urljoin(url, location)
-        Place.of(*urlsplit(found)[:2])
+        Endpoint.of(*urlsplit(found)[:2])
     except ValueError:
         raise errors.RemoteProtocolError(f"{call.url} redirects to what is no HTTP URL", url=call.url) from None
     return found

@@ -62,7 +62,7 @@ def _checked(url: str) -> str:
     return url
 
 
-class _Moved(errors.RemoteProtocolError):
+class _OtherRegion(errors.RemoteProtocolError):
     """The bucket lies in another region than was asked: in one that is known now."""
 
 
@@ -159,7 +159,7 @@ class S3Remote:
         region = headers.get("x-amz-bucket-region") or text_of(body, "Region")
         if region and (status in (301, 307) or code == "AuthorizationHeaderMalformed"):
             self._regions[bucket] = region
-            return _Moved(f"{shown}: its bucket lies in the region {region}", url=shown, status=status)
+            return _OtherRegion(f"{shown}: its bucket lies in the region {region}", url=shown, status=status)
         if code in ("RequestTimeout", "ConditionalRequestConflict", "OperationAborted"):
             return Trouble(f"S3 answers {code}", status=status)
         if status == 412:
@@ -185,5 +185,5 @@ def _at_home(ask: Callable[[], T]) -> T:
     with one_time_limit():
         try:
             return ask()
-        except _Moved:
+        except _OtherRegion:
             return ask()

@@ -29,7 +29,7 @@ NONE_FOUND_KEPT = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class S3Endpoint:
     """Where S3 is. ``endpoint``: URL without a path at its end, None for AWS itself. ``style``: ``auto``, ``path`` or ``virtual``."""
 
     endpoint: str | None
@@ -88,11 +88,11 @@ class Account:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards what follows; botocore's own may be held by a thread that a fork left behind
         self._session: Any = None
-        self._place: Place | None = None
+        self._place: S3Endpoint | None = None
         self._credentials: Any = None
         self._looked = -NONE_FOUND_KEPT
 
-    def place(self) -> Place:
+    def place(self) -> S3Endpoint:
         with self._settled():
             if self._place is None:
                 self._place = _place_of(self._session)
@@ -148,7 +148,7 @@ def _is_on(text: str) -> bool:
     return text.strip().lower() in ("1", "on", "yes", "true")
 
 
-def _place_of(session: Any) -> Place:
+def _place_of(session: Any) -> S3Endpoint:
     profile = session.get_scoped_config()
     region = session.get_config_variable("region") or os.environ.get("AWS_REGION") or "us-east-1"
     endpoint = None if _is_on(str(session.get_config_variable("ignore_configured_endpoint_urls"))) else _endpoint(session, profile)
@@ -156,7 +156,7 @@ def _place_of(session: Any) -> Place:
         raise ConfigError(f"the S3 endpoint is {redacted(repr(endpoint))}: http://host or https://host is wanted")
     style = dict(profile.get("s3") or {}).get("addressing_style", "auto")
     fips, dual = (_is_on(str(session.get_config_variable(f"use_{name}_endpoint"))) for name in ("fips", "dualstack"))
-    return Place(endpoint.rstrip("/") if endpoint else None, region, style, "-fips" * fips + ".dualstack" * dual)
+    return S3Endpoint(endpoint.rstrip("/") if endpoint else None, region, style, "-fips" * fips + ".dualstack" * dual)
 
 
 def _endpoint(session: Any, profile: dict[str, Any]) -> str | None:

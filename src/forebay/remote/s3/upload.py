@@ -25,7 +25,7 @@ MAX_PARTS = 10_000
 MIN_PART = 5 << 20
 
 
-class Request(Protocol):
+class RequestFunction(Protocol):
     def __call__(
         self,
         method: str,
@@ -49,7 +49,7 @@ class Upload:
     """One object to be written. ``request``: asks S3. ``resume``: parts that came stay when it fails, and the next one takes them."""
 
     def __init__(
-        self, request: Request, options: RemoteOptions, url: str, if_none_match: str | None, if_match: str | None,
+        self, request: RequestFunction, options: RemoteOptions, url: str, if_none_match: str | None, if_match: str | None,
         on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> None:  # fmt: skip
         self._request, self._options, self._url, self._on_sent, self._resume = request, options, url, on_sent, resume
