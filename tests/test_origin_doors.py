@@ -12,7 +12,7 @@ from forebay import errors
 from forebay._engine.store import Settings, Store
 from forebay._model import Span
 from forebay.origin import Origin
-from forebay.origin.request import Ask
+from forebay.origin.request import FetchOptions
 from forebay.remote import RemoteOptions
 from forebay.testing import ScriptedServer
 
@@ -31,18 +31,18 @@ def test_a_span_is_fetched_once_and_is_of_one_version(origin: Origin) -> None:
         info = target.remote.stat(target.url)
         assert info is not None
         for _ in range(2):
-            assert bytes(origin.span(target, Span(256, 3), Ask(), validator=info.validator)) == b"\0\1\2"
+            assert bytes(origin.span(target, Span(256, 3), FetchOptions(), validator=info.validator)) == b"\0\1\2"
         assert server.gets == 1
         server.put("/shard.tar", b"another" * 1000)
         with pytest.raises(errors.RemoteChanged):
-            origin.span(target, Span(512, 3), Ask(), validator=info.validator)
+            origin.span(target, Span(512, 3), FetchOptions(), validator=info.validator)
 
 
 def test_a_span_is_as_old_as_the_question(origin: Origin) -> None:
     with ScriptedServer() as server:
         target, asked = origin.target(server.put("/shard.tar", bytes(1000))), []
         server.on_request = lambda request: asked.append(origin.store.now())
-        origin.span(target, Span(256, 3), Ask())
+        origin.span(target, Span(256, 3), FetchOptions())
         found = [entry for entry in origin.store.entries("urls") if "#bytes=" in entry.key]
         assert len(found) == 1
         assert 0 < origin.store.validated(found[0]) < asked[0]
@@ -100,7 +100,7 @@ def test_a_pyarrow_filesystem_is_a_source(tmp_path: Path) -> None:
 
 def test_a_local_file_that_is_not_there_is_not_found_by_open_too(origin: Origin, tmp_path: Path) -> None:
     with pytest.raises(errors.NotFound, match="nowhere"):
-        origin.open(origin.target(tmp_path / "nowhere"), Ask())
+        origin.open(origin.target(tmp_path / "nowhere"), FetchOptions())
 
 
 def test_offline_no_span_is_asked_for_though_the_cache_is_at_fault(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +111,9 @@ def test_offline_no_span_is_asked_for_though_the_cache_is_at_fault(origin: Origi
         target = origin.target(server.put("/a", b"12345"))
         monkeypatch.setattr(Store, "single", busy)
         with pytest.raises(errors.Offline):
-            origin.span(target, Span(0, 3), Ask(offline=True, since=-1))
+            origin.span(target, Span(0, 3), FetchOptions(offline=True, since=-1))
         assert server.requests == []
-        assert bytes(origin.span(target, Span(0, 3), Ask())) == b"123"
+        assert bytes(origin.span(target, Span(0, 3), FetchOptions())) == b"123"
     assert origin.store.counts()["requests"] == 1
 
 
@@ -121,10 +121,10 @@ def test_an_object_that_is_gone_leases_nothing(origin: Origin) -> None:
     with ScriptedServer() as server:
         url = server.put("/a", b"12345")
         target = origin.target(url)
-        origin.lease(target, Ask()).close()
+        origin.lease(target, FetchOptions()).close()
         del server.objects["/a"]
         with pytest.raises(errors.NotFound) as kept:
-            origin.lease(target, Ask(since=origin.store.now(), refresh=True))
+            origin.lease(target, FetchOptions(since=origin.store.now(), refresh=True))
         entry = origin.store.entry("urls", target.key)
         assert entry is not None
         assert not origin.store.is_leased(entry), str(kept.value)
@@ -133,7 +133,7 @@ def test_an_object_that_is_gone_leases_nothing(origin: Origin) -> None:
 def test_ranges_of_a_host_that_fell_silent_are_not_waited_for(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedServer() as server:
         target = origin.target(server.put("/a", bytes(10 << 20)))
-        with origin.open(target, Ask(bypass=True)) as file:
+        with origin.open(target, FetchOptions(bypass=True)) as file:
             file.read(10)
             asked = server.gets
             monkeypatch.setattr(origin.store.hosts, "silent_since", lambda host, patience: 1.0)

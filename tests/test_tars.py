@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import forebay
 from forebay import errors
 from forebay._model import ObjectInfo, Span
-from forebay.origin.prefix import Reach
+from forebay.origin.prefix import RemoteAccess
 from forebay.remote import RemoteOptions
 from forebay.sources import SourceInfo, TarSource, tar_index
 from forebay.sources.tar_index import Index
@@ -689,7 +689,7 @@ def test_keys_end_when_nobody_wants_more(server: ScriptedServer) -> None:
 def test_shards_that_lead_out_of_the_prefix_are_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     names = ["../../evil.tar", "ok.tar", "../worse.tar", "a/./b.tar"]
     listed = [ObjectInfo(f"s3://b/p/{name}", 10, "x", True, 1.0) for name in names]
-    monkeypatch.setattr(Reach, "list", lambda self, url: iter(listed))
+    monkeypatch.setattr(RemoteAccess, "list", lambda self, url: iter(listed))
     assert TarSource("s3://b/p/").shards() == ["ok.tar"]
     assert [record.message for record in caplog.records if "left out" in record.message] == [
         "s3://b/p: '../../evil.tar' is no name below it: such shards are left out"

@@ -952,7 +952,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "what is promised ahead does not count against a quota", "_engine/write/reservations.py",
-        "return Want(self._space.id, key, 0, need.size, charged", "return Want(self._space.id, key, 0, 0, charged",
+        "return SpaceRequest(self._space.id, key, 0, need.size, charged", "return SpaceRequest(self._space.id, key, 0, 0, charged",
         "tests/engine/test_credit.py::test_a_promise_counts_against_the_limits_of_its_space",
     ),
     Mutant(

@@ -19,7 +19,7 @@ from forebay.directories import trees as directories
 from forebay.directories.manifests import Patterns
 from forebay.directories.place import RemoteDirectory, check_either, place_of
 from forebay.origin import Origin
-from forebay.origin.request import Ask
+from forebay.origin.request import FetchOptions
 from forebay.reports import OnProgress, Progress
 
 _STRIPPED = frozenset({"s3", "gs", "gcs", "http", "https"})
@@ -172,13 +172,13 @@ class Checkpoint(metaclass=_Kind):
         are fetched straight to their place. Raises as `Cache.directory` does; `NoSpace` where the disk of the copy is full."""
         url, filesystem = self._source
         if self._is_local and not how.get("force"):
-            return private.copy(self._origin, url, filesystem, include, exclude, Ask(), path, overwrite=overwrite)
+            return private.copy(self._origin, url, filesystem, include, exclude, FetchOptions(), path, overwrite=overwrite)
         return self.cache.copy_directory(url, path, overwrite=overwrite, include=include, exclude=exclude, filesystem=filesystem, **how)
 
     def _lease(self, include: Patterns, exclude: Patterns, how: dict[str, Any]) -> Lease:
         url, filesystem = self._source
         if self._is_local and not how.get("force"):
-            return directories.lease(self._origin, url, filesystem, include, exclude, Ask())
+            return directories.lease(self._origin, url, filesystem, include, exclude, FetchOptions())
         return self.cache.directory(url, include=include, exclude=exclude, filesystem=filesystem, **how)
 
     @property

@@ -99,7 +99,7 @@ class Plan:
         return self._remove(self.victims)
 
 
-class Teller:
+class ProgressReporter:
     """Turns what the engine tells of one fetch into `Progress`."""
 
     def __init__(self, url: str, tell: OnProgress | None) -> None:

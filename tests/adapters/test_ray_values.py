@@ -16,7 +16,7 @@ import numpy as np
 
 import forebay
 from forebay import errors
-from forebay.adapters.ray.values import AT_ONCE, Away, HeadValues, Nowhere, Payload, Unreachable
+from forebay.adapters.ray.values import AT_ONCE, HeadValues, NullValues, Payload, RemoteValues, Unreachable
 
 LARGE = np.arange(AT_ONCE, dtype="u2")
 
@@ -55,16 +55,16 @@ def head(caches: tuple[forebay.Cache, forebay.Cache]) -> Head:
 
 
 @pytest.fixture
-def away(caches: tuple[forebay.Cache, forebay.Cache], head: Head) -> Away:
+def away(caches: tuple[forebay.Cache, forebay.Cache], head: Head) -> RemoteValues:
     return away_in(caches[1], head)
 
 
-def away_in(cache: forebay.Cache, head: Head) -> Away:
+def away_in(cache: forebay.Cache, head: Head) -> RemoteValues:
     plain = cache.tasks("copies")._values
-    return Away(plain._origin, cache, "copies", plain.codec, head)
+    return RemoteValues(plain._origin, cache, "copies", plain.codec, head)
 
 
-def test_small_values_come_with_the_answer_and_large_ones_once(head: Head, away: Away) -> None:
+def test_small_values_come_with_the_answer_and_large_ones_once(head: Head, away: RemoteValues) -> None:
     head.served.keep("small", [1])
     head.served.keep("large", LARGE)
     assert [away.look("small") for _ in range(2)] == [([1],)] * 2
@@ -78,7 +78,7 @@ def test_small_values_come_with_the_answer_and_large_ones_once(head: Head, away:
     assert (away.counted["hits"], away.counted["misses"]) == (4, 0)
 
 
-def test_what_is_kept_here_is_at_the_head_and_stays_here(head: Head, away: Away) -> None:
+def test_what_is_kept_here_is_at_the_head_and_stays_here(head: Head, away: RemoteValues) -> None:
     assert away.keep("a", LARGE, digest="0" * 32, pin=True)
     assert head.served.look("a", "0" * 32) is not None
     head.asked.clear()
@@ -90,14 +90,14 @@ def test_what_is_kept_here_is_at_the_head_and_stays_here(head: Head, away: Away)
     assert away.look("a") is None
 
 
-def test_another_call_s_output_is_not_taken(head: Head, away: Away, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_call_s_output_is_not_taken(head: Head, away: RemoteValues, caplog: pytest.LogCaptureFixture) -> None:
     head.served.keep("tag", "theirs", digest="a" * 32)
     assert [away.look("tag", "b" * 32) for _ in range(2)] == [None, None]
     assert caplog.text.count("other arguments") == 1
     assert away.look("tag", "a" * 32) == away.look("tag") == ("theirs",)
 
 
-def test_nor_that_of_a_copy_which_another_process_just_made(head: Head, away: Away, caches: Any) -> None:
+def test_nor_that_of_a_copy_which_another_process_just_made(head: Head, away: RemoteValues, caches: Any) -> None:
     """P1 gets the old value / P2 the new one, which it copies / P1 copies, and looks at what is there."""
     head.served.keep("tag", LARGE, digest="a" * 32)
     store = away._origin.store
@@ -116,7 +116,7 @@ def test_nor_that_of_a_copy_which_another_process_just_made(head: Head, away: Aw
     assert np.array_equal(found[0], LARGE)
 
 
-def test_it_was_replaced_between_two_questions(head: Head, away: Away) -> None:
+def test_it_was_replaced_between_two_questions(head: Head, away: RemoteValues) -> None:
     head.served.keep("a", LARGE)
     head.before = lambda method: method == "send" and head.served.keep("a", LARGE + 1)
     assert away.look("a") is None  # gone since
@@ -127,7 +127,7 @@ def test_it_was_replaced_between_two_questions(head: Head, away: Away) -> None:
 
 
 @pytest.mark.parametrize("fault", [Unreachable, errors.CacheFault])
-def test_with_a_head_that_fails_functions_run(head: Head, away: Away, fault: type[Exception]) -> None:
+def test_with_a_head_that_fails_functions_run(head: Head, away: RemoteValues, fault: type[Exception]) -> None:
     assert away.keep("a", 1)
     head.fault = fault("as was agreed")
     assert away.look("a") is None
@@ -143,11 +143,11 @@ def fails() -> None:
     raise LookupError("mine")
 
 
-def test_without_a_head_the_rest_is_empty(head: Head, away: Away) -> None:
+def test_without_a_head_the_rest_is_empty(head: Head, away: RemoteValues) -> None:
     away.keep("a", 1)
     head.fault = Unreachable()
     assert (away.has("a"), away.keys(), away.size(), away.budget(), away.evict("a"), away.flush()) == (False, [], (0, 0), None, False, 0)
-    nowhere = Nowhere(dict.fromkeys(away.counted, 0))
+    nowhere = NullValues(dict.fromkeys(away.counted, 0))
     assert (nowhere.look("a"), nowhere.keep("a", 1), nowhere.has("a"), nowhere.evict("a"), nowhere.flush()) == (
         None,
         False,
@@ -170,7 +170,7 @@ def test_a_node_without_a_cache_reads_all_the_same(head: Head) -> None:
     assert head.served.look("b", "c" * 32) == (7,)
 
 
-def test_what_is_too_large_for_the_head_is_told_once(head: Head, away: Away, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_too_large_for_the_head_is_told_once(head: Head, away: RemoteValues, caplog: pytest.LogCaptureFixture) -> None:
     away.keep("a", "old")
     for _ in range(2):
         assert away.keep("a", np.zeros(20 << 20, "u1"), who="f") is False
@@ -184,14 +184,14 @@ class Here:
     """Goes away with the program."""
 
 
-def test_a_value_whose_class_is_not_there_stays(head: Head, away: Away, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_whose_class_is_not_there_stays(head: Head, away: RemoteValues, monkeypatch: pytest.MonkeyPatch) -> None:
     head.served.keep("a", Here())
     monkeypatch.delattr(f"{__name__}.Here")
     assert away.look("a") is None
     assert head.served.has("a")
 
 
-def test_tokens_of_a_root_that_was_made_anew_are_others(head: Head, away: Away) -> None:
+def test_tokens_of_a_root_that_was_made_anew_are_others(head: Head, away: RemoteValues) -> None:
     head.served.keep("a", 1)
     token = head.served.give("a", "pickle", False, "").token  # type: ignore[union-attr]
     assert token.startswith(f"{head.served._origin.store.root.id:x}-")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forebay.claims import named_locks
-from forebay.claims.members import House
+from forebay.claims.members import ClaimContext
 from forebay.claims.registry import Registry
 from tests.claiming import registry  # noqa: F401 (a fixture)
 from tests.claims import houses
@@ -35,7 +35,7 @@ def place(quick_path: Path) -> Path:
 
 
 @pytest.fixture
-def house(place: Path) -> Iterator[House]:
+def house(place: Path) -> Iterator[ClaimContext]:
     """Who leads it: this process."""
     found = houses.leader(place)
     yield found

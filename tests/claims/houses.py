@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from forebay._kernel import locks
 from forebay.claims import members
-from forebay.claims.members import House, Members
+from forebay.claims.members import ClaimContext, Members
 from forebay.claims.named_locks import LOCKS, WORDS
 from forebay.claims.table import CLAIM, LEADER, TABLE, TABLE_BYTES
 
@@ -24,25 +24,25 @@ def found(place: Path) -> Path:
     return place
 
 
-def leader(place: Path, rank: int | None = 0) -> House:
+def leader(place: Path, rank: int | None = 0) -> ClaimContext:
     """Who registered it."""
     fd = os.open(place / CLAIM, os.O_RDWR | os.O_CLOEXEC)
     assert locks.take(fd, LEADER)
-    return House(Members(place, fd, LEADER, rank, None), "claim 000000")
+    return ClaimContext(Members(place, fd, LEADER, rank, None), "claim 000000")
 
 
-def join(place: Path, rank: int | None = None, worker: int | None = None) -> House:
+def join(place: Path, rank: int | None = None, worker: int | None = None) -> ClaimContext:
     """Who comes later."""
-    return House(Members.attach(place, rank=rank, worker=worker), "claim 000000")
+    return ClaimContext(Members.attach(place, rank=rank, worker=worker), "claim 000000")
 
 
-def rank(place: Path, number: int, work: Callable[[House], T]) -> T:
+def rank(place: Path, number: int, work: Callable[[ClaimContext], T]) -> T:
     """What a rank does that finds the claim by itself, and leaves it at its end. A child of ours is no member as such."""
     members.leave_all()
     return leaving(join(place, number), work)
 
 
-def leaving(house: House, work: Callable[[House], T]) -> T:
+def leaving(house: ClaimContext, work: Callable[[ClaimContext], T]) -> T:
     """What a process does that ends in order."""
     try:
         return work(house)

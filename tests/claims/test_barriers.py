@@ -23,7 +23,7 @@ from forebay import errors
 from forebay._kernel import host, waits
 from forebay.claims import barrier_state, memory, named_locks
 from forebay.claims.barriers import Barrier
-from forebay.claims.members import House
+from forebay.claims.members import ClaimContext
 from tests.claims import houses
 from tests.claims.houses import leaving
 from tests.clocks import Clocks
@@ -49,7 +49,7 @@ def broken(barrier: Barrier, parties: int | None = None) -> tuple[list[str], flo
     return caught.value.missing, time.monotonic() - began
 
 
-def comes_to_wait(house: House, count: int, name: str = NAME) -> None:
+def comes_to_wait(house: ClaimContext, count: int, name: str = NAME) -> None:
     """Until so many wait."""
     board = barrier_state.board_of(house, name)
     deadline = time.monotonic() + LONG
@@ -61,17 +61,17 @@ def comes_to_wait(house: House, count: int, name: str = NAME) -> None:
 # -- crossing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_number_of_numpy(house: House) -> None:
+def test_a_number_of_numpy(house: ClaimContext) -> None:
     assert Barrier(house, NAME).wait(np.int64(1)) == 0
 
 
 @pytest.mark.parametrize("parties", [1, 2, 3, 7])
-def test_each_has_a_number_of_its_own(place: Path, house: House, crew: Crew, parties: int) -> None:
+def test_each_has_a_number_of_its_own(place: Path, house: ClaimContext, crew: Crew, parties: int) -> None:
     others = [crew(lambda n=n: rank(place, n, lambda barrier: barrier.wait(parties, LONG))) for n in range(1, parties)]
     assert sorted([Barrier(house, NAME).wait(parties, LONG), *(other.result() for other in others)]) == list(range(parties))
 
 
-def test_nobody_is_a_round_ahead(place: Path, house: House, crew: Crew) -> None:
+def test_nobody_is_a_round_ahead(place: Path, house: ClaimContext, crew: Crew) -> None:
     parties, rounds = 4, 1000
     shared = memory.buffer(house, "turns", parties * 8).cast("Q")
 
@@ -88,7 +88,7 @@ def test_nobody_is_a_round_ahead(place: Path, house: House, crew: Crew) -> None:
     assert run(0, Barrier(house, NAME)) + sum(other.result() for other in others) == 0
 
 
-def test_threads_are_parties(house: House) -> None:
+def test_threads_are_parties(house: ClaimContext) -> None:
     numbers: list[int] = []
     threads = [threading.Thread(target=lambda: numbers.append(Barrier(house, NAME).wait(5, LONG))) for _ in range(5)]
     for thread in threads:
@@ -98,13 +98,13 @@ def test_threads_are_parties(house: House) -> None:
     assert sorted(numbers) == list(range(5))
 
 
-def test_more_come_than_parties(place: Path, house: House, crew: Crew) -> None:
+def test_more_come_than_parties(place: Path, house: ClaimContext, crew: Crew) -> None:
     others = [crew(lambda n=n: rank(place, n, lambda barrier: barrier.wait(2, LONG))) for n in range(1, 6)]
     numbers = [Barrier(house, NAME).wait(2, LONG), *(other.result() for other in others)]
     assert sorted(numbers) == [0, 0, 0, 1, 1, 1]
 
 
-def test_a_forked_child_is_a_party(house: House, crew: Crew) -> None:
+def test_a_forked_child_is_a_party(house: ClaimContext, crew: Crew) -> None:
     barrier = Barrier(house, NAME)
     barrier.wait(1)
     child = crew(lambda: leaving(house, lambda _: [barrier.wait(2, LONG) for _ in range(50)]))
@@ -112,7 +112,7 @@ def test_a_forked_child_is_a_party(house: House, crew: Crew) -> None:
     assert [sum(pair) for pair in zip(ours, child.result(), strict=True)] == [1] * 50
 
 
-def test_two_names_are_two_barriers(place: Path, house: House, crew: Crew) -> None:
+def test_two_names_are_two_barriers(place: Path, house: ClaimContext, crew: Crew) -> None:
     other = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG), "a"))
     comes_to_wait(house, 1, "a")
     with pytest.raises(errors.WaitTimeout):
@@ -124,26 +124,26 @@ def test_two_names_are_two_barriers(place: Path, house: House, crew: Crew) -> No
 # -- the number of parties ---------------------------------------------------------------------------------------------
 
 
-def test_the_first_says_how_many(house: House) -> None:
+def test_the_first_says_how_many(house: ClaimContext) -> None:
     with pytest.raises(errors.ConfigError, match="say how many"):
         Barrier(house, NAME).wait()
 
 
 @pytest.mark.parametrize("parties", [0, -1, 1.5, True, "2", barrier_state.SEATS + 1])
-def test_parties_that_make_no_sense(house: House, parties: Any) -> None:
+def test_parties_that_make_no_sense(house: ClaimContext, parties: Any) -> None:
     with pytest.raises(errors.ConfigError, match="parties"):
         Barrier(house, NAME).wait(parties)
 
 
 @pytest.mark.parametrize("timeout", [-1, "3", True, float("nan")])
-def test_timeouts_that_make_no_sense(house: House, timeout: Any) -> None:
+def test_timeouts_that_make_no_sense(house: ClaimContext, timeout: Any) -> None:
     with pytest.raises(errors.ConfigError, match="timeout"):
         Barrier(house, NAME).wait(1, timeout)
     with pytest.raises(errors.ConfigError, match="timeout"):
         named_locks.NamedLock(house, NAME, timeout)
 
 
-def test_another_number_while_somebody_waits(place: Path, house: House, crew: Crew) -> None:
+def test_another_number_while_somebody_waits(place: Path, house: ClaimContext, crew: Crew) -> None:
     other = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(house, 1)
     with pytest.raises(errors.ConfigError, match=r"1 of 2 parties wait, so it cannot be for 3"):
@@ -152,7 +152,7 @@ def test_another_number_while_somebody_waits(place: Path, house: House, crew: Cr
     assert other.result() == 0
 
 
-def test_another_number_while_nobody_waits(place: Path, house: House, crew: Crew) -> None:
+def test_another_number_while_nobody_waits(place: Path, house: ClaimContext, crew: Crew) -> None:
     barrier = Barrier(house, NAME)
     for parties in (3, 1, 2):
         work = functools.partial(Barrier.wait, parties=parties, timeout=LONG)
@@ -163,7 +163,7 @@ def test_another_number_while_nobody_waits(place: Path, house: House, crew: Crew
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
-def test_one_that_waits_is_killed(place: Path, house: House, crew: Crew) -> None:
+def test_one_that_waits_is_killed(place: Path, house: ClaimContext, crew: Crew) -> None:
     killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(3, LONG)))
     other = crew(lambda: rank(place, 2, lambda barrier: broken(barrier, 3)))
     comes_to_wait(house, 2)
@@ -172,7 +172,7 @@ def test_one_that_waits_is_killed(place: Path, house: House, crew: Crew) -> None
     assert other.result() == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
 
 
-def test_one_that_crossed_is_killed_on_its_way(place: Path, house: House, crew: Crew) -> None:
+def test_one_that_crossed_is_killed_on_its_way(place: Path, house: ClaimContext, crew: Crew) -> None:
     gate = Gate()
     killed = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), gate.wait())))
     idle = crew(lambda: rank(place, 2, lambda barrier: gate.wait()))  # who lives, and never comes, does not hide it
@@ -186,7 +186,7 @@ def test_one_that_crossed_is_killed_on_its_way(place: Path, house: House, crew: 
     idle.kill()
 
 
-def test_one_is_killed_before_it_ever_came(place: Path, house: House, crew: Crew) -> None:
+def test_one_is_killed_before_it_ever_came(place: Path, house: ClaimContext, crew: Crew) -> None:
     gate = Gate()
     killed = crew(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
     gate.wait()
@@ -194,7 +194,7 @@ def test_one_is_killed_before_it_ever_came(place: Path, house: House, crew: Crew
     assert broken(Barrier(house, NAME), 2) == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
 
 
-def test_who_waits_is_told_within_a_second(place: Path, house: House, crew: Crew) -> None:
+def test_who_waits_is_told_within_a_second(place: Path, house: ClaimContext, crew: Crew) -> None:
     """The quickest of five: a busy machine is not busy all the time."""
     took = []
     for number in range(1, 6):
@@ -209,7 +209,7 @@ def test_who_waits_is_told_within_a_second(place: Path, house: House, crew: Crew
     assert min(took) < 1
 
 
-def test_who_is_not_needed_may_die(place: Path, house: House, crew: Crew) -> None:
+def test_who_is_not_needed_may_die(place: Path, house: ClaimContext, crew: Crew) -> None:
     gate, go = Gate(), Gate()
     killed = crew(lambda: rank(place, 9, lambda barrier: (gate.open(), Gate().wait())))
     other = crew(lambda: rank(place, 1, lambda barrier: (go.wait(), barrier.wait(2, LONG))[1]))
@@ -223,7 +223,7 @@ def test_who_is_not_needed_may_die(place: Path, house: House, crew: Crew) -> Non
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_worker_is_killed_before_it_ever_came(house: House, crew: Crew, late: bool) -> None:
+def test_a_worker_is_killed_before_it_ever_came(house: ClaimContext, crew: Crew, late: bool) -> None:
     """Its main process has the claim too, and could come: but workers wait for workers."""
     go, there = Gate(), Gate()
     killed = crew(lambda: (there.open(), Gate().wait()))
@@ -242,7 +242,7 @@ def test_a_worker_is_killed_before_it_ever_came(house: House, crew: Crew, late: 
     assert Barrier(house, NAME).wait(1) == 0
 
 
-def test_the_late_are_told_and_then_it_is_usable(place: Path, house: House, crew: Crew) -> None:
+def test_the_late_are_told_and_then_it_is_usable(place: Path, house: ClaimContext, crew: Crew) -> None:
     go = Gate()
 
     def late(barrier: Barrier) -> Any:
@@ -275,7 +275,7 @@ def test_the_late_are_told_and_then_it_is_usable(place: Path, house: House, crew
     assert told == (names, pytest.approx(0, abs=SOON))
 
 
-def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, house: House, crew: Crew) -> None:
+def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, house: ClaimContext, crew: Crew) -> None:
     """All join / the clock is set back / the round breaks: that was after they joined, whatever the time was."""
     go = Gate()
     with Clocks(together=True) as clocks:
@@ -294,7 +294,7 @@ def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, house: 
 
 
 @pytest.mark.parametrize("end", ["killed", "left"])
-def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, house: House, crew: Crew, end: str) -> None:
+def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, house: ClaimContext, crew: Crew, end: str) -> None:
     go = Gate()
     late = crew(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), barrier._house.members.leave())))
     killed = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
@@ -311,7 +311,7 @@ def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, house: House, cre
     assert barrier.wait(1) == 0
 
 
-def test_a_death_is_told_once(place: Path, house: House, crew: Crew) -> None:
+def test_a_death_is_told_once(place: Path, house: ClaimContext, crew: Crew) -> None:
     killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(house, 1)
     killed.kill()
@@ -323,7 +323,7 @@ def test_a_death_is_told_once(place: Path, house: House, crew: Crew) -> None:
     assert barrier.wait(2, LONG) + again.result() == 1
 
 
-def test_a_death_is_no_news_at_another_barrier(place: Path, house: House, crew: Crew) -> None:
+def test_a_death_is_no_news_at_another_barrier(place: Path, house: ClaimContext, crew: Crew) -> None:
     killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(house, 1)
     killed.kill()
@@ -335,7 +335,7 @@ def test_a_death_is_no_news_at_another_barrier(place: Path, house: House, crew: 
     assert another.wait(2, LONG) + late.result() == 1
 
 
-def test_but_it_is_at_one_where_the_dead_took_part(place: Path, house: House, crew: Crew) -> None:
+def test_but_it_is_at_one_where_the_dead_took_part(place: Path, house: ClaimContext, crew: Crew) -> None:
     crossed = Barrier(house, "another")
 
     def take_part(barrier: Barrier) -> None:
@@ -349,7 +349,7 @@ def test_but_it_is_at_one_where_the_dead_took_part(place: Path, house: House, cr
     assert broken(Barrier(house, NAME), 2)[0] == broken(crossed)[0] == [f"rank 1 (process {killed.pid})"]
 
 
-def test_those_who_come_later_know_nothing_of_the_dead(place: Path, house: House, crew: Crew) -> None:
+def test_those_who_come_later_know_nothing_of_the_dead(place: Path, house: ClaimContext, crew: Crew) -> None:
     """Workers of one epoch are killed in the barrier; those of the next one use it as if nobody had been there."""
     old = [crew(lambda: rank(place, 0, lambda barrier: barrier.wait(3, LONG))) for _ in range(2)]
     comes_to_wait(house, 2)
@@ -359,7 +359,7 @@ def test_those_who_come_later_know_nothing_of_the_dead(place: Path, house: House
     assert sorted(child.result()[0] for child in new) == [0, 1, 2]
 
 
-def test_survivors_that_go_on_at_once(place: Path, house: House, crew: Crew) -> None:
+def test_survivors_that_go_on_at_once(place: Path, house: ClaimContext, crew: Crew) -> None:
     """The first to be told comes again before the others woke: nobody is told twice of one death."""
 
     def survive(barrier: Barrier) -> Any:
@@ -376,7 +376,7 @@ def test_survivors_that_go_on_at_once(place: Path, house: House, crew: Crew) -> 
         assert sorted(number for _, number in ends) == [0, 1, 2]
 
 
-def test_who_waits_and_is_stopped_is_told_later(place: Path, house: House, crew: Crew) -> None:
+def test_who_waits_and_is_stopped_is_told_later(place: Path, house: ClaimContext, crew: Crew) -> None:
     stopped = crew(lambda: rank(place, 1, lambda barrier: broken(barrier, 3)))
     killed = crew(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
     comes_to_wait(house, 2)
@@ -390,7 +390,7 @@ def test_who_waits_and_is_stopped_is_told_later(place: Path, house: House, crew:
     assert barrier.wait(1) == 0
 
 
-def test_an_exit_breaks_nothing(place: Path, house: House, crew: Crew) -> None:
+def test_an_exit_breaks_nothing(place: Path, house: ClaimContext, crew: Crew) -> None:
     left = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), barrier._house.members.leave())))
     barrier = Barrier(house, NAME)
     barrier.wait(2, LONG)
@@ -400,7 +400,7 @@ def test_an_exit_breaks_nothing(place: Path, house: House, crew: Crew) -> None:
     assert barrier.wait(1) == 0
 
 
-def test_who_leaves_the_claim_while_a_thread_waits(place: Path, house: House, crew: Crew) -> None:
+def test_who_leaves_the_claim_while_a_thread_waits(place: Path, house: ClaimContext, crew: Crew) -> None:
     def leave(barrier: Barrier) -> Any:
         caught: list[BaseException] = []
 
@@ -420,7 +420,7 @@ def test_who_leaves_the_claim_while_a_thread_waits(place: Path, house: House, cr
     assert Barrier(house, NAME).wait(1) == 0
 
 
-def test_the_error_crosses_processes(place: Path, house: House, crew: Crew) -> None:
+def test_the_error_crosses_processes(place: Path, house: ClaimContext, crew: Crew) -> None:
     killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(house, 1)
     killed.kill()
@@ -443,7 +443,7 @@ def test_killed_at_every_step_of_a_crossing(quick_path: Path, crew: Crew) -> Non
         barrier.wait(1)
         begin = Gate()
 
-        def dies(house: House = house, barrier: Barrier = barrier, begin: Gate = begin) -> None:
+        def dies(house: ClaimContext = house, barrier: Barrier = barrier, begin: Gate = begin) -> None:
             begin.wait()
             leaving(house, lambda _: [barrier.wait(2, LONG) for _ in range(3)])
 
@@ -469,7 +469,7 @@ def test_killed_at_every_step_of_a_crossing(quick_path: Path, crew: Crew) -> Non
     assert died > 5
 
 
-def house_member(house: House, child: Child) -> str:
+def house_member(house: ClaimContext, child: Child) -> str:
     return next(member.describe() for member in house.members.records() if member.pid == child.pid)
 
 
@@ -482,7 +482,7 @@ def test_killed_at_every_step_of_telling(quick_path: Path) -> None:
         first = fork(lambda barrier=barrier: barrier.wait(3, LONG))
         go = Gate()
 
-        def dies(house: House = house, barrier: Barrier = barrier, go: Gate = go) -> None:
+        def dies(house: ClaimContext = house, barrier: Barrier = barrier, go: Gate = go) -> None:
             go.wait()
             with pytest.raises(errors.BarrierBroken):
                 barrier.wait(3, LONG)
@@ -523,7 +523,7 @@ def stops_at(step: int, stands: Gate, work: Callable[[], Any]) -> Any:
         host.on_step(None)
 
 
-def test_the_last_one_stops_at_every_step(house: House) -> None:
+def test_the_last_one_stops_at_every_step(house: ClaimContext) -> None:
     """Who comes meanwhile can say who stands still; when he goes on, all is as if he had been slow."""
     barrier, stopped = Barrier(house, NAME), 0
     barrier.wait(1)
@@ -548,7 +548,7 @@ def test_the_last_one_stops_at_every_step(house: House) -> None:
     assert stopped > 3
 
 
-def test_one_gives_up_while_the_last_one_stands_still(house: House, crew: Crew) -> None:
+def test_one_gives_up_while_the_last_one_stands_still(house: ClaimContext, crew: Crew) -> None:
     """He may have counted us; but we do not wait for him longer than we were told to."""
     barrier, stands = Barrier(house, NAME), Gate()
     barrier.wait(1)
@@ -566,7 +566,7 @@ def test_one_gives_up_while_the_last_one_stands_still(house: House, crew: Crew) 
 # -- giving up ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, house: House, crew: Crew) -> None:
+def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, house: ClaimContext, crew: Crew) -> None:
     gate, go = Gate(), Gate()
     other = crew(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
     late = crew(lambda: rank(place, 1, lambda barrier: (gate.open(), go.wait(), barrier.wait(3, LONG))[2]))
@@ -579,7 +579,7 @@ def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, house
     assert sorted([barrier.wait(3, LONG), other.result(), late.result()]) == [0, 1, 2]
 
 
-def test_a_timeout_names_who_left(place: Path, house: House, crew: Crew) -> None:
+def test_a_timeout_names_who_left(place: Path, house: ClaimContext, crew: Crew) -> None:
     gone = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     barrier = Barrier(house, NAME)
     barrier.wait(2, LONG)
@@ -588,7 +588,7 @@ def test_a_timeout_names_who_left(place: Path, house: House, crew: Crew) -> None
         barrier.wait(2, 0.1)
 
 
-def test_ctrl_c_takes_the_arrival_back(place: Path, house: House, crew: Crew) -> None:
+def test_ctrl_c_takes_the_arrival_back(place: Path, house: ClaimContext, crew: Crew) -> None:
     def pressed(barrier: Barrier) -> int:
         def seats() -> int:
             return sum(map(bool, barrier_state.board_of(barrier._house, NAME).seats()))
@@ -606,7 +606,7 @@ def test_ctrl_c_takes_the_arrival_back(place: Path, house: House, crew: Crew) ->
     assert Barrier(house, NAME).wait(1) == 0
 
 
-def test_it_says_whom_it_waits_for(place: Path, house: House, crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_says_whom_it_waits_for(place: Path, house: ClaimContext, crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     stopped = crew(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
     gate.wait()
@@ -618,7 +618,7 @@ def test_it_says_whom_it_waits_for(place: Path, house: House, crew: Crew, caplog
     assert f"rank 1 (process {stopped.pid}, stopped)" in said
 
 
-def test_waiting_costs_next_to_nothing(place: Path, house: House, crew: Crew) -> None:
+def test_waiting_costs_next_to_nothing(place: Path, house: ClaimContext, crew: Crew) -> None:
     others = [crew(lambda n=n: rank(place, n, lambda barrier: barrier.wait(8, LONG))) for n in range(1, 7)]
     comes_to_wait(house, 6)
     barrier = Barrier(house, NAME)
@@ -632,7 +632,7 @@ def test_waiting_costs_next_to_nothing(place: Path, house: House, crew: Crew) ->
         other.kill()
 
 
-def test_nobody_sleeps_through_the_last_arrival(house: House, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_sleeps_through_the_last_arrival(house: ClaimContext, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "TURN", 3600.0)
     barrier = Barrier(house, NAME)
     barrier.wait(1)
@@ -642,7 +642,7 @@ def test_nobody_sleeps_through_the_last_arrival(house: House, crew: Crew, monkey
     assert len(child.result()) == 200
 
 
-def test_one_who_comes_newly_tells_nothing_again(place: Path, house: House, crew: Crew) -> None:
+def test_one_who_comes_newly_tells_nothing_again(place: Path, house: ClaimContext, crew: Crew) -> None:
     """He is told of no death that the others were told of here, though he had the claim when it happened."""
     here, go = Gate(), Gate()
     other = crew(lambda: rank(place, 2, lambda barrier: (here.open(), go.wait(), barrier.wait(2, LONG))[2]))
@@ -659,8 +659,8 @@ def test_one_who_comes_newly_tells_nothing_again(place: Path, house: House, crew
     timer.join()
 
 
-def test_a_claim_that_is_dropped_is_not_kept(place: Path, house: House) -> None:
-    def drop(house: House) -> list[bool]:
+def test_a_claim_that_is_dropped_is_not_kept(place: Path, house: ClaimContext) -> None:
+    def drop(house: ClaimContext) -> list[bool]:
         other = houses.join(place)
         Barrier(other, NAME).wait(1)
         known = weakref.ref(other), weakref.ref(barrier_state.board_of(other, NAME))
@@ -674,7 +674,7 @@ def test_a_claim_that_is_dropped_is_not_kept(place: Path, house: House) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_are_killed_one_after_the_other(place: Path, house: House, crew: Crew, seed: int) -> None:
+def test_ranks_are_killed_one_after_the_other(place: Path, house: ClaimContext, crew: Crew, seed: int) -> None:
     """At any moment: those who are left know each death at once, and go on with fewer."""
     count, chance = 5, random.Random(seed)
 

@@ -14,7 +14,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.claims import conflicts, dirs, members
-from forebay.claims.claim_request import Wanted
+from forebay.claims.claim_request import ClaimRequest
 from forebay.claims.dirs import ClaimedPath
 from forebay.claims.records import ClaimedStream, Record
 from forebay.claims.registry import Registry
@@ -42,7 +42,7 @@ def places(tmp_path: Path) -> Callable[[int], list[ClaimedPath]]:
 
 
 def record(where: list[ClaimedPath]) -> Record:
-    return Wanted("job", "how", "0", tuple(ClaimedStream(place, REMOTE, False) for place in where)).record(0)
+    return ClaimRequest("job", "how", "0", tuple(ClaimedStream(place, REMOTE, False) for place in where)).record(0)
 
 
 @pytest.mark.parametrize(("equal_only", "meets"), [(False, dirs.overlap), (True, dirs.same)])

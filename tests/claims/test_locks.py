@@ -15,7 +15,7 @@ import pytest
 from forebay import errors
 from forebay._kernel import locks, waits
 from forebay.claims import memory, named_locks
-from forebay.claims.members import House
+from forebay.claims.members import ClaimContext
 from forebay.claims.named_locks import NamedLock
 from tests.claims.houses import rank
 from tests.harness import Child, Crew, Gate, in_child
@@ -27,7 +27,7 @@ def held(crew: Crew, place: Path, number: int) -> Child:
     """A rank that is inside until it is killed."""
     inside = Gate()
 
-    def hold(house: House) -> None:
+    def hold(house: ClaimContext) -> None:
         with NamedLock(house, "x"):
             inside.open()
             signal.pause()
@@ -38,7 +38,7 @@ def held(crew: Crew, place: Path, number: int) -> Child:
     return child
 
 
-def is_free(house: House, name: str = "x") -> bool:
+def is_free(house: ClaimContext, name: str = "x") -> bool:
     """Whether another process could enter."""
     try:
         with NamedLock(house, name, timeout=0.0):
@@ -47,14 +47,14 @@ def is_free(house: House, name: str = "x") -> bool:
         return False
 
 
-def test_processes_and_threads_count_right(place: Path, house: House, crew: Crew) -> None:
-    def count(house: House) -> None:
+def test_processes_and_threads_count_right(place: Path, house: ClaimContext, crew: Crew) -> None:
+    def count(house: ClaimContext) -> None:
         cell = memory.buffer(house, "count", 8).cast("Q")
         for _ in range(150):
             with NamedLock(house, "count"):
                 cell[0] = cell[0] + 1
 
-    def threads(house: House) -> None:
+    def threads(house: ClaimContext) -> None:
         crowd = [threading.Thread(target=count, args=(house,)) for _ in range(2)]
         for thread in crowd:
             thread.start()
@@ -68,19 +68,19 @@ def test_processes_and_threads_count_right(place: Path, house: House, crew: Crew
     assert memory.buffer(house, "count", 8).cast("Q")[0] == 4 * 2 * 150
 
 
-def test_two_names_are_two_locks(place: Path, house: House) -> None:
+def test_two_names_are_two_locks(place: Path, house: ClaimContext) -> None:
     with NamedLock(house, "x"):
         assert in_child(lambda: rank(place, 1, lambda other: (is_free(other, "x"), is_free(other, "y")))) == (False, True)
     assert in_child(lambda: rank(place, 1, is_free))
 
 
-def test_a_thread_cannot_enter_twice(house: House) -> None:
+def test_a_thread_cannot_enter_twice(house: ClaimContext) -> None:
     with NamedLock(house, "x"), pytest.raises(errors.ConfigError, match="held by this very thread"), NamedLock(house, "x", timeout=LONG):
         raise AssertionError("it entered")
     assert is_free(house)
 
 
-def test_another_thread_waits(house: House) -> None:
+def test_another_thread_waits(house: ClaimContext) -> None:
     lock, entered = NamedLock(house, "x", timeout=LONG), threading.Event()
 
     def enter() -> None:
@@ -96,13 +96,13 @@ def test_another_thread_waits(house: House) -> None:
     assert is_free(house)
 
 
-def test_an_error_inside_lets_go(place: Path, house: House) -> None:
+def test_an_error_inside_lets_go(place: Path, house: ClaimContext) -> None:
     with pytest.raises(KeyError), NamedLock(house, "x"):
         raise KeyError
     assert in_child(lambda: rank(place, 1, is_free))
 
 
-def test_a_death_lets_go(place: Path, house: House, crew: Crew) -> None:
+def test_a_death_lets_go(place: Path, house: ClaimContext, crew: Crew) -> None:
     holder = held(crew, place, 1)
     killed: list[float] = []
     timer = threading.Timer(0.1, lambda: (killed.append(time.monotonic()), holder.kill()))
@@ -113,7 +113,7 @@ def test_a_death_lets_go(place: Path, house: House, crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_timeout_names_the_holder(place: Path, house: House, crew: Crew, stopped: bool) -> None:
+def test_a_timeout_names_the_holder(place: Path, house: ClaimContext, crew: Crew, stopped: bool) -> None:
     holder = held(crew, place, 7)
     if stopped:
         holder.signal(signal.SIGSTOP)
@@ -123,7 +123,7 @@ def test_a_timeout_names_the_holder(place: Path, house: House, crew: Crew, stopp
         NamedLock(house, "x", timeout=0.1).__enter__()
 
 
-def test_a_forked_child_does_not_hold_it(house: House, crew: Crew) -> None:
+def test_a_forked_child_does_not_hold_it(house: ClaimContext, crew: Crew) -> None:
     lock = NamedLock(house, "x")
     inside, go = Gate(), Gate()
 
@@ -142,13 +142,13 @@ def test_a_forked_child_does_not_hold_it(house: House, crew: Crew) -> None:
     assert in_child(lambda: is_free(house))
 
 
-def test_a_holder_that_forks_and_dies(place: Path, house: House, crew: Crew) -> None:
+def test_a_holder_that_forks_and_dies(place: Path, house: ClaimContext, crew: Crew) -> None:
     """Its child, which lives on, keeps nothing of it."""
     inside = Gate()
 
     born = memory.buffer(house, "born", 8).cast("Q")
 
-    def hold(house: House) -> None:
+    def hold(house: ClaimContext) -> None:
         with NamedLock(house, "x"):
             child = os.fork()
             if child == 0:
@@ -167,10 +167,10 @@ def test_a_holder_that_forks_and_dies(place: Path, house: House, crew: Crew) -> 
         os.kill(born[0], signal.SIGKILL)
 
 
-def test_nobody_sleeps_through_a_release(place: Path, house: House, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_sleeps_through_a_release(place: Path, house: ClaimContext, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "TURN", 3600.0)
 
-    def enter(house: House) -> int:
+    def enter(house: ClaimContext) -> int:
         for turn in range(300):  # noqa: B007
             with NamedLock(house, "x"):
                 pass
@@ -181,10 +181,10 @@ def test_nobody_sleeps_through_a_release(place: Path, house: House, crew: Crew, 
     assert [other.result() for other in others] == [299] * 3
 
 
-def test_ctrl_c_while_it_waits(place: Path, house: House, crew: Crew) -> None:
+def test_ctrl_c_while_it_waits(place: Path, house: ClaimContext, crew: Crew) -> None:
     inside, go = Gate(), Gate()
 
-    def hold(house: House) -> None:
+    def hold(house: ClaimContext) -> None:
         with NamedLock(house, "x"):
             inside.open()
             go.wait()
@@ -199,7 +199,7 @@ def test_ctrl_c_while_it_waits(place: Path, house: House, crew: Crew) -> None:
     assert is_free(house)
 
 
-def in_the_middle_of_a_lock(house: House, work: Callable[[], object]) -> None:
+def in_the_middle_of_a_lock(house: ClaimContext, work: Callable[[], object]) -> None:
     """Have the handler of a signal do that, while its thread takes the lock "main"."""
     ask, old = locks.LockFile._ask_locked, signal.getsignal(signal.SIGUSR1)
 
@@ -222,7 +222,7 @@ def in_the_middle_of_a_lock(house: House, work: Callable[[], object]) -> None:
         signal.signal(signal.SIGUSR1, old)
 
 
-def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, house: House, crew: Crew) -> None:
+def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, house: ClaimContext, crew: Crew) -> None:
     other, seen = held(crew, place, 1), list[bool]()
 
     def work() -> None:
@@ -240,8 +240,8 @@ def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, hous
     assert is_free(house)
 
 
-def test_the_handler_of_a_signal_leaves_in_the_middle_of_a_lock(place: Path, house: House) -> None:
-    def leave(house: House) -> list[str]:
+def test_the_handler_of_a_signal_leaves_in_the_middle_of_a_lock(place: Path, house: ClaimContext) -> None:
+    def leave(house: ClaimContext) -> list[str]:
         def work() -> None:
             named_locks.close(house)
             house.members.leave()
@@ -255,8 +255,8 @@ def test_the_handler_of_a_signal_leaves_in_the_middle_of_a_lock(place: Path, hou
     assert len(in_child(lambda: rank(place, 1, leave))) == 0
 
 
-def test_after_the_claim_was_left(place: Path, house: House) -> None:
-    def leave(house: House) -> bool:
+def test_after_the_claim_was_left(place: Path, house: ClaimContext) -> None:
+    def leave(house: ClaimContext) -> bool:
         lock = NamedLock(house, "x")
         with lock:
             named_locks.close(house)
@@ -271,11 +271,11 @@ def test_after_the_claim_was_left(place: Path, house: House) -> None:
     assert is_free(house)
 
 
-def test_closing_closes_the_file(place: Path, house: House) -> None:
+def test_closing_closes_the_file(place: Path, house: ClaimContext) -> None:
     def files() -> list[str]:
         return [link for fd in os.listdir("/proc/self/fd") if (link := linked(fd)).startswith(str(place))]
 
-    def leave(house: House) -> Any:
+    def leave(house: ClaimContext) -> Any:
         before = len(files())
         with NamedLock(house, "x"):
             pass
@@ -294,24 +294,24 @@ def linked(fd: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "ä" * 500, "\ud800", "..", "\0"])
-def test_names_of_all_kinds(house: House, name: str) -> None:
+def test_names_of_all_kinds(house: ClaimContext, name: str) -> None:
     with NamedLock(house, name):
         assert not is_free_in_child(house, name)
     assert is_free_in_child(house, name)
 
 
-def is_free_in_child(house: House, name: str) -> bool:
+def is_free_in_child(house: ClaimContext, name: str) -> bool:
     return bool(in_child(lambda: is_free(house, name)))
 
 
 @pytest.mark.parametrize("name", [None, b"x", 3])
-def test_names_that_are_none(house: House, name: Any) -> None:
+def test_names_that_are_none(house: ClaimContext, name: Any) -> None:
     with pytest.raises(errors.ConfigError, match="must be a str"):
         NamedLock(house, name)
 
 
-def test_the_job_closed_all_descriptors(place: Path, house: House) -> None:
-    def closing(house: House) -> bool:
+def test_the_job_closed_all_descriptors(place: Path, house: ClaimContext) -> None:
+    def closing(house: ClaimContext) -> bool:
         lock = NamedLock(house, "x")
         with lock:
             pass

@@ -16,7 +16,7 @@ import pytest
 from forebay import errors
 from forebay._kernel import locks
 from forebay.claims import members, table
-from forebay.claims.members import House, Members
+from forebay.claims.members import ClaimContext, Members
 from forebay.claims.table import CLAIM, Gone, Member
 from tests.claims import houses
 from tests.harness import Crew, Gate
@@ -24,7 +24,7 @@ from tests.items import until
 from tests.kernel.children import Child, Line, fork_in_c
 
 
-def states(house: House) -> list[str]:
+def states(house: ClaimContext) -> list[str]:
     return [member.state for member in house.members.records()]
 
 
@@ -41,7 +41,7 @@ def other(place: Path) -> Child:
     return Child(lambda line: joined(place, line))
 
 
-def test_the_leader_is_the_first(house: House) -> None:
+def test_the_leader_is_the_first(house: ClaimContext) -> None:
     (only,) = house.members.records()
     assert (only.slot, only.pid, only.rank, only.worker, only.state) == (0, os.getpid(), 0, None, "in")
     assert only.describe() == f"rank 0 (process {os.getpid()})"
@@ -49,7 +49,7 @@ def test_the_leader_is_the_first(house: House) -> None:
     assert house.members.is_in(0)
 
 
-def test_who_comes_is_seen_and_who_goes_too(place: Path, house: House) -> None:
+def test_who_comes_is_seen_and_who_goes_too(place: Path, house: ClaimContext) -> None:
     with other(place) as child:
         assert child.hear() == 1
         assert [member.pid for member in house.members.live()] == [os.getpid(), child.pid]
@@ -58,7 +58,7 @@ def test_who_comes_is_seen_and_who_goes_too(place: Path, house: House) -> None:
         assert states(house)[-1] == "left"
 
 
-def test_a_forked_child_is_one_at_once(house: House) -> None:
+def test_a_forked_child_is_one_at_once(house: ClaimContext) -> None:
     def child(line: Line) -> None:
         line.say([member.pid for member in house.members.live()])
         line.hear()
@@ -93,7 +93,7 @@ def test_a_child_holds_nothing_of_its_parents(place: Path, quick_path: Path) -> 
         leader.say()
 
 
-def test_a_child_of_c_becomes_one_at_its_first_call(house: House) -> None:
+def test_a_child_of_c_becomes_one_at_its_first_call(house: ClaimContext) -> None:
     with Child(lambda line: (line.say([m.pid for m in house.members.live()]), line.hear()), by=fork_in_c) as born:
         assert born.hear() == [os.getpid(), born.pid]
         assert [member.pid for member in house.members.live()] == [os.getpid(), born.pid]
@@ -102,7 +102,7 @@ def test_a_child_of_c_becomes_one_at_its_first_call(house: House) -> None:
     assert states(house) == ["in", "vanished"]
 
 
-def test_what_a_child_of_c_leaves_takes_nothing_from_its_parent(place: Path, house: House) -> None:
+def test_what_a_child_of_c_leaves_takes_nothing_from_its_parent(place: Path, house: ClaimContext) -> None:
     with Child(lambda line: line.say(house.members.leave()), by=fork_in_c) as born:
         born.hear()
         born.wait()
@@ -113,7 +113,7 @@ def test_what_a_child_of_c_leaves_takes_nothing_from_its_parent(place: Path, hou
     assert house.members.is_in(0)
 
 
-def test_a_killed_process_has_vanished(place: Path, house: House) -> None:
+def test_a_killed_process_has_vanished(place: Path, house: ClaimContext) -> None:
     with other(place) as child:
         slot = child.hear()
         assert house.members.is_in(slot)
@@ -124,7 +124,7 @@ def test_a_killed_process_has_vanished(place: Path, house: House) -> None:
         assert states(house)[-1] == "vanished"
 
 
-def test_a_place_that_was_left_is_used_again_and_one_of_the_dead_is_not(place: Path, house: House) -> None:
+def test_a_place_that_was_left_is_used_again_and_one_of_the_dead_is_not(place: Path, house: ClaimContext) -> None:
     slots = []
     for end in (Child.kill, lambda child: (child.say(), child.wait()), Child.kill, Child.kill):
         with other(place) as child:
@@ -133,7 +133,7 @@ def test_a_place_that_was_left_is_used_again_and_one_of_the_dead_is_not(place: P
     assert slots == [1, 2, 2, 3]
 
 
-def test_a_stopped_process_is_in_and_said_to_be_stopped(place: Path, house: House) -> None:
+def test_a_stopped_process_is_in_and_said_to_be_stopped(place: Path, house: ClaimContext) -> None:
     with other(place) as child:
         slot = child.hear()
         os.kill(child.pid, signal.SIGSTOP)
@@ -149,7 +149,7 @@ def test_a_stopped_process_is_in_and_said_to_be_stopped(place: Path, house: Hous
         assert not member.is_stopped()
 
 
-def test_who_becomes_another_program_has_left(place: Path, house: House) -> None:
+def test_who_becomes_another_program_has_left(place: Path, house: ClaimContext) -> None:
     def becomes(line: Line) -> None:
         Members.attach(place)
         line.say()
@@ -167,7 +167,7 @@ def test_who_becomes_another_program_has_left(place: Path, house: House) -> None
 
 
 def test_descriptors_that_the_job_closes_are_opened_anew(
-    place: Path, house: House, caplog: pytest.LogCaptureFixture
+    place: Path, house: ClaimContext, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
     def careless(line: Line) -> None:
         found = Members.attach(place, rank=1)
@@ -190,7 +190,7 @@ def test_descriptors_that_the_job_closes_are_opened_anew(
         child.kill()
 
 
-def test_a_lost_descriptor_is_told_once(house: House, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_descriptor_is_told_once(house: ClaimContext, caplog: pytest.LogCaptureFixture) -> None:
     os.close(house.members._fd)
     with caplog.at_level(logging.WARNING, "forebay.claims"):
         for _ in range(3):
@@ -199,7 +199,7 @@ def test_a_lost_descriptor_is_told_once(house: House, caplog: pytest.LogCaptureF
     assert house.members.slot == 0
 
 
-def test_after_leaving_every_call_says_so(house: House) -> None:
+def test_after_leaving_every_call_says_so(house: ClaimContext) -> None:
     house.members.leave()
     house.members.leave()
     assert house.members.has_left
@@ -208,7 +208,7 @@ def test_after_leaving_every_call_says_so(house: House) -> None:
             call()
 
 
-def test_a_claim_that_was_freed_cannot_be_joined(place: Path, house: House) -> None:
+def test_a_claim_that_was_freed_cannot_be_joined(place: Path, house: ClaimContext) -> None:
     house.members.leave()
     place.rename(place.with_name("freed"))
     with pytest.raises(Gone):
@@ -218,14 +218,14 @@ def test_a_claim_that_was_freed_cannot_be_joined(place: Path, house: House) -> N
     members.leave_all()
 
 
-def test_who_lost_a_claim_that_was_freed_is_told(place: Path, house: House) -> None:
+def test_who_lost_a_claim_that_was_freed_is_told(place: Path, house: ClaimContext) -> None:
     os.close(house.members._fd)
     place.rename(place.with_name("freed"))
     with pytest.raises(errors.Closed, match="lost"):
         house.check()
 
 
-def test_a_claim_has_1024_places(place: Path, house: House) -> None:
+def test_a_claim_has_1024_places(place: Path, house: ClaimContext) -> None:
     fd = os.open(place / CLAIM, os.O_RDWR)
     try:
         assert locks.take(fd, 1, table.SLOTS - 2)
@@ -260,7 +260,7 @@ exec(sys.argv[2])
         ("os.kill(os.getpid(), 9)", "vanished"),
     ],
 )
-def test_an_exit_is_told_from_a_death(place: Path, house: House, end: str, state: str) -> None:
+def test_an_exit_is_told_from_a_death(place: Path, house: ClaimContext, end: str, state: str) -> None:
     subprocess.run([sys.executable, "-c", SCRIPT, place, end], capture_output=True)
     assert states(house)[-1] == state
 
@@ -278,7 +278,7 @@ def fail(place: Path | None) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("work", [leave_quietly, fail])
 def test_a_worker_of_multiprocessing_leaves(
-    place: Path, house: House, method: str, work: Callable[[Path | None], None], capfd: pytest.CaptureFixture[str]
+    place: Path, house: ClaimContext, method: str, work: Callable[[Path | None], None], capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     """One that inherits the claim, and one that joins it by itself."""
     own = None if method == "fork" else place
@@ -289,7 +289,7 @@ def test_a_worker_of_multiprocessing_leaves(
     assert [member.state for member in found] == ["left"]
 
 
-def test_who_died_before_is_known(place: Path, house: House) -> None:
+def test_who_died_before_is_known(place: Path, house: ClaimContext) -> None:
     with other(place) as child:
         child.hear()
         child.kill()
@@ -300,7 +300,7 @@ def test_who_died_before_is_known(place: Path, house: House) -> None:
         assert later.hear()
 
 
-def test_forks_of_many_threads(house: House, crew: Crew) -> None:
+def test_forks_of_many_threads(house: ClaimContext, crew: Crew) -> None:
     import threading
 
     done = Gate()

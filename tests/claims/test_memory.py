@@ -17,7 +17,7 @@ import pytest
 from forebay import errors
 from forebay._kernel import host
 from forebay.claims import memory, named_locks
-from forebay.claims.members import House
+from forebay.claims.members import ClaimContext
 from tests.claims import houses
 from tests.claims.houses import rank
 from tests.harness import Crew, death_of, fork, fork_to_die, in_child
@@ -30,7 +30,7 @@ from tests.harness import Crew, death_of, fork, fork_to_die, in_child
     [((), ()), (5, (5,)), ((2, 3), (2, 3)), ([4, 1], (4, 1)), ((3, 0), (3, 0)), (np.int64(3), (3,)), (np.array([2, 2]), (2, 2))],
 )
 @pytest.mark.parametrize("dtype", ["u1", np.float64, ">i4", "M8[ns]", "U7", "S3", bool, [("a", "i2"), ("b", "f8", (2,))]])
-def test_an_array_is_zeros_and_shared(place: Path, house: House, shape: Any, expected: tuple[int, ...], dtype: Any) -> None:
+def test_an_array_is_zeros_and_shared(place: Path, house: ClaimContext, shape: Any, expected: tuple[int, ...], dtype: Any) -> None:
     ours, zeros = memory.array(house, "a", shape, dtype), np.zeros(expected, dtype)
     assert (ours.shape, ours.dtype) == (zeros.shape, zeros.dtype)
     assert ours.tobytes() == zeros.tobytes()
@@ -43,19 +43,19 @@ def test_an_array_is_zeros_and_shared(place: Path, house: House, shape: Any, exp
 @pytest.mark.parametrize(
     "dtype", [np.dtype({"names": ["a", "b"], "formats": ["u1", "f8"], "offsets": [8, 0], "itemsize": 24}), np.dtype("u1,f8", align=True)]
 )
-def test_types_with_gaps(place: Path, house: House, dtype: Any) -> None:
+def test_types_with_gaps(place: Path, house: ClaimContext, dtype: Any) -> None:
     memory.array(house, "a", 3, dtype)
     assert in_child(lambda: rank(place, 1, lambda other: memory.array(other, "a", 3, dtype).dtype)) == dtype
 
 
-def test_a_type_of_many_fields(place: Path, house: House) -> None:
+def test_a_type_of_many_fields(place: Path, house: ClaimContext) -> None:
     dtype = [(f"field_{n:04}", "f8") for n in range(500)]
     memory.array(house, "a", 2, dtype)["field_0499"] = 7
     assert in_child(lambda: rank(place, 1, lambda other: memory.array(other, "a", 2, dtype)["field_0499"].tolist())) == [7, 7]
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("i8", -5), ("f4", 0.5), (bool, True), ("U3", "abc"), ([("x", "i4"), ("y", "i4")], (1, 2))])
-def test_a_scalar(place: Path, house: House, dtype: Any, value: Any) -> None:
+def test_a_scalar(place: Path, house: ClaimContext, dtype: Any, value: Any) -> None:
     ours = memory.scalar(house, "s", dtype)
     assert ours.get() == np.zeros((), dtype).item()
     ours.set(value)
@@ -65,20 +65,20 @@ def test_a_scalar(place: Path, house: House, dtype: Any, value: Any) -> None:
     assert "'s'" in repr(ours)
 
 
-def test_a_buffer(place: Path, house: House) -> None:
+def test_a_buffer(place: Path, house: ClaimContext) -> None:
     ours = memory.buffer(house, "b", 10)
     assert (bytes(ours), ours.readonly, ours.format) == (bytes(10), False, "B")
     ours[3:6] = b"abc"
     assert in_child(lambda: rank(place, 1, lambda other: bytes(memory.buffer(other, "b", 10)))) == b"\0\0\0abc\0\0\0\0"
 
 
-def test_an_empty_buffer(place: Path, house: House) -> None:
+def test_an_empty_buffer(place: Path, house: ClaimContext) -> None:
     assert len(memory.buffer(house, "b", 0)) == 0
     assert in_child(lambda: rank(place, 1, lambda other: len(memory.buffer(other, "b", 0)))) == 0
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "%2F", "ä" * 300, "x" * 300, "\ud800", "\0", "a\nb"])
-def test_names_of_all_kinds(place: Path, house: House, name: str) -> None:
+def test_names_of_all_kinds(place: Path, house: ClaimContext, name: str) -> None:
     names = [name, f"{name}2", f"{name}/"]
     for value, each in enumerate(names, 1):
         memory.buffer(house, each, 1)[0] = value
@@ -101,10 +101,10 @@ def test_names_of_all_kinds(place: Path, house: House, name: str) -> None:
         (("array", 2, [("a", "i4"), ("b", "i4")]), ("array", 2, [("a", "i4"), ("c", "i4")]), ("'b'", "'c'")),
     ],
 )
-def test_another_says_something_else(place: Path, house: House, first: Any, then: Any, words: tuple[str, str]) -> None:
+def test_another_says_something_else(place: Path, house: ClaimContext, first: Any, then: Any, words: tuple[str, str]) -> None:
     getattr(memory, first[0])(house, "a", *first[1:])
 
-    def other(house: House) -> str:
+    def other(house: ClaimContext) -> str:
         with pytest.raises(errors.ClaimMismatch) as caught:
             getattr(memory, then[0])(house, "a", *then[1:])
         assert isinstance(caught.value, RuntimeError)
@@ -115,7 +115,7 @@ def test_another_says_something_else(place: Path, house: House, first: Any, then
 
 
 @pytest.mark.parametrize("dtype", [object, [("a", "i4"), ("b", object)], "U", "V0", "no type", np.dtypes.StringDType()])
-def test_types_that_cannot_be_shared(house: House, dtype: Any) -> None:
+def test_types_that_cannot_be_shared(house: ClaimContext, dtype: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
         memory.array(house, "a", 3, dtype)
     with pytest.raises(errors.ConfigError, match="'a'"):
@@ -123,44 +123,44 @@ def test_types_that_cannot_be_shared(house: House, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [-1, (3, -2), 1.5, "3", True, None, (2, None), [[2, 3]]])
-def test_shapes_that_make_no_sense(house: House, shape: Any) -> None:
+def test_shapes_that_make_no_sense(house: ClaimContext, shape: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
         memory.array(house, "a", shape, "f8")
 
 
 @pytest.mark.parametrize("shape", [(1,) * 65, (0, 2**63)])
-def test_shapes_that_numpy_does_not_know(place: Path, house: House, shape: Any) -> None:
+def test_shapes_that_numpy_does_not_know(place: Path, house: ClaimContext, shape: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
         memory.array(house, "a", shape, "f8")
     assert not list(place.glob("memory.*"))
 
 
-def test_a_scalar_is_one_value(house: House) -> None:
+def test_a_scalar_is_one_value(house: ClaimContext) -> None:
     with pytest.raises(errors.ConfigError, match="not one value"):
         memory.scalar(house, "a", "(2,)i4")
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, "3", True, None])
-def test_sizes_that_make_no_sense(house: House, size: Any) -> None:
+def test_sizes_that_make_no_sense(house: ClaimContext, size: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
         memory.buffer(house, "a", size)
 
 
 @pytest.mark.parametrize("suffix", [".new", "+new"])
-def test_a_name_that_is_another_one_with_something_behind(house: House, suffix: str) -> None:
+def test_a_name_that_is_another_one_with_something_behind(house: ClaimContext, suffix: str) -> None:
     memory.buffer(house, f"a{suffix}", 1)[0] = 9
     memory.buffer(house, "a", 1)
     assert memory.buffer(house, f"a{suffix}", 1)[0] == 9
 
 
 @pytest.mark.parametrize("name", [None, b"x", 3])
-def test_names_that_are_none(house: House, name: Any) -> None:
+def test_names_that_are_none(house: ClaimContext, name: Any) -> None:
     with pytest.raises(errors.ConfigError, match="must be a str"):
         memory.buffer(house, name, 1)
 
 
-def test_after_the_claim_was_left(place: Path, house: House) -> None:
-    def leave(other: House) -> bytes:
+def test_after_the_claim_was_left(place: Path, house: ClaimContext) -> None:
+    def leave(other: ClaimContext) -> bytes:
         view = memory.buffer(other, "b", 4)
         other.members.leave()
         with pytest.raises(errors.Closed):
@@ -175,7 +175,7 @@ def test_after_the_claim_was_left(place: Path, house: House) -> None:
 # -- how long ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_view_outlives_the_files(place: Path, house: House) -> None:
+def test_a_view_outlives_the_files(place: Path, house: ClaimContext) -> None:
     array = memory.array(house, "a", 1000, "u4")
     part, cell = array[10:20], memory.scalar(house, "s", "i8")
     for path in place.glob("memory.*"):
@@ -187,7 +187,7 @@ def test_a_view_outlives_the_files(place: Path, house: House) -> None:
     assert (part.tolist(), cell.get()) == ([5] * 10, 6)
 
 
-def test_nothing_is_mapped_when_nobody_looks(place: Path, house: House) -> None:
+def test_nothing_is_mapped_when_nobody_looks(place: Path, house: ClaimContext) -> None:
     def mapped() -> bool:
         return "memory.a" in Path("/proc/self/maps").read_text()
 
@@ -198,7 +198,7 @@ def test_nothing_is_mapped_when_nobody_looks(place: Path, house: House) -> None:
     assert not mapped()
 
 
-def test_a_forked_child_has_it(house: House, crew: Crew) -> None:
+def test_a_forked_child_has_it(house: ClaimContext, crew: Crew) -> None:
     array, cell = memory.array(house, "a", 3, "i8"), memory.scalar(house, "s", "i8")
 
     def child() -> None:
@@ -209,9 +209,9 @@ def test_a_forked_child_has_it(house: House, crew: Crew) -> None:
     assert (array.tolist(), cell.get()) == ([0, 4, 0], 5)
 
 
-def test_no_tracker_and_no_warning(place: Path, house: House) -> None:
+def test_no_tracker_and_no_warning(place: Path, house: ClaimContext) -> None:
     code = (
-        "import sys; from pathlib import Path; from tests.claims import houses; from forebay._claims import memory\n"
+        "import sys; from pathlib import Path; from tests.claims import houses; from forebay.claims import memory\n"
         f"house = houses.join(Path({str(place)!r}), 1)\n"
         "a = memory.array(house, 'a', 10, 'i8'); a[:] = 3\n"
         "print('multiprocessing.resource_tracker' in sys.modules)"
@@ -222,7 +222,7 @@ def test_no_tracker_and_no_warning(place: Path, house: House) -> None:
     assert memory.array(house, "a", 10, "i8").tolist() == [3] * 10
 
 
-def test_workers_that_are_spawned(place: Path, house: House) -> None:
+def test_workers_that_are_spawned(place: Path, house: ClaimContext) -> None:
     array = memory.array(house, "a", 4, "i8")
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=put, args=(place, number)) for number in range(2)]
@@ -240,8 +240,8 @@ def put(place: Path, number: int) -> None:
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_comes_at_once_gets_the_same(place: Path, house: House, crew: Crew) -> None:
-    def add(other: House) -> None:
+def test_who_comes_at_once_gets_the_same(place: Path, house: ClaimContext, crew: Crew) -> None:
+    def add(other: ClaimContext) -> None:
         for number in range(20):
             cell = memory.array(other, f"a{number}", 3, "i8")
             with named_locks.NamedLock(other, "sum"):
@@ -272,14 +272,14 @@ def test_killed_at_every_step_of_making(quick_path: Path) -> None:
     assert step > 4
 
 
-def test_memory_is_there_before_it_is_used(place: Path, house: House) -> None:
+def test_memory_is_there_before_it_is_used(place: Path, house: ClaimContext) -> None:
     memory.buffer(house, "b", 3 << 20)
     found = (place / "memory.b").stat()
     assert found.st_blocks * 512 >= 3 << 20
     assert found.st_mode & 0o777 == 0o600
 
 
-def test_more_than_there_is(house: House) -> None:
+def test_more_than_there_is(house: ClaimContext) -> None:
     with pytest.raises(errors.NoSpace, match=r"bytes wanted, .* are free .*FOREBAY_CLAIMS") as caught:
         memory.buffer(house, "b", 1 << 60)
     assert (caught.value.errno, caught.value.hopeless) == (errno.ENOSPC, True)
@@ -287,7 +287,7 @@ def test_more_than_there_is(house: House) -> None:
 
 
 @pytest.mark.parametrize("step", ["create", "allocate"])
-def test_it_is_full_in_the_middle(place: Path, house: House, step: str) -> None:
+def test_it_is_full_in_the_middle(place: Path, house: ClaimContext, step: str) -> None:
     def full(call: str, subject: str) -> None:
         if call == step:
             raise OSError(errno.ENOSPC, "no space left on device")
@@ -335,27 +335,27 @@ print("stored", first[-1])
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 100, b"forebay1" + b"\xff" * 8 + b"{}"])
-def test_a_damaged_file(place: Path, house: House, damage: bytes) -> None:
+def test_a_damaged_file(place: Path, house: ClaimContext, damage: bytes) -> None:
     (place / "memory.a").write_bytes(damage)
     with pytest.raises(errors.Damaged, match=r"memory\.a is damaged"):
         memory.buffer(house, "a", 8)
 
 
-def test_a_file_cut_short_kills_nobody(place: Path, house: House) -> None:
+def test_a_file_cut_short_kills_nobody(place: Path, house: ClaimContext) -> None:
     memory.buffer(house, "a", 8000)
     os.truncate(place / "memory.a", 5000)
     with pytest.raises(errors.Damaged):
         memory.buffer(house, "a", 8000)
 
 
-def test_a_symbolic_link_is_not_followed(place: Path, house: House, tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_followed(place: Path, house: ClaimContext, tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(bytes(10_000))
     (place / "memory.a").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="symbolic links"):
         memory.buffer(house, "a", 8)
 
 
-def test_without_numpy(place: Path, house: House) -> None:
+def test_without_numpy(place: Path, house: ClaimContext) -> None:
     def bare() -> str:
         sys.modules["numpy"] = None  # type: ignore[assignment]
         with pytest.raises(errors.MissingExtra) as caught:
@@ -366,7 +366,7 @@ def test_without_numpy(place: Path, house: House) -> None:
     assert "numpy" in fork(bare).result()
 
 
-def test_a_link_in_the_place_of_a_claims_directory_is_not_followed(house: House, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_claims_directory_is_not_followed(house: ClaimContext, tmp_path: Path) -> None:
     """Whoever owns the registry can put one there: nothing is made where it leads."""
     theirs = tmp_path / "home"
     theirs.mkdir()

@@ -28,7 +28,7 @@ import forebay.remote  # here, so that forked children need not
 from forebay import errors
 from forebay._kernel import host
 from forebay.claims import claim_files, dirs, locked_registry, members, records, registry_dir, table
-from forebay.claims.claim_request import Wanted
+from forebay.claims.claim_request import ClaimRequest
 from forebay.claims.records import ClaimedStream
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, claims_in, rank, text_of
@@ -415,7 +415,7 @@ def test_the_claim_of_a_leader_that_is_gone_is_not_joined(node: Registry, crew: 
 
 def test_whoever_comes_first_makes_what_nobody_leads(node: Registry, crew: Crew) -> None:
     def one(meet: Callable[[], None]) -> tuple[int, int]:
-        found = Registry().join_or_register(Wanted("any", "by name", "name", ()))
+        found = Registry().join_or_register(ClaimRequest("any", "by name", "name", ()))
         meet()
         return found.record.prefix, found.record.pid
 
@@ -725,7 +725,7 @@ def test_two_users_do_not_meet_under_one_name(node: Registry, crew: Crew) -> Non
 def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registry: Path, crew: Crew) -> None:
     """He could cut its files short, which kills the process that has them mapped."""
     attacker, victim = 65533, 65534
-    ready, tag = Gate(), in_child(as_user(victim, lambda: Wanted("job", "job=", "0", ()).tag))
+    ready, tag = Gate(), in_child(as_user(victim, lambda: ClaimRequest("job", "job=", "0", ()).tag))
 
     def plant() -> None:
         kept = claim("/theirs", world=rank(0, 2), job="job")  # noqa: F841
@@ -741,7 +741,7 @@ def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registr
     planted = registry / f"000000.{tag}"
 
     def join() -> str:
-        assert node.look()[0].tag == Wanted("job", "job=", "0", ()).tag
+        assert node.look()[0].tag == ClaimRequest("job", "job=", "0", ()).tag
         assert node.look()[0].members() == []
         for work in (lambda: members.Members.attach(planted), lambda: table.MemberTable(planted)):
             with pytest.raises(claim_files.Gone):

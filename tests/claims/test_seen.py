@@ -17,7 +17,7 @@ from forebay import errors
 from forebay._kernel import host
 from forebay._kernel.locks import LockFile
 from forebay.claims import inspect
-from forebay.claims.claim_request import Wanted
+from forebay.claims.claim_request import ClaimRequest
 from forebay.claims.inspect import ClaimState
 from forebay.claims.locked_registry import InTheWay
 from forebay.claims.registry import Registry
@@ -158,7 +158,7 @@ def test_a_directory_that_is_moved_in_the_middle_of_a_call(registry: Path, monke
 
 
 def test_what_is_in_the_way_survives_pickling() -> None:
-    wanted = Wanted("job", "name", "0", ())
+    wanted = ClaimRequest("job", "name", "0", ())
     again = pickle.loads(pickle.dumps(InTheWay(wanted, errors.ClaimConflict("taken"))))
     assert (type(again), str(again), str(again.error), again.seen, again._wanted) == (InTheWay, "taken", "taken", None, wanted)
 

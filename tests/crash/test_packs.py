@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forebay._engine.files.pack_files import appending, packing
+from forebay._engine.packs import appending, packing
 from forebay._engine.packs.pack import Pack
 from forebay._engine.store import Store
 from forebay.codecs import codec

@@ -12,7 +12,7 @@ import pytest
 from forebay import errors
 from forebay._engine.catalog import reservations, writer
 from forebay._engine.space import budget, ranking
-from forebay._engine.space.room import Want
+from forebay._engine.space.room import SpaceRequest
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
@@ -253,12 +253,12 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
 
 def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, other: writer.WriterLock) -> None:
     store.put("v", "k", b"x")
-    reserved = store._budget.reserve(Want(1, "a", 7, 100 * KiB))
+    reserved = store._budget.reserve(SpaceRequest(1, "a", 7, 100 * KiB))
     other.take(0)
     store._budget.cancel(reserved.id)
     other.release()
     assert [r.id for r in reservations.every(store._catalog)] == [reserved.id]
-    store._budget.cancel(store._budget.reserve(Want(1, "b", 8, 100 * KiB)).id)
+    store._budget.cancel(store._budget.reserve(SpaceRequest(1, "b", 8, 100 * KiB)).id)
     assert reservations.every(store._catalog) == []
 
 
@@ -271,14 +271,14 @@ def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypa
         raise OSError(24, "Too many open files")
 
     def and_another_first(attempt: budget._Reserving, fresh: bool) -> None:
-        others.append(store._budget.reserve(Want(1, "b", 8, KiB)))
+        others.append(store._budget.reserve(SpaceRequest(1, "b", 8, KiB)))
         withdraw(attempt, fresh)
 
     with monkeypatch.context() as patch:
         patch.setattr(store._budget, "_find_room", fail)
         patch.setattr(store._budget, "_withdraw", and_another_first)
         with pytest.raises(OSError, match="Too many"):
-            store._budget.reserve(Want(1, "a", 7, 600 * KiB))
+            store._budget.reserve(SpaceRequest(1, "a", 7, 600 * KiB))
     (reserved,) = others
     assert [r.id for r in reservations.every(store._catalog)] == [reserved.id]
     store._budget.cancel(reserved.id)

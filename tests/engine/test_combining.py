@@ -14,7 +14,7 @@ import pytest
 from forebay import errors
 from forebay._engine.store import Store
 from forebay._engine.write import combine
-from forebay._engine.write.combine import Combining
+from forebay._engine.write.combine import Combiner
 from forebay._kernel import host
 from tests.crash.conftest import Scene
 from tests.harness import KiB, MiB, assert_settled, bytes_of, fork, opened
@@ -67,7 +67,7 @@ class Doing:
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
         self.began, self.go = threading.Event(), threading.Event()
-        self.combined = Combining(self, shared=TimeoutError)
+        self.combined = Combiner(self, shared=TimeoutError)
         self.combined._waiting = self.queue = Queue()
         self.fails: Callable[[Sequence[int]], BaseException | None] = lambda items: ValueError() if min(items) < 0 else None
 

@@ -17,7 +17,7 @@ import pytest
 from forebay import errors, remote
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
-from forebay.remote.filesystems import FilesystemRemote, Here, There
+from forebay.remote.filesystems import FilesystemRemote, HelperClient, InProcessClient
 from forebay.testing import MemorySink, ScriptedServer
 from tests.harness import fork, in_child
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
@@ -303,21 +303,21 @@ def test_secrets_are_not_told(http: FilesystemRemote, server: ScriptedServer) ->
 def test_which_filesystems_are_asked_in_this_process(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow.fs")
     by_url = FilesystemRemote()
-    assert isinstance(by_url._way("memory://a"), Here)
-    assert isinstance(by_url._way("zip://a::memory://b"), Here)
-    assert isinstance(by_url._way("gs://a/b"), There)
-    assert isinstance(by_url._way("zip://a::gs://b/c"), There)
+    assert isinstance(by_url._way("memory://a"), InProcessClient)
+    assert isinstance(by_url._way("zip://a::memory://b"), InProcessClient)
+    assert isinstance(by_url._way("gs://a/b"), HelperClient)
+    assert isinstance(by_url._way("zip://a::gs://b/c"), HelperClient)
     local = fsspec.filesystem("file")
     for made, way in [
-        (local, Here),
-        (fsspec.filesystem("dir", path="/", fs=local), Here),
-        (fsspec.filesystem("http"), There),
-        (fsspec.filesystem("dir", path="http://a", fs=fsspec.filesystem("http")), There),
-        (arrow.LocalFileSystem(), Here),
-        (arrow.SubTreeFileSystem("/tmp", arrow.LocalFileSystem()), Here),
-        (arrow.PyFileSystem(arrow.FSSpecHandler(local)), Here),
-        (arrow.PyFileSystem(arrow.FSSpecHandler(fsspec.filesystem("http"))), There),
-        (arrow.S3FileSystem(anonymous=True, region="us-east-1"), There),
+        (local, InProcessClient),
+        (fsspec.filesystem("dir", path="/", fs=local), InProcessClient),
+        (fsspec.filesystem("http"), HelperClient),
+        (fsspec.filesystem("dir", path="http://a", fs=fsspec.filesystem("http")), HelperClient),
+        (arrow.LocalFileSystem(), InProcessClient),
+        (arrow.SubTreeFileSystem("/tmp", arrow.LocalFileSystem()), InProcessClient),
+        (arrow.PyFileSystem(arrow.FSSpecHandler(local)), InProcessClient),
+        (arrow.PyFileSystem(arrow.FSSpecHandler(fsspec.filesystem("http"))), HelperClient),
+        (arrow.S3FileSystem(anonymous=True, region="us-east-1"), HelperClient),
     ]:
         assert isinstance(FilesystemRemote(made)._way("a/b"), way), made
 
@@ -413,13 +413,13 @@ class Mine(fsspec.AbstractFileSystem):
 
 MAIN = """
 import json
-from forebay.remote.filesystems import FilesystemRemote, There
+from forebay.remote.filesystems import FilesystemRemote, HelperClient
 from forebay._model import Span
 from mine import Mine
 
 if __name__ == "__main__":
     remote = FilesystemRemote(Mine())
-    print(json.dumps([isinstance(remote._fixed, There), remote.read("mine://a", Span(1, 3)).decode(), remote.stat("mine://a").validator]))
+    print(json.dumps([isinstance(remote._fixed, HelperClient), remote.read("mine://a", Span(1, 3)).decode(), remote.stat("mine://a").validator]))
 """
 
 

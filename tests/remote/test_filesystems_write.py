@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay.remote.filesystems import FilesystemRemote, There, pickled
+from forebay.remote.filesystems import FilesystemRemote, HelperClient, pickled
 from forebay.remote.filesystems.clients import frugal
 from tests.harness import fork
 from tests.remote.test_filesystems import BODY, OPTIONS, PART, PLACES, Place, fetched, fsspec_dir, pyarrow_local, pyarrow_s3, s3fs_object
@@ -127,7 +127,7 @@ def test_a_file_that_grows_while_it_is_written(request: pytest.FixtureRequest, t
 
 def in_the_helper(filesystem: Any) -> FilesystemRemote:
     made = FilesystemRemote(filesystem, OPTIONS)
-    made._fixed = There(pickled((filesystem, {})))
+    made._fixed = HelperClient(pickled((filesystem, {})))
     return made
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay.origin.request import Spilling
+from forebay.origin.request import SpillingSink
 from forebay.testing import ScriptedServer
 
 MiB = 1 << 20
@@ -114,7 +114,7 @@ def test_s15_what_was_not_kept_does_not_stay_in_memory(cache: forebay.Cache, ser
     gc.disable()
     try:
         cache.read(url)
-        assert not [one for one in gc.get_objects() if isinstance(one, Spilling)]
+        assert not [one for one in gc.get_objects() if isinstance(one, SpillingSink)]
     finally:
         gc.enable()
 

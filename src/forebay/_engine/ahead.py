@@ -14,7 +14,7 @@ from forebay._engine.index import counters
 from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
 from forebay._engine.space.eviction import Doomed
-from forebay._engine.space.room import Want
+from forebay._engine.space.room import SpaceRequest
 from forebay._engine.space.settings import keep
 from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import SMALL
@@ -91,7 +91,7 @@ class Ahead(Engine):
         """Apply a lower limit to what is there, as far as nobody holds it: make room for nothing."""
         before, there = spaces.live(self._catalog, space.name)
         try:
-            self._budget.cancel(self._budget.reserve(Want(space.id, "", 0, 0, entries=0)).id)
+            self._budget.cancel(self._budget.reserve(SpaceRequest(space.id, "", 0, 0, entries=0)).id)
         except (errors.NoSpace, errors.WriterBusy) as error:
             log.info("the space %s stays above its limit for now: %s", space.name, str(error))
         after, left = spaces.live(self._catalog, space.name)

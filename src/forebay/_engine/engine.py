@@ -25,12 +25,12 @@ from forebay._engine.packs.packing import Packing
 from forebay._engine.reading import Reading
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
-from forebay._engine.space.inline_eviction import Displacing
+from forebay._engine.space.inline_eviction import InlineEviction
 from forebay._engine.space.ranking import Ranking
 from forebay._engine.space.settings import Settings, apply, keep
-from forebay._engine.stats import Census
+from forebay._engine.stats import StatsReader
 from forebay._engine.write.intent import Intent
-from forebay._engine.write.link import Linking
+from forebay._engine.write.link import Linker
 from forebay._engine.write.publish import Publisher
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
@@ -150,17 +150,17 @@ class Engine:
         self._budget = Budget(root, self._catalog, self._owners, self._eviction, self._ranking, self.words, self.counters)
         self._budget.drop_dead = self.memo.drop_dead
         self._fill = Fill(root, self._catalog, self._owners, self.words, self.counters)
-        displacing = Displacing(self._budget, self._eviction, self._ranking, self.counters)
+        displacing = InlineEviction(self._budget, self._eviction, self._ranking, self.counters)
         self._intent = Intent(root, self._catalog, self._slots)
         self._publisher = Publisher(root, self._catalog, self._slots, self._owners, self._budget, displacing, self._intent)
-        self._linking = Linking(root, self._catalog, self._slots, self._budget, self._publisher)
+        self._linking = Linker(root, self._catalog, self._slots, self._budget, self._publisher)
         self._packing = Packing(root, self._catalog, self._leases, self._owners, self._budget, self._publisher)
         self._budget.any_tails, self._budget.reclaim_tails = self._packing.any_left, self._packing.reclaim
         self._catalog.sweeper = self._eviction.sweep
         self._forking = (self._catalog, self._budget, self._fill, self._owners, self._leases)
         self._reading = Reading(root, self._catalog, self._slots, self._leases, self.memo, self.counters)
         self._format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=False)
-        self._census = Census(root, self._catalog, self._slots, self.counters, self._leases)
+        self._census = StatsReader(root, self._catalog, self._slots, self.counters, self._leases)
         self._spaces = {}
 
     def _start(self, settings: Settings, before: Settings | None = None) -> None:

@@ -30,7 +30,7 @@ class Usage:
     spaces: tuple[spaces.SpaceRow, ...] = ()
 
 
-class Census:
+class StatsReader:
     """Looks at one root. Takes no lock; another process may change what was seen at once."""
 
     def __init__(self, root: Root, catalog: Catalog, slots: Slots, counters: Counters, leases: Leases) -> None:

@@ -23,7 +23,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.pack import Pack
 from forebay._engine.packs.packing import SegmentRequest, Taken
 from forebay._engine.space.eviction import Doomed
-from forebay._engine.space.room import Want
+from forebay._engine.space.room import SpaceRequest
 from forebay._engine.space.settings import Settings as Settings
 from forebay._engine.stats import Facts, Usage
 from forebay._engine.values import Pieces
@@ -122,7 +122,7 @@ class Store(Pieces):
     def _wait_for_room(self, label: Label, size: int, timeout: float | None, error: errors.NoSpace) -> None:
         began = time.monotonic_ns()
         try:
-            self._budget.wait_for_room(Want(label.space, label.key, 0, size), timeout)
+            self._budget.wait_for_room(SpaceRequest(label.space, label.key, 0, size), timeout)
         except errors.WaitTimeout as late:
             raise error from late
         finally:

@@ -23,12 +23,12 @@ from forebay.cache.space import VALUES, Space, checked
 from forebay.cache.warming import warm
 from forebay.origin import URLS, Origin
 from forebay.origin.opening import Reopening, is_network, open_store
-from forebay.origin.request import Ask, Target
+from forebay.origin.request import FetchOptions, Target
 from forebay.reports import OnProgress as OnProgress
 from forebay.reports import Plan as Plan
 from forebay.reports import Progress as Progress
+from forebay.reports import ProgressReporter
 from forebay.reports import Stats as Stats
-from forebay.reports import Teller
 from forebay.reports import WarmReport as WarmReport
 from forebay.samples import Samples, open_samples
 
@@ -157,7 +157,7 @@ class Cache(Upkeep):
         found = lease(self._origin, url, filesystem, include, exclude, ask)
         if on_progress is not None:
             size = sum(file.size for _, file in self._store.members(found.entry))
-            Teller(remote.shown(url), on_progress).say("done", size, size)
+            ProgressReporter(remote.shown(url), on_progress).say("done", size, size)
         part = {"include": include, "exclude": exclude, "filesystem": filesystem}
         how = {**part, "max_age": "forever", "timeout": timeout, "offline": offline, "force": force, "pin": pin}
         return found.reopened_by(open_again, *self.__reduce__(), "directory", url, how)
@@ -181,9 +181,9 @@ class Cache(Upkeep):
 
     def _ask_for(
         self, url: str | os.PathLike[str], max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **how: Any
-    ) -> Ask:  # fmt: skip
+    ) -> FetchOptions:  # fmt: skip
         self._check_open()
-        told = Teller(remote.shown(url), on_progress)
+        told = ProgressReporter(remote.shown(url), on_progress)
         return self._ask(max_age, refresh, on_wait=told.waiting, on_progress=told.fetching, **how)
 
     def pull(
@@ -192,7 +192,7 @@ class Cache(Upkeep):
     ) -> Entry | None:  # fmt: skip
         """Have an object in the cache; gives its entry, None where there is no room for it. See `read`."""
         target = self._target(url, filesystem)
-        told = Teller(target.key, on_progress)
+        told = ProgressReporter(target.key, on_progress)
         ask = self._ask(max_age, refresh, force=True, on_wait=told.waiting, on_progress=told.fetching, **how)
         try:
             lease = self._origin.lease(target, ask)
@@ -404,14 +404,14 @@ class Cache(Upkeep):
         self, max_age: float | str | None, refresh: bool, *, sha256: str | None = None, etag: str | None = None,
         timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False, offline: bool | None = None,
         on_wait: Callable[[Waiting], None] | None = None, on_progress: Callable[[int, int | None], None] | None = None,
-    ) -> Ask:  # fmt: skip
+    ) -> FetchOptions:  # fmt: skip
         offline = self.offline if offline is None else offline
         age = self._max_age if max_age is None else _config.parse_age(max_age, name="max_age") * _SECOND
         now = self._store.now(exact=refresh)
         since = -1 if offline else now if refresh else 1 if age >= _FOREVER else max(1, now - int(age))
         sha256 = None if sha256 is None else _config.parse_sha256(sha256)
         patience = self._timeout if timeout is None else _config.parse_timeout(timeout)
-        return Ask(since, offline, sha256, etag, patience, bypass, force, pin, on_wait, on_progress, refresh and not offline)
+        return FetchOptions(since, offline, sha256, etag, patience, bypass, force, pin, on_wait, on_progress, refresh and not offline)
 
 
 def origin_of(cache: Cache) -> Origin:

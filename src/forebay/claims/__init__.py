@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from forebay import _config, errors
 from forebay.claims import conflicts
 from forebay.claims import dirs as directories
-from forebay.claims.claim_request import Held, Wanted
+from forebay.claims.claim_request import ClaimRequest, Held
 from forebay.claims.inspect import ClaimState
 from forebay.claims.jobs import identify
-from forebay.claims.members import House
+from forebay.claims.members import ClaimContext
 from forebay.claims.records import ClaimedStream, Record
 from forebay.claims.registry import Registry
 from forebay.claims.registry_dir import default as default_registry
@@ -67,7 +67,7 @@ def claim(
     known = identify(job, world)
     registry = Registry()
     key = _ordinal(registry, known.id, world.rank) if name is None else _named(name)
-    wanted = Wanted(known.id, known.how, key, streams, world.to_json(), world.rank, name=known.name)
+    wanted = ClaimRequest(known.id, known.how, key, streams, world.to_json(), world.rank, name=known.name)
     held = registry.register(wanted, patience) if world.is_local_leader else registry.join(wanted, patience)
     return opened(registry, held, world)
 
@@ -180,7 +180,7 @@ class Claim:
     def __init__(self, registry: Registry, held: Held, world: World) -> None:
         record = held.record
         self._registry, self._record, self._members = registry, record, held.members
-        self._house = House(held.members, f"claim {record.prefix:06} of {record.owner}", self)
+        self._house = ClaimContext(held.members, f"claim {record.prefix:06} of {record.owner}", self)
         self._identity = (held.members.directory.name, _token(record), world.rank)
         self.prefix, self.path, self.job, self.world = record.prefix, held.members.directory, record.job, world
         self.name = record.key.removeprefix("named ")

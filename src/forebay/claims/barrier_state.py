@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from forebay._kernel import host, mappings, waits
-from forebay.claims.members import House
+from forebay.claims.members import ClaimContext
 from forebay.claims.memory import share
 from forebay.claims.named_locks import NamedLock, number, words_of
 from forebay.claims.table import Identity, Member
@@ -51,7 +51,7 @@ def is_of(seat: int, who: Identity) -> bool:
 class Board:
     """The mapped state of a barrier, as this process has it. Methods that end in ``_locked``: the caller holds `mutex`."""
 
-    def __init__(self, house: House, name: str) -> None:
+    def __init__(self, house: ClaimContext, name: str) -> None:
         self.name, self.what = name, f"the barrier {name!r} of {house.name}"
         self._words = mappings.words(share(house, "barrier", name, (_HEAD + 2 * SEATS) * 8))
         self.mutex = NamedLock(house, name, kind="barrier")
@@ -123,7 +123,7 @@ class Board:
         self.futex.bump(self.index)
 
 
-def board_of(house: House, name: str) -> Board:
+def board_of(house: ClaimContext, name: str) -> Board:
     """One a process: what it was told, it was told in all its threads."""
     house.check()
     found = house.parts.get((Board, name))
@@ -132,7 +132,7 @@ def board_of(house: House, name: str) -> Board:
     return cast(Board, found)
 
 
-class Crowd:
+class MemberSnapshot:
     """The members of a claim, as they were at one look."""
 
     def __init__(self, members: list[Member]) -> None:

@@ -10,8 +10,8 @@ from typing import Any, NoReturn, SupportsIndex
 
 from forebay import _config, errors
 from forebay._kernel import waits
-from forebay.claims.barrier_state import GONE, SEATS, SEEN, VISIT, Board, Crowd, board_of, is_of, owner, slot_of
-from forebay.claims.members import House
+from forebay.claims.barrier_state import GONE, SEATS, SEEN, VISIT, Board, MemberSnapshot, board_of, is_of, owner, slot_of
+from forebay.claims.members import ClaimContext
 from forebay.claims.named_locks import with_state
 from forebay.claims.table import Member
 
@@ -26,7 +26,7 @@ class Barrier:
 
     Callable from any thread, and in forked children; who unpickles it has the same barrier."""
 
-    def __init__(self, house: House, name: str) -> None:
+    def __init__(self, house: ClaimContext, name: str) -> None:
         """Raises ConfigError, NoSpace, Closed."""
         self.name = name
         self._house = house
@@ -70,7 +70,7 @@ class Barrier:
 class _Visit:
     """One call of `Barrier.wait`."""
 
-    def __init__(self, house: House, board: Board, parties: int | None, timeout: float | None) -> None:
+    def __init__(self, house: ClaimContext, board: Board, parties: int | None, timeout: float | None) -> None:
         self._house, self._board, self._parties = house, board, parties
         self._began, self._timeout = time.monotonic(), timeout
         self._round = self._seat = -1
@@ -190,14 +190,14 @@ class _Visit:
 
     def _is_suspect(self) -> bool:
         """Whether there is something to judge."""
-        crowd, seats = Crowd(self._house.members.records()), self._board.seats()
+        crowd, seats = MemberSnapshot(self._house.members.records()), self._board.seats()
         owners = [crowd.who(value) for value in seats if value]
         gone = any(member is None or member.state != "in" for member in owners)
         return gone or 0 not in seats or any(map(self._mourns, crowd.members))
 
     def _judge_locked(self) -> None:
         """Free the seats of those who left, and break the round where somebody died whom it misses."""
-        board, crowd = self._board, Crowd(self._house.members.records())
+        board, crowd = self._board, MemberSnapshot(self._house.members.records())
         waiting, dead = [], {}
         for seat, value in enumerate(board.seats()):
             member = crowd.who(value)
@@ -213,7 +213,7 @@ class _Visit:
             for seat in dead:  # nobody who waits was there when they died
                 board.set_seat_locked(seat, 0)
 
-    def _missed(self, crowd: Crowd, waiting: list[Member], dead: list[Member]) -> list[Member]:
+    def _missed(self, crowd: MemberSnapshot, waiting: list[Member], dead: list[Member]) -> list[Member]:
         """Who died that waited, or crossed the last time. Where nobody can know yet who is to come, also who stands as high as those who
         wait, as ranks do, and workers among themselves; and anybody, if now there are too few; unless another barrier told us already."""
         board = self._board
@@ -240,7 +240,7 @@ class _Visit:
 
     def _be_told_locked(self) -> NoReturn:
         """Raise `BarrierBroken`, and note that this visitor knows."""
-        board, crowd = self._board, Crowd(self._house.members.records())
+        board, crowd = self._board, MemberSnapshot(self._house.members.records())
         seats = board.seats()
         if self._seat >= 0:
             board.set_seat_locked(self._seat, self._mark | SEEN)
@@ -259,20 +259,20 @@ class _Visit:
 
     def _settle_locked(self) -> None:
         """Begin anew where all who live know that the round is broken."""
-        board, crowd = self._board, Crowd(self._house.members.records())
+        board, crowd = self._board, MemberSnapshot(self._house.members.records())
         unaware = [member for member in crowd.sitting(value for value in board.seats() if not value & SEEN) if member.state == "in"]
         if not unaware and not self._late(crowd):
             board.next_round_locked()
 
     def _others_are_about_to_know(self) -> bool:
         """Whether it is only for those who were woken, and need a moment: one who was told and comes again is not told twice for that."""
-        crowd = Crowd(self._house.members.records())
+        crowd = MemberSnapshot(self._house.members.records())
         unaware = crowd.sitting(seat for seat in self._board.seats() if not seat & SEEN)
         return (
             time.monotonic() - self._began < _WOKEN_WITHIN and not self._late(crowd) and not any(member.is_stopped() for member in unaware)
         )
 
-    def _late(self, crowd: Crowd) -> list[Member]:
+    def _late(self, crowd: MemberSnapshot) -> list[Member]:
         """Who may still come to a broken round, and has to be told."""
         board, seats = self._board, self._board.seats()
         if 0 not in seats:
@@ -315,7 +315,7 @@ class _Visit:
 
     def whom(self) -> tuple[str, str]:
         """What is waited for, and who has not come, in words."""
-        board, crowd = self._board, Crowd(self._house.members.records())
+        board, crowd = self._board, MemberSnapshot(self._house.members.records())
         seats = board.seats()
         here, before = crowd.sitting(seats), crowd.sitting(board.seats_before())
         absent, left = [member for member in crowd.live if member not in here], [member for member in before if member.state == "left"]

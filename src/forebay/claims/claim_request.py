@@ -30,7 +30,7 @@ class Outside(Protocol):
         ...
 
 
-class Wanted(NamedTuple):
+class ClaimRequest(NamedTuple):
     """``key``: the name or number of the claim in its ``job``, which is known by ``how``, and to people as ``name``. ``equal_only``: that a
     directory lies inside of another is no conflict. ``patience``: seconds for which a conflict is hoped to pass. ``spared``: claims, by
     the names of their directories, whose working directories this process gave up."""

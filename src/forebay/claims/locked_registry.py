@@ -14,7 +14,7 @@ from forebay import errors
 from forebay._kernel import host, locks
 from forebay.claims import building, claim_files, conflicts, dirs, inspect, records
 from forebay.claims.building import NEW, OLD, scrap_name
-from forebay.claims.claim_request import Held, Wanted
+from forebay.claims.claim_request import ClaimRequest, Held
 from forebay.claims.inherited_fds import passing
 from forebay.claims.inspect import ClaimState
 from forebay.claims.members import Members, OnLeft, at_the_end
@@ -30,7 +30,7 @@ _refusals: deque[tuple[int, Path, int]] = deque()
 class InTheWay(Exception):
     """Another claim stands against the one that is wanted. ``error``: that in words for the caller; ``seen``: the claim, if it is one."""
 
-    def __init__(self, wanted: Wanted, error: errors.ClaimConflict, seen: ClaimState | None = None) -> None:
+    def __init__(self, wanted: ClaimRequest, error: errors.ClaimConflict, seen: ClaimState | None = None) -> None:
         super().__init__(str(error))
         self._wanted, self.error, self.seen = wanted, error, seen
 
@@ -56,14 +56,14 @@ def _is_ours(path: Path) -> bool:
     return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
 
 
-def _is_free(wanted: Wanted, prefix: int) -> bool:
+def _is_free(wanted: ClaimRequest, prefix: int) -> bool:
     try:
         return wanted.outside is None or wanted.outside.free(prefix)
     except errors.ClaimConflict as error:
         raise InTheWay(wanted, error) from None
 
 
-class Ledger:
+class LockedRegistry:
     """What is in the registry. Good only as long as the lock is held; afterwards what is in `scrap` is to be removed."""
 
     def __init__(self, path: Path, scrap: list[Path]) -> None:
@@ -74,7 +74,7 @@ class Ledger:
             elif name.startswith(REFUSED) and _is_ours(path / name):
                 self.free(path / name)  # where who refused is gone
 
-    def make_way(self, wanted: Wanted) -> set[int]:
+    def make_way(self, wanted: ClaimRequest) -> set[int]:
         """The numbers that are taken; our own dead claims are freed on the way. Raises `InTheWay` where one that lives has the same name,
         or a directory that is wanted."""
         asked = dirs.marks(stream.place for stream in wanted.streams if stream.remote is not None).asked
@@ -93,7 +93,7 @@ class Ledger:
             os.close(registry)
         return taken
 
-    def _check(self, wanted: Wanted, name: str) -> None:
+    def _check(self, wanted: ClaimRequest, name: str) -> None:
         other = inspect.look_at(self._path, name)
         if other is None or other.record is None:
             return
@@ -106,7 +106,7 @@ class Ledger:
         if other.record.beside is None or not building.is_released(other.directory):
             raise InTheWay(wanted, conflicts.in_conflict(ours, other.record, other.pids(), found), other)
 
-    def make(self, wanted: Wanted, taken: set[int], on_left: OnLeft) -> Held:
+    def make(self, wanted: ClaimRequest, taken: set[int], on_left: OnLeft) -> Held:
         """Make the claim, under the lowest number that nobody has. Raises `InTheWay`, `NoSpace`, `Closed` where somebody takes its
         directory away meanwhile, OSError."""
         for prefix in range(_NUMBERS):
@@ -119,7 +119,7 @@ class Ledger:
                     raise
         raise errors.NoSpace(f"{self._path}: all {_NUMBERS:,} numbers are taken", key=str(self._path))
 
-    def _make(self, wanted: Wanted, prefix: int, on_left: OnLeft) -> Held:
+    def _make(self, wanted: ClaimRequest, prefix: int, on_left: OnLeft) -> Held:
         new, directory = self._path / scrap_name(NEW), self._path / f"{prefix:06}.{wanted.tag}"
         record = wanted.record(prefix)
         fd = building.build(new, record, wanted.outside.content(prefix) if wanted.outside is not None else None)
@@ -162,7 +162,7 @@ class Ledger:
 
     # -- refusals --------------------------------------------------------------------------------------------------
 
-    def refuse(self, wanted: Wanted, error: errors.ClaimConflict) -> None:
+    def refuse(self, wanted: ClaimRequest, error: errors.ClaimConflict) -> None:
         """Let the other ranks of the job know why there is no claim: they need not wait for it. As long as this process lives."""
         new = self._path / scrap_name(NEW)
         fd = building.build_refusal(new, json.dumps(errors.to_wire(error) | {"facts": error.facts}).encode())

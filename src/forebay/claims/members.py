@@ -288,7 +288,7 @@ leave_at_exit = _Exit()
 atexit.register(leave_all)
 
 
-class House:
+class ClaimContext:
     """What works below a claim gets: where it lies, what it is called, and who is there. ``parts``: what that keeps of it here.
 
     It goes to other processes with its claim, which has it as ``_house``."""

@@ -21,7 +21,7 @@ from forebay import errors
 from forebay._kernel import host, mappings
 from forebay._logs import logger
 from forebay.claims import claim_files
-from forebay.claims.members import House
+from forebay.claims.members import ClaimContext
 from forebay.claims.named_locks import NamedLock
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _MAGIC = b"forebay1"
 _LONGEST = 180
 
 
-def array(house: House, name: str, shape: int | Sequence[int], dtype: Any) -> numpy.ndarray[Any, Any]:
+def array(house: ClaimContext, name: str, shape: int | Sequence[int], dtype: Any) -> numpy.ndarray[Any, Any]:
     """An array over memory that all processes of the claim share; zeros at first. Raises ClaimMismatch, ConfigError, NoSpace."""
     sizes, kind = _shape(name, shape), _dtype(name, dtype)
     _check_shape(name, sizes, kind)
@@ -44,7 +44,7 @@ def array(house: House, name: str, shape: int | Sequence[int], dtype: Any) -> nu
     return made
 
 
-def scalar(house: House, name: str, dtype: Any) -> Scalar:
+def scalar(house: ClaimContext, name: str, dtype: Any) -> Scalar:
     """One shared value; zero at first. Raises ClaimMismatch, ConfigError, NoSpace."""
     kind = _dtype(name, dtype)
     if kind.subdtype is not None:
@@ -53,7 +53,7 @@ def scalar(house: House, name: str, dtype: Any) -> Scalar:
     return Scalar(house, name, _numpy().ndarray((1,), kind, buffer=view))
 
 
-def buffer(house: House, name: str, size: int) -> memoryview:
+def buffer(house: ClaimContext, name: str, size: int) -> memoryview:
     """Shared bytes that can be written; zeros at first. Raises ClaimMismatch, ConfigError, NoSpace."""
     return share(house, "buffer", name, _length(name, size))
 
@@ -64,7 +64,7 @@ class Scalar:
     What has at most 8 bytes is never seen half written. Two processes that read, add and write lose one of the two: use a lock.
     Who unpickles it has the same value; an array would be a copy there."""
 
-    def __init__(self, house: House, name: str, cell: numpy.ndarray[Any, Any]) -> None:
+    def __init__(self, house: ClaimContext, name: str, cell: numpy.ndarray[Any, Any]) -> None:
         self.name, self._house, self._cell = name, house, cell
         self.dtype: numpy.dtype[Any] = cell.dtype
 
@@ -135,7 +135,7 @@ def _length(name: str, size: Any) -> int:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def share(house: House, kind: str, name: str, size: int, **facts: Any) -> memoryview:
+def share(house: ClaimContext, kind: str, name: str, size: int, **facts: Any) -> memoryview:
     """``size`` bytes that can be written, on a boundary of a page; zeros at first. Whoever comes later must say the same.
 
     The view stays good after the claim is left, and in forked children."""
@@ -156,7 +156,7 @@ def _quoted(name: str) -> str:
     return quoted if len(quoted) <= _LONGEST else f"{quoted[:_LONGEST]}.{hashlib.blake2b(raw, digest_size=16).hexdigest()}"
 
 
-def _open(path: str, told: dict[str, Any], house: House) -> memoryview | None:
+def _open(path: str, told: dict[str, Any], house: ClaimContext) -> memoryview | None:
     try:
         fd = claim_files.open_write(house.directory, os.path.basename(path))
     except FileNotFoundError:
@@ -188,7 +188,7 @@ def _described(told: dict[str, Any]) -> str:
     return f"{told['kind']} of {', '.join(parts) or format(told['size'], ',') + ' bytes'}"
 
 
-def _make(path: str, told: dict[str, Any], house: House) -> memoryview:
+def _make(path: str, told: dict[str, Any], house: ClaimContext) -> memoryview:
     """Caller: holds the lock of this name."""
     text = json.dumps(told).encode()
     start = -(-(_START.size + len(text)) // PAGE) * PAGE
@@ -219,7 +219,7 @@ def _build(path: str, temporary: str, head: bytes, whole: int, directory: int) -
         host.unlink(temporary, directory)
 
 
-def _no_room(told: dict[str, Any], house: House, need: int) -> errors.NoSpace:
+def _no_room(told: dict[str, Any], house: ClaimContext, need: int) -> errors.NoSpace:
     disk, place = host.disk(house.directory), house.directory.parent
     files = ", but no more files can be made there" if disk.free >= need and disk.inodes_free < 2 else ""
     return errors.NoSpace(

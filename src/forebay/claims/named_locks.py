@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 from forebay import _config, errors
 from forebay._kernel import host, locks, waits
 from forebay.claims import claim_files
-from forebay.claims.members import House
+from forebay.claims.members import ClaimContext
 from forebay.claims.table import Member
 
 LOCKS, WORDS = "locks", "words"
@@ -97,7 +97,7 @@ class _Locks:
         self._apart, self._busy, self.threads, self._stands = {}, set(), {}, False
 
 
-def _locks_of(house: House) -> _Locks:
+def _locks_of(house: ClaimContext) -> _Locks:
     found = house.parts.get(_Locks)
     if found is None:
         try:
@@ -107,7 +107,7 @@ def _locks_of(house: House) -> _Locks:
     return cast(_Locks, found)
 
 
-def words_of(house: House) -> waits.Words:
+def words_of(house: ClaimContext) -> waits.Words:
     """The futex words of a claim."""
     return _locks_of(house).words
 
@@ -118,7 +118,7 @@ def number(kind: str, name: str) -> int:
     return int.from_bytes(digest.digest(), "little") >> 2
 
 
-def close(house: House) -> None:
+def close(house: ClaimContext) -> None:
     """Close the file of the locks: now, or when the last that is held is let go."""
     found = house.parts.pop(_Locks, None)
     if found is not None:
@@ -132,7 +132,7 @@ class NamedLock:
     next one enters within 0.1 s. A forked child does not hold what its parent holds. Not reentrant: a thread that enters a second time
     gets a `ConfigError` at once. Callable from any thread; who unpickles it has the same lock."""
 
-    def __init__(self, house: House, name: str, timeout: float | None = None, *, kind: Kind = "lock") -> None:
+    def __init__(self, house: ClaimContext, name: str, timeout: float | None = None, *, kind: Kind = "lock") -> None:
         if not isinstance(name, str):
             raise errors.ConfigError(f"name={name!r}: must be a str", name="name", value=repr(name))
         house.check()

@@ -19,9 +19,9 @@ from forebay._kernel import locks
 from forebay.claims import building, conflicts, inspect, registry_dir
 from forebay.claims.backoff import Patience
 from forebay.claims.claim_files import Gone
-from forebay.claims.claim_request import Held, Wanted
+from forebay.claims.claim_request import ClaimRequest, Held
 from forebay.claims.inspect import ClaimState
-from forebay.claims.locked_registry import REFUSED, InTheWay, Ledger
+from forebay.claims.locked_registry import REFUSED, InTheWay, LockedRegistry
 from forebay.claims.members import Members
 from forebay.claims.table import CLAIM, LEADER
 
@@ -39,7 +39,7 @@ class Registry:
 
     # -- having a claim --------------------------------------------------------------------------------------------
 
-    def register(self, wanted: Wanted, timeout: float | None = _PATIENCE) -> Held:
+    def register(self, wanted: ClaimRequest, timeout: float | None = _PATIENCE) -> Held:
         """Make a claim, as the leader of the job's ranks on this node. Raises `ClaimConflict`, `NoSpace`, `WaitTimeout`.
 
         Where what stands against it is about to end, waits for that, at most ``timeout`` seconds; else ``wanted.patience`` seconds."""
@@ -54,7 +54,7 @@ class Registry:
                 return found
             patience.sleep(found.told)
 
-    def _register(self, wanted: Wanted, timeout: float | None, may_pass: Callable[[InTheWay], bool]) -> Held | InTheWay:
+    def _register(self, wanted: ClaimRequest, timeout: float | None, may_pass: Callable[[InTheWay], bool]) -> Held | InTheWay:
         """Once. Gives what may be waited for."""
         with self.locked(timeout) as ledger:
             try:
@@ -65,7 +65,7 @@ class Registry:
                 ledger.refuse(wanted, found.error)
                 raise found.error from None
 
-    def join(self, wanted: Wanted, timeout: float | None = _PATIENCE) -> Held:
+    def join(self, wanted: ClaimRequest, timeout: float | None = _PATIENCE) -> Held:
         """Find the claim that the leader makes, or has made. Raises `ClaimMismatch` where it is about something else, `WaitTimeout`, and
         the `ClaimConflict` that the leader met."""
         patience = Patience(timeout, _LONGEST_PAUSE)
@@ -78,7 +78,7 @@ class Registry:
                 raise refusal
             patience.sleep(lambda: self._missing(wanted))
 
-    def join_or_register(self, wanted: Wanted, timeout: float | None = _PATIENCE) -> Held:
+    def join_or_register(self, wanted: ClaimRequest, timeout: float | None = _PATIENCE) -> Held:
         """The claim of that job and key, made by whoever comes first: nobody leads it. Its directories meet no others."""
         with self.locked(timeout) as ledger:
             held = self._find(wanted, led=False)
@@ -94,7 +94,7 @@ class Registry:
             members.leave()
         raise errors.Closed(f"the claim {directory} was freed: all who had it are gone", what="claim")
 
-    def _find(self, wanted: Wanted, *, led: bool) -> Held | None:
+    def _find(self, wanted: ClaimRequest, *, led: bool) -> Held | None:
         """The claim of that job and key, joined. ``led``: only while its leader has it."""
         for name in os.listdir(self.path):
             found = inspect.look_at(self.path, name) if name.endswith(wanted.tag) else None
@@ -109,7 +109,7 @@ class Registry:
             members.leave()
         return None
 
-    def _refusal(self, wanted: Wanted) -> Exception | None:
+    def _refusal(self, wanted: ClaimRequest) -> Exception | None:
         """Why the leader made no claim, as long as it lives."""
         for name in os.listdir(self.path):
             if not name.startswith(REFUSED + wanted.tag):
@@ -127,7 +127,7 @@ class Registry:
                 os.close(fd)
         return None
 
-    def _missing(self, wanted: Wanted) -> tuple[str, str]:
+    def _missing(self, wanted: ClaimRequest) -> tuple[str, str]:
         job = wanted.name or wanted.job
         known = [found.record for found in self.look() if found.live and found.record is not None and found.record.job == job]
         there = "; ".join(f"claim {record.key} of process {record.pid}" for record in known)
@@ -160,21 +160,21 @@ class Registry:
                     ledger.free(directory)
 
     @contextlib.contextmanager
-    def locked(self, timeout: float | None = _PATIENCE) -> Iterator[Ledger]:
+    def locked(self, timeout: float | None = _PATIENCE) -> Iterator[LockedRegistry]:
         """The lock of all claims of the node held: none is made or freed meanwhile. Raises `WaitTimeout`.
 
         What loses its name is removed afterwards: large files take long."""
         scrap: list[Path] = []
         try:
             with registry_dir.locked(self.path, timeout):
-                ledger = Ledger(self.path, scrap)
+                ledger = LockedRegistry(self.path, scrap)
                 yield ledger
         finally:
             for directory in scrap:
                 building.remove(directory)
 
 
-def _matching(held: Held, wanted: Wanted) -> Held:
+def _matching(held: Held, wanted: ClaimRequest) -> Held:
     differs = conflicts.mismatch(wanted.streams, held.record.streams)
     if differs is None:
         return held

@@ -13,7 +13,7 @@ from forebay.directories.manifests import MARK, File, Manifest
 from forebay.directories.place import RemoteDirectory
 from forebay.directories.upload_marker import MarkedFile, MarkSink, UploadMarker
 from forebay.origin import LISTINGS, Origin
-from forebay.origin.request import Ask, is_same_version
+from forebay.origin.request import FetchOptions, is_same_version
 
 log = logger("forebay.directories")
 
@@ -54,7 +54,7 @@ class Listings:
         entry = self._origin.store.entry(LISTINGS, place.key)
         return entry.validator if entry is not None and self._origin.store.validated(entry) >= since else None
 
-    def ask(self, place: RemoteDirectory, ask: Ask) -> Listing:
+    def ask(self, place: RemoteDirectory, ask: FetchOptions) -> Listing:
         """Ask the remote. Raises `NotFound` where nothing lies there, `NotADirectory`, `BadListing`, `Incomplete`, `Offline`,
         `RemoteError`."""
         if ask.offline and place.local is None:

@@ -18,7 +18,7 @@ from forebay.directories.copying import locked
 from forebay.directories.listings import Listings
 from forebay.directories.place import RemoteDirectory
 from forebay.origin import Origin
-from forebay.origin.request import Ask
+from forebay.origin.request import FetchOptions
 
 log = logger("forebay.metadata")
 
@@ -30,7 +30,7 @@ PAUSE = 0.05  # seconds, at most, doubled up to a second
 def read(origin: Origin, place: RemoteDirectory) -> dict[str, Any]:
     """What is stored now, asked of the remote; ``{}`` where nothing is. Raises `RemoteError`; `Offline` where the cache may ask nobody."""
     if origin.offline and place.local is None:
-        return _parsed(place, bytes(origin.read(place.target(METADATA), Ask(offline=True))))
+        return _parsed(place, bytes(origin.read(place.target(METADATA), FetchOptions(offline=True))))
     return _found(origin, place)[0]
 
 

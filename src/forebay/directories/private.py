@@ -19,11 +19,11 @@ from forebay.directories.place import RemoteDirectory, place_of
 from forebay.directories.sinks import FileSink
 from forebay.directories.trees import Directories
 from forebay.origin import Origin
-from forebay.origin.request import Ask
+from forebay.origin.request import FetchOptions
 
 
 def copy(
-    origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, ask: Ask,
+    origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, ask: FetchOptions,
     path: str | os.PathLike[str] | None, *, overwrite: bool,
 ) -> str:  # fmt: skip
     """`to_directory`, of what a caller said; without a ``path``, `to_temporary`."""
@@ -33,7 +33,9 @@ def copy(
     return to_directory(origin, place, part, ask, path, overwrite=overwrite)
 
 
-def to_directory(origin: Origin, place: RemoteDirectory, part: Part, ask: Ask, path: str | os.PathLike[str], *, overwrite: bool) -> str:
+def to_directory(
+    origin: Origin, place: RemoteDirectory, part: Part, ask: FetchOptions, path: str | os.PathLike[str], *, overwrite: bool
+) -> str:
     """Let ``path`` have a writable copy of a part of a directory; gives its absolute path. Of all processes of the node one does it.
 
     Raises `Foreign`, `NoSpace` where the disk of ``path`` has no room, and what `Directories.lease` does but faults of the cache."""
@@ -43,7 +45,7 @@ def to_directory(origin: Origin, place: RemoteDirectory, part: Part, ask: Ask, p
     return str(target)
 
 
-def to_temporary(origin: Origin, place: RemoteDirectory, part: Part, ask: Ask) -> str:
+def to_temporary(origin: Origin, place: RemoteDirectory, part: Part, ask: FetchOptions) -> str:
     """The same in a new directory below the temporary one, which nobody else knows: it needs no lock. The caller removes it."""
     target = Path(tempfile.mkdtemp(prefix="forebay-checkpoint-"))
     try:
@@ -54,7 +56,7 @@ def to_temporary(origin: Origin, place: RemoteDirectory, part: Part, ask: Ask) -
     return str(target)
 
 
-def _bring(origin: Origin, place: RemoteDirectory, part: Part, ask: Ask, target: Path, *, overwrite: bool) -> None:
+def _bring(origin: Origin, place: RemoteDirectory, part: Part, ask: FetchOptions, target: Path, *, overwrite: bool) -> None:
     directories = Directories(origin)
     tree = _tree(origin, directories, place, part, ask)
     if tree is None:
@@ -64,14 +66,14 @@ def _bring(origin: Origin, place: RemoteDirectory, part: Part, ask: Ask, target:
         copying.copy_tree(tree.path, directories.files_of(place, part, tree, ask), target, overwrite=overwrite)
 
 
-def _alone(origin: Origin, target: Path, ask: Ask) -> contextlib.AbstractContextManager[object]:
+def _alone(origin: Origin, target: Path, ask: FetchOptions) -> contextlib.AbstractContextManager[object]:
     store = origin.store
     if isinstance(store, Store) and not store.root.read_only:
         return store.lock(f"copy to {target}", timeout=ask.timeout, on_wait=ask.on_wait)
     return copying.locked(target)
 
 
-def _tree(origin: Origin, directories: Directories, place: RemoteDirectory, part: Part, ask: Ask) -> Lease | None:
+def _tree(origin: Origin, directories: Directories, place: RemoteDirectory, part: Part, ask: FetchOptions) -> Lease | None:
     try:
         return directories.lease(place, part, ask)
     except (errors.CacheFault, errors.WaitTimeout) as error:
@@ -81,7 +83,7 @@ def _tree(origin: Origin, directories: Directories, place: RemoteDirectory, part
         return None
 
 
-def _fetch(origin: Origin, place: RemoteDirectory, files: Sequence[File], target: Path, ask: Ask, *, overwrite: bool) -> None:
+def _fetch(origin: Origin, place: RemoteDirectory, files: Sequence[File], target: Path, ask: FetchOptions, *, overwrite: bool) -> None:
     def fetch(file: File, sink: FileSink) -> None:
         origin.count(place.remote.fetch(place.object(file.name), sink))
 

@@ -26,7 +26,7 @@ from forebay.directories.listings import Listing, Listings
 from forebay.directories.manifests import File, Manifest, Part, Patterns
 from forebay.directories.place import RemoteDirectory, place_of
 from forebay.origin import DIRECTORIES, POSTPONED, URLS, Origin
-from forebay.origin.request import Ask, is_same_version
+from forebay.origin.request import FetchOptions, is_same_version
 
 _DISK_FULL = "the disk is full: free some of it, or lower min_free"
 JOBS = 16
@@ -49,7 +49,7 @@ class Directories:
         told = str(part)
         return f"{place.key}#{told}" if told else place.key
 
-    def lease(self, place: RemoteDirectory, part: Part, ask: Ask) -> Lease:
+    def lease(self, place: RemoteDirectory, part: Part, ask: FetchOptions) -> Lease:
         """A lease on a tree that is complete for ``part``; a local directory is yielded as it is, unless ``ask.force``.
 
         Raises `NotFound`, `NotADirectory`, `BadListing`, `Incomplete`, `RemoteChanged` or another `RemoteError`; `Offline`; `WaitTimeout`;
@@ -68,12 +68,12 @@ class Directories:
             need, usage = self.chosen(place, part, ask).size, store.usage()
             raise errors.NoSpace.of(self.key_of(place, part), need, 0, usage.budget, _DISK_FULL, limit="disk") from error
 
-    def chosen(self, place: RemoteDirectory, part: Part, ask: Ask) -> Manifest:
+    def chosen(self, place: RemoteDirectory, part: Part, ask: FetchOptions) -> Manifest:
         """The files of a part as they are now. Raises as `lease` does."""
         kept = self._listings.kept(place, ask.since)
         return _chosen(place, part, (kept or self._listings.ask(place, ask)).manifest)
 
-    def files_of(self, place: RemoteDirectory, part: Part, tree: Lease, ask: Ask) -> Sequence[File]:
+    def files_of(self, place: RemoteDirectory, part: Part, tree: Lease, ask: FetchOptions) -> Sequence[File]:
         """The files of a tree that `lease` gave."""
         if place.local is not None and not ask.force:
             return self.chosen(place, part, ask).files
@@ -106,7 +106,7 @@ class Directories:
 
 
 def lease(
-    origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, ask: Ask
+    origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, ask: FetchOptions
 ) -> Lease:  # fmt: skip
     """`Directories.lease`, of what a caller said."""
     return Directories(origin).lease(place_of(origin, url, filesystem), Part.of(include, exclude), ask)
@@ -129,7 +129,7 @@ def _chosen(place: RemoteDirectory, part: Part, whole: Manifest) -> Manifest:
 class _Tree:
     """One call for one part of one directory."""
 
-    def __init__(self, origin: Origin, listings: Listings, store: Store, place: RemoteDirectory, part: Part, ask: Ask) -> None:
+    def __init__(self, origin: Origin, listings: Listings, store: Store, place: RemoteDirectory, part: Part, ask: FetchOptions) -> None:
         self._origin, self._listings, self._store = origin, listings, store
         self._place, self._part, self._ask = place, part, ask
         self._key = Directories.key_of(place, part)
@@ -356,7 +356,7 @@ class _Tree:
         """One file, fetched; of the version that the listing says. Raises `RemoteChanged` or `ChecksumMismatch` if it is another by now."""
         target = self._place.target(file.name)
         expected = file.validator if file.name not in self._unlike else None
-        how = Ask(
+        how = FetchOptions(
             since=at if expected is None else -1, offline=self._ask.offline, etag=expected, timeout=self._ask.timeout, force=True,
             on_progress=on_progress,
         )  # fmt: skip

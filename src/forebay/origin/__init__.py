@@ -24,7 +24,7 @@ from forebay._logs import logger
 from forebay._model import Entry, ObjectInfo, Sink, Span, Transfer, Victim, noted
 from forebay.origin.files import RANGE, LeasedFile, RangeFile
 from forebay.origin.opening import Reopening
-from forebay.origin.request import Ask, Expecting, Spilling, Target, is_same_version
+from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, is_same_version
 
 log = logger("forebay.origin")
 T = TypeVar("T")
@@ -115,18 +115,18 @@ class Origin:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def read(self, target: Target, ask: Ask) -> memoryview:
+    def read(self, target: Target, ask: FetchOptions) -> memoryview:
         """The bytes, read-only: over the mapping where they are kept, else in memory."""
         with waits.patience(ask.timeout):
             return self._read(target, ask)
 
-    def _read(self, target: Target, ask: Ask) -> memoryview:
+    def _read(self, target: Target, ask: FetchOptions) -> memoryview:
         if ask.bypass or (target.in_place and not ask.force):
             return self._direct(target, ask)
         served, is_missing = self._served(target, ask)
         if served is not None:
             return served
-        spilling = Spilling(self.most)
+        spilling = SpillingSink(self.most)
         try:
             lease = self.lease(target, ask, looked=is_missing, spilling=spilling)
             with lease:
@@ -142,7 +142,7 @@ class Origin:
             self.fall_back(error, target.key)
             return came
 
-    def _served(self, target: Target, ask: Ask) -> tuple[memoryview | None, bool]:
+    def _served(self, target: Target, ask: FetchOptions) -> tuple[memoryview | None, bool]:
         """A hit by the memo or the catalog, without a lease; else whether nothing is there."""
         if ask.sha256 or ask.etag or ask.pin or ask.refresh:
             return None, False
@@ -157,7 +157,7 @@ class Origin:
         self.store.alias(URLS, target.url, found)
         return memoryview(found.view), False
 
-    def open(self, target: Target, ask: Ask) -> BinaryIO:
+    def open(self, target: Target, ask: FetchOptions) -> BinaryIO:
         """A file object on the kept copy; by ranges from the remote where it is not kept."""
         if target.in_place and not ask.force and not ask.bypass:
             if not os.access(target.in_place, os.R_OK):
@@ -170,7 +170,7 @@ class Origin:
         except (errors.CacheFault, errors.WaitTimeout) as error:
             return self._past(target, ask, error, self._stream)
 
-    def lease(self, target: Target, ask: Ask, *, looked: bool = False, spilling: Spilling | None = None) -> Lease:
+    def lease(self, target: Target, ask: FetchOptions, *, looked: bool = False, spilling: SpillingSink | None = None) -> Lease:
         """A lease on the kept copy, fetched if it is not there or not fresh. Raises `CacheFault` where it cannot be kept.
 
         ``looked``: the caller has just seen that it is not. ``spilling``: takes what has no room, before that is raised."""
@@ -195,7 +195,7 @@ class Origin:
                 self.store.set_life(URLS, target.key, "pinned")
         return lease
 
-    def _kept(self, target: Target, ask: Ask, seen: list[tuple[int, int] | None]) -> Lease | None:
+    def _kept(self, target: Target, ask: FetchOptions, seen: list[tuple[int, int] | None]) -> Lease | None:
         """What is kept, if it does. One that refreshes takes only what another call validated since its own first look."""
         lease = self.store.lease(URLS, target.key)
         stamp = self.store.stamp(lease.entry) if lease is not None else None
@@ -207,10 +207,10 @@ class Origin:
             lease.close()
         return None
 
-    def _is_fresh(self, entry: Entry, ask: Ask) -> bool:
+    def _is_fresh(self, entry: Entry, ask: FetchOptions) -> bool:
         return self.store.validated(entry) >= ask.since
 
-    def _is_expected(self, lease: Lease, ask: Ask) -> bool:
+    def _is_expected(self, lease: Lease, ask: FetchOptions) -> bool:
         if ask.etag and not is_same_version(lease.entry.validator, ask.etag):
             return False
         if ask.sha256 is None:
@@ -220,7 +220,7 @@ class Origin:
 
     # -- fetching, under the key's lock ----------------------------------------------------------------------------
 
-    def _obtain(self, target: Target, ask: Ask, spilling: Spilling | None) -> Lease:
+    def _obtain(self, target: Target, ask: FetchOptions, spilling: SpillingSink | None) -> Lease:
         """Validate what is kept, else fetch. The look before this one was under the key's lock: nobody else is at it."""
         old = self.store.lease(URLS, target.key)
         if old is None or not self._is_expected(old, ask):
@@ -236,7 +236,7 @@ class Origin:
         old.close()
         return self._fetch(target, ask, spilling)
 
-    def _validate(self, target: Target, ask: Ask, old: Lease) -> Lease | None:
+    def _validate(self, target: Target, ask: FetchOptions, old: Lease) -> Lease | None:
         """``old`` if it is still the remote's, or the remote cannot be reached; None if the remote has something else."""
         began = self.store.now(exact=True)
         try:
@@ -260,15 +260,15 @@ class Origin:
             self.store.set_validated(entry, began)
         return same
 
-    def _postpone(self, entry: Entry, ask: Ask) -> None:
+    def _postpone(self, entry: Entry, ask: FetchOptions) -> None:
         """The remote cannot be reached: who waits for this answer, or asks in the next seconds, need not wait for a time-out of his own."""
         if ask.since > 1:
             self.store.set_validated(entry, self._postponed(ask))
 
-    def _postponed(self, ask: Ask) -> int:
+    def _postponed(self, ask: FetchOptions) -> int:
         return ask.since + min(self.store.now() - ask.since, POSTPONED)
 
-    def _above(self, target: Target, ask: Ask) -> tuple[Remembered, int] | None:
+    def _above(self, target: Target, ask: FetchOptions) -> tuple[Remembered, int] | None:
         """What the upstream root has of it, while that is still the remote's, and when it was seen to be. A prefilled root is old: the
         remote is asked once."""
         found = self.upstream.view(URLS, target.key) if self.upstream is not None else None
@@ -285,7 +285,7 @@ class Origin:
             self.warn_stale(target.key, "%s cannot be reached (%s): the upstream's copy is served", error)
             return found, self._postponed(ask)
 
-    def _copy(self, target: Target, ask: Ask, found: Remembered, validated: int) -> Lease:
+    def _copy(self, target: Target, ask: FetchOptions, found: Remembered, validated: int) -> Lease:
         """An entry of the upstream as one of ours."""
         life = "pinned" if ask.pin else "cached"
         with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, validated=validated, resume=False) as writing:
@@ -294,7 +294,7 @@ class Origin:
             self._check_sha256(target, ask, writing)
             return self.store.publish_leased(writing, validator=found.entry.validator)
 
-    def _fetch(self, target: Target, ask: Ask, spilling: Spilling | None) -> Lease:
+    def _fetch(self, target: Target, ask: FetchOptions, spilling: SpillingSink | None) -> Lease:
         above = self._above(target, ask)
         if above is not None:
             return self._copy(target, ask, *above)
@@ -309,7 +309,7 @@ class Origin:
             if spilling is not None and writing.partial is None:
                 writing.spills, sink = True, spilling.over(writing)
             if ask.etag:
-                sink = Expecting(sink, target.key, ask.etag)
+                sink = VersionCheckSink(sink, target.key, ask.etag)
             began = time.monotonic_ns()
             try:
                 with self.reaching(ask):
@@ -333,7 +333,7 @@ class Origin:
         log.debug("%s: fetched %d bytes, by %d requests", target.key, transfer.received, transfer.requests)
         return lease
 
-    def _check_sha256(self, target: Target, ask: Ask, writing: Writing) -> None:
+    def _check_sha256(self, target: Target, ask: FetchOptions, writing: Writing) -> None:
         if ask.sha256 is None:
             return
         found = writing.sha256()
@@ -349,7 +349,7 @@ class Origin:
 
     # -- past the cache --------------------------------------------------------------------------------------------
 
-    def _past(self, target: Target, ask: Ask, error: Exception, way: Callable[[Target, Ask], T]) -> T:
+    def _past(self, target: Target, ask: FetchOptions, error: Exception, way: Callable[[Target, FetchOptions], T]) -> T:
         """The cache cannot help: say so once, count it, and serve from the source."""
         self.fall_back(error, target.key)
         return way(target, ask)
@@ -359,7 +359,7 @@ class Origin:
         self.store.count("fallbacks")
         self.warn(type(error).__name__, "%s is served past the cache: %s", name, error)
 
-    def reaching(self, ask: Ask | None = None) -> AbstractContextManager[None]:
+    def reaching(self, ask: FetchOptions | None = None) -> AbstractContextManager[None]:
         """Around what asks a remote: hosts that were silent lately, for any process of the node, are not asked unless ``ask`` refreshes."""
         return remote.reaching(self.store.hosts, insists=ask is not None and ask.refresh)
 
@@ -373,7 +373,7 @@ class Origin:
             self.told.add(what)
             log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
 
-    def _direct(self, target: Target, ask: Ask) -> memoryview:
+    def _direct(self, target: Target, ask: FetchOptions) -> memoryview:
         """The whole object in memory, or over the upstream's mapping."""
         above = self._above(target, ask) if not ask.bypass else None
         if above is not None and ask.sha256 is None and ask.etag is None:
@@ -381,12 +381,12 @@ class Origin:
         self._refuse_offline(target, ask)
         sink = MemorySink(self.most)
         with self.reaching(ask):
-            transfer = target.remote.fetch(target.url, Expecting(sink, target.key, ask.etag) if ask.etag else sink)
+            transfer = target.remote.fetch(target.url, VersionCheckSink(sink, target.key, ask.etag) if ask.etag else sink)
         if target.in_place is None:
             self.count(transfer)
         return self._read_only(target, ask, sink.data)
 
-    def _read_only(self, target: Target, ask: Ask, data: bytearray) -> memoryview:
+    def _read_only(self, target: Target, ask: FetchOptions, data: bytearray) -> memoryview:
         """What came in memory, if it is what ``ask`` expects."""
         if ask.sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != ask.sha256.lower():
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
@@ -399,11 +399,11 @@ class Origin:
         except errors.CacheFault:
             return in_memory()
 
-    def _refuse_offline(self, target: Target, ask: Ask) -> None:
+    def _refuse_offline(self, target: Target, ask: FetchOptions) -> None:
         if ask.offline and target.in_place is None:
             raise errors.Offline.of(target.key)
 
-    def _stream(self, target: Target, ask: Ask) -> BinaryIO:
+    def _stream(self, target: Target, ask: FetchOptions) -> BinaryIO:
         """A file object that reads ranges of the remote as they are wanted."""
         if ask.sha256 is not None or (self.upstream is not None and not ask.bypass):
             return io.BytesIO(self._direct(target, ask))
@@ -415,7 +415,7 @@ class Origin:
             return io.BytesIO(self._direct(target, ask))
         return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, self), RANGE))
 
-    def local(self, target: Target, ask: Ask) -> Lease:
+    def local(self, target: Target, ask: FetchOptions) -> Lease:
         """A lease on the kept copy; a local file is its own path."""
         if target.in_place and not ask.force:
             return in_place(target.in_place)
@@ -423,7 +423,7 @@ class Origin:
 
     # -- doors for the rooms above ---------------------------------------------------------------------------------
 
-    def span(self, target: Target, span: Span, ask: Ask, *, validator: str | None = None) -> memoryview:
+    def span(self, target: Target, span: Span, ask: FetchOptions, *, validator: str | None = None) -> memoryview:
         """Some bytes of an object, as an entry of their own; ``validator``: of which version. Raises `RemoteChanged` if it is gone."""
         key = f"{target.key}#bytes={span.start}-{span.end - 1}" + (f"&version={validator}" if validator else "")
 

@@ -84,7 +84,7 @@ class Prefix:
         return (path or "").removeprefix(self._head + "/").removesuffix(self._tail)
 
 
-class Reach:
+class RemoteAccess:
     """Asks remotes, or one filesystem object: with the options of the cache that it is bound to, else with those of the environment.
 
     Callable from any thread and after a fork. Pickled without its cache: whoever has one there binds it again."""

@@ -25,7 +25,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class FetchOptions:
     """How one call wants an object. ``since``: serve what was validated at or after this (nanoseconds of the store's clock; 1: ever;
     -1: even if it was invalidated). ``refresh``: and only what was validated since the call began, whatever the clock says.
     ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it. ``force``: keep a local
@@ -44,7 +44,7 @@ class Ask:
     refresh: bool = False
 
 
-class Expecting:
+class VersionCheckSink:
     """A sink that refuses another version than the caller expects, before a byte of it is kept."""
 
     def __init__(self, sink: _model.Sink, url: str, etag: str) -> None:
@@ -59,7 +59,7 @@ class Expecting:
         return self._sink.begin(info)
 
 
-class Spilling:
+class SpillingSink:
     """A sink that goes on in memory where the cache has no room: what the first answer began to bring is not asked for again."""
 
     def __init__(self, most: Callable[[], int]) -> None:

@@ -82,7 +82,7 @@ class Prefetcher(Pool[Item_co]):
         return PrefetchConfig(
             store=self._store, space=self.name, workers=self._how["workers"], keep=self._how["keep"], make=self._maker.make,
             size_of=size if self._maker.is_raw else None, lease=self._maker.lease, timeout=self._home._timeout,
-            tell=_Teller(self._origin, self.name), session=session,
+            tell=_FallbackReporter(self._origin, self.name), session=session,
         )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -266,7 +266,7 @@ class _Maker:
 
 
 @dataclass(frozen=True, slots=True)
-class _Teller:
+class _FallbackReporter:
     """The cache could not help: counted, and each kind told once."""
 
     origin: Origin

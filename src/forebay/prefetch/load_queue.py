@@ -15,7 +15,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._engine.write.reservations import NOTHING, Need
 from forebay._model import Buffer, Entry
-from forebay.prefetch.loads import Brought, Load, LoadRef, Prepared, State
+from forebay.prefetch.loads import Load, LoadedItem, LoadRef, Prepared, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PrefetchConfig:
     session: Lease | None = None
 
 
-class Desk:
+class LoadQueue:
     """Callable from any thread. Nothing of the engine is called under the lock, and no finalizer takes it."""
 
     def __init__(self, job: PrefetchConfig, need_of: Callable[[int], Need], limit: int, typical: int) -> None:
@@ -61,9 +61,9 @@ class Desk:
         """Nobody wants them any more: their keys are to be let go."""
         self.elsewhere: list[LoadRef] = []
         """Another process is at them."""
-        self.brought: deque[Brought] = deque()
+        self.brought: deque[LoadedItem] = deque()
         """Read, and to be kept."""
-        self.stalled: list[Brought] = []
+        self.stalled: list[LoadedItem] = []
         """Read, but there is no room: they wait with their bytes, and no other read begins meanwhile."""
         self.room = NOTHING
         """Promised, and not given to any load yet."""

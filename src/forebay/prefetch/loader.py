@@ -22,11 +22,11 @@ from forebay._engine.write.reservations import NOTHING
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
-from forebay.prefetch.load_queue import Desk, PrefetchConfig
+from forebay.prefetch.load_queue import LoadQueue, PrefetchConfig
 from forebay.prefetch.loads import Load, State
 from forebay.prefetch.steps import Steps
 from forebay.prefetch.worker import Worker
-from forebay.prefetch.writer import Keeper
+from forebay.prefetch.writer import ItemWriter
 
 log = logger("forebay.prefetch")
 
@@ -41,7 +41,7 @@ class Loader:
 
     def __init__(self, job: PrefetchConfig) -> None:
         self._job, self._store = job, job.store
-        self._keeper = Keeper(job)
+        self._keeper = ItemWriter(job)
         self._desk = self._keeper.desk
         self._steps = Steps(job, self._keeper)
         self._worker = Worker(job, self._desk, self._steps)
@@ -267,7 +267,7 @@ class Loader:
         self._keeper.after_fork_child()
 
 
-def abandon(found: weakref.ref[Desk]) -> None:
+def abandon(found: weakref.ref[LoadQueue]) -> None:
     """Nobody has the prefetcher of this desk any more. Called by the garbage collector: nothing here waits."""
     desk = found()
     if desk is not None:

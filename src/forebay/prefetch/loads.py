@@ -90,7 +90,7 @@ class Prepared:
     taken: bool = False
 
 
-class Brought:
+class LoadedItem:
     """What was read and is to be kept: ``promised`` of what it ``needs`` in room it has already."""
 
     __slots__ = ("data", "epoch", "mark", "needs", "promised", "release")

@@ -8,7 +8,7 @@ from forebay import errors
 from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
 from forebay._engine.write.reservations import Need
-from forebay.prefetch.load_queue import Desk, PrefetchConfig
+from forebay.prefetch.load_queue import LoadQueue, PrefetchConfig
 from forebay.prefetch.loads import Load, Prepared, State
 
 AT_ONCE = 64
@@ -16,10 +16,10 @@ STALE = 1.0
 """Seconds after which what no worker came to is let go: others may want it, while all of ours wait for a source that stalls."""
 
 
-class Scout:
+class Scheduler:
     """Of one prefetcher; its calls are made in the keeper's thread."""
 
-    def __init__(self, job: PrefetchConfig, desk: Desk) -> None:
+    def __init__(self, job: PrefetchConfig, desk: LoadQueue) -> None:
         self._job, self._store, self._desk = job, job.store, desk
         self._refused: tuple[str, int] | None = None
         self._hits: list[int] = []  # their sizes, to be counted once the lock is free

@@ -9,8 +9,8 @@ from forebay._engine.write.reservations import Need, validator_of
 from forebay._logs import logger
 from forebay._model import Buffer
 from forebay.prefetch.load_queue import PrefetchConfig
-from forebay.prefetch.loads import Brought, Load, LoadRef, State
-from forebay.prefetch.writer import Keeper
+from forebay.prefetch.loads import Load, LoadedItem, LoadRef, State
+from forebay.prefetch.writer import ItemWriter
 
 log = logger("forebay.prefetch")
 
@@ -21,7 +21,7 @@ PATIENCE = 0.25
 class Steps:
     """Of one prefetcher. Callable from any thread."""
 
-    def __init__(self, job: PrefetchConfig, keeper: Keeper) -> None:
+    def __init__(self, job: PrefetchConfig, keeper: ItemWriter) -> None:
         self._job, self._store, self._keeper, self._desk = job, job.store, keeper, keeper.desk
 
     def read(self, mark: LoadRef) -> Buffer:
@@ -77,7 +77,7 @@ class Steps:
     def bring(self, mark: LoadRef, data: Buffer, hold: KeyHold, given: Need, epoch: int) -> None:
         """It was read: from now on it is served from memory, and the keeper keeps it. He lets go of the key, in any event."""
         desk = self._desk
-        brought = Brought(mark, data, desk.need_of(len(data)), hold.release)
+        brought = LoadedItem(mark, data, desk.need_of(len(data)), hold.release)
         with desk.lock:
             if epoch < 0:
                 desk.reading += 1  # not a worker's: it had no room

@@ -7,7 +7,7 @@ import contextlib
 from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._logs import logger
-from forebay.prefetch.load_queue import Desk, PrefetchConfig
+from forebay.prefetch.load_queue import LoadQueue, PrefetchConfig
 from forebay.prefetch.loads import Load, Prepared, State
 from forebay.prefetch.steps import Steps
 
@@ -19,7 +19,7 @@ TURN = 0.1
 class Worker:
     """One object for all threads of a prefetcher; each calls `run`."""
 
-    def __init__(self, job: PrefetchConfig, desk: Desk, steps: Steps) -> None:
+    def __init__(self, job: PrefetchConfig, desk: LoadQueue, steps: Steps) -> None:
         self._job, self._desk, self._steps = job, desk, steps
 
     def run(self) -> None:

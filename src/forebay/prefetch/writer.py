@@ -14,9 +14,9 @@ from forebay._engine.write.publish import SMALL
 from forebay._engine.write.reservations import NOTHING, Credit, Item, Need
 from forebay._logs import logger
 from forebay._model import Entry, Policy
-from forebay.prefetch.load_queue import Desk, PrefetchConfig
-from forebay.prefetch.loads import Brought, LoadRef, State
-from forebay.prefetch.scheduler import Scout
+from forebay.prefetch.load_queue import LoadQueue, PrefetchConfig
+from forebay.prefetch.loads import LoadedItem, LoadRef, State
+from forebay.prefetch.scheduler import Scheduler
 
 log = logger("forebay.prefetch")
 
@@ -30,7 +30,7 @@ LOOK_AGAIN = 0.1
 """Seconds until room is asked for again where another process may have let some go."""
 
 
-class Keeper:
+class ItemWriter:
     """Of one prefetcher; `run` in one thread."""
 
     def __init__(self, job: PrefetchConfig) -> None:
@@ -39,8 +39,8 @@ class Keeper:
         used, entries = self._store.usage_of(job.space)
         limit, policy = self._store.limits_of(job.space)
         self._waits = policy == Policy.WAIT
-        self.desk = Desk(job, self._credit.need, limit, -(-used // entries) if entries else 0)
-        self._scout = Scout(job, self.desk)
+        self.desk = LoadQueue(job, self._credit.need, limit, -(-used // entries) if entries else 0)
+        self._scout = Scheduler(job, self.desk)
         self._session = job.session.entry.id if job.session is not None else 0
         self._life = "cached" if job.keep else "held"
         self._said = False
@@ -143,8 +143,8 @@ class Keeper:
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 
-    def _keep(self, batch: Sequence[Brought]) -> None:
-        ready: list[Brought] = []
+    def _keep(self, batch: Sequence[LoadedItem]) -> None:
+        ready: list[LoadedItem] = []
         try:
             for one in batch:
                 if one.mark() is None and not self._job.keep:
@@ -167,13 +167,13 @@ class Keeper:
                 self.desk.keeping = 0
                 self.desk.work.notify_all()
 
-    def _return(self, one: Brought) -> None:
+    def _return(self, one: LoadedItem) -> None:
         with self.desk.lock:
             if one.is_promised(self.desk.epoch):
                 self.desk.room = self.desk.room.plus(one.promised)
             one.promised = NOTHING
 
-    def _keep_small(self, small: Sequence[Brought]) -> list[Lease]:
+    def _keep_small(self, small: Sequence[LoadedItem]) -> list[Lease]:
         with self.desk.lock:
             ahead = self.desk.ahead()
         items = [self._item(one) for one in small]
@@ -187,10 +187,10 @@ class Keeper:
             self.desk.room = self.desk.room.plus(more)
         return leases
 
-    def _item(self, one: Brought) -> Item:
+    def _item(self, one: LoadedItem) -> Item:
         return Item(one.mark.name, one.data, self._session if one.mark.bound else 0)
 
-    def _settle(self, kept: Sequence[Brought], leases: Sequence[Lease]) -> None:
+    def _settle(self, kept: Sequence[LoadedItem], leases: Sequence[Lease]) -> None:
         """They are entries now: who holds one of them holds its lease, and its bytes leave the memory."""
         unheld: list[Lease] = []
         with self.desk.lock:
@@ -210,7 +210,7 @@ class Keeper:
         if unheld and not self._job.keep:
             self._store.drop([lease.entry for lease in unheld])
 
-    def _to_past(self, batch: Sequence[Brought]) -> None:
+    def _to_past(self, batch: Sequence[LoadedItem]) -> None:
         """The cache failed: they are served from the source."""
         with self.desk.lock:
             for one in batch:
@@ -220,7 +220,7 @@ class Keeper:
 
     # -- room ------------------------------------------------------------------------------------------------------
 
-    def _promise(self, one: Brought) -> bool:
+    def _promise(self, one: LoadedItem) -> bool:
         """Room for something that was read without, since its size was not known. False: it waits with its bytes, or is not kept."""
         desk = self.desk
         with desk.lock:
@@ -244,13 +244,13 @@ class Keeper:
         one.promised, one.epoch = one.needs, desk.epoch
         return True
 
-    def _stall(self, one: Brought) -> None:
+    def _stall(self, one: LoadedItem) -> None:
         one.release()  # who waits for room holds no key: another process may want the item now, and hold what we wait for
         with self.desk.lock:
             if one not in self.desk.stalled:
                 self.desk.stalled.append(one)
 
-    def _refuse(self, one: Brought, error: errors.NoSpace) -> None:
+    def _refuse(self, one: LoadedItem, error: errors.NoSpace) -> None:
         self._to_past([one])
         if len(one.data) > self.desk.limit:
             self.say_too_large(one.mark.key, len(one.data))

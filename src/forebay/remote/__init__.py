@@ -3,10 +3,10 @@
 - `urls`: keys, suffixes, local paths; `redaction`: texts without secrets
 - `base`: options, one call with its retries, the edge where foreign errors become ours
 - `transfer`: several ranges at once
-- `sockets` < `connections` < `answers` < `exchange` < `download` < `http`: one object over HTTP
-- `sigv4`, `aws`, `s3_answers` < `s3_upload` < `s3`: the same data plane, with AWS credentials and signatures
+- `http`: one object over HTTP
+- `s3`: the same data plane, with AWS credentials and signatures
 - `local`: files of this host
-- `clients` < `helper` < `helper_process` < `filesystems`: fsspec and pyarrow, in a process of their own where a fork would break them
+- `filesystems`: fsspec and pyarrow, in a process of their own where a fork would break them
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from forebay._logs import logger
 from forebay._model import Source as Source
 from forebay._model import SourceInfo as SourceInfo
 from forebay.origin import Origin
-from forebay.origin.prefix import Prefix, Reach, checked_name, info_of, is_name
+from forebay.origin.prefix import Prefix, RemoteAccess, checked_name, info_of, is_name
 from forebay.remote import RemoteOptions
 from forebay.sources.tar import TarSource as TarSource
 from forebay.sources.tar import is_tar
@@ -39,7 +39,7 @@ class UrlSource:
         self, prefix: str | os.PathLike[str], *, filesystem: Any = None, version: str | None = None, options: RemoteOptions | None = None
     ) -> None:
         self._prefix = Prefix(prefix, plain=filesystem is not None)
-        self._reach = Reach(filesystem, options)
+        self._reach = RemoteAccess(filesystem, options)
         self.uri = self._reach.key(self._prefix.url)
         self.version = version
 

@@ -15,7 +15,7 @@ from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay._model import ObjectInfo, Span
 from forebay.origin import Origin
-from forebay.origin.prefix import Reach
+from forebay.origin.prefix import RemoteAccess
 from forebay.sources import tar_index
 from forebay.sources.tar_index import Index
 
@@ -39,7 +39,7 @@ class Indexed(NamedTuple):
 class Shards:
     """Versions and indexes by URL. Callable from any thread and after a fork; pickled without the indexes."""
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: RemoteAccess) -> None:
         self._reach = reach
         self._infos: dict[str, ObjectInfo] = {}
         self._start()

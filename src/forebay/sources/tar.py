@@ -16,7 +16,7 @@ from forebay import errors
 from forebay._logs import logger
 from forebay._model import ObjectInfo, SourceInfo
 from forebay.origin import Origin
-from forebay.origin.prefix import Prefix, Reach, is_name
+from forebay.origin.prefix import Prefix, RemoteAccess, is_name
 from forebay.remote import RemoteOptions
 from forebay.sources.shards import Indexed, Shards
 
@@ -57,7 +57,7 @@ class TarSource:
         options: RemoteOptions | None = None,
     ) -> None:  # fmt: skip
         given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
-        self._reach, self.version = Reach(filesystem, options), version
+        self._reach, self.version = RemoteAccess(filesystem, options), version
         self._shards = Shards(self._reach)
         self._silent: dict[str, float] = {}
         texts = [text for each in given for text in _expanded(os.fspath(each))]
@@ -216,7 +216,7 @@ def _checked_prefix(prefix: Prefix) -> Prefix:
     return prefix
 
 
-def _laid_out(reach: Reach, texts: Sequence[str]) -> _Layout:
+def _laid_out(reach: RemoteAccess, texts: Sequence[str]) -> _Layout:
     """Shards that are named one by one."""
     urls = [Prefix(text, plain=reach.filesystem is not None).url for text in texts]
     if not urls:

@@ -22,7 +22,7 @@ _GROUPS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class LauncherInfo:
     """What one launcher says of this process; None where it does not say. ``job``: whom the ranks belong to, the same in each of
     them; ``name``: the same for people; ``how``: what it was taken from. ``facts``: what all else was read from."""
 
@@ -41,7 +41,7 @@ class Said:
     def __str__(self) -> str:
         return _words(self.launcher, self.facts)
 
-    def agrees(self, other: Said) -> bool:
+    def agrees(self, other: LauncherInfo) -> bool:
         """Whether both speak of the same ranks."""
         return (self.rank, self.num_ranks) == (other.rank, other.num_ranks)
 
@@ -68,10 +68,10 @@ class Variables:
             raise wrong(self, f"{value!r} is no number")
         return None if value is None else int(value)
 
-    def said(self, rank: int, num_ranks: int, **others: Any) -> Said:
+    def said(self, rank: int, num_ranks: int, **others: Any) -> LauncherInfo:
         """All that Said has of them."""
         found = {name: self.number(name) for name in ("rank_of_node", "ranks_per_node", "node", "num_nodes")}
-        return Said(self.launcher, rank, num_ranks, facts=self.facts, **{**found, **others})
+        return LauncherInfo(self.launcher, rank, num_ranks, facts=self.facts, **{**found, **others})
 
     def __str__(self) -> str:
         return _words(self.launcher, self.facts)
@@ -81,7 +81,7 @@ def _words(launcher: str, facts: dict[str, object]) -> str:
     return f"{launcher} says {', '.join(f'{name}={value}' for name, value in facts.items())}"
 
 
-def wrong(said: Said | Variables | str, why: str) -> ConfigError:
+def wrong(said: LauncherInfo | Variables | str, why: str) -> ConfigError:
     """What is said cannot be. Names all of it."""
     return ConfigError(f"{said}: {why}; set it right, or give the ranks as world=forebay.World(...)", name="world", value=str(said))
 
@@ -94,16 +94,16 @@ def _has(*names: str) -> bool:
 # -- one by one --------------------------------------------------------------------------------------------------------
 
 
-def from_torch() -> Said | None:
+def from_torch() -> LauncherInfo | None:
     """torch.distributed, where it is initialised."""
     dist = torch_distributed()
     if dist is None:
         return None
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    return Said(TORCH, rank, num_ranks, facts={"rank": rank, "world_size": num_ranks})
+    return LauncherInfo(TORCH, rank, num_ranks, facts={"rank": rank, "world_size": num_ranks})
 
 
-def from_ray() -> Said | None:
+def from_ray() -> LauncherInfo | None:
     """Ray Train, within its training function."""
     ray, train = sys.modules.get("ray"), sys.modules.get("ray.train")
     if ray is None or train is None or not ray.is_initialized():
@@ -120,12 +120,12 @@ def from_ray() -> Said | None:
     facts = {"world_rank": rank, "world_size": num_ranks, "local_rank": rank_of_node, "local_world_size": ranks_per_node, "node_rank": node}
     run = context.get_experiment_name()
     job = f"ray {running.gcs_address} {running.get_job_id()} {run}"
-    return Said(
+    return LauncherInfo(
         "Ray Train", rank, num_ranks, rank_of_node, ranks_per_node, node, None, job, f"Ray Train {run}", "the run of Ray Train", facts
     )  # fmt: skip
 
 
-def from_torchrun() -> Said | None:
+def from_torchrun() -> LauncherInfo | None:
     """The variables of torchrun, which other launchers set too."""
     if not _has("RANK", "WORLD_SIZE"):
         return None
@@ -144,7 +144,7 @@ def from_torchrun() -> Said | None:
     return said.said(rank, num_ranks, job=job, name=f"torchrun {chosen} at {address()}".replace("  ", " "), how="torchrun's run")
 
 
-def from_mpi() -> Said | None:
+def from_mpi() -> LauncherInfo | None:
     """The variables of Open MPI's mpirun, and of MPICH's and Intel's."""
     if not _has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK"):
         return None
@@ -162,7 +162,7 @@ def from_mpi() -> Said | None:
     return said.said(rank, num_ranks, job=f"mpi {run}" if run else None, name=f"MPI {run}", how="MPI's job")
 
 
-def from_slurm() -> Said | None:
+def from_slurm() -> LauncherInfo | None:
     """The variables of SLURM, within a step; or handed on to a container, which may leave out the step."""
     if not _has("SLURM_PROCID"):
         return None
@@ -201,11 +201,11 @@ def _even(said: Variables, groups: str) -> int:
     return counts.pop() if len(counts) == 1 else 0
 
 
-SOURCES: tuple[Callable[[], Said | None], ...] = (from_torch, from_ray, from_torchrun, from_mpi, from_slurm)
+SOURCES: tuple[Callable[[], LauncherInfo | None], ...] = (from_torch, from_ray, from_torchrun, from_mpi, from_slurm)
 """What the process itself knows comes before what it was told, and the inner launcher before the outer one, whose variables it inherits."""
 
 
-def told() -> Iterator[Said]:
+def told() -> Iterator[LauncherInfo]:
     """What each launcher says, the nearest first. Raises `ConfigError` for variables that make no sense."""
     return (said for ask in SOURCES if (said := ask()) is not None)
 

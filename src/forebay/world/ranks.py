@@ -10,7 +10,7 @@ from typing import Any
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay.errors import WaitTimeout
-from forebay.world.launchers import ENVIRONMENT, TORCH, Said, told, torch_distributed, wrong
+from forebay.world.launchers import ENVIRONMENT, TORCH, LauncherInfo, told, torch_distributed, wrong
 
 log = logger("forebay.world")
 
@@ -36,9 +36,9 @@ def ranks() -> tuple[int, int, int]:
     return first.num_ranks // per_node, per_node, first.rank
 
 
-def _relevant() -> list[Said]:
+def _relevant() -> list[LauncherInfo]:
     """What the nearest launcher says, and those further out that speak of the same ranks, until one knows how many a node has."""
-    found: list[Said] = []
+    found: list[LauncherInfo] = []
     for each in told():
         if found and not each.agrees(found[0]):
             if found[0].launcher == TORCH and each.launcher == ENVIRONMENT:  # which torch.distributed should have taken its ranks from
@@ -50,12 +50,12 @@ def _relevant() -> list[Said]:
     return found
 
 
-def _merged(said: list[Said], name: str) -> int | None:
+def _merged(said: list[LauncherInfo], name: str) -> int | None:
     """A fact, of the nearest that knows it."""
     return next((value for each in said if (value := getattr(each, name)) is not None), None)
 
 
-def _check(said: list[Said], per_node: int) -> None:
+def _check(said: list[LauncherInfo], per_node: int) -> None:
     first, what = said[0], ", ".join(map(str, said))
     if not 0 <= first.rank < first.num_ranks:
         raise wrong(what, f"there is no rank {first.rank} among {first.num_ranks}")
@@ -80,7 +80,7 @@ class _Together:
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._inherited: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of a parent, whose connections they use
 
-    def __call__(self, first: Said) -> int:
+    def __call__(self, first: LauncherInfo) -> int:
         dist = torch_distributed()
         if dist is None:
             raise wrong(first, "nothing says how many ranks this node has: set LOCAL_WORLD_SIZE")
@@ -105,7 +105,7 @@ _together = _Together()
 host.at_fork(_together)
 
 
-def _exchange(store: Any, first: Said) -> list[str]:
+def _exchange(store: Any, first: LauncherInfo) -> list[str]:
     """The node of each rank, by rank. Raises `WaitTimeout`."""
     keys = [f"forebay/node/{rank}" for rank in range(first.num_ranks)]
     store.set(keys[first.rank], here())
@@ -128,7 +128,7 @@ def here() -> str:
     return f"{os.uname().nodename} {host.boot_id()} {os.stat('/dev/shm').st_dev}"
 
 
-def _count(first: Said, names: list[str]) -> int:
+def _count(first: LauncherInfo, names: list[str]) -> int:
     """How many ranks each node has. Raises `ConfigError` unless it is the same for all, and a node's ranks follow each other."""
     per_node = names.count(names[0])
     if any(names[rank] != names[rank - rank % per_node] or names.count(name) != per_node for rank, name in enumerate(names)):

@@ -25,7 +25,7 @@ from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.space.budget import Budget
-from forebay._engine.space.room import Want
+from forebay._engine.space.room import SpaceRequest
 from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import Publisher
 
@@ -190,7 +190,7 @@ class Packing:
                 continue  # a smaller one may fit
         return self._enter_reserved(wanted[-1], spare, _want(room, wanted[-1], keyhash), me)
 
-    def _enter_reserved(self, segment: Segment, spare: tuple[Segment, Segment] | None, want: Want, me: int) -> Segment:
+    def _enter_reserved(self, segment: Segment, spare: tuple[Segment, Segment] | None, want: SpaceRequest, me: int) -> Segment:
         reserved = self._budget.reserve(want)
         try:
             with self._catalog.write() as txn:
@@ -265,8 +265,8 @@ class Packing:
         return segments.one(txn, seen.pack, seen.number) == seen and (seen.owner is None or self._is_left(seen))
 
 
-def _want(room: SegmentRequest, segment: Segment, keyhash: int) -> Want:
-    return Want(room.space, f"{room.pack:x}", keyhash, segment.capacity - segment.size)
+def _want(room: SegmentRequest, segment: Segment, keyhash: int) -> SpaceRequest:
+    return SpaceRequest(room.space, f"{room.pack:x}", keyhash, segment.capacity - segment.size)
 
 
 def _rounded(size: int) -> int:

@@ -20,7 +20,7 @@ from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.locks.owners import Owners
 from forebay._engine.space.eviction import SPACE_WORD, Doomed, Eviction
 from forebay._engine.space.ranking import Cold, Ranking, Scope
-from forebay._engine.space.room import Room, Short, Want
+from forebay._engine.space.room import Room, SpaceDeficit, SpaceRequest
 from forebay._kernel import locks, waits
 from forebay._logs import logger
 from forebay._model import Policy
@@ -49,7 +49,7 @@ class _Reserving:
     pick: set[Scope] = field(default_factory=set)
     given: int = 0  # bytes of victims, while the disk was short
     wanted: int = 0  # what the disk lacked at first
-    stuck: Short | None = None
+    stuck: SpaceDeficit | None = None
     hopeless: bool = False
     patient_until: float = 0.0
     full: int = 0  # how often the disk was found full
@@ -90,12 +90,12 @@ class Budget:
 
     # -- reserving -------------------------------------------------------------------------------------------------
 
-    def reserve(self, want: Want, *, patience: float = 0.0) -> Reservation:
+    def reserve(self, want: SpaceRequest, *, patience: float = 0.0) -> Reservation:
         """Room for ``want``, evicting what may go. Raises `NoSpace` where not enough may; for what is larger than the whole budget
         nothing is evicted. ``patience``: seconds to wait for others of the space, whose writes can be evicted once they are done."""
         return self._attempt(want, _Reserving(self._owners.me(), patient_until=time.monotonic() + patience))
 
-    def check_lately(self, want: Want) -> None:
+    def check_lately(self, want: SpaceRequest) -> None:
         """Raises `NoSpace` where a search for as much was in vain a moment ago, and there is no room now. A lease that another process let
         go since is not noticed: for those who can do without."""
         until, charge = self._in_vain.get(want.space, (0.0, 0))
@@ -107,7 +107,7 @@ class Budget:
     def resize(self, reservation: Reservation, size: int, *, charged: int = 0, entries: int = 1) -> Reservation:
         """The same reservation with another size. Raises `NoSpace`: then it is as it was."""
         r = reservation
-        want = Want(r.space, r.key, r.keyhash, size, r.suffix, charged=charged, entries=entries)
+        want = SpaceRequest(r.space, r.key, r.keyhash, size, r.suffix, charged=charged, entries=entries)
         return self._attempt(want, _Reserving(self._owners.me(), reservation.id))
 
     def cancel(self, id: int) -> None:
@@ -129,7 +129,7 @@ class Budget:
             reservations.delete(txn, one)
         txn.then = lambda: self._owed.difference_update(owed)
 
-    def split(self, txn: Txn, want: Want) -> Reservation:
+    def split(self, txn: Txn, want: SpaceRequest) -> Reservation:
         """A reservation of its own, out of a larger one that the caller makes smaller in the same transaction."""
         return self._enter(txn, want, _Reserving(self._owners.me()), granted=True)
 
@@ -146,7 +146,7 @@ class Budget:
             return False
         return True
 
-    def _attempt(self, want: Want | None, attempt: _Reserving) -> Reservation:
+    def _attempt(self, want: SpaceRequest | None, attempt: _Reserving) -> Reservation:
         fresh = not attempt.id
         until = time.monotonic() + PATIENCE
         try:
@@ -173,7 +173,7 @@ class Budget:
         finally:
             self._let_go(attempt)
 
-    def _turn(self, want: Want | None, attempt: _Reserving) -> Reservation | None:
+    def _turn(self, want: SpaceRequest | None, attempt: _Reserving) -> Reservation | None:
         """One transaction: delete what was unlinked, then grant, or doom what has to go."""
         for scope in attempt.pick:
             self._ranking.pick(scope)
@@ -220,7 +220,7 @@ class Budget:
             self._counters.add(EVICTIONS, len(doomed))
         return None
 
-    def _grant(self, txn: Txn, want: Want | None, attempt: _Reserving) -> Reservation:
+    def _grant(self, txn: Txn, want: SpaceRequest | None, attempt: _Reserving) -> Reservation:
         if want is None:
             return _NOTHING
         if not attempt.id:
@@ -231,7 +231,7 @@ class Budget:
             raise errors.CacheFault(f"the reservation of {want.key!r} is gone: the catalog was made anew meanwhile")
         return found
 
-    def _enter(self, txn: Txn, want: Want, attempt: _Reserving, *, granted: bool) -> Reservation:
+    def _enter(self, txn: Txn, want: SpaceRequest, attempt: _Reserving, *, granted: bool) -> Reservation:
         attempt.id, charge = txn.take("next_id"), self.room.charge_of(want)
         row = Reservation(
             attempt.id, attempt.me, want.space, want.key, want.keyhash, granted, want.size, charge, want.suffix, time.time(),
@@ -240,7 +240,7 @@ class Budget:
         reservations.insert(txn, row)
         return row
 
-    def _enter_pending(self, txn: Txn, want: Want | None, attempt: _Reserving, short: Short) -> bool:
+    def _enter_pending(self, txn: Txn, want: SpaceRequest | None, attempt: _Reserving, short: SpaceDeficit) -> bool:
         """Let others count what is wanted. False, and stuck, if it could not fit into an empty root either."""
         if want is None:
             return True
@@ -256,7 +256,13 @@ class Budget:
     # -- victims ---------------------------------------------------------------------------------------------------
 
     def _find_room(
-        self, txn: Txn, want: Want | None, attempt: _Reserving, short: Short, doomed: list[Doomed], partials: list[Reservation]
+        self,
+        txn: Txn,
+        want: SpaceRequest | None,
+        attempt: _Reserving,
+        short: SpaceDeficit,
+        doomed: list[Doomed],
+        partials: list[Reservation],
     ) -> None:
         """Choose who goes: for a quota the space's own, for the root the coldest of all, after what dead fetches left."""
         space = spaces.by_id(txn, want.space) if want else None
@@ -284,12 +290,12 @@ class Budget:
         if freed.charge < lacking or freed.count < short.rows:
             self._stuck_unless(bool(doomed or partials) or short.leaving > 0, attempt, short)
 
-    def _stuck_unless(self, moving: bool, attempt: _Reserving, short: Short) -> None:
+    def _stuck_unless(self, moving: bool, attempt: _Reserving, short: SpaceDeficit) -> None:
         if not moving and not attempt.pick:
             attempt.stuck = short
 
     def _doom(
-        self, txn: Txn, scope: Scope, want: Want | None, attempt: _Reserving, freed: _Freed, doomed: list[Doomed], need: _Freed
+        self, txn: Txn, scope: Scope, want: SpaceRequest | None, attempt: _Reserving, freed: _Freed, doomed: list[Doomed], need: _Freed
     ) -> None:
         left = AT_ONCE
         while left > 0 and not freed.meets(need):
@@ -361,7 +367,7 @@ class Budget:
         self._words.sleep(SPACE_WORD, 0.02)
         return True
 
-    def _no_space(self, want: Want | None, short: Short, hopeless: bool) -> errors.NoSpace:
+    def _no_space(self, want: SpaceRequest | None, short: SpaceDeficit, hopeless: bool) -> errors.NoSpace:
         if want is None:
             return errors.NoSpace.of("what is there", short.bytes, 0, short.budget)
         if (short.rows > 0 or short.here > 0) and short.bytes <= 0 and short.quota <= 0:
@@ -381,7 +387,7 @@ class Budget:
             return errors.NoSpace.of(want.key, want.size, free, short.budget, todo, limit="disk")
         return errors.NoSpace.of(want.key, want.size, short.free, short.budget, charge=charge)
 
-    def wait_for_room(self, want: Want, timeout: float | None) -> None:
+    def wait_for_room(self, want: SpaceRequest, timeout: float | None) -> None:
         """Until ``want`` may fit: somebody removed something, or let a lease go. Caller: holds no lock. Raises `WaitTimeout`, or `NoSpace`
         for what can never fit."""
 

@@ -11,7 +11,7 @@ from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.eviction import Eviction
 from forebay._engine.space.ranking import Ranking, Scope
-from forebay._engine.space.room import Short, Want
+from forebay._engine.space.room import SpaceDeficit, SpaceRequest
 from forebay._model import Policy
 
 AT_ONCE = 64
@@ -21,13 +21,13 @@ PART = 256
 _ALL = Scope()
 
 
-class Displacing:
+class InlineEviction:
     """The short way to room for a small value."""
 
     def __init__(self, budget: Budget, eviction: Eviction, ranking: Ranking, counters: Counters) -> None:
         self._budget, self._eviction, self._ranking, self._counters = budget, eviction, ranking, counters
 
-    def make_room(self, txn: Txn, want: Want) -> tuple[bool, int]:
+    def make_room(self, txn: Txn, want: SpaceRequest) -> tuple[bool, int]:
         """Whether ``want`` fits now, and how many went for it. Caller: calls `tell` after the commit."""
         short = self._budget.room.short(txn, want)
         txn.leftovers |= short.leftovers
@@ -50,11 +50,11 @@ class Displacing:
                 lacking, count, gone = lacking - (cold.size if of_space else cold.charge), count - 1, gone + 1
         return self._budget.room.fits(txn, want), gone
 
-    def _ahead(self, want: Want, short: Short) -> int:
+    def _ahead(self, want: SpaceRequest, short: SpaceDeficit) -> int:
         """Of a space's own quota nothing is given up ahead: it holds exactly what fits."""
         return min((AHEAD - 1) * self._budget.room.charge(want.size, inline=True), short.budget // PART)
 
-    def _is_plain(self, txn: Txn, want: Want, short: Short) -> bool:
+    def _is_plain(self, txn: Txn, want: SpaceRequest, short: SpaceDeficit) -> bool:
         quota = want.size if short.of_space is None else short.of_space
         large = self._budget.room.charge(want.size, inline=True) > short.budget or want.size > quota
         both = max(short.quota, short.here) > 0 and max(short.bytes, short.rows) > 0

@@ -20,7 +20,7 @@ RECENT, MANY = 0.1, 64
 NO_LIMIT = 1 << 62
 
 
-class Want(NamedTuple):
+class SpaceRequest(NamedTuple):
     """What a write asks room for. ``size`` in bytes; ``replaces``: the id that will be superseded, no victim, its ``replaced`` bytes
     do not count against the quota. ``charged``: what the budget counts, where it is not what one file of ``size`` bytes costs;
     ``entries``: how many will be made of it."""
@@ -37,7 +37,7 @@ class Want(NamedTuple):
     entries: int = 1
 
 
-class Short(NamedTuple):
+class SpaceDeficit(NamedTuple):
     """What is lacking. ``quota`` and ``bytes`` in bytes, ``here`` (of the space) and ``rows`` in entries: positive where something
     has to go.
     ``leaving``: bytes that are on their way out already. ``disk``: bytes below ``min_free``. ``leftovers``: see `spaces.Totals`.
@@ -65,13 +65,13 @@ class Room:
     def __init__(self, root: Root, catalog: Catalog) -> None:
         self._path, self._catalog = str(root.path), catalog
         self._block = host.disk(root.path).block
-        self._seen = 0, 0.0, Short(0, 0, 0, 0, 0, 0)
+        self._seen = 0, 0.0, SpaceDeficit(0, 0, 0, 0, 0, 0)
 
     def charge(self, size: int, inline: bool = False) -> int:
         """What ``size`` bytes count while they are written: whole blocks and the chunk map, or bytes and a row for a small value."""
         return size + ROW if inline else stages.footprint(size, self._block)
 
-    def charge_of(self, want: Want) -> int:
+    def charge_of(self, want: SpaceRequest) -> int:
         """What the budget counts for ``want``."""
         return want.charged or self.charge(want.size, want.inline)
 
@@ -79,7 +79,7 @@ class Room:
         """What a finished file of ``size`` bytes counts."""
         return -(-size // self._block) * self._block
 
-    def short(self, rows: Rows, want: Want | None, id: int = 0) -> Short:
+    def short(self, rows: Rows, want: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
         """What is lacking for ``want``, or for nothing new; older pending reservations are served before ``id``."""
         totals = spaces.totals(rows, id or None, want.space if want else 0)
         charge = self.charge_of(want) if want else 0
@@ -98,15 +98,15 @@ class Room:
             rows_over = totals.rows + new - totals.max_entries
         lacking = max(used + charge - totals.budget, floor)
         free = totals.budget - used
-        return Short(quota, lacking, rows_over, totals.leaving, free, totals.budget, floor, totals.leftovers, count, totals.quota)
+        return SpaceDeficit(quota, lacking, rows_over, totals.leaving, free, totals.budget, floor, totals.leftovers, count, totals.quota)
 
-    def fits(self, txn: Txn, want: Want) -> bool:
+    def fits(self, txn: Txn, want: SpaceRequest) -> bool:
         """Whether ``want`` fits as things are. For what is written in this very transaction: its row is its reservation."""
         short = self.short(txn, want)
         txn.leftovers |= short.leftovers
         return short.fits
 
-    def fit_together(self, txn: Txn, wants: Sequence[Want]) -> bool:
+    def fit_together(self, txn: Txn, wants: Sequence[SpaceRequest]) -> bool:
         """Whether all of them fit as things are: for several in one transaction. Of one space, else False: each is looked at by itself."""
         first, others = wants[0], wants[1:]
         short = self.short(txn, first)
@@ -119,7 +119,7 @@ class Room:
             and short.here + len(others) <= 0
         )
 
-    def has_ample(self, want: Want) -> bool:
+    def has_ample(self, want: SpaceRequest) -> bool:
         """Whether there seems to be room. Asked without the writer lock, so it may be wrong a moment later; for as long as that, what was
         seen does for others too where there was room for many of them."""
         space, until, seen = self._seen

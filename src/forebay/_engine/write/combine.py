@@ -28,7 +28,7 @@ class _Job(Generic[T, R]):
         self.error: Exception | None = None
 
 
-class Combining(Generic[T, R]):
+class Combiner(Generic[T, R]):
     """``do`` is given up to `MOST` items, and gives a result for each or raises. After a failure each tries alone, unless it is a
     ``shared`` one, which all of them would meet. Callable from any thread."""
 

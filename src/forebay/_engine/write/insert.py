@@ -10,7 +10,7 @@ from typing import NamedTuple
 from forebay._engine.catalog import Txn, entries
 from forebay._engine.index.slots import Slots
 from forebay._engine.space.budget import Budget
-from forebay._engine.space.room import Want
+from forebay._engine.space.room import SpaceRequest
 from forebay._kernel import host
 from forebay._model import Entry
 
@@ -41,7 +41,7 @@ class New(NamedTuple):
     meta: str = ""
 
 
-class Inserting:
+class Inserter:
     """Inserts into one root. Callable from any thread that is inside a transaction."""
 
     def __init__(self, slots: Slots, budget: Budget) -> None:
@@ -49,7 +49,7 @@ class Inserting:
 
     def insert(
         self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None,
-        want: Want | None = None,
+        want: SpaceRequest | None = None,
     ) -> Entry:  # fmt: skip
         """Enter the row and its slot, and let the version before go. Nothing of it is seen before the commit but empty slots.
 

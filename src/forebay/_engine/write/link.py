@@ -19,7 +19,7 @@ from forebay._kernel import host
 from forebay._model import Entry
 
 
-class Linking:
+class Linker:
     """Links entries of one root. Callable from any thread."""
 
     def __init__(self, root: Root, catalog: Catalog, slots: Slots, budget: Budget, publisher: Publisher) -> None:

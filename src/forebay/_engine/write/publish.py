@@ -31,10 +31,10 @@ from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.space.budget import Budget
-from forebay._engine.space.inline_eviction import Displacing
-from forebay._engine.space.room import Want
-from forebay._engine.write.combine import Combining
-from forebay._engine.write.insert import Inserting, Label
+from forebay._engine.space.inline_eviction import InlineEviction
+from forebay._engine.space.room import SpaceRequest
+from forebay._engine.write.combine import Combiner
+from forebay._engine.write.insert import Inserter, Label
 from forebay._engine.write.intent import Intent
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
 
@@ -59,16 +59,16 @@ class _Ready(NamedTuple):
     checksum: bytes
 
 
-class Publisher(Inserting):
+class Publisher(Inserter):
     """Writes entries into one root. Callable from any thread."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, owners: Owners, budget: Budget, displacing: Displacing, intent: Intent
+        self, root: Root, catalog: Catalog, slots: Slots, owners: Owners, budget: Budget, displacing: InlineEviction, intent: Intent
     ) -> None:  # fmt: skip
         super().__init__(slots, budget)
         self.root, self.rows, self._catalog = root, catalog, catalog
         self._owners, self._displacing, self._intent = owners, displacing, intent
-        self._together = Combining(self._publish_together, shared=WriterBusy)
+        self._together = Combiner(self._publish_together, shared=WriterBusy)
 
     def after_fork_child(self) -> None:
         self._together.after_fork_child()
@@ -145,10 +145,10 @@ class Publisher(Inserting):
                 done += len(data) + ROW
         return found
 
-    def want(self, rows: Rows, label: Label, size: int, *, inline: bool = False) -> Want:
+    def want(self, rows: Rows, label: Label, size: int, *, inline: bool = False) -> SpaceRequest:
         """What a write of ``size`` bytes asks for, as things are."""
         id, replaced = entries.version(rows, label.space, label.key)
-        return Want(label.space, label.key, hash_of(label.space, label.key), size, label.suffix, id, replaced, inline)
+        return SpaceRequest(label.space, label.key, hash_of(label.space, label.key), size, label.suffix, id, replaced, inline)
 
     def ensure_room(self, space: int, files: Sequence[tuple[str, int]]) -> None:
         """Evict what may go, until all of ``files`` (key and size) may come. What dead fetches left of any of them is theirs to go on from:
@@ -157,7 +157,7 @@ class Publisher(Inserting):
             return
         room = self.budget.room
         charged = sum(room.charge(size) for _, size in files)
-        want = Want(space, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
+        want = SpaceRequest(space, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
         if not room.short(self.rows, want).fits:
             self.budget.cancel(self.budget.reserve(want).id)
 
@@ -175,7 +175,7 @@ class Publisher(Inserting):
             self._intent.begin(txn, ids)
             return [self._publish_ready(txn, one, id, want) for one, id, want in zip(ready, ids, wants, strict=True)]
 
-    def _publish_ready(self, txn: Txn, one: _Ready, id: int, want: Want) -> Entry:
+    def _publish_ready(self, txn: Txn, one: _Ready, id: int, want: SpaceRequest) -> Entry:
         label = one.writing.label
         blobs.write(self.root, id, one.data, one.checksum, label.suffix)
         one.writing.named(id)
@@ -275,7 +275,7 @@ class Writing:
             return self._begin_on_disk(info)
 
     def _comes_into_memory(self, size: int) -> bool:
-        want = Want(self.label.space, self.label.key, self._keyhash, size, self.label.suffix)
+        want = SpaceRequest(self.label.space, self.label.key, self._keyhash, size, self.label.suffix)
         return size <= SMALL and self._publisher.budget.room.has_ample(want)
 
     def _begin_on_disk(self, info: ObjectInfo) -> tuple[Span, ...]:
@@ -283,7 +283,7 @@ class Writing:
         budget = publisher.budget
         if self._reserved is None:
             if self.spills:
-                budget.check_lately(Want(self.label.space, self.label.key, self._keyhash, size, self.label.suffix))
+                budget.check_lately(SpaceRequest(self.label.space, self.label.key, self._keyhash, size, self.label.suffix))
             self._reserved = budget.reserve(publisher.want(publisher.rows, self.label, size), patience=self._patience)
         elif self._reserved.size < size:
             self._reserved = budget.resize(self._reserved, size)

@@ -21,7 +21,7 @@ from forebay._engine.files.faults import faults
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.space.budget import Budget
-from forebay._engine.space.room import Want
+from forebay._engine.space.room import SpaceRequest
 from forebay._engine.write.insert import Label, New
 from forebay._engine.write.intent import Intent
 from forebay._engine.write.publish import INLINE, Publisher, Writing
@@ -98,9 +98,9 @@ class Credit:
                 self._row = self._budget.resize(self._row, total.size, charged=total.charge, entries=total.entries)
         self.promised = total
 
-    def _want(self, need: Need) -> Want:
+    def _want(self, need: Need) -> SpaceRequest:
         key = f"promised to {self._space.name}"
-        return Want(self._space.id, key, 0, need.size, charged=need.charge, entries=need.entries)
+        return SpaceRequest(self._space.id, key, 0, need.size, charged=need.charge, entries=need.entries)
 
     def free(self) -> Need:
         """What could be promised beside what is there now, evicting nothing."""
@@ -157,7 +157,7 @@ class Credit:
         """The same for one that is too large to be written while others wait to write."""
         label, size = self._label(item, life), len(item.data)
         with faults(item.key, size), self._catalog.write() as txn:
-            own = self._budget.split(txn, Want(label.space, label.key, hash_of(label.space, label.key), size))
+            own = self._budget.split(txn, SpaceRequest(label.space, label.key, hash_of(label.space, label.key), size))
             left = self._shrink(txn, self.need(size))
         self._shrunk(left)
         with Writing(self._publisher, label, reserved=own) as writing:

@@ -23,7 +23,7 @@ __all__ = [*_CHECKPOINT, *_TASKS]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    half = "ray_checkpoint" if name in _CHECKPOINT else "ray_tasks" if name in _TASKS else None
+    half = "checkpoint" if name in _CHECKPOINT else "tasks" if name in _TASKS else None
     if half is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"forebay.adapters.{half}"), name)
+    return getattr(importlib.import_module(f"forebay.adapters.ray.{half}"), name)

@@ -14,7 +14,7 @@ import ray
 from forebay import errors
 from forebay._logs import logger
 from forebay.adapters.ray.sessions import Context, Session, running
-from forebay.adapters.ray.values import Nowhere, Unreachable
+from forebay.adapters.ray.values import NullValues, Unreachable
 from forebay.tasks import hashing
 from forebay.tasks.binding import BoundCall, Naming
 from forebay.tasks.bypass import Replay
@@ -91,7 +91,7 @@ def plan(
         kept = kept and not replay.is_from_cache
         replay = dataclasses.replace(replay, provider=None)  # the worker has it by the context
     pin = kept and call is not None and config is not None and bool(config.pins(naming.name, call.tag))
-    looks = kept and replay is None and chosen == READ_THROUGH and not met and not isinstance(values, Nowhere)
+    looks = kept and replay is None and chosen == READ_THROUGH and not met and not isinstance(values, NullValues)
     found = values.look(call.tag.key, call.digest, who=naming.identity) if looks and call is not None else None
     if found is not None and not _fits(found[0], returns):
         found = None

@@ -16,7 +16,7 @@ from ray import cloudpickle
 from forebay import errors
 from forebay._logs import logger
 from forebay.adapters.ray.head import NAMESPACE, SPACE, CacheLocation, Head, here, root_of
-from forebay.adapters.ray.values import Away, Nowhere, Unreachable
+from forebay.adapters.ray.values import NullValues, RemoteValues, Unreachable
 from forebay.cache import Cache, origin_of
 from forebay.tasks.bypass import Bypass
 from forebay.tasks.values import COUNTED, Values
@@ -54,14 +54,14 @@ class Session:
         self._mutex = threading.RLock()  # guards what follows
         self._actor: Any = None  # the id of the actor that `_place` came from
         self._place: CacheLocation | None = None
-        self._values: Values | Nowhere = Nowhere(self.counted)
+        self._values: Values | NullValues = NullValues(self.counted)
         self._good_until = 0.0
         self._bypass = Bypass()
         self._context: Context | None = None
 
     # -- where the cache is ----------------------------------------------------------------------------------------
 
-    def values(self) -> Values | Nowhere:
+    def values(self) -> Values | NullValues:
         """What this process reads and writes; with no head, one that keeps nothing."""
         if time.monotonic() < self._good_until:
             return self._values
@@ -72,7 +72,7 @@ class Session:
     def place(self) -> CacheLocation | None:
         """Where the cache is; None where there is none, or it cannot be asked."""
         values = self.values()
-        return None if isinstance(values, Nowhere) else self._place
+        return None if isinstance(values, NullValues) else self._place
 
     @property
     def bypass(self) -> Bypass:
@@ -98,19 +98,19 @@ class Session:
     def end(self) -> None:
         """Forget where the cache was, and its configuration: it was stopped on purpose."""
         with self._mutex:
-            self._actor, self._place, self._values, self._good_until = None, None, Nowhere(self.counted), 0.0
+            self._actor, self._place, self._values, self._good_until = None, None, NullValues(self.counted), 0.0
             self._make_bypass_locked(self._bypass.providers, self._bypass.conditions)
 
     def _look_locked(self) -> None:
         handle = self.head.handle()
         if handle is None:
             self.head.lost("there is none: forebay.adapters.ray.start() makes one")
-            self._values, self._actor = Nowhere(self.counted), None
+            self._values, self._actor = NullValues(self.counted), None
         elif handle._actor_id != self._actor:
             try:
                 self._attach_locked(handle._actor_id, self.head.ask("place"))
             except Unreachable:
-                self._values = Nowhere(self.counted)
+                self._values = NullValues(self.counted)
                 return
         self._good_until = time.monotonic() + LOOK_AGAIN
 
@@ -119,7 +119,7 @@ class Session:
         self._actor, self._place = actor, place
         if changed:
             self._make_bypass_locked(self._bypass.providers, self._bypass.conditions)
-        if changed or isinstance(self._values, Nowhere):
+        if changed or isinstance(self._values, NullValues):
             self._values = _open(place, self.head)
             self._values.counted = self.counted
         self.head.found()
@@ -213,7 +213,7 @@ def session_of(namespace: str | None) -> Session:
         return _sessions.setdefault(name, Session(name))
 
 
-def _open(place: CacheLocation, head: Head) -> Values | Nowhere:
+def _open(place: CacheLocation, head: Head) -> Values | NullValues:
     """What a process of this node reads and writes."""
     # Of another root with this path, in a container perhaps, it would be somebody else's.
     if place.node == here() and root_of(place.path) == place.root:
@@ -232,4 +232,4 @@ def _open(place: CacheLocation, head: Head) -> Values | Nowhere:
         cache.close()
         cache = Cache(enabled=False)
     plain = cache.tasks(f"{SPACE}@{place.root:016x}", codec=place.codec)._values
-    return Away(plain._origin, cache, plain.space, plain.codec, head)
+    return RemoteValues(plain._origin, cache, plain.space, plain.codec, head)

@@ -102,7 +102,7 @@ class Unreachable(Exception):
     """The head gives no answer."""
 
 
-class Away(Values):
+class RemoteValues(Values):
     """Of another node than the head's: values come from the head, and a copy stays in this node's own cache.
 
     A copy carries in front of what the head's entry carries the token of that: it is used while the head says the same one."""
@@ -243,7 +243,7 @@ class Away(Values):
             return without
 
 
-class Nowhere:
+class NullValues:
     """With no head: nothing is found and nothing kept; functions run."""
 
     def __init__(self, counted: dict[str, int]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from forebay import claims
 from forebay.adapters.streaming.prefix import claim_of, hold
 from forebay.adapters.streaming.shared import SharedArray
-from forebay.claims.claim_request import Wanted
+from forebay.claims.claim_request import ClaimRequest
 from forebay.claims.named_locks import NamedLock
 from forebay.claims.registry import Registry
 from forebay.world import World
@@ -122,6 +122,6 @@ def _of_its_own(name: str) -> claims.Claim:
     found = _own.get(name)
     if found is None or found.closed:
         registry = Registry()
-        held = registry.join_or_register(Wanted("barriers of Streaming", "their names", name, (), name="all who have this barrier"))
+        held = registry.join_or_register(ClaimRequest("barriers of Streaming", "their names", name, (), name="all who have this barrier"))
         _own[name] = found = claims.opened(registry, held, World(1, 1, 1, 0))
     return found

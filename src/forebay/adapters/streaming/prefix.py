@@ -17,7 +17,7 @@ from forebay.adapters.streaming import names as names
 from forebay.adapters.streaming import shared as shared
 from forebay.claims import conflicts, dirs
 from forebay.claims.building import LANDMARK
-from forebay.claims.claim_request import Wanted
+from forebay.claims.claim_request import ClaimRequest
 from forebay.claims.jobs import identify
 from forebay.claims.records import ClaimedStream
 from forebay.claims.registry import Registry
@@ -133,7 +133,7 @@ def get_shm_prefix(
     registry, job = Registry(), identify(None, here)
     count = (str(registry.path), job.id, here.rank)  # who was forked may be another rank than the parent
     _counts[count] += 1
-    wanted = Wanted(
+    wanted = ClaimRequest(
         job.id, job.how, f"of Streaming, {_counts[count] - 1}", streams, here.to_json(), here.rank,
         equal_only=True, outside=_Outside(streams_local, streams_remote, registry), patience=retry * TICK,
         name=job.name, spared=_spared(registry),

@@ -78,8 +78,8 @@ class FilesystemRemote:
         self._settings = dict(storage_options or {})
         self._fixed = None if filesystem is None else _way_to(filesystem)
         self._scheme = "" if filesystem is None else re.sub(r"[^\w+.-]", "", protocols_of(filesystem)[0])
-        self._here = Here(None, self._settings)
-        self._there = There(pickle.dumps((None, self._settings)))
+        self._here = InProcessClient(None, self._settings)
+        self._there = HelperClient(pickle.dumps((None, self._settings)))
 
     def _way(self, url: str) -> Way:
         schemes = {link.partition("://")[0] for link in url.split("::")}
@@ -252,7 +252,7 @@ class _Changed(Exception):
 # ----------------------------------------------------------------------------------------------------------- in this process
 
 
-class Here:
+class InProcessClient:
     """A filesystem that is asked in this process. ``bound``: and not in a fork of it."""
 
     def __init__(self, filesystem: Any, settings: Mapping[str, Any] | None = None, *, bound: bool = False) -> None:
@@ -294,12 +294,12 @@ class Here:
 
 def _way_to(filesystem: Any) -> Way:
     if is_here(filesystem):
-        return Here(filesystem)
+        return InProcessClient(filesystem)
     try:
-        return There(pickled((filesystem, {})))
+        return HelperClient(pickled((filesystem, {})))
     except Exception as error:  # noqa: BLE001 (whatever the filesystem's own pickling raises)
         log.warning("%s cannot be pickled (%s): it can be used in this process, not in forks of it", type(filesystem).__name__, error)
-        return Here(filesystem, bound=True)
+        return InProcessClient(filesystem, bound=True)
 
 
 def pickled(value: object) -> bytes:
@@ -338,7 +338,7 @@ def protocols_of(filesystem: Any) -> Sequence[str]:
 # ------------------------------------------------------------------------------------------------------- in the helper process
 
 
-class There:
+class HelperClient:
     """A filesystem that is asked in the helper process. ``filesystem``: its pickle."""
 
     def __init__(self, filesystem: bytes) -> None:

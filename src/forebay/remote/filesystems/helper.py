@@ -200,7 +200,3 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # our parent tells us when a call is given up
     Server().run(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     os._exit(0)  # threads may be deep inside a client; nothing is left to be saved
-
-
-if __name__ == "__main__":
-    main()

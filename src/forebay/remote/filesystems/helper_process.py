@@ -18,6 +18,8 @@ from forebay.remote.base import Call, Trouble
 
 log = logger("forebay.remote.filesystems.helper_process")
 
+_START = "from forebay.remote.filesystems.helper import main; main()"  # with -m, Python would warn of a module that its package imports
+
 
 @contextmanager
 def helper_errors() -> Iterator[None]:
@@ -56,7 +58,7 @@ class Process:
         self.control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "forebay.remote.filesystems.helper", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-c", _START, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
                 process_group=0,  # Ctrl-C is for us: we tell the helper what is given up
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
