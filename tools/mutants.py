@@ -337,6 +337,11 @@ MUTANTS = (
         "                if lower:\n", "                if lower and unset:\n",
         f"{BUDGET}test_a_lower_limit_that_met_a_busy_catalog_is_applied_later",
     ),
+    Mutant(
+        4, "what is to be replaced is there for ever", "_engine/space/room.py",
+        "            replaces, replaced = entries.version(rows, want.space, want.key)\n", "            pass\n",
+        "tests/engine/test_budget.py::test_what_was_to_be_replaced_is_gone_by_now",
+    ),
     # 5. A lease pins
     Mutant(
         5, "evict what is leased", "_engine/locks/leases.py",

@@ -14,6 +14,7 @@ from forebay._engine.catalog import reservations, writer
 from forebay._engine.space import budget, ranking
 from forebay._engine.space.room import SpaceRequest
 from forebay._engine.store import Settings, Store
+from forebay._engine.write.insert import Label
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
 from tests.harness import Gate, KiB, MiB, assert_settled, bytes_of, data_usage, fork, in_child, opened
@@ -307,3 +308,19 @@ def test_a_lower_limit_that_met_a_busy_catalog_is_applied_later(
         store.lock("a name").release()
     assert len(store.entries("v")) <= 3
     store.configure(Settings(budget=MiB))
+
+
+def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
+    """P1 asks for room to replace an entry / P2 evicts that, and fills its place / P1 is to be granted the room."""
+    with opened(tmp_path / "root", 4 * MiB) as store:
+        store.space("q", quota=100 * KiB)
+        store.put("q", "other", bytes(40 * KiB), life="pinned")
+        store.put("q", "k", bytes(60 * KiB))
+        asked = store._publisher.want(store._catalog, Label(store.space("q").id, "q", "k"), 60 * KiB)
+        assert asked.replaced == 60 * KiB
+        (old,) = [entry for entry in store.entries("q") if entry.key == "k"]
+        assert store.remove([Victim(old.name, old.size, old.charge, old.used, old.id)]).removed
+        store.put("q", "third", bytes(60 * KiB), life="pinned")
+        with pytest.raises(errors.NoSpace):
+            store._budget.reserve(asked)
+        assert store.usage_of("q") == (100 * KiB, 2)

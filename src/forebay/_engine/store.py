@@ -400,7 +400,7 @@ class Store(Pieces):
 
     @mending
     def overhead(self) -> dict[str, int]:
-        """See `Census.overhead`."""
+        """See `StatsReader.overhead`."""
         return self._census.overhead()
 
     @mending

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from forebay._engine.catalog import Catalog, Rows, Txn, reservations, spaces
+from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations, spaces
 from forebay._engine.files import stages
 from forebay._engine.files.root import Root
 from forebay._kernel import host
@@ -87,11 +87,16 @@ class Room:
         self._catalog.free = host.free_bytes(self._path)
         floor = totals.min_free + self._catalog.ballast.owed + charge - self._catalog.free
         quota = count = rows_over = -NO_LIMIT
-        new = want.entries - bool(want.replaces) if want is not None else 0
+        replaces, replaced = (want.replaces, want.replaced) if want is not None else (0, 0)
+        limited = totals.quota is not None or totals.max_count is not None or totals.max_entries is not None
+        if want is not None and want.replaces and limited:
+            # P1 asks, to replace an entry / P2 evicts that, and fills its place / P1 is to be granted room: there is nothing to replace.
+            replaces, replaced = entries.version(rows, want.space, want.key)
+        new = want.entries - bool(replaces) if want is not None else 0
         if want is not None and (totals.quota is not None or totals.max_count is not None):
             promised, many = reservations.reserved_in(rows, want.space, id) if totals.any_promised else (0, 0)
             if totals.quota is not None:
-                quota = totals.space + promised + want.size - want.replaced - totals.quota
+                quota = totals.space + promised + want.size - replaced - totals.quota
             if totals.max_count is not None:
                 count = totals.rows_here + many + new - totals.max_count
         if totals.max_entries is not None:
