@@ -6,7 +6,7 @@ import operator
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from forebay import errors
 from forebay._engine.index.counters import NAMES
@@ -107,6 +107,9 @@ class NoPack:
 
 class PassThrough:
     """A store that keeps nothing: for ``--no-cache``, for a root that cannot be used, and as the baseline of benchmarks."""
+
+    keeps: Literal[False] = False
+    """Tells a `PassThrough` from a `Store`: ``if store.keeps`` narrows the union of both."""
 
     def __init__(self, why: str = "the cache is switched off") -> None:
         self.why, self.hosts = why, SilentHosts()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from forebay import errors
 from forebay._engine import check, strays
@@ -41,6 +41,9 @@ NAMED = 0  # no space has this id: the keys of named locks
 
 class Store(Pieces):
     """The calls on one root. Opened by `open`; callable from any thread, and in a forked child."""
+
+    keeps: Literal[True] = True
+    """Tells a `Store` from a `PassThrough`: ``if store.keeps`` narrows the union of both."""
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
