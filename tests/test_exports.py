@@ -73,7 +73,7 @@ def python_blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))], ids=lambda page: str(page.relative_to(REPO)))
 def test_the_python_in_the_pages_is_python(page: Path) -> None:
     for block in python_blocks(page.read_text()):
         compile(block, str(page), "exec")
@@ -91,7 +91,7 @@ def test_the_tests_that_the_design_names_are_there(name: str) -> None:
 
 
 def test_the_settings_in_the_code_are_those_on_the_page() -> None:
-    page = (REPO / "docs" / "settings.md").read_text()
+    page = (REPO / "docs" / "reference" / "settings.md").read_text()
     code = "\n".join(file.read_text() for file in (REPO / "src" / "forebay").rglob("*.py"))
     fields = {field.name for field in dataclasses.fields(RemoteOptions)}
     arguments = set(inspect.signature(forebay.Cache).parameters) - {"remote_options"}
@@ -101,7 +101,7 @@ def test_the_settings_in_the_code_are_those_on_the_page() -> None:
 
 
 def verbs_in_the_pages() -> list[str]:
-    pages = "\n".join(page.read_text() for page in [REPO / "README.md", *(REPO / "docs").glob("*.md")])
+    pages = "\n".join(page.read_text() for page in [REPO / "README.md", *(REPO / "docs").rglob("*.md")])
     return sorted(set(re.findall(r"^(?:\$ )?forebay ([a-z]+)\b", pages, re.MULTILINE)))
 
 

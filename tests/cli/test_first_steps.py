@@ -167,7 +167,7 @@ def test_a_variable_that_nobody_knows_is_told_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_known_variables_are_those_on_the_page() -> None:
-    page = (REPO / "docs" / "settings.md").read_text()
+    page = (REPO / "docs" / "reference" / "settings.md").read_text()
     assert set(re.findall(r"FOREBAY_(\w+)", page)) == _config.KNOWN
 
 
