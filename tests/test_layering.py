@@ -18,6 +18,7 @@ PACKAGE = SRC / "forebay"
 ORDER = """
     _logs < errors < _model _config
     _model < _kernel.host < _kernel.locks _kernel.mappings < _kernel.waits
+    _model < _kernel.threads < remote
     _kernel.host < _kernel.below
     _model < codecs testing
     _kernel.waits _kernel.below < world remote

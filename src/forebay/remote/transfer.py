@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 
+from forebay._kernel.threads import run_all
 from forebay._model import Span
 from forebay.remote.base import Call, Stopped
 
@@ -21,52 +20,15 @@ def parts(spans: Iterable[Span], size: int) -> Iterator[Span]:
 
 
 def share(work: Iterator[Work], threads: int, call: Call) -> None:
-    """Do all of ``work``: in the calling thread, which begins, and in up to ``threads`` more that end with this call.
+    """Do all of ``work`` in the calling thread and in up to ``threads`` more that end with this call.
 
-    The first error ends the call (`Call.abort`) and is raised; so does an interrupt of the calling thread. A thread that is still
-    connecting then is left behind: it does no more work."""
-    crew = _RangeThreads(work, call)
-    helpers = [threading.Thread(target=crew.work, name=f"forebay-range-{n}", daemon=True) for n in range(threads)]
+    The first error ends the call (`Call.abort`) and is raised; so does an interrupt of the calling thread. This waits for every thread
+    that may still write, and only a moment for one that is connecting, which nothing can wake: that one is left behind and does no more
+    work."""
     try:
-        for helper in helpers:
-            helper.start()
-        crew.work()
-        for helper in helpers:
-            helper.join()
-    except BaseException:
-        call.abort()
-        raise
-    finally:
-        crew.leave(helpers)
-    if crew.error is not None:
-        raise crew.error
-
-
-class _RangeThreads:
-    def __init__(self, work: Iterator[Work], call: Call) -> None:
-        self._work, self._call = work, call
-        self._lock = threading.Lock()  # guards _work and error
-        self.error: BaseException | None = None
-
-    def _next(self) -> Work | None:
-        with self._lock:
-            return None if self.error else next(self._work, None)
-
-    def work(self) -> None:
-        """Do one piece after the other. An error is noted for `share`, and ends the others' work too."""
-        try:
-            while (piece := self._next()) is not None:
-                piece()
-        except Stopped:
-            return  # who stopped the call has the reason
-        except Exception as error:  # noqa: BLE001 (raised by `share`, as it is)
-            with self._lock:
-                self.error = self.error or error
-            self._call.abort()
-
-    def leave(self, helpers: list[threading.Thread]) -> None:
-        """Wait for all that may still write; a moment also for those that wait for an answer's head, which nobody can wake."""
-        until = time.monotonic() + GRACE
-        for helper in helpers:
-            while helper.is_alive() and (helper not in self._call.connecting or time.monotonic() < until):
-                helper.join(0.05)
+        run_all(
+            work, threads + 1, name="range", inline=True, stop=call.abort, grace=GRACE,
+            may_leave=lambda thread: thread in call.connecting,
+        )  # fmt: skip
+    except Stopped:
+        return  # whoever aborted the call raises the reason

@@ -1,0 +1,93 @@
+"""The one fan-out: work done by several threads that live as long as one call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+TURN = 0.1  # seconds
+GRACE = 1.0  # seconds
+
+
+def run_all(
+    work: Iterable[Callable[[], object]], jobs: int, *, name: str, inline: bool = False, on_turn: Callable[[], None] | None = None,
+    stop: Callable[[], None] | None = None, grace: float = GRACE, may_leave: Callable[[threading.Thread], bool] | None = None,
+) -> None:  # fmt: skip
+    """Call every function of ``work``, up to ``jobs`` at a time, in daemon threads called ``forebay-<name>-<n>``.
+
+    A thread takes the next function only when it is free, and one thread takes at a time: ``work`` may be lazy, endless, or block until
+    something else has ended. With ``inline`` the calling thread is one of the ``jobs``; without, it waits and calls ``on_turn`` about ten
+    times a second, and once at the end.
+
+    The first error, in a function, ``work`` or ``on_turn``, or an interrupt of the calling thread, ends the call: nothing more is taken,
+    and ``stop`` is called, perhaps more than once and from any thread, to make what still runs raise soon. The call waits for all threads
+    and raises that error as it is. A thread that has not ended ``grace`` seconds later is left behind, if ``may_leave`` (default: always)
+    allows it: it takes nothing more, and does not keep the process alive."""
+    if isinstance(work, (list, tuple)):
+        jobs = min(jobs, len(work))
+    run = _Run(work, stop)
+    threads = [threading.Thread(target=run.work, name=f"forebay-{name}-{n}", daemon=True) for n in range(jobs - inline)]
+    try:
+        for thread in threads:
+            thread.start()
+        if inline:
+            run.work()
+        _join(run, threads, on_turn)
+        if on_turn is not None:
+            on_turn()
+        if run.errors:
+            raise run.first_error()
+    except BaseException:
+        run.end()
+        until = time.monotonic() + grace
+        for thread in threads:
+            while thread.is_alive() and not (time.monotonic() >= until and (may_leave is None or may_leave(thread))):
+                thread.join(0.05)
+        raise
+
+
+def _join(run: _Run, threads: list[threading.Thread], on_turn: Callable[[], None] | None) -> None:
+    """Wait until all threads have ended, or one failed. In short turns: the thread that starts another one may be the one that gets the
+    signal of Ctrl-C, and nothing would wake this one."""
+    for thread in threads:
+        while thread.is_alive() and not run.errors:
+            thread.join(TURN)
+            if on_turn is not None and thread.is_alive():
+                on_turn()
+
+
+class _Run:
+    """The state of one `run_all`."""
+
+    errors: list[BaseException]  # in the order in which they came; appended to without the lock
+    _ended: bool
+
+    def __init__(self, work: Iterable[Callable[[], object]], stop: Callable[[], None] | None) -> None:
+        self._work, self._stop = iter(work), stop
+        self._lock = threading.Lock()  # held while the next function is taken
+        self.errors, self._ended = [], False
+
+    def work(self) -> None:
+        try:
+            while (call := self._next()) is not None:
+                call()
+        except BaseException as error:  # noqa: BLE001 (raised by `run_all`, as it is)
+            self.errors.append(error)
+            self.end()
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._lock:
+            call = None if self._ended else next(self._work, None)
+            return None if self._ended else call
+
+    def end(self) -> None:
+        self._ended = True
+        if self._stop is not None:
+            self._stop()
+
+    def first_error(self) -> BaseException:
+        """Takes the errors out: an error that its own frames hold would stay in memory until a garbage collection."""
+        first = self.errors[0]
+        self.errors.clear()
+        return first
