@@ -58,7 +58,7 @@ quality: $(VENV)/.dev ## linters, types and layers: judges, changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
-	$(PY) -m pytest -q tests/test_layering.py tests/test_style.py
+	$(PY) -m pytest -q tests/project/test_layering.py tests/project/test_style.py
 
 style: $(VENV)/.dev ## puts right what can be put right by machine
 	$(BIN)/ruff check --fix .

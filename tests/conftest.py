@@ -17,7 +17,7 @@ import pytest
 import forebay
 from forebay.testing import ScriptedServer
 
-pytest_plugins = ["tests.directories"]  # remote directories, and servers that count
+pytest_plugins = ["tests.remote_directories"]  # remote directories, and servers that count
 
 SRC = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SRC, *filter(None, [os.environ.get("PYTHONPATH")])])  # for interpreters that tests start
@@ -36,7 +36,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 passed = pytest.StashKey[bool]()
 
 HERE = Path(__file__).parent
-OF_FRAMEWORKS = (HERE / "adapters", HERE / "test_examples.py")
+OF_FRAMEWORKS = (HERE / "adapters", HERE / "project" / "test_examples.py")
 """What imports torch, Ray and the like. A process that has them forks ten times as slowly, and most tests fork: so these run apart."""
 
 
@@ -65,15 +65,15 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> None:
     tmp_path_factory.getbasetemp()
 
 
-LONG_FIRST = ("crash", "adapters", "test_examples.py", "engine", "scenarios", "stress")
+LONG_FIRST = ("crash", "adapters", "project/test_examples.py", "engine", "scenarios", "stress")
 """Of the files that two processes share, those with the longest tests come first: else one is left alone with them at the end."""
 
 
 def turn_of(item: pytest.Item) -> int:
     if item.path.name.startswith("test_streaming"):
         return -1  # their jobs are forked, which a process where Ray was once started does not survive
-    part = item.path.relative_to(HERE).parts[0]
-    return LONG_FIRST.index(part) if part in LONG_FIRST else len(LONG_FIRST)
+    path = item.path.relative_to(HERE)
+    return next((turn for turn, part in enumerate(LONG_FIRST) if path.is_relative_to(part)), len(LONG_FIRST))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,8 +24,8 @@ import forebay
 from forebay import Checkpoint, errors
 from forebay.reports import Progress
 from forebay.testing import ScriptedServer
-from tests.directories import CKPT, FILES, MARKER, TOTAL, Remote, files_of, http_directory, inodes_of, modes_of, some_kinds
 from tests.harness import Crew, in_child
+from tests.remote_directories import CKPT, FILES, MARKER, TOTAL, Remote, files_of, http_directory, inodes_of, modes_of, some_kinds
 from tests.servers.counting import Shelf, content
 
 MiB = 1 << 20
@@ -873,7 +873,7 @@ def test_a_manifest_as_it_is_uploaded_serves_http(cache: forebay.Cache, made: Pa
     """What is uploaded to a directory that a web server shows can be read there."""
     Checkpoint.upload(made, tmp_path / "www", cache=cache)
     for name, body in files_of(tmp_path / "www").items():
-        from tests.directories import quoted
+        from tests.remote_directories import quoted
 
         server.put(f"/www/{quoted(name)}", body)
     with Checkpoint(f"{server.url}/www", cache=cache).as_directory() as path:

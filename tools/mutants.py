@@ -36,22 +36,22 @@ class Mutant:
     test: str
 
 
-WAL = "tests/engine/test_wal.py::"
+WAL = "tests/engine/catalog/test_wal.py::"
 STEPS = "tests/crash/test_every_step.py::"
 OTHERS = "tests/crash/test_others_look_on.py::"
 DAMAGE = "tests/engine/test_damage.py::"
-STRANGE = "tests/engine/test_strange_files.py::"
+STRANGE = "tests/engine/files/test_strange_files.py::"
 FAULTS = "tests/engine/test_faults.py::"
 FORKS = "tests/engine/test_forks.py::"
-BUDGET = "tests/engine/test_budget.py::"
-TASKS = "tests/test_tasks.py::"
+BUDGET = "tests/engine/space/test_budget.py::"
+TASKS = "tests/tasks/test_tasks.py::"
 IDENTITY = "tests/tasks/test_identity.py::"
 JOBS = "tests/claims/test_jobs.py::"
 REGISTRY = "tests/claims/test_registry.py::"
 BARRIERS = "tests/claims/test_barriers.py::"
 MEMBERS = "tests/claims/test_members.py::"
 MEMORY = "tests/cli/test_memory.py::test_memory_does_not_grow_with_what_is_kept"
-STREAMING = "tests/adapters/test_streaming_prefix.py::"
+STREAMING = "tests/adapters/streaming/test_streaming_prefix.py::"
 
 MUTANTS = (
     # 1. Atomic publish
@@ -59,7 +59,7 @@ MUTANTS = (
         1, "finish without the last byte", "_engine/files/stages.py",
         '        if lacking:\n            raise CacheFault(f"{self.path}',
         '        if lacking and size < 0:\n            raise CacheFault(f"{self.path}',
-        "tests/engine/test_stages.py::test_a_missing_byte_forbids_to_finish",
+        "tests/engine/files/test_stages.py::test_a_missing_byte_forbids_to_finish",
     ),
     Mutant(
         1, "the row before the file", "_engine/write/publish.py",
@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant(
         1, "a sweeper takes a small file for an orphan before its row is committed", "_engine/space/eviction.py",
         "as free, self._catalog.writer():\n", "as free:\n",
-        "tests/engine/test_writer.py::test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published",
+        "tests/engine/catalog/test_writer.py::test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published",
     ),
     Mutant(
         1, "a small file is written without an intent", "_engine/write/intent.py",
@@ -92,23 +92,23 @@ MUTANTS = (
     Mutant(
         1, "map without a look at the size", "_engine/files/blobs.py",
         "        if status.st_size != entry.size:\n", "        if status.st_size < 0:\n",
-        "tests/engine/test_blobs.py::test_a_blob_of_another_size_is_damaged",
+        "tests/engine/files/test_blobs.py::test_a_blob_of_another_size_is_damaged",
     ),
     Mutant(
         1, "what was handed out is served though it was written to", "_engine/files/blobs.py",
         "    return status.st_mtime_ns % _SECOND == _fraction(checksum)\n", "    return True\n",
-        "tests/test_written_to.py::test_the_file_by_its_own_name[local]",
+        "tests/directories/test_written_to.py::test_the_file_by_its_own_name[local]",
     ),
     Mutant(
         1, "a time of whole seconds is a seal", "_engine/files/blobs.py",
         "    return status.st_mtime_ns % _SECOND == _fraction(checksum)\n",
         "    return status.st_mtime_ns % _SECOND in (0, _fraction(checksum))\n",
-        "tests/test_written_to.py::test_a_write_that_leaves_a_whole_second_is_noticed",
+        "tests/directories/test_written_to.py::test_a_write_that_leaves_a_whole_second_is_noticed",
     ),
     Mutant(
         2, "who waits for a copy's lock believes what was there before", "directories/copying.py",
         "            if _is_lock_of(fd, target, above):", "            if above or _is_lock_of(fd, target, above):",
-        "tests/test_copying.py::test_a_directory_that_appears_while_its_lock_is_waited_for_is_locked_itself[made]",
+        "tests/directories/test_copying.py::test_a_directory_that_appears_while_its_lock_is_waited_for_is_locked_itself[made]",
     ),
     Mutant(
         10, "a copy that its caller removes is the original", "directories/private.py",
@@ -119,47 +119,47 @@ MUTANTS = (
     Mutant(
         1, "a tree is looked at once in a process", "_engine/reading.py",
         "if tree.boot == host.boot_id() and self._trees.get(tree.id) == _fingerprint(found):", "if tree.id in self._trees:",
-        "tests/test_written_to.py::test_what_is_added_removed_or_replaced_costs_no_fetch[add]",
+        "tests/directories/test_written_to.py::test_what_is_added_removed_or_replaced_costs_no_fetch[add]",
     ),
     Mutant(
         1, "an upload is said to be complete before it is", "directories/uploading.py",
         "self._write_mark(UploadMarker(False, ", "self._write_mark(UploadMarker(True, ",
-        "tests/test_uploading.py::test_killed_and_repeated[arrow]",
+        "tests/directories/test_uploading.py::test_killed_and_repeated[arrow]",
     ),
     Mutant(
         1, "what an older upload left is taken for what a killed one sent", "directories/uploading.py",
         'same = noted.etag is None or noted.etag not in ("", _state(info))', "same = True",
-        "tests/test_uploading.py::test_killed_over_an_older_one[arrow]",
+        "tests/directories/test_uploading.py::test_killed_over_an_older_one[arrow]",
     ),
     Mutant(
         1, "nobody looks at what was uploaded", "directories/uploading.py",
         "if info is None or info.size not in (None, file.size) or not self._is_same(written, info):", "if info is None and not files:",
-        "tests/test_uploading.py::test_somebody_removes_what_was_sent[local_folder]",
+        "tests/directories/test_uploading.py::test_somebody_removes_what_was_sent[local_folder]",
     ),
     Mutant(
         1, "a file that changed while it was sent is noted as it was", "directories/walking.py",
         "        if not same:\n", "        if not same and self.size < 0:\n",
-        "tests/test_uploading.py::test_a_file_that_changes_while_it_is_sent[arrow]",
+        "tests/directories/test_uploading.py::test_a_file_that_changes_while_it_is_sent[arrow]",
     ),
     Mutant(
         1, "a private copy of another version is taken for this one", "directories/copying.py",
         " and has_stamp(found.st_mtime_ns, self._stamps[file.name])", "",
-        "tests/test_copying.py::test_another_version_of_the_same_size_is_another_file",
+        "tests/directories/test_copying.py::test_another_version_of_the_same_size_is_another_file",
     ),
     Mutant(
         1, "what comes straight from the remote is not looked at", "directories/sinks.py",
         "        if other or (", "        if (",
-        "tests/test_copying.py::test_another_version_than_was_listed_is_told[version]",
+        "tests/directories/test_copying.py::test_another_version_than_was_listed_is_told[version]",
     ),
     Mutant(
         1, "a file that is kept is taken for the version that is listed", "directories/trees.py",
         "            return is_same_version(entry.validator, file.validator)\n", "            return bool(entry.validator)\n",
-        "tests/test_directories.py::test_a_change_is_seen_after_max_age",
+        "tests/directories/test_directories.py::test_a_change_is_seen_after_max_age",
     ),
     Mutant(
         1, "half an upload is taken for a directory", "directories/listings.py",
         "    if complete and not missing:\n", "    if not missing:\n",
-        "tests/test_directories.py::test_an_upload_that_goes_on_is_not_handed_out[arrow]",
+        "tests/directories/test_directories.py::test_an_upload_that_goes_on_is_not_handed_out[arrow]",
     ),
     Mutant(
         1, "a list of files may be as long as its server likes", "directories/upload_marker.py",
@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         1, "a file that was uploaded is not looked for", "directories/listings.py",
         "    if complete and not missing:\n", "    if complete:\n",
-        "tests/test_directories.py::test_a_file_of_the_manifest_that_is_missing",
+        "tests/directories/test_directories.py::test_a_file_of_the_manifest_that_is_missing",
     ),
     Mutant(
         1, "a part of a signature drops parameters", "remote/urls.py",
@@ -210,12 +210,12 @@ MUTANTS = (
         2, "a chunk is marked before it is written", "_engine/files/stages.py",
         "            host.pwrite(fd, view, offset)\n            with self._idle:\n                self._take_in_locked(written, view)\n",
         "            with self._idle:\n                self._take_in_locked(written, view)\n            host.pwrite(fd, view, offset)\n",
-        "tests/engine/test_stages.py::test_a_kill_at_any_step_can_be_gone_on_from",
+        "tests/engine/files/test_stages.py::test_a_kill_at_any_step_can_be_gone_on_from",
     ),
     Mutant(
         2, "a partial is gone on from whatever the validator", "_engine/files/stages.py",
         "        if kept and (kept.size, kept.validator) == (total, validator):\n", "        if kept and kept.size == total:\n",
-        "tests/engine/test_stages.py::test_nothing_is_gone_on_from_when_the_object_is_another",
+        "tests/engine/files/test_stages.py::test_nothing_is_gone_on_from_when_the_object_is_another",
     ),
     Mutant(
         2, "a failure is not shared", "_engine/locks/fill.py",
@@ -227,20 +227,20 @@ MUTANTS = (
         2, "who makes a value waits for no other", "_engine/locks/fill.py",
         "        if held is None or keyhash in held:\n",
         "        if held is None or held:\n",
-        "tests/engine/test_nesting.py::test_a_value_that_many_others_need_is_made_once",
+        "tests/engine/locks/test_nesting.py::test_a_value_that_many_others_need_is_made_once",
     ),
     Mutant(
         11, "two that need each other wait for ever", "_engine/locks/nesting.py",
         "            if leads_to(held, wanted, self._living(txn)):\n",
         "            if not self._living(txn) and held == wanted:\n",
-        "tests/engine/test_nesting.py::test_coroutines_that_need_each_other_do_not_wait_for_ever",
+        "tests/engine/locks/test_nesting.py::test_coroutines_that_need_each_other_do_not_wait_for_ever",
     ),
     # 3. No stale state
     Mutant(
         3, "what a dead process waited for is believed", "_engine/locks/nesting.py",
         "            if self._owners.is_dead(wait.owner):\n",
         "            if self._owners.is_dead(0) and wait.owner < 0:\n",
-        "tests/engine/test_nesting.py::test_what_a_killed_waiter_noted_counts_for_nothing",
+        "tests/engine/locks/test_nesting.py::test_what_a_killed_waiter_noted_counts_for_nothing",
     ),
     Mutant(
         3, "nobody is ever found dead", "_engine/locks/owners.py",
@@ -266,7 +266,7 @@ MUTANTS = (
     Mutant(
         3, "a pause makes the clock early", "_engine/index/clock.py",
         "        wall = time.time_ns()  # after the monotonic one", "        # after the monotonic one",
-        "tests/engine/test_clock.py::test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_early",
+        "tests/engine/index/test_clock.py::test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_early",
     ),
     # 4. Never over budget
     Mutant(
@@ -340,7 +340,7 @@ MUTANTS = (
     Mutant(
         4, "what is to be replaced is there for ever", "_engine/space/room.py",
         "            replaces, replaced = entries.version(rows, want.space, want.key)\n", "            pass\n",
-        "tests/engine/test_budget.py::test_what_was_to_be_replaced_is_gone_by_now",
+        "tests/engine/space/test_budget.py::test_what_was_to_be_replaced_is_gone_by_now",
     ),
     # 5. A lease pins
     Mutant(
@@ -363,7 +363,7 @@ MUTANTS = (
     Mutant(
         5, "a file goes though a directory has it", "_engine/catalog/entries.py",
         '    " AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)"\n', "",
-        "tests/test_directories.py::test_a_tree_goes_before_its_files_can",
+        "tests/directories/test_directories.py::test_a_tree_goes_before_its_files_can",
     ),
     # 6. The cache never breaks the job
     Mutant(
@@ -374,12 +374,12 @@ MUTANTS = (
     Mutant(
         6, "the clock of a root is set back", "_engine/index/clock.py",
         "max(self._ahead, wall - ticks, told or 0)\n", "max(wall - ticks, 0)\n",
-        "tests/engine/test_clock.py::test_it_goes_on_while_the_wall_clock_was_set_back",
+        "tests/engine/index/test_clock.py::test_it_goes_on_while_the_wall_clock_was_set_back",
     ),
     Mutant(
         6, "each process has a clock of its own", "_engine/index/clock.py",
         "        return ahead if ticks + ahead - wall <= BELIEVED else 0\n", "        return 0\n",
-        "tests/engine/test_clock.py::test_a_step_while_another_process_looks_is_one_clock",
+        "tests/engine/index/test_clock.py::test_a_step_while_another_process_looks_is_one_clock",
     ),
     Mutant(
         6, "a duration is of the wall clock", "origin/__init__.py",
@@ -496,22 +496,22 @@ MUTANTS = (
     Mutant(
         4, "the table of slots grows as far as its next slot says", "_engine/catalog/entries.py",
         "        if type(noted) is not int or top > RECORDS + noted + free:\n", "        if type(noted) is not int:\n",
-        "tests/engine/test_forged_rows.py::test_a_slot_far_away_makes_no_gigabytes_of_slots[the next slot-False]",
+        "tests/engine/catalog/test_forged_rows.py::test_a_slot_far_away_makes_no_gigabytes_of_slots[the next slot-False]",
     ),
     Mutant(
         6, "a slot of the catalog is believed", "_engine/catalog/checked.py",
         "        and rows.has_slot(row[6])\n", "        and row[6] >= 0\n",
-        "tests/engine/test_forged_rows.py::test_rows_of_one_forged_slot_are_set_aside_and_the_others_stay",
+        "tests/engine/catalog/test_forged_rows.py::test_rows_of_one_forged_slot_are_set_aside_and_the_others_stay",
     ),
     Mutant(
         6, "a total or a limit that is no number is believed", "_engine/catalog/spaces.py",
         "    if not _NUMBERS.issuperset(map(type, row)):\n", "    if not row:\n",
-        "tests/engine/test_forged_rows.py::test_what_is_no_number_or_no_name_reaches_no_caller[a budget]",
+        "tests/engine/catalog/test_forged_rows.py::test_what_is_no_number_or_no_name_reaches_no_caller[a budget]",
     ),
     Mutant(
         6, "parts of two windows of the clock are one", "_engine/index/clock.py",
         "        return wall + skew\n", "        return wall + self.window[2]\n",
-        "tests/engine/test_clock.py::test_a_step_that_another_thread_sees_between_two_lines_is_no_time_of_its_own",
+        "tests/engine/index/test_clock.py::test_a_step_that_another_thread_sees_between_two_lines_is_no_time_of_its_own",
     ),
     Mutant(
         6, "a lost part of the slots stays lost", "_engine/engine.py",
@@ -557,12 +557,12 @@ MUTANTS = (
     Mutant(
         6, "what is noted of an entry is believed", "_model.py",
         "    return found if sound and all(", "    return found if found or all(",
-        "tests/engine/test_forged_rows.py::test_what_is_noted_of_an_entry_is_not_believed[other types]",
+        "tests/engine/catalog/test_forged_rows.py::test_what_is_noted_of_an_entry_is_not_believed[other types]",
     ),
     Mutant(
         1, "a file that is said to be an array is not looked at", "_engine/reading.py",
         ", \"pack\": self._pack_is_there}", "}",
-        "tests/engine/test_forged_rows.py::test_a_file_that_is_said_to_be_another_thing_is_fetched_again[pack]",
+        "tests/engine/catalog/test_forged_rows.py::test_a_file_that_is_said_to_be_another_thing_is_fetched_again[pack]",
     ),
     # 7. kill -9 anywhere
     Mutant(
@@ -664,7 +664,7 @@ MUTANTS = (
         7, "a value that makes way keeps its slot", "_engine/space/eviction.py",
         "            self._slots.clear(slot, id)  # P1 locks, and looks",
         "            # P1 locks, and looks",
-        "tests/engine/test_displace.py::test_who_remembers_what_made_way_finds_nothing",
+        "tests/engine/space/test_displace.py::test_who_remembers_what_made_way_finds_nothing",
     ),
     Mutant(
         7, "a replaced entry keeps its slot", "_engine/write/insert.py",
@@ -702,7 +702,7 @@ MUTANTS = (
     Mutant(
         9, "a lease is closed while the interpreter goes down", "_engine/locks/leases.py",
         "        if not is_finalizing():  # at exit the kernel", "        if is_finalizing:  # at exit the kernel",
-        "tests/test_finalizers.py::test_a_late_reference_prints_nothing[a lease-here]",
+        "tests/project/test_finalizers.py::test_a_late_reference_prints_nothing[a lease-here]",
     ),
     Mutant(
         9, "a fork does not wait for the catalog", "_engine/engine.py",
@@ -750,12 +750,12 @@ MUTANTS = (
     Mutant(
         10, "everybody may read the catalog", "_engine/catalog/connection.py",
         "self._root.files.create(draft, self._root.file_mode)", "self._root.files.create(draft, 0o644)",
-        "tests/test_shared_roots.py::test_files_have_the_modes_of_their_root[False-0]",
+        "tests/cache/test_shared_roots.py::test_files_have_the_modes_of_their_root[False-0]",
     ),
     Mutant(
         10, "foreign files are built upon", "_engine/files/root.py",
         "    if others:\n        found = f", "    if others and place is None:\n        found = f",
-        "tests/engine/test_root.py::test_s15_foreign_files_are_refused_and_left_alone",
+        "tests/engine/files/test_root.py::test_s15_foreign_files_are_refused_and_left_alone",
     ),
     Mutant(
         10, "a symbolic link is followed", "_kernel/below.py",
@@ -771,52 +771,52 @@ MUTANTS = (
     Mutant(
         10, "a group's root is taken by one that did not ask for it", "_engine/files/root.py",
         "    if root.shared and not shared:\n", "    if root.shared and shared is None:\n",
-        "tests/test_shared_roots.py::test_a_groups_root_is_opened_by_those_who_ask_for_one",
+        "tests/cache/test_shared_roots.py::test_a_groups_root_is_opened_by_those_who_ask_for_one",
     ),
     Mutant(
         1, "what rotted in a partial is published", "_engine/files/stages.py",
         " and xxhash.xxh3_128_digest(data) == seen.sum_of(chunk):", ":",
-        "tests/engine/test_stages.py::test_what_rotted_in_a_partial_is_fetched_again",
+        "tests/engine/files/test_stages.py::test_what_rotted_in_a_partial_is_fetched_again",
     ),
     Mutant(
         10, "a suffix of the catalog is believed", "_engine/catalog/checked.py",
         "        and (not row[12] or _SUFFIX(row[12]))\n", "",
-        "tests/engine/test_forged_rows.py::test_a_forged_row_is_set_aside[a suffix that leads out]",
+        "tests/engine/catalog/test_forged_rows.py::test_a_forged_row_is_set_aside[a suffix that leads out]",
     ),
     Mutant(
         10, "the name of a file in a tree is believed", "_engine/catalog/entries.py",
         "    if not all(checked.is_member(row[-1]) for row in found):\n", "    if not found:\n",
-        "tests/engine/test_forged_rows.py::test_the_name_of_a_file_in_a_tree_leads_not_out_of_it",
+        "tests/engine/catalog/test_forged_rows.py::test_the_name_of_a_file_in_a_tree_leads_not_out_of_it",
     ),
     Mutant(
         10, "another user's root is taken", "_engine/files/root.py",
         "    if found.st_uid == os.geteuid() or (", "    if found.st_uid >= 0 or (",
-        "tests/engine/test_root.py::test_a_root_of_another_user_is_refused",
+        "tests/engine/files/test_root.py::test_a_root_of_another_user_is_refused",
     ),
     Mutant(
         10, "a mark is written over whatever is there", "directories/uploading.py",
         'if_none_match="*" if self._marked is None else None, if_match=self._marked)', "if_match=None)",
-        "tests/test_uploading.py::test_two_uploads_at_once[local_folder]",
+        "tests/directories/test_uploading.py::test_two_uploads_at_once[local_folder]",
     ),
     Mutant(
         10, "an update of metadata writes over another's", "directories/metadata.py",
         "    if isinstance(store, Store):\n        yield", "    if store is None:\n        yield",
-        "tests/test_metadata.py::test_no_update_is_lost_on_one_node",
+        "tests/directories/test_metadata.py::test_no_update_is_lost_on_one_node",
     ),
     Mutant(
         10, "a private copy replaces the user's file", "directories/copying.py",
         'if check and (not self._overwrite or what == "a directory"):', 'if check and what == "a directory":',
-        "tests/test_copying.py::test_a_file_that_is_not_ours_is_not_overwritten[edited]",
+        "tests/directories/test_copying.py::test_a_file_that_is_not_ours_is_not_overwritten[edited]",
     ),
     Mutant(
         10, "a private copy follows a link out of its directory", "directories/copying.py",
         "        return path.lstat()\n", "        return path.stat()\n",
-        "tests/test_copying.py::test_links_in_the_target_are_not_followed[link]",
+        "tests/directories/test_copying.py::test_links_in_the_target_are_not_followed[link]",
     ),
     Mutant(
         10, "whatever a listing names is built", "directories/manifests.py",
         "        wrong = _wrong(name)\n", '        wrong = ""\n',
-        "tests/test_directories.py::test_a_hostile_name[arrow-up]",
+        "tests/directories/test_directories.py::test_a_hostile_name[arrow-up]",
     ),
     Mutant(
         10, "members of a tar may lead out of it", "sources/tar_index.py",
@@ -838,7 +838,7 @@ MUTANTS = (
     Mutant(
         11, "who waits for a directory does not say so", "directories/trees.py",
         "timeout=self._ask.timeout, on_wait=self._ask.on_wait):", "timeout=self._ask.timeout):",
-        "tests/test_directories.py::test_who_waits_says_so",
+        "tests/directories/test_directories.py::test_who_waits_says_so",
     ),
     Mutant(
         11, "waiting is not said", "_kernel/waits.py",
@@ -863,31 +863,31 @@ MUTANTS = (
         1, "a slot is filled without a second look", "_engine/packs/pack.py",
         "            if self._cells[slot]:\n                return False\n",
         "",
-        "tests/engine/test_pack.py::test_who_comes_second_between_the_look_and_the_store",
+        "tests/engine/packs/test_pack.py::test_who_comes_second_between_the_look_and_the_store",
     ),
     Mutant(
         1, "a record of any slot is taken", "_engine/files/pack_records.py",
         "    if found != slot or start + length > len(segment) or check",
         "    if start + length > len(segment) or check",
-        "tests/engine/test_pack.py::test_a_forged_word_leads_to_nothing",
+        "tests/engine/packs/test_pack.py::test_a_forged_word_leads_to_nothing",
     ),
     Mutant(
         1, "a record may end behind its segment", "_engine/files/pack_records.py",
         "or start + length > len(segment) or check",
         "or check",
-        "tests/engine/test_pack.py::test_no_flipped_bit_of_a_header_passes",
+        "tests/engine/packs/test_pack.py::test_no_flipped_bit_of_a_header_passes",
     ),
     Mutant(
         1, "what another boot wrote is believed", "_engine/files/pack_records.py",
         "    if (verify or boot != boot_tag()) and",
         "    if verify and",
-        "tests/engine/test_pack.py::test_what_another_boot_wrote_is_compared_with_its_checksum",
+        "tests/engine/packs/test_pack.py::test_what_another_boot_wrote_is_compared_with_its_checksum",
     ),
     Mutant(
         4, "segments are not charged", "_engine/catalog/segments.py",
         "    _charge(txn, segment.pack, segment.number, segment.size)\n",
         "",
-        "tests/engine/test_pack.py::test_what_is_counted_is_what_is_there",
+        "tests/engine/packs/test_pack.py::test_what_is_counted_is_what_is_there",
     ),
     Mutant(
         4, "the tails of the dead are not given back", "_engine/packs/packing.py",
@@ -905,7 +905,7 @@ MUTANTS = (
         1, "a living handle's segment is taken over", "_engine/packs/packing.py",
         "            return self._taken.get((segment.pack, segment.number)) not in self._in_use\n",
         "            return True\n",
-        "tests/engine/test_pack.py::test_two_handles_of_a_process_append_apart",
+        "tests/engine/packs/test_pack.py::test_two_handles_of_a_process_append_apart",
     ),
     # Loading ahead
     Mutant(
@@ -922,17 +922,17 @@ MUTANTS = (
     Mutant(
         3, "items without a version outlive those who use them", "prefetch/__init__.py",
         "        bound = version is None and self._bound is not self._digest\n", "        bound = False\n",
-        "tests/test_prefetch.py::test_without_a_version_items_go_with_the_processes_that_use_them",
+        "tests/prefetch/test_prefetch.py::test_without_a_version_items_go_with_the_processes_that_use_them",
     ),
     Mutant(
         4, "a size that is told is not reserved", "prefetch/load_queue.py",
         "        return self.need_of(self.largest if load.size is None else load.size)\n", "        return self.need_of(self.largest)\n",
-        "tests/test_prefetch.py::test_a_size_that_is_told_is_reserved_before_the_read",
+        "tests/prefetch/test_prefetch.py::test_a_size_that_is_told_is_reserved_before_the_read",
     ),
     Mutant(
         4, "bytes that are left of a promise are lost", "_engine/write/reservations.py",
         "        if left == NOTHING:", "        if not left.entries:",
-        "tests/test_prefetch.py::test_items_of_many_sizes_are_all_kept",
+        "tests/prefetch/test_prefetch.py::test_items_of_many_sizes_are_all_kept",
     ),
     Mutant(
         9, "a child waits for what its parent was reading", "prefetch/load_queue.py",
@@ -948,37 +948,37 @@ MUTANTS = (
     Mutant(
         11, "nobody is told that a load is done", "prefetch/load_queue.py",
         "        if state is not State.RUNNING and load.waiting:\n            self.settled.notify_all()\n", "",
-        "tests/test_prefetch.py::test_running_it_is_waited_for",
+        "tests/prefetch/test_prefetch.py::test_running_it_is_waited_for",
     ),
     Mutant(
         2, "what is to be read is not looked for under its key's lock", "prefetch/scheduler.py",
         "[load.name for load in loads])", "[load.name for load in loads if load not in started])",
-        "tests/test_prefetch.py::test_each_item_is_read_once_by_two_pools",
+        "tests/prefetch/test_prefetch.py::test_each_item_is_read_once_by_two_pools",
     ),
     Mutant(
         4, "what is promised ahead does not count against a quota", "_engine/write/reservations.py",
         "return SpaceRequest(self._space.id, key, 0, need.size, charged", "return SpaceRequest(self._space.id, key, 0, 0, charged",
-        "tests/engine/test_credit.py::test_a_promise_counts_against_the_limits_of_its_space",
+        "tests/engine/write/test_credit.py::test_a_promise_counts_against_the_limits_of_its_space",
     ),
     Mutant(
         4, "an older promise grows beside a younger one unseen", "_engine/catalog/reservations.py",
         "AND (granted OR ?2 = 0 OR id < ?2)", "AND (?2 = 0 OR id < ?2)",
-        "tests/engine/test_credit.py::test_a_promise_counts_against_the_limits_of_its_space",
+        "tests/engine/write/test_credit.py::test_a_promise_counts_against_the_limits_of_its_space",
     ),
     Mutant(
         5, "a small value goes though it is leased", "_engine/space/eviction.py",
         "            if not free or not entries.drop_value(txn, id):\n", "            if not entries.drop_value(txn, id):\n",
-        "tests/engine/test_credit.py::test_a_small_value_that_is_leased_makes_no_way",
+        "tests/engine/write/test_credit.py::test_a_small_value_that_is_leased_makes_no_way",
     ),
     Mutant(
         7, "what a dead process was promised stays promised", "_engine/catalog/reservations.py",
         "AND (granted = 0 OR keyhash = 0)", "AND granted = 0",
-        "tests/engine/test_credit.py::test_a_dead_process_has_no_promise",
+        "tests/engine/write/test_credit.py::test_a_dead_process_has_no_promise",
     ),
     Mutant(
         7, "items outlive their session", "_engine/catalog/entries.py",
         "SET life = 'held' WHERE validator", "SET life = 'cached' WHERE validator",
-        "tests/engine/test_credit.py::test_a_session_takes_its_entries_along",
+        "tests/engine/write/test_credit.py::test_a_session_takes_its_entries_along",
     ),
     Mutant(
         4, "the room of what is read and not kept is lost", "prefetch/steps.py",
@@ -1105,22 +1105,22 @@ MUTANTS = (
     Mutant(
         10, "what others can write is unpickled by default", "codecs/__init__.py",
         '"pytree" if others_can_write else "pickle"', '"pickle"',
-        "tests/test_shared_roots.py::test_a_pickle_of_anothers_is_a_miss",
+        "tests/cache/test_shared_roots.py::test_a_pickle_of_anothers_is_a_miss",
     ),
     Mutant(
         10, "a cluster's tasks are pickled in a root that others can write to", "adapters/ray/tasks.py",
         "default_codec(others_can_write=origin_of(cache).others_can_write)", "default_codec(others_can_write=False)",
-        "tests/adapters/test_ray_shared.py::test_tasks_of_a_cluster",
+        "tests/adapters/ray/test_ray_shared.py::test_tasks_of_a_cluster",
     ),
     Mutant(
         10, "copies of pickles are left where others can write", "adapters/ray/sessions.py",
         'if place.codec == "pickle" and origin_of(cache).others_can_write:', "if False:",
-        "tests/adapters/test_ray_shared.py::test_a_node_whose_own_cache_is_a_groups_copies_no_pickles[pickle]",
+        "tests/adapters/ray/test_ray_shared.py::test_a_node_whose_own_cache_is_a_groups_copies_no_pickles[pickle]",
     ),
     Mutant(
         10, "a spilled object is taken back whatever it has become", "prefetch/__init__.py",
         "(seal and _seal(data) != seal)", "seal is None",
-        "tests/test_shared_roots.py::test_a_spilled_object_is_known_again_by_who_spilled_it[10]",
+        "tests/cache/test_shared_roots.py::test_a_spilled_object_is_known_again_by_who_spilled_it[10]",
     ),
     Mutant(
         12, "a tag may show where an object lies", "tasks/binding.py",

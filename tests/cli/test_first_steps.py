@@ -12,7 +12,7 @@ import pytest
 from forebay import Cache, _config, errors
 from forebay.cli import checkup
 from forebay.testing import ScriptedServer
-from tests.directories import FILES, http_directory
+from tests.remote_directories import FILES, http_directory
 
 from .conftest import COMMAND, Run
 

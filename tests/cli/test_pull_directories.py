@@ -11,7 +11,7 @@ import pytest
 
 from forebay import Cache
 from forebay.testing import ScriptedServer
-from tests.directories import FILES, MARKER, TOTAL, files_of, http_directory, marker_of
+from tests.remote_directories import FILES, MARKER, TOTAL, files_of, http_directory, marker_of
 
 from .conftest import HANG, Run, Terminal
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay import Cache
-from tests.directories import FILES, MARKER, aws, files_of, write_files  # noqa: F401 (aws: a fixture)
+from tests.remote_directories import FILES, MARKER, aws, files_of, write_files  # noqa: F401 (aws: a fixture)
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 from .conftest import Run, Terminal

@@ -9,7 +9,7 @@ import pytest
 
 from forebay import Cache
 from forebay.testing import ScriptedServer
-from tests.directories import FILES, http_directory
+from tests.remote_directories import FILES, http_directory
 
 from .conftest import Run
 

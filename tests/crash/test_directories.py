@@ -19,8 +19,8 @@ from forebay._kernel import host
 from forebay.remote import RemoteOptions
 from forebay.reports import Progress
 from tests.crash.conftest import MOST, Scene
-from tests.directories import files_of
 from tests.harness import HANG, Child, KiB, MiB, assert_counted, data_usage
+from tests.remote_directories import files_of
 from tests.servers.counting import Shelf, content
 
 NewScene = Callable[[int], Scene]

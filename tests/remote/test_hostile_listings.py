@@ -18,7 +18,7 @@ from forebay.remote import RemoteOptions
 from forebay.remote.s3 import S3Remote
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer
-from tests.directories import write_files
+from tests.remote_directories import write_files
 from tests.servers.counting import Shelf
 from tests.servers.counting import shelf as shelf
 from tests.servers.raw import RawServer

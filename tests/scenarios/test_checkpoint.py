@@ -20,9 +20,9 @@ import forebay
 from forebay import Checkpoint, errors
 from forebay.remote import RemoteOptions
 from forebay.testing import ScriptedServer
-from tests.directories import CKPT, FILES, TOTAL, files_of, http_directory
 from tests.harness import KiB, MiB, assert_counted, data_usage, usage
 from tests.items import files_below, until
+from tests.remote_directories import CKPT, FILES, TOTAL, files_of, http_directory
 from tests.servers.counting import Shelf, content
 
 SOON = 20.0

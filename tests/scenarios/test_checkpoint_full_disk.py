@@ -11,8 +11,8 @@ import pytest
 
 import forebay
 from forebay import Checkpoint, errors
-from tests.directories import CKPT, files_of
 from tests.harness import MiB, fill_the_disk
+from tests.remote_directories import CKPT, files_of
 from tests.servers.counting import Shelf, content
 
 

@@ -19,8 +19,8 @@ from forebay import errors
 from forebay._engine.catalog import writer
 from forebay._kernel import waits
 from forebay.testing import ScriptedServer
-from tests.directories import http_directory
 from tests.harness import Child, Gate, fork, in_child
+from tests.remote_directories import http_directory
 
 BODY = b"body" * 30_000
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def test_each_old_text_occurs_once_and_each_invariant_has_a_mutant() -> None:
-    path = Path(__file__).parents[1] / "tools/mutants.py"
+    path = Path(__file__).parents[2] / "tools/mutants.py"
     spec = importlib.util.spec_from_file_location("mutants", path)
     assert spec is not None
     assert spec.loader is not None

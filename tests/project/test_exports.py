@@ -19,7 +19,7 @@ import forebay
 from forebay import _config, errors
 from forebay.remote import RemoteOptions
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 ERRORS = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.ForebayError)]
 
 
@@ -81,7 +81,7 @@ def test_the_python_in_the_pages_is_python(page: Path) -> None:
 
 def named_in_the_design() -> list[str]:
     rows = [line for line in (REPO / "docs" / "design.md").read_text().splitlines() if re.match(r"\| \d+ \|", line)]
-    return sorted(set(re.findall(r"`(\w+/test_\w+\.py(?:::\w+)?)`", "\n".join(rows))))
+    return sorted(set(re.findall(r"`((?:\w+/)*test_\w+\.py(?:::\w+)?)`", "\n".join(rows))))
 
 
 @pytest.mark.parametrize("name", named_in_the_design())

@@ -30,10 +30,10 @@ from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
 import forebay
 from forebay.adapters.ray import RayCheckpoint, from_ray, report, to_ray
-from tests.directories import CKPT, FILES, Remote, arrow, every_kind, files_of, fsspec_etags, s3, write_files
-from tests.directories import aws as aws
-from tests.directories import remote as remote
 from tests.harness import Crew
+from tests.remote_directories import CKPT, FILES, Remote, arrow, every_kind, files_of, fsspec_etags, s3, write_files
+from tests.remote_directories import aws as aws
+from tests.remote_directories import remote as remote
 from tests.servers.counting import Shelf
 from tests.servers.counting import shelf as shelf
 from tests.servers.rgw import RgwServer
@@ -330,7 +330,7 @@ def trained(place: Path, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_METRICS_ENABLED": "0",
     }  # each a process more, which imports for seconds
-    paths = {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE.parents[1])])}
+    paths = {"PYTHONPATH": os.pathsep.join([str(HERE.parents[2] / "src"), str(HERE.parents[2])])}
     words = [sys.executable, str(HERE / "ray_runs.py"), json.dumps(told)]
     try:
         done = subprocess.run(

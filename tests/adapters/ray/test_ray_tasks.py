@@ -29,7 +29,7 @@ from forebay.adapters.ray.tasks import size_in
 from forebay.tasks.identity import code_of
 from tests.adapters.ray_cluster import AWAY, HEAD, Log, Nodes, node
 
-SRC = str(Path(__file__).parents[2] / "src")
+SRC = str(Path(__file__).parents[3] / "src")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests.adapters.conftest import load_streaming
-from tests.adapters.streaming_runs import SAMPLES, Job, Node, Say, make_shards, own_node
+from tests.adapters.streaming.streaming_runs import SAMPLES, Job, Node, Say, make_shards, own_node
 
 load_streaming()
 

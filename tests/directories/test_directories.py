@@ -19,9 +19,21 @@ from forebay import errors
 from forebay.remote import RemoteOptions
 from forebay.reports import Progress
 from forebay.testing import ScriptedServer
-from tests.directories import CKPT, FILES, MARKER, TOTAL, Remote, every_kind, files_of, http_directory, inodes_of, marker_of, modes_of
 from tests.harness import Crew, data_usage, in_child, usage
 from tests.items import until
+from tests.remote_directories import (
+    CKPT,
+    FILES,
+    MARKER,
+    TOTAL,
+    Remote,
+    every_kind,
+    files_of,
+    http_directory,
+    inodes_of,
+    marker_of,
+    modes_of,
+)
 from tests.servers.counting import Shelf, content
 
 MiB = 1 << 20

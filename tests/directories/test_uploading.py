@@ -27,7 +27,8 @@ from forebay.directories.uploading import Uploaded, upload
 from forebay.origin import Origin
 from forebay.remote import RemoteOptions
 from forebay.testing import MemorySink, ScriptedServer
-from tests.directories import (  # noqa: F401 (fixtures)
+from tests.harness import HANG, Crew, Gate
+from tests.remote_directories import (  # noqa: F401 (fixtures)
     CKPT,
     FILES,
     MARKER,
@@ -43,7 +44,6 @@ from tests.directories import (  # noqa: F401 (fixtures)
     s3,
     write_files,
 )
-from tests.harness import HANG, Crew, Gate
 from tests.servers.counting import Shelf, content, shelf  # noqa: F401 (a fixture)
 from tests.servers.rgw import rgw_server  # noqa: F401 (a fixture)
 

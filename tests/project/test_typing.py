@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 
 PROGRAM = '''\
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).parents[1] / "src"
+SRC = Path(__file__).parents[2] / "src"
 PACKAGE = SRC / "forebay"
 
 # A room may import what stands to its left, in its own line or through another one. Rooms between two "<" do not import each other.

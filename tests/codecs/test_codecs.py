@@ -24,7 +24,7 @@ from forebay.codecs import ALIGNMENT, MAPPED_FROM, codec
 np = pytest.importorskip("numpy")
 from hypothesis.extra import numpy as hnp  # noqa: E402  (needs NumPy)
 
-SRC = Path(__file__).parents[1] / "src"
+SRC = Path(__file__).parents[2] / "src"
 quick = hypothesis.settings(deadline=None, max_examples=60)
 
 

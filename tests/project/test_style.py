@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).parents[1] / "src"
+SRC = Path(__file__).parents[2] / "src"
 FILES = sorted(SRC.rglob("*.py"))
 LONGEST_FILE = 600
 LONGEST_FUNCTION = 60

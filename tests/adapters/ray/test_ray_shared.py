@@ -21,7 +21,7 @@ from forebay.adapters import chia
 from forebay.adapters.ray import head as ray_head
 from forebay.adapters.ray import sessions as ray_sessions
 from forebay.adapters.ray import tasks as ray_tasks
-from tests.test_shared_roots import Evil, Result
+from tests.cache.test_shared_roots import Evil, Result
 
 NODE = "the node of this process"
 

@@ -20,7 +20,7 @@ pytest.importorskip("numpy")
 
 from forebay import claims
 from forebay.adapters.streaming import SharedArray, SharedBarrier, World, get_shm_prefix
-from tests.adapters.streaming_runs import Job, Node, Say, own_node
+from tests.adapters.streaming.streaming_runs import Job, Node, Say, own_node
 
 
 @pytest.fixture(autouse=True)

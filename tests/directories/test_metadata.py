@@ -16,9 +16,9 @@ from forebay import errors
 from forebay.directories import metadata
 from forebay.directories.place import RemoteDirectory, place_of
 from forebay.testing import ScriptedServer
-from tests.directories import Remote, aws, every_kind, files_of  # noqa: F401 (fixtures)
-from tests.directories import remote as remote
 from tests.harness import Crew, in_child
+from tests.remote_directories import Remote, aws, every_kind, files_of  # noqa: F401 (fixtures)
+from tests.remote_directories import remote as remote
 from tests.servers.counting import Shelf, shelf  # noqa: F401 (a fixture)
 from tests.servers.rgw import rgw_server  # noqa: F401 (a fixture)
 

@@ -9,8 +9,8 @@ import pytest
 
 import forebay
 from forebay import Checkpoint
-from tests.directories import CKPT, FILES, Remote, files_of
 from tests.harness import MiB, in_child
+from tests.remote_directories import CKPT, FILES, Remote, files_of
 
 
 @pytest.mark.parametrize("used", [False, True])

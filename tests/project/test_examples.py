@@ -13,7 +13,7 @@ import pytest
 
 import forebay
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "train_images.py"
 IMAGES = 40
 

@@ -16,7 +16,7 @@ import forebay
 from forebay import Cache, Lease, errors
 from forebay._engine.locks import leases
 from forebay.testing import ScriptedServer
-from tests.directories import FILES, files_of, http_directory
+from tests.remote_directories import FILES, files_of, http_directory
 
 Opened = Callable[[Cache], Lease]
 

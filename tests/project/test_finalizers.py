@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forebay.testing import ScriptedServer
-from tests.test_layering import MODULES
+from tests.project.test_layering import MODULES
 
 BUILTIN = set(dir(builtins))
 
