@@ -1175,7 +1175,7 @@ MUTANTS = (
         f"{JOBS}test_another_run_is_another_job",
     ),
     Mutant(
-        13, "a directory that another job has is not looked at", "claims/locked_registry.py",
+        13, "a directory that another job has is not looked at", "claims/registry.py",
         "records.may_meet(found, asked)", "False",
         f"{REGISTRY}test_the_error_has_both_claims_as_values",
     ),
@@ -1185,7 +1185,7 @@ MUTANTS = (
         "tests/scenarios/test_claims.py::test_s07_who_only_reads_may_share",
     ),
     Mutant(
-        13, "marks forget what lies above", "claims/dirs.py",
+        13, "marks forget what lies above", "claims/records.py",
         "frozenset(places | above)", "frozenset(places)",
         "tests/claims/test_dirs.py::test_marks_miss_nothing",
     ),
@@ -1215,7 +1215,7 @@ MUTANTS = (
         f"{MEMBERS}test_a_child_holds_nothing_of_its_parents",
     ),
     Mutant(
-        13, "a child forked in between keeps a lock", "claims/inherited_fds.py",
+        13, "a child forked in between keeps a lock", "claims/processes.py",
         "            self.close(fd)  # never unlocked: the locks are the parent's", "            pass",
         "tests/crash/test_claims.py::test_a_child_forked_at_each_step_holds_nothing",
     ),
@@ -1225,8 +1225,8 @@ MUTANTS = (
         f"{MEMBERS}test_an_exit_is_told_from_a_death",
     ),
     Mutant(
-        13, "what is beside a claim stays", "claims/locked_registry.py",
-        "building.remove_beside(directory)", "pass",
+        13, "what is beside a claim stays", "claims/registry.py",
+        "claim_files.remove_beside(directory)", "pass",
         "tests/crash/test_claims.py::test_what_is_beside_a_claim_goes_with_it",
     ),
     Mutant(
@@ -1250,7 +1250,7 @@ MUTANTS = (
         f"{BARRIERS}test_those_who_come_later_know_nothing_of_the_dead",
     ),
     Mutant(
-        13, "seats of the round before the last are taken", "claims/barrier_state.py",
+        13, "seats of the round before the last are taken", "claims/barriers.py",
         "        self._clear_locked(after)\n", "",
         f"{BARRIERS}test_nobody_is_a_round_ahead",
     ),
@@ -1260,7 +1260,7 @@ MUTANTS = (
         f"{BARRIERS}test_one_that_crossed_is_killed_on_its_way",
     ),
     Mutant(
-        13, "a barrier breaks at a time of the wall clock", "claims/barrier_state.py",
+        13, "a barrier breaks at a time of the wall clock", "claims/barriers.py",
         "host.set_word(self._words, _BROKEN_AT, time.monotonic_ns())", "host.set_word(self._words, _BROKEN_AT, 1)",
         f"{BARRIERS}test_a_clock_that_is_set_back_leaves_no_late_one_untold",
     ),
@@ -1281,17 +1281,17 @@ MUTANTS = (
         f"{BARRIERS}test_ctrl_c_takes_the_arrival_back",
     ),
     Mutant(
-        13, "a thread waits for itself", "claims/named_locks.py",
+        13, "a thread waits for itself", "claims/shared.py",
         "if known.threads.get(offset) == me:", "if False:",
         "tests/claims/test_locks.py::test_a_thread_cannot_enter_twice",
     ),
     Mutant(
-        13, "shared memory has holes", "claims/memory.py",
+        13, "shared memory has holes", "claims/shared.py",
         "host.allocate(fd, 0, whole)", "host.truncate(fd, whole)",
         "tests/claims/test_memory.py::test_memory_is_there_before_it_is_used",
     ),
     Mutant(
-        13, "who comes to shared memory believes what it asked for", "claims/memory.py",
+        13, "who comes to shared memory believes what it asked for", "claims/shared.py",
         "if known != told:", "if False:",
         "tests/claims/test_memory.py::test_another_says_something_else",
     ),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.claims import named_locks
+from forebay.claims import shared
 from forebay.claims.members import ClaimContext
 from forebay.claims.registry import Registry
 from tests.claiming import registry  # noqa: F401 (a fixture)
@@ -39,5 +39,5 @@ def house(place: Path) -> Iterator[ClaimContext]:
     """Who leads it: this process."""
     found = houses.leader(place)
     yield found
-    named_locks.close(found)
+    shared.close(found)
     found.members.leave()

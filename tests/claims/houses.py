@@ -9,9 +9,8 @@ from typing import TypeVar
 
 from forebay._kernel import locks
 from forebay.claims import members
+from forebay.claims.claim_files import CLAIM, LEADER, LOCKS, TABLE, TABLE_BYTES, WORDS
 from forebay.claims.members import ClaimContext, Members
-from forebay.claims.named_locks import LOCKS, WORDS
-from forebay.claims.table import CLAIM, LEADER, TABLE, TABLE_BYTES
 
 T = TypeVar("T")
 

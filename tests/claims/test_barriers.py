@@ -21,7 +21,7 @@ import pytest
 
 from forebay import errors
 from forebay._kernel import host, waits
-from forebay.claims import barrier_state, memory, named_locks
+from forebay.claims import barriers, shared
 from forebay.claims.barriers import Barrier
 from forebay.claims.members import ClaimContext
 from tests.claims import houses
@@ -51,7 +51,7 @@ def broken(barrier: Barrier, parties: int | None = None) -> tuple[list[str], flo
 
 def comes_to_wait(house: ClaimContext, count: int, name: str = NAME) -> None:
     """Until so many wait."""
-    board = barrier_state.board_of(house, name)
+    board = barriers.board_of(house, name)
     deadline = time.monotonic() + LONG
     while sum(map(bool, board.seats())) < count:
         assert time.monotonic() < deadline, f"{board.seats()} after {LONG} s"
@@ -73,14 +73,14 @@ def test_each_has_a_number_of_its_own(place: Path, house: ClaimContext, crew: Cr
 
 def test_nobody_is_a_round_ahead(place: Path, house: ClaimContext, crew: Crew) -> None:
     parties, rounds = 4, 1000
-    shared = memory.buffer(house, "turns", parties * 8).cast("Q")
+    turns = shared.buffer(house, "turns", parties * 8).cast("Q")
 
     def run(which: int, barrier: Barrier) -> int:
         ahead = 0
         for turn in range(rounds):
-            shared[which] = turn
+            turns[which] = turn
             barrier.wait(parties, LONG)
-            ahead += sum(count != turn for count in shared)  # nobody can have gone on before all looked
+            ahead += sum(count != turn for count in turns)  # nobody can have gone on before all looked
             barrier.wait(parties, LONG)
         return ahead
 
@@ -129,7 +129,7 @@ def test_the_first_says_how_many(house: ClaimContext) -> None:
         Barrier(house, NAME).wait()
 
 
-@pytest.mark.parametrize("parties", [0, -1, 1.5, True, "2", barrier_state.SEATS + 1])
+@pytest.mark.parametrize("parties", [0, -1, 1.5, True, "2", barriers.SEATS + 1])
 def test_parties_that_make_no_sense(house: ClaimContext, parties: Any) -> None:
     with pytest.raises(errors.ConfigError, match="parties"):
         Barrier(house, NAME).wait(parties)
@@ -140,7 +140,7 @@ def test_timeouts_that_make_no_sense(house: ClaimContext, timeout: Any) -> None:
     with pytest.raises(errors.ConfigError, match="timeout"):
         Barrier(house, NAME).wait(1, timeout)
     with pytest.raises(errors.ConfigError, match="timeout"):
-        named_locks.NamedLock(house, NAME, timeout)
+        shared.NamedLock(house, NAME, timeout)
 
 
 def test_another_number_while_somebody_waits(place: Path, house: ClaimContext, crew: Crew) -> None:
@@ -591,7 +591,7 @@ def test_a_timeout_names_who_left(place: Path, house: ClaimContext, crew: Crew) 
 def test_ctrl_c_takes_the_arrival_back(place: Path, house: ClaimContext, crew: Crew) -> None:
     def pressed(barrier: Barrier) -> int:
         def seats() -> int:
-            return sum(map(bool, barrier_state.board_of(barrier._house, NAME).seats()))
+            return sum(map(bool, barriers.board_of(barrier._house, NAME).seats()))
 
         def press() -> None:
             until(lambda: seats() == 1)
@@ -663,8 +663,8 @@ def test_a_claim_that_is_dropped_is_not_kept(place: Path, house: ClaimContext) -
     def drop(house: ClaimContext) -> list[bool]:
         other = houses.join(place)
         Barrier(other, NAME).wait(1)
-        known = weakref.ref(other), weakref.ref(barrier_state.board_of(other, NAME))
-        named_locks.close(other)
+        known = weakref.ref(other), weakref.ref(barriers.board_of(other, NAME))
+        shared.close(other)
         other.members.leave()
         del other
         gc.collect()

@@ -13,10 +13,9 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.claims import conflicts, dirs, members
-from forebay.claims.claim_request import ClaimRequest
-from forebay.claims.dirs import ClaimedPath
-from forebay.claims.records import ClaimedStream, Record
+from forebay.claims import conflicts, members, records
+from forebay.claims.conflicts import ClaimRequest
+from forebay.claims.records import ClaimedPath, ClaimedStream, Record
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, rank
 from tests.harness import Crew, Gate
@@ -38,14 +37,14 @@ def places(tmp_path: Path) -> Callable[[int], list[ClaimedPath]]:
     def path() -> str:
         return "/".join([str(tmp_path), *chance.choices(names, k=chance.randint(0, 4))])
 
-    return lambda count: [dirs.canonical(path()) for _ in range(count)]
+    return lambda count: [records.canonical(path()) for _ in range(count)]
 
 
 def record(where: list[ClaimedPath]) -> Record:
     return ClaimRequest("job", "how", "0", tuple(ClaimedStream(place, REMOTE, False) for place in where)).record(0)
 
 
-@pytest.mark.parametrize(("equal_only", "meets"), [(False, dirs.overlap), (True, dirs.same)])
+@pytest.mark.parametrize(("equal_only", "meets"), [(False, records.overlap), (True, records.same)])
 def test_a_conflict_is_the_first_pair_that_meets(
     places: Callable[[int], list[ClaimedPath]], equal_only: bool, meets: Callable[[ClaimedPath, ClaimedPath], bool]
 ) -> None:
@@ -62,19 +61,19 @@ def test_a_conflict_is_the_first_pair_that_meets(
 def test_what_is_repeated_is_told_with_the_first_that_is_the_same(places: Callable[[int], list[ClaimedPath]]) -> None:
     for _ in range(200):
         some = places(6)
-        again = [next((first for first in range(number) if dirs.same(some[first], some[number])), None) for number in range(6)]
+        again = [next((first for first in range(number) if records.same(some[first], some[number])), None) for number in range(6)]
         assert conflicts.repeated(some) == [(first, number) for number, first in enumerate(again) if first is not None]
 
 
 def test_many_directories_are_not_compared_each_with_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[ClaimedPath] = []
-    common = dirs._common
+    common = records._common
 
     def counted(a: ClaimedPath, b: ClaimedPath) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         compared.append(a)
         return common(a, b)
 
-    monkeypatch.setattr(dirs, "_common", counted)
+    monkeypatch.setattr(records, "_common", counted)
     first, other = ([tmp_path / f"{job}{number}" for number in range(MANY)] for job in "ab")
     with forebay.claim(first, [REMOTE] * MANY, alone(), job="a"):
         forebay.claim(other, [REMOTE] * MANY, alone(), job="b").close()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.claims import dirs
-from forebay.claims.dirs import ClaimedPath, canonical, marks, overlap, same
+from forebay.claims import records
+from forebay.claims.records import ClaimedPath, canonical, marks, overlap, same
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_bind_mount_is_what_it_shows(tree: Path) -> None:
 
 
 def test_where_case_makes_no_difference_names_to_come_are_one(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dirs, "_ignores_case", lambda directory: directory.startswith(str(tree)))
+    monkeypatch.setattr(records, "_ignores_case", lambda directory: directory.startswith(str(tree)))
     assert same(canonical(tree / "data" / "New" / "A"), canonical(tree / "data" / "new" / "a"))
     assert overlap(canonical(tree / "data" / "NEW"), canonical(tree / "link" / "new" / "b"))
     (tree / "data" / "Later").mkdir()
@@ -125,8 +125,8 @@ def test_where_case_makes_no_difference_names_to_come_are_one(tree: Path, monkey
 
 def test_where_case_makes_a_difference_they_are_two(tree: Path) -> None:
     assert not overlap(canonical(tree / "data" / "New"), canonical(tree / "data" / "new"))
-    assert not dirs._ignores_case(str(tree))
-    assert not dirs._ignores_case(str(tree / "missing"))
+    assert not records._ignores_case(str(tree))
+    assert not records._ignores_case(str(tree / "missing"))
 
 
 NAMES = st.lists(st.sampled_from(["a", "b", "ab"]), max_size=5)

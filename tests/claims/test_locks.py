@@ -14,9 +14,9 @@ import pytest
 
 from forebay import errors
 from forebay._kernel import locks, waits
-from forebay.claims import memory, named_locks
+from forebay.claims import shared
 from forebay.claims.members import ClaimContext
-from forebay.claims.named_locks import NamedLock
+from forebay.claims.shared import NamedLock
 from tests.claims.houses import rank
 from tests.harness import Child, Crew, Gate, in_child
 
@@ -49,7 +49,7 @@ def is_free(house: ClaimContext, name: str = "x") -> bool:
 
 def test_processes_and_threads_count_right(place: Path, house: ClaimContext, crew: Crew) -> None:
     def count(house: ClaimContext) -> None:
-        cell = memory.buffer(house, "count", 8).cast("Q")
+        cell = shared.buffer(house, "count", 8).cast("Q")
         for _ in range(150):
             with NamedLock(house, "count"):
                 cell[0] = cell[0] + 1
@@ -65,7 +65,7 @@ def test_processes_and_threads_count_right(place: Path, house: ClaimContext, cre
     threads(house)
     for other in others:
         other.result()
-    assert memory.buffer(house, "count", 8).cast("Q")[0] == 4 * 2 * 150
+    assert shared.buffer(house, "count", 8).cast("Q")[0] == 4 * 2 * 150
 
 
 def test_two_names_are_two_locks(place: Path, house: ClaimContext) -> None:
@@ -146,7 +146,7 @@ def test_a_holder_that_forks_and_dies(place: Path, house: ClaimContext, crew: Cr
     """Its child, which lives on, keeps nothing of it."""
     inside = Gate()
 
-    born = memory.buffer(house, "born", 8).cast("Q")
+    born = shared.buffer(house, "born", 8).cast("Q")
 
     def hold(house: ClaimContext) -> None:
         with NamedLock(house, "x"):
@@ -243,7 +243,7 @@ def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, hous
 def test_the_handler_of_a_signal_leaves_in_the_middle_of_a_lock(place: Path, house: ClaimContext) -> None:
     def leave(house: ClaimContext) -> list[str]:
         def work() -> None:
-            named_locks.close(house)
+            shared.close(house)
             house.members.leave()
 
         with pytest.raises(errors.Closed):
@@ -259,7 +259,7 @@ def test_after_the_claim_was_left(place: Path, house: ClaimContext) -> None:
     def leave(house: ClaimContext) -> bool:
         lock = NamedLock(house, "x")
         with lock:
-            named_locks.close(house)
+            shared.close(house)
             house.members.leave()
         with pytest.raises(errors.Closed):
             lock.__enter__()
@@ -280,7 +280,7 @@ def test_closing_closes_the_file(place: Path, house: ClaimContext) -> None:
         with NamedLock(house, "x"):
             pass
         between = len(files())
-        named_locks.close(house)
+        shared.close(house)
         return between - before, len(files()) - before
 
     assert in_child(lambda: rank(place, 1, leave)) == (1, 0)

@@ -15,9 +15,9 @@ import pytest
 
 from forebay import errors
 from forebay._kernel import locks
-from forebay.claims import members, table
-from forebay.claims.members import ClaimContext, Members
-from forebay.claims.table import CLAIM, Gone, Member
+from forebay.claims import claim_files, members
+from forebay.claims.claim_files import CLAIM, Gone
+from forebay.claims.members import ClaimContext, Member, Members
 from tests.claims import houses
 from tests.harness import Crew, Gate
 from tests.items import until
@@ -86,7 +86,7 @@ def test_a_child_holds_nothing_of_its_parents(place: Path, quick_path: Path) -> 
     with Child(parent) as leader:
         assert leader.hear() == 1
         leader.kill()
-        look = table.MemberTable(place)
+        look = members.MemberTable(place)
         fd = os.open(place / CLAIM, os.O_RDONLY)
         assert [member.state for member in look.members(fd)] == ["vanished", "in"]
         os.close(fd)
@@ -228,9 +228,9 @@ def test_who_lost_a_claim_that_was_freed_is_told(place: Path, house: ClaimContex
 def test_a_claim_has_1024_places(place: Path, house: ClaimContext) -> None:
     fd = os.open(place / CLAIM, os.O_RDWR)
     try:
-        assert locks.take(fd, 1, table.SLOTS - 2)
+        assert locks.take(fd, 1, claim_files.SLOTS - 2)
         last = Members.attach(place)
-        assert last.slot == table.SLOTS - 1
+        assert last.slot == claim_files.SLOTS - 1
         with pytest.raises(errors.NoSpace, match="1,024"):
             Members.attach(place)
         last.leave()

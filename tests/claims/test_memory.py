@@ -16,7 +16,7 @@ import pytest
 
 from forebay import errors
 from forebay._kernel import host
-from forebay.claims import memory, named_locks
+from forebay.claims import shared
 from forebay.claims.members import ClaimContext
 from tests.claims import houses
 from tests.claims.houses import rank
@@ -31,58 +31,58 @@ from tests.harness import Crew, death_of, fork, fork_to_die, in_child
 )
 @pytest.mark.parametrize("dtype", ["u1", np.float64, ">i4", "M8[ns]", "U7", "S3", bool, [("a", "i2"), ("b", "f8", (2,))]])
 def test_an_array_is_zeros_and_shared(place: Path, house: ClaimContext, shape: Any, expected: tuple[int, ...], dtype: Any) -> None:
-    ours, zeros = memory.array(house, "a", shape, dtype), np.zeros(expected, dtype)
+    ours, zeros = shared.array(house, "a", shape, dtype), np.zeros(expected, dtype)
     assert (ours.shape, ours.dtype) == (zeros.shape, zeros.dtype)
     assert ours.tobytes() == zeros.tobytes()
     assert ours.flags.writeable
     if ours.ndim and ours.size:
         ours.view("u1")[...] = 1
-        assert in_child(lambda: rank(place, 1, lambda other: memory.array(other, "a", shape, dtype).tobytes())) == ours.tobytes()
+        assert in_child(lambda: rank(place, 1, lambda other: shared.array(other, "a", shape, dtype).tobytes())) == ours.tobytes()
 
 
 @pytest.mark.parametrize(
     "dtype", [np.dtype({"names": ["a", "b"], "formats": ["u1", "f8"], "offsets": [8, 0], "itemsize": 24}), np.dtype("u1,f8", align=True)]
 )
 def test_types_with_gaps(place: Path, house: ClaimContext, dtype: Any) -> None:
-    memory.array(house, "a", 3, dtype)
-    assert in_child(lambda: rank(place, 1, lambda other: memory.array(other, "a", 3, dtype).dtype)) == dtype
+    shared.array(house, "a", 3, dtype)
+    assert in_child(lambda: rank(place, 1, lambda other: shared.array(other, "a", 3, dtype).dtype)) == dtype
 
 
 def test_a_type_of_many_fields(place: Path, house: ClaimContext) -> None:
     dtype = [(f"field_{n:04}", "f8") for n in range(500)]
-    memory.array(house, "a", 2, dtype)["field_0499"] = 7
-    assert in_child(lambda: rank(place, 1, lambda other: memory.array(other, "a", 2, dtype)["field_0499"].tolist())) == [7, 7]
+    shared.array(house, "a", 2, dtype)["field_0499"] = 7
+    assert in_child(lambda: rank(place, 1, lambda other: shared.array(other, "a", 2, dtype)["field_0499"].tolist())) == [7, 7]
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("i8", -5), ("f4", 0.5), (bool, True), ("U3", "abc"), ([("x", "i4"), ("y", "i4")], (1, 2))])
 def test_a_scalar(place: Path, house: ClaimContext, dtype: Any, value: Any) -> None:
-    ours = memory.scalar(house, "s", dtype)
+    ours = shared.scalar(house, "s", dtype)
     assert ours.get() == np.zeros((), dtype).item()
     ours.set(value)
-    assert in_child(lambda: rank(place, 1, lambda other: memory.scalar(other, "s", dtype).value)) == value
+    assert in_child(lambda: rank(place, 1, lambda other: shared.scalar(other, "s", dtype).value)) == value
     ours.value = np.zeros((), dtype).item()
     assert ours.value == np.zeros((), dtype).item()
     assert "'s'" in repr(ours)
 
 
 def test_a_buffer(place: Path, house: ClaimContext) -> None:
-    ours = memory.buffer(house, "b", 10)
+    ours = shared.buffer(house, "b", 10)
     assert (bytes(ours), ours.readonly, ours.format) == (bytes(10), False, "B")
     ours[3:6] = b"abc"
-    assert in_child(lambda: rank(place, 1, lambda other: bytes(memory.buffer(other, "b", 10)))) == b"\0\0\0abc\0\0\0\0"
+    assert in_child(lambda: rank(place, 1, lambda other: bytes(shared.buffer(other, "b", 10)))) == b"\0\0\0abc\0\0\0\0"
 
 
 def test_an_empty_buffer(place: Path, house: ClaimContext) -> None:
-    assert len(memory.buffer(house, "b", 0)) == 0
-    assert in_child(lambda: rank(place, 1, lambda other: len(memory.buffer(other, "b", 0)))) == 0
+    assert len(shared.buffer(house, "b", 0)) == 0
+    assert in_child(lambda: rank(place, 1, lambda other: len(shared.buffer(other, "b", 0)))) == 0
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "%2F", "ä" * 300, "x" * 300, "\ud800", "\0", "a\nb"])
 def test_names_of_all_kinds(place: Path, house: ClaimContext, name: str) -> None:
     names = [name, f"{name}2", f"{name}/"]
     for value, each in enumerate(names, 1):
-        memory.buffer(house, each, 1)[0] = value
-    assert in_child(lambda: rank(place, 1, lambda other: [memory.buffer(other, each, 1)[0] for each in names])) == [1, 2, 3]
+        shared.buffer(house, each, 1)[0] = value
+    assert in_child(lambda: rank(place, 1, lambda other: [shared.buffer(other, each, 1)[0] for each in names])) == [1, 2, 3]
     assert [path for path in place.rglob("*") if path.parent != place] == []
 
 
@@ -102,11 +102,11 @@ def test_names_of_all_kinds(place: Path, house: ClaimContext, name: str) -> None
     ],
 )
 def test_another_says_something_else(place: Path, house: ClaimContext, first: Any, then: Any, words: tuple[str, str]) -> None:
-    getattr(memory, first[0])(house, "a", *first[1:])
+    getattr(shared, first[0])(house, "a", *first[1:])
 
     def other(house: ClaimContext) -> str:
         with pytest.raises(errors.ClaimMismatch) as caught:
-            getattr(memory, then[0])(house, "a", *then[1:])
+            getattr(shared, then[0])(house, "a", *then[1:])
         assert isinstance(caught.value, RuntimeError)
         return str(caught.value)
 
@@ -117,67 +117,67 @@ def test_another_says_something_else(place: Path, house: ClaimContext, first: An
 @pytest.mark.parametrize("dtype", [object, [("a", "i4"), ("b", object)], "U", "V0", "no type", np.dtypes.StringDType()])
 def test_types_that_cannot_be_shared(house: ClaimContext, dtype: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
-        memory.array(house, "a", 3, dtype)
+        shared.array(house, "a", 3, dtype)
     with pytest.raises(errors.ConfigError, match="'a'"):
-        memory.scalar(house, "a", dtype)
+        shared.scalar(house, "a", dtype)
 
 
 @pytest.mark.parametrize("shape", [-1, (3, -2), 1.5, "3", True, None, (2, None), [[2, 3]]])
 def test_shapes_that_make_no_sense(house: ClaimContext, shape: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
-        memory.array(house, "a", shape, "f8")
+        shared.array(house, "a", shape, "f8")
 
 
 @pytest.mark.parametrize("shape", [(1,) * 65, (0, 2**63)])
 def test_shapes_that_numpy_does_not_know(place: Path, house: ClaimContext, shape: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
-        memory.array(house, "a", shape, "f8")
+        shared.array(house, "a", shape, "f8")
     assert not list(place.glob("memory.*"))
 
 
 def test_a_scalar_is_one_value(house: ClaimContext) -> None:
     with pytest.raises(errors.ConfigError, match="not one value"):
-        memory.scalar(house, "a", "(2,)i4")
+        shared.scalar(house, "a", "(2,)i4")
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, "3", True, None])
 def test_sizes_that_make_no_sense(house: ClaimContext, size: Any) -> None:
     with pytest.raises(errors.ConfigError, match="'a'"):
-        memory.buffer(house, "a", size)
+        shared.buffer(house, "a", size)
 
 
 @pytest.mark.parametrize("suffix", [".new", "+new"])
 def test_a_name_that_is_another_one_with_something_behind(house: ClaimContext, suffix: str) -> None:
-    memory.buffer(house, f"a{suffix}", 1)[0] = 9
-    memory.buffer(house, "a", 1)
-    assert memory.buffer(house, f"a{suffix}", 1)[0] == 9
+    shared.buffer(house, f"a{suffix}", 1)[0] = 9
+    shared.buffer(house, "a", 1)
+    assert shared.buffer(house, f"a{suffix}", 1)[0] == 9
 
 
 @pytest.mark.parametrize("name", [None, b"x", 3])
 def test_names_that_are_none(house: ClaimContext, name: Any) -> None:
     with pytest.raises(errors.ConfigError, match="must be a str"):
-        memory.buffer(house, name, 1)
+        shared.buffer(house, name, 1)
 
 
 def test_after_the_claim_was_left(place: Path, house: ClaimContext) -> None:
     def leave(other: ClaimContext) -> bytes:
-        view = memory.buffer(other, "b", 4)
+        view = shared.buffer(other, "b", 4)
         other.members.leave()
         with pytest.raises(errors.Closed):
-            memory.buffer(other, "b", 4)
+            shared.buffer(other, "b", 4)
         view[0] = 9
         return bytes(view)
 
     assert in_child(lambda: rank(place, 1, leave)) == b"\x09\0\0\0"
-    assert memory.buffer(house, "b", 4)[0] == 9
+    assert shared.buffer(house, "b", 4)[0] == 9
 
 
 # -- how long ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_view_outlives_the_files(place: Path, house: ClaimContext) -> None:
-    array = memory.array(house, "a", 1000, "u4")
-    part, cell = array[10:20], memory.scalar(house, "s", "i8")
+    array = shared.array(house, "a", 1000, "u4")
+    part, cell = array[10:20], shared.scalar(house, "s", "i8")
     for path in place.glob("memory.*"):
         path.unlink()
     del array
@@ -191,7 +191,7 @@ def test_nothing_is_mapped_when_nobody_looks(place: Path, house: ClaimContext) -
     def mapped() -> bool:
         return "memory.a" in Path("/proc/self/maps").read_text()
 
-    array = memory.array(house, "a", 1000, "u4")
+    array = shared.array(house, "a", 1000, "u4")
     assert mapped()
     del array
     gc.collect()
@@ -199,7 +199,7 @@ def test_nothing_is_mapped_when_nobody_looks(place: Path, house: ClaimContext) -
 
 
 def test_a_forked_child_has_it(house: ClaimContext, crew: Crew) -> None:
-    array, cell = memory.array(house, "a", 3, "i8"), memory.scalar(house, "s", "i8")
+    array, cell = shared.array(house, "a", 3, "i8"), shared.scalar(house, "s", "i8")
 
     def child() -> None:
         array[1] = 4
@@ -211,19 +211,19 @@ def test_a_forked_child_has_it(house: ClaimContext, crew: Crew) -> None:
 
 def test_no_tracker_and_no_warning(place: Path, house: ClaimContext) -> None:
     code = (
-        "import sys; from pathlib import Path; from tests.claims import houses; from forebay.claims import memory\n"
+        "import sys; from pathlib import Path; from tests.claims import houses; from forebay.claims import shared\n"
         f"house = houses.join(Path({str(place)!r}), 1)\n"
-        "a = memory.array(house, 'a', 10, 'i8'); a[:] = 3\n"
+        "a = shared.array(house, 'a', 10, 'i8'); a[:] = 3\n"
         "print('multiprocessing.resource_tracker' in sys.modules)"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=root)
     assert (done.stdout.strip(), done.stderr) == ("False", "")
-    assert memory.array(house, "a", 10, "i8").tolist() == [3] * 10
+    assert shared.array(house, "a", 10, "i8").tolist() == [3] * 10
 
 
 def test_workers_that_are_spawned(place: Path, house: ClaimContext) -> None:
-    array = memory.array(house, "a", 4, "i8")
+    array = shared.array(house, "a", 4, "i8")
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=put, args=(place, number)) for number in range(2)]
     for worker in workers:
@@ -234,7 +234,7 @@ def test_workers_that_are_spawned(place: Path, house: ClaimContext) -> None:
 
 
 def put(place: Path, number: int) -> None:
-    memory.array(houses.join(place, 0, number), "a", 4, "i8")[2 + number] = 10 + number
+    shared.array(houses.join(place, 0, number), "a", 4, "i8")[2 + number] = 10 + number
 
 
 # -- making it ---------------------------------------------------------------------------------------------------------
@@ -243,28 +243,28 @@ def put(place: Path, number: int) -> None:
 def test_who_comes_at_once_gets_the_same(place: Path, house: ClaimContext, crew: Crew) -> None:
     def add(other: ClaimContext) -> None:
         for number in range(20):
-            cell = memory.array(other, f"a{number}", 3, "i8")
-            with named_locks.NamedLock(other, "sum"):
+            cell = shared.array(other, f"a{number}", 3, "i8")
+            with shared.NamedLock(other, "sum"):
                 cell[2] += 1
 
     others = [crew(lambda n=n: rank(place, n, add)) for n in range(1, 6)]
     for other in others:
         other.result()
-    assert [memory.array(house, f"a{number}", 3, "i8")[2] for number in range(20)] == [5] * 20
+    assert [shared.array(house, f"a{number}", 3, "i8")[2] for number in range(20)] == [5] * 20
 
 
 def test_killed_at_every_step_of_making(quick_path: Path) -> None:
     for step in range(50):
         place = houses.found(quick_path / str(step))
         house = houses.leader(place)
-        where = death_of(fork_to_die(step, lambda house=house: memory.array(house, "a", 1000, "f8")))
-        array = memory.array(house, "a", 1000, "f8")
+        where = death_of(fork_to_die(step, lambda house=house: shared.array(house, "a", 1000, "f8")))
+        array = shared.array(house, "a", 1000, "f8")
         assert not array.any(), where
         array[:] = 1
-        assert in_child(lambda house=house: memory.array(house, "a", 1000, "f8").sum()) == 1000
+        assert in_child(lambda house=house: shared.array(house, "a", 1000, "f8").sum()) == 1000
         kept = [path for path in place.glob("memory.*") if path.name != "memory.a"]
         assert [path for path in kept if path.stat().st_ino != (place / "memory.a").stat().st_ino] == [], where
-        named_locks.close(house)
+        shared.close(house)
         house.members.leave()
         if where is None:
             assert kept == []
@@ -273,7 +273,7 @@ def test_killed_at_every_step_of_making(quick_path: Path) -> None:
 
 
 def test_memory_is_there_before_it_is_used(place: Path, house: ClaimContext) -> None:
-    memory.buffer(house, "b", 3 << 20)
+    shared.buffer(house, "b", 3 << 20)
     found = (place / "memory.b").stat()
     assert found.st_blocks * 512 >= 3 << 20
     assert found.st_mode & 0o777 == 0o600
@@ -281,7 +281,7 @@ def test_memory_is_there_before_it_is_used(place: Path, house: ClaimContext) -> 
 
 def test_more_than_there_is(house: ClaimContext) -> None:
     with pytest.raises(errors.NoSpace, match=r"bytes wanted, .* are free .*FOREBAY_CLAIMS") as caught:
-        memory.buffer(house, "b", 1 << 60)
+        shared.buffer(house, "b", 1 << 60)
     assert (caught.value.errno, caught.value.hopeless) == (errno.ENOSPC, True)
     assert caught.value.need > 1 << 60 > caught.value.budget >= caught.value.free
 
@@ -295,11 +295,11 @@ def test_it_is_full_in_the_middle(place: Path, house: ClaimContext, step: str) -
     host.on_step(full)
     try:
         with pytest.raises(errors.NoSpace, match="bytes wanted"):
-            memory.buffer(house, "b", 1000)
+            shared.buffer(house, "b", 1000)
     finally:
         host.on_step(None)
     assert list(place.glob("memory.*")) == []
-    assert len(memory.buffer(house, "b", 1000)) == 1000
+    assert len(shared.buffer(house, "b", 1000)) == 1000
 
 
 @pytest.mark.root
@@ -311,11 +311,11 @@ from pathlib import Path
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", {str(tmp_path)!r}], check=True)
 from tests.claims import houses
 from forebay import errors
-from forebay.claims import memory
+from forebay.claims import shared
 house = houses.leader(houses.found(Path({str(tmp_path)!r}) / "claim"))
-first = memory.buffer(house, "a", 2 << 20)
+first = shared.buffer(house, "a", 2 << 20)
 try:
-    memory.buffer(house, "b", 3 << 20)
+    shared.buffer(house, "b", 3 << 20)
 except errors.NoSpace as error:
     print("clear", error.free < 3 << 20)
 with open({str(tmp_path / "others")!r}, "wb", buffering=0) as file:
@@ -338,29 +338,29 @@ print("stored", first[-1])
 def test_a_damaged_file(place: Path, house: ClaimContext, damage: bytes) -> None:
     (place / "memory.a").write_bytes(damage)
     with pytest.raises(errors.Damaged, match=r"memory\.a is damaged"):
-        memory.buffer(house, "a", 8)
+        shared.buffer(house, "a", 8)
 
 
 def test_a_file_cut_short_kills_nobody(place: Path, house: ClaimContext) -> None:
-    memory.buffer(house, "a", 8000)
+    shared.buffer(house, "a", 8000)
     os.truncate(place / "memory.a", 5000)
     with pytest.raises(errors.Damaged):
-        memory.buffer(house, "a", 8000)
+        shared.buffer(house, "a", 8000)
 
 
 def test_a_symbolic_link_is_not_followed(place: Path, house: ClaimContext, tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(bytes(10_000))
     (place / "memory.a").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="symbolic links"):
-        memory.buffer(house, "a", 8)
+        shared.buffer(house, "a", 8)
 
 
 def test_without_numpy(place: Path, house: ClaimContext) -> None:
     def bare() -> str:
         sys.modules["numpy"] = None  # type: ignore[assignment]
         with pytest.raises(errors.MissingExtra) as caught:
-            memory.array(house, "a", 3, "i8")
-        assert len(memory.buffer(house, "b", 3)) == 3
+            shared.array(house, "a", 3, "i8")
+        assert len(shared.buffer(house, "b", 3)) == 3
         return str(caught.value)
 
     assert "numpy" in fork(bare).result()
@@ -375,9 +375,9 @@ def test_a_link_in_the_place_of_a_claims_directory_is_not_followed(house: ClaimC
     house.directory.symlink_to(theirs)
     try:
         with pytest.raises(errors.ForebayError):
-            memory.array(house, "new", 3, "int64")
+            shared.array(house, "new", 3, "int64")
         assert list(theirs.iterdir()) == []
     finally:
         house.directory.unlink()
         kept.rename(house.directory)
-    assert len(memory.array(house, "new", 3, "int64")) == 3
+    assert len(shared.array(house, "new", 3, "int64")) == 3

@@ -15,9 +15,8 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._kernel import host, locks
-from forebay.claims import registry_dir
-from forebay.claims.registry import Registry
-from forebay.claims.registry_dir import LOCK
+from forebay.claims import registry as place
+from forebay.claims.registry import LOCK, Registry
 from tests.claiming import REMOTE, alone, text_of
 from tests.harness import Crew, Gate, as_user
 
@@ -55,10 +54,13 @@ def test_a_lock_that_is_not_everybodys_is_told(node: Registry, registry: Path, c
 
 def test_the_holder_of_the_lock_is_named_where_proc_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = tmp_path / "claims"
-    registry_dir.prepare(registry)
+    place.prepare(registry)
     monkeypatch.setattr(locks, "holders", lambda path, offset: ())
-    with registry_dir.locked(registry, 5), pytest.raises(errors.WaitTimeout, match=rf"process {os.getpid()} on .* of user {os.geteuid()}"):
-        with registry_dir.locked(registry, 0.01):
+    with (
+        place._locked(registry, 5),
+        pytest.raises(errors.WaitTimeout, match=rf"process {os.getpid()} on .* of user {os.geteuid()}"),
+    ):
+        with place._locked(registry, 0.01):
             raise AssertionError
 
 

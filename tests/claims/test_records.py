@@ -10,12 +10,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay import errors
-from forebay.claims import dirs, records
-from forebay.claims.records import Beside, ClaimedStream, Record, load, masked, shortened
+from forebay.claims import records
+from forebay.claims.processes import masked, own_command, shortened
+from forebay.claims.records import Beside, ClaimedStream, Record, load
 
 RECORD = Record(
     3, "train", "job=", "0", 1000, "node", 17, 4026531836, 99, 4026531840, 1.5, "python train.py",
-    (ClaimedStream(dirs.canonical("/local/train"), "s3://bucket/train", True), ClaimedStream(dirs.canonical("/local/eval"), None)),
+    (ClaimedStream(records.canonical("/local/train"), "s3://bucket/train", True), ClaimedStream(records.canonical("/local/eval"), None)),
     {"rank": 0}, Beside(("/dev/shm/a",), "/dev/shm/b"),
 )  # fmt: skip
 
@@ -70,7 +71,7 @@ def test_damage_is_nobodys_error(data: bytes) -> None:
 
 
 def asked(path: str) -> frozenset[int]:
-    return dirs.marks([dirs.canonical(path)]).asked
+    return records.marks([records.canonical(path)]).asked
 
 
 def test_a_record_that_is_cut_short_may_be_anything() -> None:
@@ -108,8 +109,8 @@ def test_secrets_of_a_command_are_not_shown(words: list[str], shown: str) -> Non
 
 
 def test_the_own_command_is_known() -> None:
-    assert "python" in records.own_command()
-    assert len(records.own_command()) <= 500
+    assert "python" in own_command()
+    assert len(own_command()) <= 500
 
 
 def test_a_user_without_a_name_is_a_number() -> None:
@@ -127,6 +128,6 @@ def test_a_long_command_shows_its_program_and_its_last_arguments() -> None:
 
 
 def test_of_too_many_directories_a_claim_is_refused() -> None:
-    many = RECORD._replace(streams=(ClaimedStream(dirs.canonical("/local/" + "x" * 200), None),) * 40_000)
+    many = RECORD._replace(streams=(ClaimedStream(records.canonical("/local/" + "x" * 200), None),) * 40_000)
     with pytest.raises(errors.ConfigError, match=r"40,000 directories: .* at most 16,777,216 are read"):
         many.dump()

@@ -27,8 +27,9 @@ import forebay.claims
 import forebay.remote  # here, so that forked children need not
 from forebay import errors
 from forebay._kernel import host
-from forebay.claims import claim_files, dirs, locked_registry, members, records, registry_dir, table
-from forebay.claims.claim_request import ClaimRequest
+from forebay.claims import claim_files, members, records
+from forebay.claims import registry as registry_module
+from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.records import ClaimedStream
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, claims_in, rank, text_of
@@ -148,7 +149,7 @@ def test_a_relative_one_is_an_error(monkeypatch: pytest.MonkeyPatch, said: str) 
 
 
 def test_by_default_it_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert registry_dir.default() == Path("/dev/shm/forebay-claims")
+    assert registry_module.default() == Path("/dev/shm/forebay-claims")
 
 
 def test_64_processes_make_it_at_once(registry: Path, crew: Crew) -> None:
@@ -248,7 +249,7 @@ def test_a_directory_that_was_removed_and_its_number_given_away_is_no_conflict(n
     second = tmp_path / "second"
     second.mkdir()
     stream = theirs.record.streams[0]
-    same_number = stream.place._replace(levels=(*stream.place.levels[:-1], dirs.canonical(second).levels[-1]))
+    same_number = stream.place._replace(levels=(*stream.place.levels[:-1], records.canonical(second).levels[-1]))
     record = theirs.record._replace(streams=(ClaimedStream(same_number, REMOTE),))
     (theirs.directory / "claim").write_bytes(record.dump())
     with claim(second):
@@ -285,10 +286,10 @@ def test_a_refusal_is_withdrawn_at_the_end_and_there_are_few(node: Registry, cre
                 claim("/local/x", job="job")
         found = os.listdir(registry)
         members.leave_all()
-        return [name for name in found if name.startswith(locked_registry.REFUSED)]
+        return [name for name in found if name.startswith(registry_module.REFUSED)]
 
     assert len(in_child(refused)) == 32
-    assert [name for name in os.listdir(registry) if name.startswith(locked_registry.REFUSED)] == []
+    assert [name for name in os.listdir(registry) if name.startswith(registry_module.REFUSED)] == []
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.3], ids=["at once", "after a while"])
@@ -743,7 +744,7 @@ def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registr
     def join() -> str:
         assert node.look()[0].tag == ClaimRequest("job", "job=", "0", ()).tag
         assert node.look()[0].members() == []
-        for work in (lambda: members.Members.attach(planted), lambda: table.MemberTable(planted)):
+        for work in (lambda: members.Members.attach(planted), lambda: members.MemberTable(planted)):
             with pytest.raises(claim_files.Gone):
                 work()
         return text_of(errors.WaitTimeout, lambda: claim("/theirs", world=rank(1, 2), job="job", timeout=0.1))
@@ -768,7 +769,7 @@ def test_a_file_of_another_users_in_a_claim_is_not_opened(node: Registry, regist
                 raise AssertionError
         elif name == "members":
             with pytest.raises(claim_files.Gone):
-                table.MemberTable(directory)
+                members.MemberTable(directory)
         else:
             with pytest.raises(claim_files.Gone):
                 members.Members.attach(directory)

@@ -17,11 +17,10 @@ from forebay import errors
 from forebay._kernel import host
 from forebay._kernel.locks import LockFile
 from forebay.claims import inspect
-from forebay.claims.claim_request import ClaimRequest
+from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.inspect import ClaimState
-from forebay.claims.locked_registry import InTheWay
-from forebay.claims.registry import Registry
-from forebay.claims.table import Member
+from forebay.claims.members import Member
+from forebay.claims.registry import InTheWay, Registry
 from tests.claiming import REMOTE, alone, rank
 from tests.harness import Crew
 

@@ -20,11 +20,10 @@ import forebay.remote
 from forebay import errors
 from forebay._kernel import host
 from forebay.claims import (
-    dirs,
-    memory,  # noqa: F401
-    named_locks,  # noqa: F401
+    records,
+    shared,  # noqa: F401
 )
-from forebay.claims.claim_request import ClaimRequest
+from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.records import ClaimedStream
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, rank, registry  # noqa: F401 (a fixture)
@@ -189,7 +188,7 @@ def test_what_is_beside_a_claim_goes_with_it(registry: Path, tmp_path: Path, els
     outside.mkdir(exist_ok=True)
 
     def have() -> None:
-        wanted = ClaimRequest("job", "job=", "0", (ClaimedStream(dirs.canonical(tmp_path), REMOTE),), outside=Beside(outside))
+        wanted = ClaimRequest("job", "job=", "0", (ClaimedStream(records.canonical(tmp_path), REMOTE),), outside=Beside(outside))
         held = Registry().register(wanted, 0)
         assert held.record.prefix == 0
         assert (outside / "0_locals").read_bytes() == b"text"

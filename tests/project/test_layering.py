@@ -59,7 +59,7 @@ THIRD_PARTY = {
     "ray": RAY,
     "cloudpickle": ("remote.filesystems", "codecs.by_value"),
     "yaml": ("tasks.config",),
-    "numpy": ("codecs.arrays", "claims.memory", "claims", *STREAMING),
+    "numpy": ("codecs.arrays", "claims.shared", "claims", *STREAMING),
     "torch": ("codecs.arrays", "adapters.torch"),
     "pytorch_pfn_extras": ("adapters.pfio.base",),
     "megatron": ("adapters.energon",),

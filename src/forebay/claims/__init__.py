@@ -16,15 +16,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from forebay import _config, errors
-from forebay.claims import conflicts
-from forebay.claims import dirs as directories
-from forebay.claims.claim_request import ClaimRequest, Held
+from forebay.claims import conflicts, records
+from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.inspect import ClaimState
 from forebay.claims.jobs import identify
 from forebay.claims.members import ClaimContext
-from forebay.claims.records import ClaimedStream, Record
-from forebay.claims.registry import Registry
-from forebay.claims.registry_dir import default as default_registry
+from forebay.claims.records import ClaimedPath, ClaimedStream, Record
+from forebay.claims.registry import Held, Registry
+from forebay.claims.registry import default as default_registry
 from forebay.remote import urls
 from forebay.world import World as World
 
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
     import numpy
 
     from forebay.claims.barriers import Barrier
-    from forebay.claims.memory import Scalar
-    from forebay.claims.named_locks import NamedLock
+    from forebay.claims.shared import NamedLock, Scalar
 
 PathLike: TypeAlias = str | os.PathLike[str]
 # Of both tables each use is one call, which needs no lock: a child of a fork would inherit it held.
@@ -115,14 +113,14 @@ def _text(given: Any, name: str) -> str:
     return text
 
 
-def _place(given: Any) -> directories.ClaimedPath:
+def _place(given: Any) -> ClaimedPath:
     path = _text(given, "dirs")
     if urls.is_url(path):
         raise errors.ConfigError(
             f"dirs: {path!r} is a URL: local directories come first, then what they are filled from", name="dirs", value=path
         )
     try:
-        return directories.canonical(os.path.expanduser(path))
+        return records.canonical(os.path.expanduser(path))
     except (OSError, UnicodeEncodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error.reason
         message = f"dirs: {path[:100]!r} cannot be looked at: {why}"
@@ -194,21 +192,21 @@ class Claim:
 
         Raises `ClaimMismatch` where another shape or dtype was asked for before, `NoSpace` where /dev/shm is full, `MissingExtra`
         without NumPy. It stays good after `close`, and after the claim was freed."""
-        from forebay.claims import memory
+        from forebay.claims import shared
 
-        return memory.array(self._house, name, shape, dtype)
+        return shared.array(self._house, name, shape, dtype)
 
     def scalar(self, name: str, dtype: Any) -> Scalar:
         """One value in shared memory, with ``get()`` and ``set(value)``: see `array`."""
-        from forebay.claims import memory
+        from forebay.claims import shared
 
-        return memory.scalar(self._house, name, dtype)
+        return shared.scalar(self._house, name, dtype)
 
     def buffer(self, name: str, size: int) -> memoryview:
         """``size`` bytes of shared memory, writable: see `array`."""
-        from forebay.claims import memory
+        from forebay.claims import shared
 
-        return memory.buffer(self._house, name, size)
+        return shared.buffer(self._house, name, size)
 
     def barrier(self, name: str) -> Barrier:
         """Where ``parties`` processes or threads wait for each other: ``wait(parties, timeout=None)``, any number of times."""
@@ -218,7 +216,7 @@ class Claim:
 
     def lock(self, name: str, timeout: float | None = None) -> NamedLock:
         """A lock for a ``with``, which one thread of one process has at a time; death frees it. ``timeout``: then `WaitTimeout`."""
-        from forebay.claims.named_locks import NamedLock
+        from forebay.claims.shared import NamedLock
 
         return NamedLock(self._house, name, _config.parse_timeout(timeout))
 
@@ -233,9 +231,9 @@ class Claim:
         """Give the claim back, of this process alone: the last one frees it. What was made of it stays good."""
         _open.pop(self._identity, None)
         if not self.closed:
-            from forebay.claims import named_locks
+            from forebay.claims import shared
 
-            named_locks.close(self._house)
+            shared.close(self._house)
             self._members.leave()
 
     def let_go(self) -> None:

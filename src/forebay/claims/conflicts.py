@@ -1,16 +1,75 @@
-"""Whether two claims can stand side by side, and in which words it is told if they cannot."""
+"""What is asked of the registry, whether two claims can stand side by side, and in which words it is told if they cannot."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from forebay import errors
-from forebay.claims import dirs, processes
-from forebay.claims.dirs import ClaimedPath
-from forebay.claims.records import ClaimedStream, Record, shortened
+from forebay.claims import processes, records
+from forebay.claims.records import Beside, ClaimedPath, ClaimedStream, Record
+
+
+class Outside(Protocol):
+    """What a claim is to have outside of its directory. Called under the registry's lock."""
+
+    def free(self, prefix: int) -> bool:
+        """Whether a claim may have this number. Raises `ClaimConflict` where a directory is taken by what is no claim."""
+        ...
+
+    def names(self, prefix: int) -> Sequence[str]:
+        """Absolute paths of the files that go with the claim. The first is the landmark, which comes with it too."""
+        ...
+
+    def content(self, prefix: int) -> bytes:
+        """What the landmark holds."""
+        ...
+
+
+class ClaimRequest(NamedTuple):
+    """``key``: the name or number of the claim in its ``job``, which is known by ``how``, and to people as ``name``. ``equal_only``: that a
+    directory lies inside of another is no conflict. ``patience``: seconds for which a conflict is hoped to pass. ``spared``: claims, by
+    the names of their directories, whose working directories this process gave up."""
+
+    job: str
+    how: str
+    key: str
+    streams: tuple[ClaimedStream, ...]
+    world: dict[str, Any] | None = None
+    rank: int | None = None
+    worker: int | None = None
+    equal_only: bool = False
+    outside: Outside | None = None
+    patience: float = 0.0
+    name: str = ""
+    spared: frozenset[str] = frozenset()
+
+    @property
+    def owner(self) -> str:
+        """The job in words for people."""
+        return records.owner(self.name or self.job)
+
+    @property
+    def tag(self) -> str:
+        """Ends the name of the claim's directory: the same in all ranks, and in no other user's."""
+        return hashlib.blake2b(f"{os.geteuid()}\0{self.job}\0{self.key}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+    def record(self, prefix: int) -> Record:
+        """What the claim tells of itself, with this number."""
+        beside = None
+        if self.outside is not None and prefix >= 0:
+            landmark, *paths = self.outside.names(prefix)
+            beside = Beside(tuple(paths), landmark)
+        return Record(
+            prefix, self.name or self.job, self.how, self.key, os.geteuid(), socket.gethostname(), os.getpid(), processes.pid_space(),
+            processes.own_start(), processes.mount_space(), time.time(), processes.own_command(), self.streams, self.world, beside,
+        )  # fmt: skip
+
 
 _LONGEST = 300  # of a command
 _MOST = 16  # directories of a claim that are told
@@ -23,7 +82,7 @@ def conflict(ours: Record, theirs: Record, *, equal_only: bool = False) -> tuple
     """A directory of ours that is to be filled from a remote, and the one of theirs that it overlaps with; None where there is none.
 
     ``equal_only``: directories one inside the other do not count."""
-    meets = dirs.same if equal_only else dirs.overlap
+    meets = records.same if equal_only else records.overlap
     for stream, other in _near([stream for stream in ours.streams if stream.remote is not None], theirs.streams):
         if meets(stream.place, other.place) and not _both_only_read(stream, other) and meets(stream.place, _now(theirs, other.place)):
             return stream, other
@@ -46,14 +105,14 @@ def _near(ours: Sequence[ClaimedStream], theirs: Sequence[ClaimedStream]) -> Ite
         yield from ((stream, theirs[number]) for number in sorted(found))
 
 
-def _seen(place: ClaimedPath) -> Iterator[tuple[dirs.Level, tuple[str, ...]]]:
+def _seen(place: ClaimedPath) -> Iterator[tuple[records.Level, tuple[str, ...]]]:
     """A place as each directory that is there sees it, of itself and those above."""
     return ((level, place.names[depth:]) for depth, level in enumerate(place.levels))
 
 
 def repeated(places: Sequence[ClaimedPath]) -> list[tuple[int, int]]:
     """The numbers of those places that are the same as one before, after that one's."""
-    first: dict[tuple[dirs.Level, tuple[str, ...]], int] = {}
+    first: dict[tuple[records.Level, tuple[str, ...]], int] = {}
     found = []
     for number, place in enumerate(places):
         before = min((first[seen] for seen in _seen(place) if seen in first), default=None)
@@ -64,7 +123,7 @@ def repeated(places: Sequence[ClaimedPath]) -> list[tuple[int, int]]:
 
 
 def _both_only_read(ours: ClaimedStream, theirs: ClaimedStream) -> bool:
-    return ours.shared and ours.remote == theirs.remote and dirs.same(ours.place, theirs.place)
+    return ours.shared and ours.remote == theirs.remote and records.same(ours.place, theirs.place)
 
 
 def _now(record: Record, place: ClaimedPath) -> ClaimedPath:
@@ -73,7 +132,7 @@ def _now(record: Record, place: ClaimedPath) -> ClaimedPath:
     if record.mounts != processes.mount_space():
         return place
     try:
-        return dirs.canonical(place.path)
+        return records.canonical(place.path)
     except OSError:
         return place
 
@@ -84,7 +143,7 @@ def mismatch(ours: tuple[ClaimedStream, ...], leaders: tuple[ClaimedStream, ...]
         return f"{len(ours)} directories here, {len(leaders)} there"
     for number, (mine, other) in enumerate(zip(ours, leaders, strict=True)):
         which = f"directory {number}" if len(ours) > 1 else "the directory"
-        if mine.place.path != other.place.path and not dirs.same(mine.place, other.place):
+        if mine.place.path != other.place.path and not records.same(mine.place, other.place):
             return f"{which} is {mine.place.path} here, {other.place.path} there"
         if mine.remote != other.remote:
             return f"the remote of {mine.place.path} is {mine.remote} here, {other.remote} there"
@@ -144,5 +203,5 @@ def describe(record: Record, pids: list[int]) -> str:
         streams.append(f"{len(record.streams) - _MOST:,} more")
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.start))
     who = f"{'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}" if pids else f"process {record.pid}, which ended"
-    command = shortened(record.command, _LONGEST) or "?"
+    command = processes.shortened(record.command, _LONGEST) or "?"
     return f"{record.owner}: {who} of {record.user} on {record.host} since {started}, for {', '.join(streams)}: {command}"

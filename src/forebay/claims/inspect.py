@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from forebay._kernel import locks
-from forebay.claims import building, processes, records
+from forebay.claims import claim_files, processes, records
+from forebay.claims.claim_files import CLAIM, LANDMARK, LEADER, LOCKS, SLOTS, TABLE, WORDS
+from forebay.claims.members import Member, MemberTable
 from forebay.claims.records import Record
-from forebay.claims.table import CLAIM, LEADER, SLOTS, Member, MemberTable
 
 _NAME = re.compile(r"(?<![^/])(([0-9]{6,15})\.([0-9a-f]{16}))(?![^/])")
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # anybody may have put a FIFO there
 _MEMORY = "/dev/shm/"
 _GLANCE = 1024  # bytes: the marks of a few directories
 _OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))  # these say nothing of what was to be opened
-_APART = frozenset((CLAIM, "members", "locks", "words", building.LANDMARK))
+_APART = frozenset((CLAIM, TABLE, LOCKS, WORDS, LANDMARK))
 
 
 class ClaimState(NamedTuple):
@@ -137,7 +138,7 @@ def look_at(registry: Path, name: str) -> ClaimState | None:
     try:
         live = locks.locked_at(fd, 0, SLOTS) is not None
         led = live and locks.locked_at(fd, LEADER) is not None
-        return ClaimState(directory, *told, os.fstat(fd).st_uid, live, led, records.load(building.read(fd)))
+        return ClaimState(directory, *told, os.fstat(fd).st_uid, live, led, records.load(claim_files.read(fd)))
     except OSError:
         return _damaged(directory, *told)
     finally:

@@ -1,7 +1,12 @@
-"""What a claim tells of itself to everybody on the node: who has it, and what it takes."""
+"""What a claim tells of itself to everybody on the node: who has it, and which directories it takes.
+
+A directory is known by what the kernel calls it: two that are one, or lie one inside the other, are found whatever they are called,
+so links, bind mounts and letter case cost nothing.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
@@ -9,23 +14,133 @@ import pwd
 import re
 import struct
 import sys
+import zlib
 from array import array
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 from forebay import errors
-from forebay.claims import dirs, processes
-from forebay.claims.dirs import ClaimedPath
+
+_GET_FLAGS = 0x80086601  # FS_IOC_GETFLAGS
+_CASEFOLD = 0x40000000
+Level: TypeAlias = tuple[int, int]  # device and inode
+
+
+class ClaimedPath(NamedTuple):
+    """A directory that may not be there yet. ``path``: absolute, links resolved; ``names``: its parts, in lower case where the file
+    system makes no difference; ``levels``: device and inode of the root and of each part that is there, from the top."""
+
+    path: str
+    names: tuple[str, ...]
+    levels: tuple[Level, ...]
+
+
+def canonical(path: str | os.PathLike[str]) -> ClaimedPath:
+    """The place that a path means now. Raises OSError for a name that cannot be."""
+    whole = os.path.realpath(os.path.abspath(os.fspath(path)))
+    names = tuple(name for name in whole.split("/") if name)
+    levels = _levels(names)
+    if len(levels) <= len(names) and _ignores_case("/" + "/".join(names[: len(levels) - 1])):
+        names = _folded(names, levels)
+    return ClaimedPath(whole, names, levels)
+
+
+def _levels(names: tuple[str, ...]) -> tuple[Level, ...]:
+    found, path = [_level("/")], ""
+    for name in names:
+        path += "/" + name
+        try:
+            found.append(_level(path))
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            break  # what we may not look at is told by its name
+    return tuple(found)
+
+
+def _level(path: str) -> Level:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def _folded(names: tuple[str, ...], levels: tuple[Level, ...]) -> tuple[str, ...]:
+    """The names, those in lower case that lie in a directory which makes no difference."""
+    deepest = "/" + "/".join(names[: len(levels) - 1])
+    parts, folds, path = [], False, "/"
+    for name in names:
+        if path == "/" or path == deepest or os.path.isdir(path):
+            folds = _ignores_case(path)
+        parts.append(name.casefold() if folds else name)
+        path = os.path.join(path, name)
+    return tuple(parts)
+
+
+def _ignores_case(directory: str) -> bool:
+    """Whether a name in it may be spelled in capitals: because it says so, or because the directory itself may."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False  # not ours to read: names are taken as they are
+    try:
+        flags: int = struct.unpack("l", fcntl.ioctl(fd, _GET_FLAGS, bytes(struct.calcsize("l"))))[0]
+    except OSError:
+        flags = 0  # this file system has no such flags
+    finally:
+        os.close(fd)
+    if flags & _CASEFOLD:
+        return True
+    above, name = os.path.split(directory)
+    other = name.swapcase()
+    try:
+        return other != name and os.path.samefile(directory, os.path.join(above, other))
+    except OSError:
+        return False
+
+
+class Marks(NamedTuple):
+    """Numbers that show quickly where places cannot overlap. ``told``: of the places (even), and of what is above them as each directory
+    above sees it (odd). ``asked``: the same with the last bit turned: where two overlap, what one tells is among what the other asks."""
+
+    told: frozenset[int]
+    asked: frozenset[int]
+
+
+def marks(wanted: Iterable[ClaimedPath]) -> Marks:
+    """The marks of places. Above each is itself too."""
+    places, above = set(), set()
+    for place in wanted:
+        for depth, level in enumerate(place.levels):
+            mark = zlib.crc32(b"%d:%d" % level)
+            above.add(mark | 1)
+            for name in place.names[depth:]:
+                mark = zlib.crc32(os.fsencode(name) + b"/", mark)
+                above.add(mark | 1)
+            places.add(mark & ~1)
+    told = frozenset(places | above)
+    return Marks(told, frozenset(mark ^ 1 for mark in told))
+
+
+def overlap(a: ClaimedPath, b: ClaimedPath) -> bool:
+    """Whether they are one directory, or one lies inside the other."""
+    return any(rest[: len(other)] == other[: len(rest)] for rest, other in _common(a, b))
+
+
+def same(a: ClaimedPath, b: ClaimedPath) -> bool:
+    """Whether they are one directory."""
+    return any(rest == other for rest, other in _common(a, b))
+
+
+def _common(a: ClaimedPath, b: ClaimedPath) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """What each has below the directories that both have above them, or are."""
+    if a.levels[-1:] == b.levels[-1:]:
+        return [(a.names[len(a.levels) - 1 :], b.names[len(b.levels) - 1 :])]
+    there = {level: depth for depth, level in enumerate(b.levels)}
+    return [(a.names[depth:], b.names[there[level] :]) for depth, level in enumerate(a.levels) if level in there]
+
 
 VERSION = 1
 LARGEST = 1 << 24  # bytes of a record that are looked at: anybody may write one
-_LONGEST_COMMAND = 500
 _HEAD = struct.Struct("=8sI")  # of what kind, and how many marks of its places follow
 _MAGIC = b"claim 1\n"
 _PROCESS = re.compile(r"process \d+")
-_USER = re.compile(r"://[^/\s@]*@")
-_TAKES_VALUE = re.compile("[cmWX]")  # of the letters of Python's own options, which may stand together: -uc
-_QUERY = re.compile(r"(://[^\s?]*)\?\S*")
 
 
 class ClaimedStream(NamedTuple):
@@ -78,7 +193,7 @@ class Record(NamedTuple):
     def dump(self) -> bytes:
         """As it is kept: marks of its places, by which others see quickly that it does not concern them, then JSON. Raises `ConfigError`
         for more than others would read."""
-        told = dirs.marks(stream.place for stream in self.streams).told
+        told = marks(stream.place for stream in self.streams).told
         text = json.dumps(self._asdict(), separators=(",", ":"), allow_nan=False).encode()
         data = _HEAD.pack(_MAGIC, len(told)) + array("I", told).tobytes() + text
         if len(data) > LARGEST:
@@ -150,65 +265,3 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
-
-
-def own_command() -> str:
-    """The command line of this process, without the values of its arguments: anybody may read it."""
-    return _command_of(os.getpid())
-
-
-@functools.lru_cache(1)
-def _command_of(pid: int) -> str:
-    try:
-        words = processes.read(f"/proc/{pid}/cmdline").rstrip(b"\0").decode(errors="replace").split("\0")
-    except OSError:
-        return ""
-    return shortened(masked(words), _LONGEST_COMMAND)
-
-
-def shortened(text: str, longest: int) -> str:
-    """A text without its middle where it is too long: of a command, its program and its last arguments tell the most."""
-    head, tail = longest // 2, longest - longest // 2 - 3
-    return text if len(text) <= longest else f"{text[:head]}...{text[-tail:]}"
-
-
-def masked(words: list[str]) -> str:
-    """A command line that everybody may read: program, script or module, and the names of options. No value is shown, whatever its name:
-    ``-p hush`` is a secret as well as ``--token=hush``."""
-    program, left = os.path.basename(words[0]) if words else "", iter(words[1:])
-    shown = [program]
-    if program.startswith(("python", "pypy")):
-        shown += _up_to_script(left)
-    for word in left:
-        if word.startswith("--"):
-            name, sign, _ = word.partition("=")
-            shown.append(f"{name}=*" if sign else name)
-        elif word.startswith("-") and word[1:2].isalpha():
-            shown.append(word[:2] if len(word) == 2 else f"{word[:2]}*")
-        elif word and shown[-1] != "*":
-            shown.append("*")
-    return _QUERY.sub(r"\1", _USER.sub("://", " ".join(" ".join(shown).split())))
-
-
-def _up_to_script(words: Iterator[str]) -> list[str]:
-    """The interpreter's own options, without their values, and the script or module. Takes all of that from ``words``."""
-    shown: list[str] = []
-    for word in words:
-        if not word.startswith("-") or word == "-":
-            return [*shown, word]
-        letter = _TAKES_VALUE.search(word) if not word.startswith("--") else None
-        if letter is None:
-            name, sign, _ = word.partition("=")
-            shown.append(f"{name}=*" if sign else name)
-            if word == "--check-hash-based-pycs":
-                next(words, None)
-            continue
-        option, value = word[: letter.end()], word[letter.end() :]
-        if letter[0] == "m":
-            return [*shown, option, value or next(words, "")]
-        shown += [f"{option}*"] if value else [option, "*"]
-        if not value:
-            next(words, None)
-        if letter[0] == "c":
-            return shown
-    return shown

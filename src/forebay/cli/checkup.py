@@ -229,7 +229,7 @@ def _budget(budget: int, disk: int) -> Iterator[Finding]:
 
 def _claims(_: Path) -> Iterator[Finding]:
     from forebay.claims import list_claims
-    from forebay.claims.registry_dir import default
+    from forebay.claims.registry import default
 
     registry = default()
     if not os.path.lexists(registry):

@@ -13,9 +13,9 @@ import numpy as np
 from forebay import claims
 from forebay.adapters.streaming.prefix import claim_of, hold
 from forebay.adapters.streaming.shared import SharedArray
-from forebay.claims.claim_request import ClaimRequest
-from forebay.claims.named_locks import NamedLock
+from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.registry import Registry
+from forebay.claims.shared import NamedLock
 from forebay.world import World
 
 

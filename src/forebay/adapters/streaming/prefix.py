@@ -15,9 +15,9 @@ from typing import Any
 from forebay import claims, errors
 from forebay.adapters.streaming import names as names
 from forebay.adapters.streaming import shared as shared
-from forebay.claims import conflicts, dirs
-from forebay.claims.building import LANDMARK
-from forebay.claims.claim_request import ClaimRequest
+from forebay.claims import conflicts, records
+from forebay.claims.claim_files import LANDMARK
+from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.jobs import identify
 from forebay.claims.records import ClaimedStream
 from forebay.claims.registry import Registry
@@ -154,7 +154,7 @@ def _streams(directories: Sequence[str], remotes: Sequence[str | None]) -> tuple
     if len(directories) != len(remotes):
         message = f"{len(directories)} local directories, but {len(remotes)} remotes: one each, or None"
         raise errors.ConfigError(message, name="streams_remote", value=len(remotes))
-    places = [dirs.canonical(path) for path in directories]
+    places = [records.canonical(path) for path in directories]
     again = list(dict.fromkeys(directories[number] for _, number in conflicts.repeated(places)))
     if again:
         raise errors.ConfigError(f"Reused local directory: {again}. Provide a different one.", name="streams_local", value=again)
