@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -1311,6 +1312,22 @@ def misfits(root: Path = ROOT) -> list[str]:
     return found + [f"invariant {number} has no mutant" for number in sorted(missing)]
 
 
+def write_page(page: Path = ROOT / "docs/reference/invariants.md") -> str:
+    """The page of the invariants, with the mutants of this file under each of them."""
+    lines: list[str] = []
+    number = 0
+    for line in page.read_text().splitlines():
+        if heading := re.match(r"## (\d+)\.", line):
+            number = int(heading[1])
+        elif line == "**Mutants**":
+            names = [mutant.name.replace("__", r"\_\_") for mutant in MUTANTS if mutant.invariant == number]
+            lines += [line, "", *(f"- {name}" for name in names), ""]
+            number = -number
+        if number >= 0:
+            lines.append(line)
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def copy_tree(place: Path) -> None:
     for name in TAKEN:
         source = ROOT / name
@@ -1363,7 +1380,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only mutants whose name or test contains one of these")
     parser.add_argument("--list", action="store_true", help="list them and end")
+    parser.add_argument("--page", action="store_true", help="write them into docs/reference/invariants.md and end")
     arguments = parser.parse_args()
+    if arguments.page:
+        (ROOT / "docs/reference/invariants.md").write_text(write_page())
+        return 0
     chosen = [m for m in MUTANTS if not arguments.words or any(word in m.name or word in m.test for word in arguments.words)]
     if arguments.list:
         for mutant in chosen:
