@@ -6,6 +6,7 @@ import ast
 import builtins
 import copy
 import importlib
+import json
 import multiprocessing
 import pickle
 import pkgutil
@@ -219,3 +220,34 @@ def test_every_error_comes_out_of_an_executor() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         for cls, result in [(cls, pool.submit(raise_it, error)) for cls, error in errors_of_all()]:
             assert type(result.exception(60)) is cls
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.Ambiguous.of("a", ["urls:a", "b:a"]),
+        errors.ClaimConflict("taken", ours={"pids": [1, 2], "remotes": [None]}, theirs={"started": 1.5}),
+        errors.NotFound("no such object", url="http://h/a", status=404),
+        KeyError("a"),
+        ValueError("a", 1),
+    ],
+    ids=repr,
+)
+def test_an_error_crosses_a_wire_with_its_class_and_its_facts(error: Exception) -> None:
+    arrived = errors.from_wire(json.loads(json.dumps(errors.to_wire(error))))
+    assert (type(arrived), str(arrived), vars(arrived)) == (type(error), str(error), vars(error))
+
+
+def test_an_error_of_another_package_crosses_a_wire_as_its_name_and_text() -> None:
+    class Theirs(Exception):
+        pass
+
+    arrived = errors.from_wire(errors.to_wire(Theirs("text")))
+    assert isinstance(arrived, errors.FillFailed)
+    assert (arrived.kind, str(arrived)) == ("Theirs", "Theirs: text")
+
+
+def test_a_fact_that_is_not_plain_stays_behind() -> None:
+    arrived = errors.from_wire(errors.to_wire(errors.ForebayError("text", plain=1, bytes=b"1", pairs=[(1, 2)])))
+    assert isinstance(arrived, errors.ForebayError)
+    assert arrived.facts == {"plain": 1}

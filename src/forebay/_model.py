@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
@@ -181,6 +182,33 @@ class CloningSink(Sink, Protocol):
 
     def clone(self, fd: int) -> bool:
         """Take all bytes of the open file ``fd``, which has the size that `begin` was told. False where that cannot be: write them."""
+
+
+class BufferSink:
+    """A sink in memory: what a fetch fills where the cache cannot keep the bytes, or need not. ``data``: what came.
+
+    Memory grows as bytes come, whatever size the remote claims. ``most``: returns how many bytes an object may have that comes compressed,
+    None for no limit; the code that decompresses it asks. Callable from any thread."""
+
+    def __init__(self, most: Callable[[], int] | None = None) -> None:
+        self.most = most
+        self._growing = threading.Lock()  # two ranges that come at once may both lie behind the end
+        self.partial: Partial | None = None
+        self.info: ObjectInfo | None = None
+        self.data = bytearray()
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        """See `Sink.begin`."""
+        self.info = info
+        self.data = bytearray()
+        return (Span(0, -1 if info.size is None else info.size),)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """See `Sink.write`."""
+        with self._growing:
+            if offset > len(self.data):
+                self.data += bytes(offset - len(self.data))
+            self.data[offset : offset + len(data)] = data
 
 
 class Remote(Protocol):

@@ -45,6 +45,7 @@ process. A cause that cannot be pickled arrives as a `RemoteCause` that names it
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import pickle
 import shlex
@@ -482,26 +483,30 @@ class Incomplete(RemoteError):
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """The error as plain JSON values, for waiters in other processes. Nothing that is read back from it runs code."""
+    """Returns the error as plain JSON values, for other processes. Nothing that is read back from it runs code."""
+    wire: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
     if isinstance(error, ForebayError):
-        facts = {k: v for k, v in error.facts.items() if isinstance(v, (str, int, float, bool, type(None)))}
-        return {"kind": type(error).__name__, "message": str(error), "facts": facts}
-    args = [a for a in error.args if isinstance(a, (str, int, float, bool, type(None)))]
-    whole = len(args) == len(error.args) and type(error).__module__ == "builtins"
-    return {"kind": type(error).__name__, "message": str(error), "args": args if whole else None}
+        return wire | {"facts": {name: value for name, value in error.facts.items() if _is_plain(value)}}
+    whole = type(error).__module__ == "builtins" and _is_plain(list(error.args))
+    return wire | {"args": list(error.args) if whole else None}
+
+
+def _is_plain(value: object) -> bool:
+    """Whether JSON gives the value back as it is."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return isinstance(value, (str, int, float, bool, type(None)))
 
 
 def from_wire(wire: dict[str, Any]) -> Exception:
-    """The error that `to_wire` described: of the same class for Forebay's own and the built-in ones, else `FillFailed`."""
-    kind, message = str(wire.get("kind")), str(wire.get("message"))
-    own = globals().get(kind)
+    """Returns the error that `to_wire` described: of the same class for Forebay's own and the built-in ones, else `FillFailed`."""
+    kind, message, args = str(wire.get("kind")), str(wire.get("message")), wire.get("args")
+    own, known = globals().get(kind), getattr(builtins, kind, None)
     if isinstance(own, type) and issubclass(own, ForebayError):
         return _rebuild(own, message, dict(wire.get("facts") or {}))
-    known = getattr(builtins, kind, None)
-    args = wire.get("args")
     if isinstance(known, type) and issubclass(known, Exception) and isinstance(args, list):
-        try:
+        with contextlib.suppress(TypeError, ValueError):  # another process may have written anything
             return known(*args)
-        except (TypeError, ValueError):  # whatever stands there
-            return FillFailed(f"{kind}: {message}", kind=kind)
     return FillFailed(f"{kind}: {message}", kind=kind)

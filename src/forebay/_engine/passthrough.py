@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
@@ -15,36 +14,9 @@ from forebay._engine.index.memo import Hit, Remembered, no_hit
 from forebay._engine.locks.fill import KeyHold, OnWait
 from forebay._engine.stats import Facts, Usage
 from forebay._engine.values import finds_nothing
-from forebay._model import Buffer, Entry, ObjectInfo, Partial, Problem, Report, Span, Strays, Victim
+from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
 
 T = TypeVar("T")
-
-
-class MemorySink:
-    """Takes the bytes of one object into memory: what a fetch fills where the cache cannot keep them.
-
-    Memory grows as bytes come, whatever size is claimed. ``most``: gives the bytes that an object may have which comes compressed, None:
-    no limit; whoever decompresses it asks."""
-
-    def __init__(self, most: Callable[[], int] | None = None) -> None:
-        self.most = most
-        self._growing = threading.Lock()  # two ranges that come at once may both lie behind the end
-        self.partial: Partial | None = None
-        self.info: ObjectInfo | None = None
-        self.data = bytearray()
-
-    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
-        """See `Sink.begin`."""
-        self.info = info
-        self.data = bytearray()
-        return (Span(0, -1 if info.size is None else info.size),)
-
-    def write(self, offset: int, data: Buffer) -> None:
-        """See `Sink.write`."""
-        with self._growing:
-            if offset > len(self.data):
-                self.data += bytes(offset - len(self.data))
-            self.data[offset : offset + len(data)] = data
 
 
 class NoPack:

@@ -308,7 +308,7 @@ class LockedRegistry:
     def refuse(self, wanted: ClaimRequest, error: errors.ClaimConflict) -> None:
         """Let the other ranks of the job know why there is no claim: they need not wait for it. As long as this process lives."""
         new = self._path / scrap_name(NEW)
-        fd = claim_files.build_refusal(new, json.dumps(errors.to_wire(error) | {"facts": error.facts}).encode())
+        fd = claim_files.build_refusal(new, json.dumps(errors.to_wire(error)).encode())
         name = self._path / f"{REFUSED}{wanted.tag}{new.name.removeprefix(NEW[:-1])}"
         host.rename(new, name)
         _refusals.append((os.getpid(), name, fd))

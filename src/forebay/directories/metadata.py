@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from forebay import errors
-from forebay._engine.passthrough import MemorySink
 from forebay._engine.store import Store
 from forebay._logs import logger
+from forebay._model import BufferSink
 from forebay.directories.copying import locked
 from forebay.directories.listings import Listings
 from forebay.directories.place import RemoteDirectory
@@ -71,7 +71,7 @@ def forget(origin: Origin, place: RemoteDirectory) -> None:
 
 def _found(origin: Origin, place: RemoteDirectory) -> tuple[dict[str, Any], str | None]:
     """What is there, and its validator: "" where there is none, None where nothing is."""
-    sink = MemorySink(origin.most)
+    sink = BufferSink(origin.most)
     try:
         origin.count(place.remote.fetch(place.object(METADATA), sink))
     except errors.NotFound:

@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 from forebay import errors
-from forebay._engine.passthrough import MemorySink
-from forebay._model import Buffer, ObjectInfo, Span
+from forebay._model import Buffer, BufferSink, ObjectInfo, Span
 
 FORMAT = 1
 LARGEST = 256 << 20
@@ -65,7 +64,7 @@ class UploadMarker:
         return cls(complete, files)
 
 
-class MarkSink(MemorySink):
+class MarkSink(BufferSink):
     """Takes a mark into memory. Raises `RemoteProtocolError` for more bytes than one may have."""
 
     def __init__(self, where: str, most: Callable[[], int] | None = None) -> None:

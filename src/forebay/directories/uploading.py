@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forebay import errors
-from forebay._engine.passthrough import MemorySink
 from forebay._logs import logger
-from forebay._model import ObjectInfo
+from forebay._model import BufferSink, ObjectInfo
 from forebay.directories import thread_pool
 from forebay.directories.manifests import MARK, File, check_names, is_folder
 from forebay.directories.metadata import METADATA, forget
@@ -170,7 +169,7 @@ class _Upload:
         return f"{self._place.key}{MARK}"
 
     def _read(self, name: str) -> bytes:
-        sink = MarkSink(self._mark_key) if name == MARK else MemorySink()
+        sink = MarkSink(self._mark_key) if name == MARK else BufferSink()
         self._place.remote.fetch(self._place.object(name), sink)
         return bytes(sink.data)
 

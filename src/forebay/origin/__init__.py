@@ -16,12 +16,12 @@ from typing import Any, BinaryIO, TypeVar, cast
 from forebay import errors, remote
 from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.leases import Lease, in_place
-from forebay._engine.passthrough import MemorySink, PassThrough
+from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._engine.write.publish import Writing
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Entry, ObjectInfo, Sink, Span, Transfer, Victim, noted
+from forebay._model import BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, Victim, noted
 from forebay.origin.files import RANGE, LeasedFile, RangeFile
 from forebay.origin.opening import Reopening
 from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, is_same_version
@@ -379,7 +379,7 @@ class Origin:
         if above is not None and ask.sha256 is None and ask.etag is None:
             return memoryview(above[0].view)
         self._refuse_offline(target, ask)
-        sink = MemorySink(self.most)
+        sink = BufferSink(self.most)
         with self.reaching(ask):
             transfer = target.remote.fetch(target.url, VersionCheckSink(sink, target.key, ask.etag) if ask.etag else sink)
         if target.in_place is None:

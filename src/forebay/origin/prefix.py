@@ -10,8 +10,7 @@ from urllib.parse import quote
 
 from forebay import errors, remote
 from forebay._engine.locks.leases import Lease
-from forebay._engine.passthrough import MemorySink
-from forebay._model import ObjectInfo, Remote, SourceInfo, Span, Transfer
+from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
 from forebay.origin import URLS, Origin, in_memory
 from forebay.remote import RemoteOptions
 
@@ -163,7 +162,7 @@ class RemoteAccess:
         if self.is_local(url):
             info = self.stat(url)
             return asked.read(url, Span(0, info.size or 0), info=info)
-        sink = MemorySink(self.origin.most if self.origin is not None else in_memory)
+        sink = BufferSink(self.origin.most if self.origin is not None else in_memory)
         try:
             with self._reaching():
                 transfer = asked.fetch(url, sink)

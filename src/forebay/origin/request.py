@@ -8,9 +8,8 @@ from typing import Self
 
 from forebay import _model, errors
 from forebay._engine.locks.fill import KeyHold, OnWait
-from forebay._engine.passthrough import MemorySink
 from forebay._engine.write.publish import Writing
-from forebay._model import Buffer, CloningSink, ObjectInfo, Partial, Remote, Span
+from forebay._model import Buffer, BufferSink, CloningSink, ObjectInfo, Partial, Remote, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class VersionCheckSink:
         self._sink, self._url, self._etag = sink, url, etag
         self.partial: Partial | None = sink.partial
         self.write = sink.write
-        self.most = getattr(sink, "most", None)  # see `MemorySink`
+        self.most = getattr(sink, "most", None)  # see `BufferSink`
 
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
         if not is_same_version(info.validator, self._etag):
@@ -63,10 +62,10 @@ class SpillingSink:
     """A sink that goes on in memory where the cache has no room: what the first answer began to bring is not asked for again."""
 
     def __init__(self, most: Callable[[], int]) -> None:
-        """``most``: see `MemorySink`."""
+        """``most``: see `BufferSink`."""
         self.most = most
         self.partial: Partial | None = None
-        self._memory = MemorySink(most)
+        self._memory = BufferSink(most)
         self._sink: _model.Sink = self._memory
         self._writing: Writing | None = None
         self._info: ObjectInfo | None = None

@@ -111,17 +111,19 @@ def status_of(error: BaseException | None) -> int | None:
 
 def to_wire(error: Trouble | errors.MissingExtra) -> bytes:
     if isinstance(error, Trouble):
-        return json.dumps([error.why, error.error.__name__, error.again, error.status]).encode()
-    return json.dumps([str(error), error.extra]).encode()
+        return json.dumps(errors.to_wire(error.error(error.why, status=error.status)) | {"again": error.again}).encode()
+    return json.dumps(errors.to_wire(error)).encode()
 
 
 def from_wire(wire: bytes | bytearray) -> Trouble | errors.MissingExtra:
-    match json.loads(wire):
-        case [why, extra]:
-            return errors.MissingExtra(why, extra=extra)
-        case [why, error, again, status]:
-            return Trouble(why, getattr(errors, error), again=again, status=status)
-    raise EOFError("an answer that makes no sense")
+    """Raises `EOFError` for what `to_wire` did not write."""
+    described = json.loads(wire)
+    match errors.from_wire(described):
+        case errors.MissingExtra() as error:
+            return error
+        case errors.RemoteError() as error:
+            return Trouble(str(error), type(error), again=described["again"], status=error.status)
+    raise EOFError(f"the helper process sent {described['kind']!r} where an error of a remote was expected")
 
 
 class Server:
