@@ -110,6 +110,7 @@ assert not os.path.exists(os.environ["FOREBAY_HOME"])
 """
     env = os.environ | {"FOREBAY_HOME": str(tmp_path / "home")}
     subprocess.run([sys.executable, "-c", script], check=True, env=env, timeout=60)
+    assert not (tmp_path / "home").exists()
 
 
 def test_a_path_of_a_filesystem(shelf: Shelf) -> None:

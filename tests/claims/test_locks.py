@@ -162,7 +162,7 @@ def test_a_holder_that_forks_and_dies(place: Path, house: ClaimContext, crew: Cr
     os.kill(holder.pid, signal.SIGKILL)
     try:
         with NamedLock(house, "x", timeout=LONG):
-            pass
+            assert not in_child(lambda: is_free(house))
     finally:
         os.kill(born[0], signal.SIGKILL)
 

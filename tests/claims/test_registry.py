@@ -234,8 +234,9 @@ def test_nothing_was_claimed_then(node: Registry, crew: Crew) -> None:
 
 def test_where_nothing_is_fetched_sharing_is_fine(node: Registry, crew: Crew) -> None:
     held(crew, "/local/data")
-    claim("/local/data", None).close()
-    claim("/local", None).close()
+    with claim("/local/data", None) as same, claim("/local", None) as above:
+        assert same.path.is_dir()
+        assert above.path.is_dir()
 
 
 def test_a_directory_that_was_removed_and_its_number_given_away_is_no_conflict(node: Registry, tmp_path: Path, crew: Crew) -> None:

@@ -498,9 +498,11 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
 
     child: Child = fork(hold)
     os.read(held, 1)
+    assert is_locked(tmp_path)  # the copy itself is not there yet
     child.kill()
+    assert not is_locked(tmp_path)
     with locked(tmp_path / "copy"):
-        pass
+        assert is_locked(tmp_path)
     os.close(held)
     os.close(told)
 

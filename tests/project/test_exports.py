@@ -76,7 +76,7 @@ def python_blocks(text: str) -> list[str]:
 @pytest.mark.parametrize("page", [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))], ids=lambda page: str(page.relative_to(REPO)))
 def test_the_python_in_the_pages_is_python(page: Path) -> None:
     for block in python_blocks(page.read_text()):
-        compile(block, str(page), "exec")
+        assert compile(block, str(page), "exec")
 
 
 def named_for_the_invariants() -> list[str]:

@@ -1,4 +1,4 @@
-"""The measures of the house: no long file, no long function, no work in an assert, no silence."""
+"""The style of the code: no long file or function, no work in an assert, no swallowed error; and no test that cannot fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).parents[2] / "src"
+TESTS = Path(__file__).parents[1]
+SRC = TESTS.parent / "src"
 FILES = sorted(SRC.rglob("*.py"))
 LONGEST_FILE = 600
 LONGEST_FUNCTION = 60
@@ -84,6 +85,29 @@ def test_nothing_is_swallowed_or_printed(path: Path) -> None:
         assert prints(source) == []
 
 
+JUDGES = frozenset({"fail", "raises", "result", "warns"})
+"""Attributes by which a test judges: those of `pytest`, and the result of a child, which raises what the child raised."""
+
+
+def idle_tests(sources: list[str]) -> list[str]:
+    """Names of tests that judge nothing: neither by an assert nor by a function of the tests that has one, however far away."""
+    judging: set[str] = set()
+    others: list[tuple[str, set[str]]] = []  # with the names that they use
+    for function in (function for source in sources for function in functions(ast.parse(source))):
+        nodes = list(ast.walk(function))
+        if any(isinstance(n, (ast.Assert, ast.Raise)) or (isinstance(n, ast.Attribute) and n.attr in JUDGES) for n in nodes):
+            judging.add(function.name)
+        else:
+            others.append((function.name, {n.id for n in nodes if isinstance(n, ast.Name)}))
+    while found := {name for name, used in others if used & judging} - judging:
+        judging |= found
+    return [name for name, used in others if name.startswith("test_") and not used & judging]
+
+
+def test_each_test_can_fail() -> None:
+    assert idle_tests([path.read_text() for path in sorted(TESTS.rglob("*.py"))]) == []
+
+
 def test_the_lint_sees() -> None:
     assert silences("try:\n    f()\nexcept Exception:\n    pass") == [3]
     assert silences("try:\n    f()\nexcept OSError:\n    pass") == []
@@ -92,4 +116,5 @@ def test_the_lint_sees() -> None:
     assert busy_asserts("assert isinstance(a, int) and len(b) == 2") == []
     assert bare_acquires("def f():\n    lock.acquire()") == [2]
     assert bare_acquires("def before_fork():\n    lock.acquire()") == []
+    assert idle_tests(["def test_a():\n    f()", "def test_b():\n    g()\ndef g():\n    assert a()"]) == ["test_a"]
     assert length(next(functions(ast.parse("def f():\n    'doc'\n    a = 1\n    b = 2")))) == 2

@@ -35,7 +35,9 @@ def test_all_work_is_done_once(call: Call) -> None:
 
 def test_work_is_done_at_once(call: Call) -> None:
     meeting = threading.Barrier(4)
-    share(iter([lambda: meeting.wait(60) and None] * 4), 3, call)
+    arrived: list[int] = []
+    share(iter([lambda: arrived.append(meeting.wait(60))] * 4), 3, call)
+    assert sorted(arrived) == [0, 1, 2, 3]
 
 
 def test_no_work(call: Call) -> None:
