@@ -1,6 +1,7 @@
 # A fresh machine needs Python >= 3.11 and make; everything else goes into VENV.
-VENV   ?= .venv
+# Another interpreter gets an environment of its own: `make test PYTHON=python3.13` uses .venv-python3.13.
 PYTHON ?= python3
+VENV   ?= .venv$(addprefix -,$(filter-out python3,$(notdir $(PYTHON))))
 PYTEST_ARGS ?=
 # Most of a test's time is spent waiting for processes that it starts; more at once would crowd small machines.
 TEST_JOBS ?= 2
@@ -27,8 +28,10 @@ $(VENV)/.core: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 # Tests, linters, docs and the peers of the benchmarks: one pip command, so that the torch that is pinned is the torch that is taken.
+# The pip of a fresh environment may be older than 25.1, which is the first that knows dependency groups.
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(PY) -m pip install --quiet --no-compile -e '.[dev]'
+	$(PY) -m pip install --quiet --upgrade 'pip>=25.1'
+	$(PY) -m pip install --quiet --no-compile -e '.[all,examples]' --group dev
 	@touch $@ $(VENV)/.core
 
 demo: $(VENV)/.core ## offline, about a minute: 4 workers, 2 epochs, one worker killed
@@ -46,7 +49,7 @@ example-claims: $(VENV)/.dev ## two ranks by torchrun that share a counter, a ba
 deps: ## the servers and tools that some tests use (apt, as root; else says what is missing)
 	@.ci/deps
 
-test: $(VENV)/.dev deps ## the whole suite; CHIA=PATH of its source: with a flow of its own functions too
+test: $(VENV)/.dev deps ## the whole suite; PYTHON=python3.13: on another interpreter; CHIA=PATH of its source: with a flow of its own functions too
 	@$(if $(CHIA),export TEST_CHIA=$(abspath $(CHIA));) failed=0; for part in without only; do \
 	  $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --frameworks $$part $(PYTEST_ARGS) || [ $$? -eq 5 ] || failed=1; \
 	done; exit $$failed  # 5: none of that part was asked for
