@@ -203,8 +203,8 @@ MUTANTS = (
     # 2. One fetch
     Mutant(
         2, "no second look under the lock", "_engine/locks/fill.py",
-        "        found = look()\n        error = self",
-        "        found = None\n        error = self",
+        "        value = look()\n        error = self",
+        "        value = None\n        error = self",
         "tests/scenarios/test_s06_one_fetch.py::test_s06_a_function_runs_once_per_node",
     ),
     Mutant(
@@ -220,8 +220,8 @@ MUTANTS = (
     ),
     Mutant(
         2, "a failure is not shared", "_engine/locks/fill.py",
-        "        if found is None or found[0] < since:\n            return None\n",
-        "        if found is not None or since >= 0:\n            return None\n",
+        "        if failure is None or failure[0] < since:\n            return None\n",
+        "        if failure is not None or since >= 0:\n            return None\n",
         "tests/scenarios/test_s06_one_fetch.py::test_s06_a_failure_reaches_all_who_waited_once",
     ),
     Mutant(
@@ -232,8 +232,8 @@ MUTANTS = (
     ),
     Mutant(
         11, "two that need each other wait for ever", "_engine/locks/nesting.py",
-        "            if leads_to(held, wanted, self._living(txn)):\n",
-        "            if not self._living(txn) and held == wanted:\n",
+        "            if leads_to(held, target, self._living(txn)):\n",
+        "            if not self._living(txn) and held == target:\n",
         "tests/engine/locks/test_nesting.py::test_coroutines_that_need_each_other_do_not_wait_for_ever",
     ),
     # 3. No stale state
@@ -374,7 +374,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "the clock of a root is set back", "_engine/index/clock.py",
-        "max(self._ahead, wall - ticks, told or 0)\n", "max(wall - ticks, 0)\n",
+        "max(self._ahead, wall - ticks, others or 0)\n", "max(wall - ticks, 0)\n",
         "tests/engine/index/test_clock.py::test_it_goes_on_while_the_wall_clock_was_set_back",
     ),
     Mutant(
@@ -469,7 +469,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "what another user left is gone on with in his file", "_engine/files/stages.py",
-        "        if found.st_uid != os.geteuid() and os.geteuid() != 0:\n", "        if found.st_uid < 0:\n",
+        "        if status.st_uid != os.geteuid() and os.geteuid() != 0:\n", "        if status.st_uid < 0:\n",
         "tests/scenarios/test_s10_two_users.py::test_s10_a_dead_users_fetch_is_resumed_and_kept_by_another[read]",
     ),
     Mutant(
@@ -532,7 +532,7 @@ MUTANTS = (
     ),
     Mutant(
         10, "a name of ours is ours wherever it lies", "_engine/files/layout.py",
-        "    return found if found and FANS[found.id & 0xFF] == fan else None\n", "    return found\n",
+        "    return parsed if parsed and FANS[parsed.id & 0xFF] == fan else None\n", "    return parsed\n",
         "tests/cli/test_strays.py::test_a_name_of_ours_where_it_does_not_belong_is_somebodys",
     ),
     Mutant(
@@ -696,7 +696,7 @@ MUTANTS = (
     ),
     Mutant(
         8, "a hit copies", "_engine/index/memo.py",
-        "            return memoryview(found.view)\n", "            return memoryview(bytes(found.view))\n",
+        "            return memoryview(entry.view)\n", "            return memoryview(bytes(entry.view))\n",
         "tests/engine/test_hit_path.py::test_two_hits_are_views_of_the_same_bytes",
     ),
     # 9. Fork, spawn, pickle
@@ -755,7 +755,7 @@ MUTANTS = (
     ),
     Mutant(
         10, "foreign files are built upon", "_engine/files/root.py",
-        "    if others:\n        found = f", "    if others and place is None:\n        found = f",
+        "    if others:\n        actual = f", "    if others and directory is None:\n        actual = f",
         "tests/engine/files/test_root.py::test_s15_foreign_files_are_refused_and_left_alone",
     ),
     Mutant(
@@ -786,12 +786,12 @@ MUTANTS = (
     ),
     Mutant(
         10, "the name of a file in a tree is believed", "_engine/catalog/entries.py",
-        "    if not all(checked.is_member(row[-1]) for row in found):\n", "    if not found:\n",
+        "    if not all(checked.is_member(row[-1]) for row in linked):\n", "    if not linked:\n",
         "tests/engine/catalog/test_forged_rows.py::test_the_name_of_a_file_in_a_tree_leads_not_out_of_it",
     ),
     Mutant(
         10, "another user's root is taken", "_engine/files/root.py",
-        "    if found.st_uid == os.geteuid() or (", "    if found.st_uid >= 0 or (",
+        "    if status.st_uid == os.geteuid() or (", "    if status.st_uid >= 0 or (",
         "tests/engine/files/test_root.py::test_a_root_of_another_user_is_refused",
     ),
     Mutant(
@@ -868,7 +868,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "a record of any slot is taken", "_engine/files/pack_records.py",
-        "    if found != slot or start + length > len(segment) or check",
+        "    if owner != slot or start + length > len(segment) or check",
         "    if start + length > len(segment) or check",
         "tests/engine/packs/test_pack.py::test_a_forged_word_leads_to_nothing",
     ),

@@ -181,19 +181,19 @@ class EnvironmentSettings:
     @classmethod
     def with_faults(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> tuple[EnvironmentSettings, list[ConfigError]]:
         """As `from_environment`, but what makes no sense counts as unset, and is told beside."""
-        said = {
+        names = {
             name: text
             for name, text in (os.environ if environ is None else environ).items()
             if name.startswith("FOREBAY_") and text.strip()
         }
         if not _unsaid.get():
-            _warn_of_unknown(said)
+            _warn_of_unknown(names)
         values, faults = {}, []
         for field, read in _READERS.items():
             name = f"FOREBAY_{field.upper()}"
-            if name in said and (field not in _LIMITS or (limits and not _unsaid.get())):
+            if name in names and (field not in _LIMITS or (limits and not _unsaid.get())):
                 try:
-                    values[field] = read(said[name], name)
+                    values[field] = read(names[name], name)
                 except ConfigError as error:
                     faults.append(error)
         return cls(**values), faults
@@ -208,10 +208,10 @@ KNOWN = frozenset({
 _warned: set[str] = set()  # variables that were warned of in this process, and in those that it was forked from
 
 
-def _warn_of_unknown(said: Iterable[str]) -> None:
+def _warn_of_unknown(names: Iterable[str]) -> None:
     import difflib  # wanted by the few who have mistyped one
 
-    for name in said:
+    for name in names:
         word = name.removeprefix("FOREBAY_")
         if word not in KNOWN and name not in _warned:
             _warned.add(name)
@@ -265,7 +265,7 @@ def default_root(*, is_network: Callable[[Path], bool], environ: Mapping[str, st
     if not is_network(_nearest(usual)):
         return usual
     places = [Path(text) for name in ("SLURM_TMPDIR", "TMPDIR") if (text := environ.get(name))] + [Path(tempfile.gettempdir())]
-    local = [place for place in places if place.is_dir() and not is_network(place)] or places[-1:]
+    local = [directory for directory in places if directory.is_dir() and not is_network(directory)] or places[-1:]
     root = local[0] / f"forebay-{os.getuid()}"
     if root not in _said:
         _said.add(root)
@@ -290,4 +290,4 @@ def _user_cache(environ: Mapping[str, str]) -> Path:
 
 def _nearest(path: Path) -> Path:
     """The path itself, or the closest of its parents that exists."""
-    return next((place for place in (path, *path.parents) if place.exists()), Path("/"))
+    return next((directory for directory in (path, *path.parents) if directory.exists()), Path("/"))

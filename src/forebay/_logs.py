@@ -8,9 +8,9 @@ import traceback
 
 def logger(name: str) -> logging.Logger:
     """The logger of this name, with its messages escaped, whatever handlers they reach. Each module of ours takes its own from here."""
-    found = logging.getLogger(name)
-    found.addFilter(_ESCAPING)  # idempotent
-    return found
+    result = logging.getLogger(name)
+    result.addFilter(_ESCAPING)  # idempotent
+    return result
 
 
 def escaped(text: str) -> str:
@@ -35,8 +35,8 @@ class _Escaping(logging.Filter):
 
 def _told(error: BaseException) -> str:
     """The traceback of an error, with no line in it that the text of an error made."""
-    told = traceback.TracebackException.from_exception(error)
-    left, seen = [told], set[int]()
+    formatted = traceback.TracebackException.from_exception(error)
+    left, seen = [formatted], set[int]()
     while left:
         one = left.pop()
         if id(one) in seen:
@@ -44,17 +44,17 @@ def _told(error: BaseException) -> str:
         seen.add(id(one))
         _escape_text(one)
         left += [other for other in (one.__cause__, one.__context__, *(one.exceptions or ())) if other is not None]
-    return "\n".join(map(escaped, "".join(told.format()).removesuffix("\n").split("\n")))
+    return "\n".join(map(escaped, "".join(formatted.format()).removesuffix("\n").split("\n")))
 
 
-def _escape_text(told: traceback.TracebackException) -> None:
-    plain = told.format_exception_only
+def _escape_text(formatted: traceback.TracebackException) -> None:
+    plain = formatted.format_exception_only
     # On the object: those of causes are made by Python, of its own class.
-    told.format_exception_only = lambda *args, **kwargs: (  # type: ignore[method-assign]
+    formatted.format_exception_only = lambda *args, **kwargs: (  # type: ignore[method-assign]
         escaped(line.removesuffix("\n")) + "\n" for line in plain(*args, **kwargs)
     )
-    if isinstance(told.__notes__, list):
-        told.__notes__ = [escaped(str(note)) for note in told.__notes__]
+    if isinstance(formatted.__notes__, list):
+        formatted.__notes__ = [escaped(str(note)) for note in formatted.__notes__]
 
 
 _ESCAPING = _Escaping()

@@ -254,9 +254,9 @@ class Noted(bytes):
 
     @classmethod
     def of(cls, data: Buffer, note: str) -> Self:
-        found = cls(data)
-        found.note = note
-        return found
+        value = cls(data)
+        value.note = note
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ class Entry:
         return self.key if self.space == "urls" else f"{self.space}:{self.key}"
 
 
-def noted(meta: str, **wanted: type) -> dict[str, Any] | None:
+def noted(meta: str, **types: type) -> dict[str, Any] | None:
     """What an entry's ``meta`` says as JSON; None where it is none, or lacks one of the ``wanted`` names with a value of that very type (an
     int: a count): somebody else wrote it."""
     try:
@@ -301,8 +301,8 @@ def noted(meta: str, **wanted: type) -> dict[str, Any] | None:
         return None
     if type(found) is not dict:
         return None
-    values: list[Any] = [found.get(name) for name in wanted]
-    sound = all(type(value) is kind for value, kind in zip(values, wanted.values(), strict=True))
+    values: list[Any] = [found.get(name) for name in types]
+    sound = all(type(value) is kind for value, kind in zip(values, types.values(), strict=True))
     return found if sound and all(0 <= value < 1 << 48 for value in values if type(value) is int) else None
 
 

@@ -118,12 +118,12 @@ class RemoteCause(Exception):
 _Story = tuple[Any, Any, bool, list[str]]  # cause, context, whether that is hidden, notes
 
 
-def _story_of(error: BaseException, told: set[int]) -> _Story | None:
+def _story_of(error: BaseException, visited: set[int]) -> _Story | None:
     """What led to an error, as far as it can be pickled; None: nothing did."""
-    told.add(id(error))
+    visited.add(id(error))
     notes = [str(note) for note in getattr(error, "__notes__", ())]
     is_silenced = error.__cause__ is None and error.__suppress_context__  # `from None`: its text may hold a secret
-    cause, context = (_stand_in(reason, told) for reason in (error.__cause__, None if is_silenced else error.__context__))
+    cause, context = (_stand_in(reason, visited) for reason in (error.__cause__, None if is_silenced else error.__context__))
     if cause is None and context is None and not notes:
         return None
     return cause, None if error.__context__ is error.__cause__ else context, error.__suppress_context__, notes
@@ -182,12 +182,12 @@ def _carried(data: bytes, text: str, story: _Story | None) -> BaseException:
     return _Carried(data, text, story).told()
 
 
-def _stand_in(reason: BaseException | None, told: set[int]) -> Any:
+def _stand_in(reason: BaseException | None, visited: set[int]) -> Any:
     """``reason`` itself where it can be pickled and comes back as it was, else its text. None where it was told before: errors may form
     a ring."""
-    if reason is None or id(reason) in told or len(told) > _DEEPEST:
+    if reason is None or id(reason) in visited or len(visited) > _DEEPEST:
         return None
-    story = _story_of(reason, told)
+    story = _story_of(reason, visited)
     if isinstance(reason, ForebayError):  # one that knows nothing of what led to it: its story is told here, where rings are seen
         copy: BaseException = _rebuild(type(reason), str(reason), _portable(reason.facts), _others_of(reason))
         return copy if story is None else _Retold(copy, story)
@@ -203,14 +203,14 @@ def _stand_in(reason: BaseException | None, told: set[int]) -> Any:
 
 def _portable(facts: dict[str, Any]) -> dict[str, Any]:
     """Facts as they can be pickled, and come back: of others the text."""
-    found = {}
+    portable = {}
     for name, value in facts.items():
         try:
             pickle.loads(pickle.dumps(value))
-            found[name] = value
+            portable[name] = value
         except Exception:  # noqa: BLE001  whatever its class makes of it
-            found[name] = repr(value)
-    return found
+            portable[name] = repr(value)
+    return portable
 
 
 class ConfigError(ForebayError, ValueError):

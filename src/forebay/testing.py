@@ -152,8 +152,8 @@ class ScriptedServer:
     def drop(self) -> None:
         """Close all connections that are open."""
         with self._lock:
-            found = list(self._open)
-        for connection in found:
+            connections = list(self._open)
+        for connection in connections:
             _shut(connection)
 
     def put(self, path: str, body: bytes, *, etag: str | None = "", modified: float | None = 1.6e9, **script: Any) -> str:
@@ -317,13 +317,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return headers
 
     def _wanted(self, served: Served, size: int) -> Span | None:
-        found = _ONE_RANGE.match(self.headers.get("Range", ""))
-        if not served.ranges or found is None or served.gzip:
+        match = _ONE_RANGE.match(self.headers.get("Range", ""))
+        if not served.ranges or match is None or served.gzip:
             return None
         if served.conditions and self.headers.get("If-Range", served.etag) != served.etag:
             return None
-        start = int(found[1])
-        end = min(size, int(found[2]) + 1) if found[2] else size
+        start = int(match[1])
+        end = min(size, int(match[2]) + 1) if match[2] else size
         return Span(start, end - start)
 
     def _send(self, request: Request, served: Served, body: memoryview) -> None:

@@ -240,13 +240,13 @@ class Below:
         """Remove a file, or a directory with all that is in it, however deep; False if it was missing, as in `unlink`."""
         try:
             with self._parent(path) as fd:
-                found = os.stat(os.path.basename(path), dir_fd=fd, follow_symlinks=False)
+                status = os.stat(os.path.basename(path), dir_fd=fd, follow_symlinks=False)
         except FileNotFoundError:
             return False
         except LinkInTheWay as error:
             log.warning("%s", str(error))
             return False
-        if not stat.S_ISDIR(found.st_mode):
+        if not stat.S_ISDIR(status.st_mode):
             return self.unlink(path)
         left = [(os.fspath(path), False)]
         while left:
@@ -260,8 +260,8 @@ class Below:
 
     def _empty(self, directory: str) -> list[str]:
         """Remove the files of a directory; gives the directories in it."""
-        found = self.lstat(directory)
-        if found.st_mode & stat.S_IRWXU != stat.S_IRWXU and found.st_uid == os.geteuid():
+        status = self.lstat(directory)
+        if status.st_mode & stat.S_IRWXU != stat.S_IRWXU and status.st_uid == os.geteuid():
             self.chmod(directory, 0o700)
         below = []
         with self.listing(directory) as fd, os.scandir(fd) as entries:

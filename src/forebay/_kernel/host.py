@@ -297,8 +297,8 @@ def read_small(path: Path, largest: int) -> bytes | None:
     there, and follows no symbolic link."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > largest:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > largest:
             return None
         return os.pread(fd, largest, 0)
     finally:
@@ -319,14 +319,14 @@ class Disk:
 
 def disk(path: Path) -> Disk:
     """The room of the file system that ``path`` lies on."""
-    found = os.statvfs(path)
-    return Disk(found.f_frsize, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, found.f_favail)
+    status = os.statvfs(path)
+    return Disk(status.f_frsize, status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize, status.f_favail)
 
 
 def free_bytes(path: Path) -> int:
     """What we may have of the file system that ``path`` lies on: `Disk.free` alone, for who asks often."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 _KINDS = {
@@ -418,16 +418,16 @@ def _before() -> None:
 
 
 def _after_parent() -> None:
-    told, _fork.told = _fork.told, None
-    _tell("after_fork_parent", told or ())
+    prepared, _fork.told = _fork.told, None
+    _tell("after_fork_parent", prepared or ())
 
 
 def _after_child() -> None:
     global _hooked_pid
-    told, _fork.told = _fork.told, None
-    if told is not None:
+    prepared, _fork.told = _fork.told, None
+    if prepared is not None:
         _hooked_pid = os.getpid()
-        _tell("after_fork_child", told)
+        _tell("after_fork_child", prepared)
 
 
 os.register_at_fork(before=_before, after_in_parent=_after_parent, after_in_child=_after_child)

@@ -67,10 +67,10 @@ def locked_at(fd: int, start: int, length: int = 1) -> int | None:
 def file_of(fd: int) -> tuple[int, int] | None:
     """Which file a descriptor is of; None if it is closed."""
     try:
-        found = os.fstat(fd)
+        status = os.fstat(fd)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 Opener: TypeAlias = Callable[[str, int], int]
@@ -212,16 +212,16 @@ class LockFile:
 
     def locked_among(self, offsets: Sequence[int]) -> list[int]:
         """Those of some sorted offsets of which `is_locked` is true. Asks for whole ranges, so that few locks take few calls."""
-        found: list[int] = []
+        locked: list[int] = []
         ranges = [(0, len(offsets))]
         while ranges:
             low, high = ranges.pop()
             if low < high and (at := self._first_locked(offsets[low], offsets[high - 1])) is not None:
                 middle = bisect.bisect_left(offsets, at, low, high)
                 beyond = bisect.bisect_right(offsets, at, middle, high)
-                found += offsets[middle:beyond]
+                locked += offsets[middle:beyond]
                 ranges += (low, middle), (beyond, high)
-        return found
+        return locked
 
     def _first_locked(self, first: int, last: int) -> int | None:
         self._part_if_forked()
@@ -370,9 +370,9 @@ class Claims:
             self.close()
 
 
-def _take(fd: int, wanted: Holds) -> Holds:
+def _take(fd: int, holds: Holds) -> Holds:
     """Lock all that is wanted; gives what could be had."""
-    return {offset: hold for offset, hold in wanted.items() if _set(fd, fcntl.F_WRLCK if hold[1] else fcntl.F_RDLCK, offset)}
+    return {offset: hold for offset, hold in holds.items() if _set(fd, fcntl.F_WRLCK if hold[1] else fcntl.F_RDLCK, offset)}
 
 
 # -- who holds what, for people ----------------------------------------------------------------------------------------
@@ -382,10 +382,10 @@ def holders(path: str | os.PathLike[str], offset: int, among: Iterable[int] | No
     """The processes that hold a lock on this byte, as far as /proc shows them: those of other users it shows to root only. ``among``
     these alone: all of a machine take a while."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return ()
-    inode = f":{found.st_ino} "
+    inode = f":{status.st_ino} "
     return tuple(
         pid for pid in (_numbers("/proc") if among is None else among) if any(_covers(line, inode, offset) for line in _locks_of(pid))
     )
@@ -420,13 +420,13 @@ def _covers(line: str, inode: str, offset: int) -> bool:
 def posix_holders(path: str | os.PathLike[str], offset: int) -> tuple[int, ...]:
     """The processes, of any user, that have locked this byte by ``fcntl`` or ``lockf``: of such locks the kernel tells everybody."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return ()
-    file = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino} "
-    told = (int(line.split()[-4]) for line in lines if " POSIX " in line and "->" not in line and _covers(line, file, offset))
-    return tuple(pid for pid in told if pid > 0)  # 0: of another PID namespace
+    file = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino} "
+    pids = (int(line.split()[-4]) for line in lines if " POSIX " in line and "->" not in line and _covers(line, file, offset))
+    return tuple(pid for pid in pids if pid > 0)  # 0: of another PID namespace
 
 
 def describe_process(pid: int) -> str:

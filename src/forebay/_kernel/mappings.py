@@ -75,8 +75,8 @@ def private(view: memoryview, of: object) -> memoryview | None:
             return None
         raise
     try:
-        found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) != known[1:] or found.st_size < at + view.nbytes:
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != known[1:] or status.st_size < at + view.nbytes:
             return None
         return map_file(fd, before + view.nbytes, offset=at - before, writable=True, private=True)[before:]
     finally:
@@ -95,10 +95,10 @@ class _Buffer(ctypes.Structure):
 
 def _begins_at(view: memoryview) -> int:
     """The address of the first byte: ctypes itself gives that of writable buffers only."""
-    found = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(found), 0)
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
-    return int(found.buf or 0)
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return int(buffer.buf or 0)
 
 
 def words_of_process(count: int) -> memoryview:

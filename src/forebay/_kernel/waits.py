@@ -171,12 +171,12 @@ class Wait:
         waited = self.waited
         if waited >= self.timeout:
             patience.spend(waited)
-            wanted, holder = what()
-            raise errors.WaitTimeout.of(wanted, waited, holder, self._by)
+            subject, holder = what()
+            raise errors.WaitTimeout.of(subject, waited, holder, self._by)
         if waited >= self._say_at:
             self._say_at = waited + SAY_EVERY
-            wanted, holder = what()
-            log.warning("waiting %.0f s for %s, %s %s", waited, wanted, self._by, holder)
+            subject, holder = what()
+            log.warning("waiting %.0f s for %s, %s %s", waited, subject, self._by, holder)
         return min(TURN, max(self.timeout - waited, 0.001))
 
     @property

@@ -61,7 +61,7 @@ def entry(rows: Rows, row: Sequence[Any]) -> Entry | None:
 
 def entries(rows: Rows, several: Iterable[Sequence[Any]]) -> list[Entry]:
     """`entry`, of several: those that are ours."""
-    return [found for row in several if (found := entry(rows, row)) is not None]
+    return [sound for row in several if (sound := entry(rows, row)) is not None]
 
 
 def files(rows: Rows, several: Sequence[Sequence[Any]], shape: str) -> list[Any]:
@@ -74,13 +74,13 @@ def files(rows: Rows, several: Sequence[Sequence[Any]], shape: str) -> list[Any]
     if sound and (slot < 0 or rows.has_slot(max(columns[slot]))):
         return list(several)
     tests = [(at, _TESTS[letter]) for at, letter in enumerate(shape)]
-    found = []
+    sound_rows = []
     for row in several:
         if all(test(row[at]) for at, test in tests) and (slot < 0 or rows.has_slot(row[slot])):
-            found.append(row)
+            sound_rows.append(row)
         else:
             rows.doubt("entries", (row[0],), f"the row {row[0]}")
-    return found
+    return sound_rows
 
 
 def reservation(rows: Rows, row: Sequence[Any]) -> bool:

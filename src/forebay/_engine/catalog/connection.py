@@ -126,12 +126,12 @@ class Catalog:
         """What SQLite finds wrong with the pages of the catalog; None: nothing. Reads all of it: seconds, for a million entries. ``apart``:
         other threads of this process go on meanwhile."""
         try:
-            (found,) = self._until_current(self._try_apart if apart else self._try_all, "PRAGMA quick_check(1)", ())[0]
+            (answer,) = self._until_current(self._try_apart if apart else self._try_all, "PRAGMA quick_check(1)", ())[0]
         except CatalogBroken as error:
             if not error.damaged:
                 raise
             return str(error)
-        return None if found == "ok" else str(found)
+        return None if answer == "ok" else str(answer)
 
     def _create(self) -> bool:
         """Caller: holds the writer lock. The database gets its name only when it is whole. False if there is one."""
@@ -238,10 +238,10 @@ class Catalog:
         self._index = self._wal.current_index()  # were it another one than was opened, that one would be unreadable to what follows
         if not self._root.read_only and con.execute("PRAGMA journal_mode").fetchone() != ("wal",):
             raise CatalogBroken(f"the catalog {self._path} has lost its log: its header says so", damaged=True)
-        found = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
-        if found.get("format") != schema.FORMAT:
-            raise CatalogBroken(f"the catalog has format {found.get('format')!r}, {schema.FORMAT} was expected")
-        if found.get("root") != self._root.id:
+        meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('format', 'root')").fetchall())
+        if meta.get("format") != schema.FORMAT:
+            raise CatalogBroken(f"the catalog has format {meta.get('format')!r}, {schema.FORMAT} was expected")
+        if meta.get("root") != self._root.id:
             raise CatalogBroken(f"the catalog in {self._root.path} belongs to another root: it was copied or moved here")
 
     def _connection_locked(self) -> sqlite3.Connection:
@@ -336,8 +336,8 @@ class Catalog:
 
     def one(self, sql: str, *values: Any) -> Any:
         """The first row, or None."""
-        found = self.all(sql, *values)
-        return found[0] if found else None
+        rows = self.all(sql, *values)
+        return rows[0] if rows else None
 
     @property
     def doubted(self) -> list[str]:

@@ -52,18 +52,18 @@ def find(rows: Rows, space: int, key: str) -> Entry | None:
 
 def version(rows: Rows, space: int, key: str) -> tuple[int, int]:
     """Id and size of the live entry of this key; zeros where there is none."""
-    found = rows.one(f"SELECT id, size FROM entries WHERE space = ? AND key = ? AND state = {LIVE}", space, key)
-    for id, size in checked.files(rows, [found] if found else [], "ii"):
+    row = rows.one(f"SELECT id, size FROM entries WHERE space = ? AND key = ? AND state = {LIVE}", space, key)
+    for id, size in checked.files(rows, [row] if row else [], "ii"):
         return id, size
     return 0, 0
 
 
 def find_many(rows: Rows, space: int, keys: Sequence[str]) -> list[Entry]:
     """The live entries of these keys, in any order."""
-    found: list[Entry] = []
+    result: list[Entry] = []
     for some in _sixteens(keys):
-        found += checked.entries(rows, rows.all(_FIND_MANY, space, *some))
-    return found
+        result += checked.entries(rows, rows.all(_FIND_MANY, space, *some))
+    return result
 
 
 def _sixteens(several: Sequence[T], length: int = _AT_ONCE) -> Iterator[list[T]]:
@@ -109,7 +109,7 @@ def any_trees(rows: Rows) -> bool:
 def page(rows: Rows, space: int, after: str | None, limit: int, *, backwards: bool = False) -> list[Entry]:
     """The live entries of one space that follow the key ``after`` in order of keys; empty: there are no more."""
     columns = _COLUMNS.replace("s.name", "(SELECT name FROM spaces WHERE id = ?1)")
-    return _page(rows, columns, space, after, limit, backwards, lambda found: checked.entries(rows, found))
+    return _page(rows, columns, space, after, limit, backwards, lambda page_rows: checked.entries(rows, page_rows))
 
 
 def page_of_facts(
@@ -117,13 +117,13 @@ def page_of_facts(
 ) -> list[tuple[int, str, int, int, str, float]]:
     """`page`, of id, key, slot, size, life and time of creation alone."""
     columns = "e.id, e.key, e.slot, e.size, e.life, e.created"
-    return _page(rows, columns, space, after, limit, backwards, lambda found: checked.files(rows, found, "itsitr"))
+    return _page(rows, columns, space, after, limit, backwards, lambda page_rows: checked.files(rows, page_rows, "itsitr"))
 
 
 def page_of_keys(rows: Rows, space: int, after: str | None, limit: int, *, backwards: bool = False) -> list[tuple[str, int]]:
     """`page`, of keys and slots alone."""
-    found = _page(rows, "e.id, e.key, e.slot", space, after, limit, backwards, lambda found: checked.files(rows, found, "its"))
-    return [(key, slot) for _, key, slot in found]
+    page_rows = _page(rows, "e.id, e.key, e.slot", space, after, limit, backwards, lambda page_rows: checked.files(rows, page_rows, "its"))
+    return [(key, slot) for _, key, slot in page_rows]
 
 
 def _page(
@@ -133,11 +133,11 @@ def _page(
     sign, order = ("<", "DESC") if backwards else (">", "ASC")
     beyond = "?2 IS NULL" if after is None else f"e.key {sign} ?2"
     sql = f"SELECT {columns} FROM entries e WHERE e.space = ?1 AND e.state = {LIVE} AND {{}} ORDER BY e.key {order} LIMIT ?3"
-    found = rows.all(sql.format(beyond), space, after, limit)
-    while found and not (ours := sound(found)):
+    page_rows = rows.all(sql.format(beyond), space, after, limit)
+    while page_rows and not (ours := sound(page_rows)):
         last = f"coalesce((SELECT key FROM entries WHERE id = ?4 AND state = {LIVE}), ?2)"  # it may have been set aside meanwhile
-        found = rows.all(sql.format(f"({last} IS NULL OR e.key {sign} {last})"), space, after, limit, found[-1][0])
-    return ours if found else []
+        page_rows = rows.all(sql.format(f"({last} IS NULL OR e.key {sign} {last})"), space, after, limit, page_rows[-1][0])
+    return ours if page_rows else []
 
 
 def by_ids(rows: Rows, ids: Sequence[int]) -> list[Entry]:
@@ -157,8 +157,8 @@ def has_any(rows: Rows, space: int, prefix: str) -> bool:
 
 def living_in(rows: Rows, first: int, end: int) -> list[tuple[int, int, int]]:
     """Slot, id and space of the live entries whose slots are in this range."""
-    found = rows.all(f"SELECT id, slot, space FROM entries WHERE state = {LIVE} AND slot >= ? AND slot < ?", first, end)
-    return [(slot, id, space) for id, slot, space in checked.files(rows, found, "isi")]
+    living = rows.all(f"SELECT id, slot, space FROM entries WHERE state = {LIVE} AND slot >= ? AND slot < ?", first, end)
+    return [(slot, id, space) for id, slot, space in checked.files(rows, living, "isi")]
 
 
 def top_slot(rows: Rows) -> int:
@@ -219,10 +219,10 @@ def insert(txn: Txn, space: int, entry: Entry, data: bytes | memoryview | None =
         txn.run(_INSERT_DATA, entry.id, data)
 
 
-def insert_many(txn: Txn, space: int, found: Sequence[tuple[Entry, bytes | None]]) -> None:
+def insert_many(txn: Txn, space: int, new: Sequence[tuple[Entry, bytes | None]]) -> None:
     """`insert`, for several."""
-    txn.run_many(_INSERT, [_row(space, entry) for entry, _ in found])
-    payloads = [(entry.id, data) for entry, data in found if data is not None]
+    txn.run_many(_INSERT, [_row(space, entry) for entry, _ in new])
+    payloads = [(entry.id, data) for entry, data in new if data is not None]
     if payloads:
         txn.run_many(_INSERT_DATA, payloads)
 
@@ -299,8 +299,8 @@ def leaving(rows: Rows, limit: int = 256) -> list[tuple[int, int, str, str, int]
 
 def held(rows: Rows, after: int, limit: int) -> list[Entry]:
     """Entries that live only as long as somebody holds them, by id from ``after`` on."""
-    found = rows.all(f"{_FROM} WHERE e.life = 'held' AND e.state = {LIVE} AND e.id > ? ORDER BY e.id LIMIT ?", after, limit)
-    return checked.entries(rows, found)
+    held_rows = rows.all(f"{_FROM} WHERE e.life = 'held' AND e.state = {LIVE} AND e.id > ? ORDER BY e.id LIMIT ?", after, limit)
+    return checked.entries(rows, held_rows)
 
 
 def is_doomed(rows: Rows, id: int) -> bool:
@@ -346,10 +346,10 @@ def victims(rows: Rows, ids: Sequence[int]) -> list[tuple[int, int, int, int, st
 
 def after(rows: Rows, id: int, limit: int) -> list[tuple[int, int, int]]:
     """Id, slot and space of what may be evicted, by id from ``id`` on."""
-    found = rows.all(
+    later = rows.all(
         f"SELECT id, slot, space FROM entries WHERE id > ? AND state = {LIVE} AND life != 'pinned' ORDER BY id LIMIT ?", id, limit
     )
-    return checked.files(rows, found, "isi")
+    return checked.files(rows, later, "isi")
 
 
 def set_life(txn: Txn, space: int, key: str, life: str) -> bool:
@@ -377,10 +377,10 @@ def link(txn: Txn, tree: int, members: Iterable[tuple[str, int]]) -> None:
 
 def members(rows: Rows, tree: int) -> list[tuple[str, Entry]]:
     """The files of a tree, whatever has become of their names: (name, entry)."""
-    found = rows.all(
+    linked = rows.all(
         f"SELECT {_COLUMNS}, l.name FROM links l JOIN entries e ON e.id = l.member JOIN spaces s ON s.id = e.space WHERE l.tree = ?", tree
     )
-    if not all(checked.is_member(row[-1]) for row in found):
+    if not all(checked.is_member(row[-1]) for row in linked):
         rows.doubt("entries", (tree,), f"the directory {tree:x}, since the name of a file in it leads out of it")
         return []
-    return sorted((row[-1], entry) for row in found if (entry := checked.entry(rows, row[:-1])) is not None)
+    return sorted((row[-1], entry) for row in linked if (entry := checked.entry(rows, row[:-1])) is not None)

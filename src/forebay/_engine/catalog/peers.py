@@ -53,9 +53,9 @@ class Peers:
     def guard(self) -> locks.LockFile:
         """On the catalog itself, for as long as one of the catalogs keeps it. Closed when no connection is open only: whoever closes a file
         loses all that SQLite has locked there. Caller: holds the mutex."""
-        found = self._guard() or locks.LockFile(self._path, self._opener, writable=False)
-        self._guard = weakref.ref(found)
-        return found
+        guard = self._guard() or locks.LockFile(self._path, self._opener, writable=False)
+        self._guard = weakref.ref(guard)
+        return guard
 
     def begin_apart(self, one: Apart, con: sqlite3.Connection) -> None:
         """Caller: holds the mutex now, not while it runs, and calls `end_apart` in any event."""

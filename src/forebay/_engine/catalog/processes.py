@@ -95,18 +95,18 @@ def forget_failures(txn: Txn) -> None:
 
 def waits(rows: Rows) -> list[KeyWait]:
     """The nested waits that are noted, those of dead processes too."""
-    found = []
+    key_waits = []
     for name, value in rows.all("SELECT name, value FROM meta WHERE name > 'wait/' AND name < 'wait0'"):
         try:
-            owner, number, wanted, *held = (int(word, 16) for word in (*name.split("/")[1:], *value.split()))
+            owner, number, target, *held = (int(word, 16) for word in (*name.split("/")[1:], *value.split()))
         except (ValueError, TypeError, AttributeError):
-            owner = number = wanted = -1
+            owner = number = target = -1
             held = []
-        if all(map(checked.is_number, (owner, number, wanted, *held))) and name.count("/") == 2:
-            found.append(KeyWait(owner, number, frozenset(held), wanted))
+        if all(map(checked.is_number, (owner, number, target, *held))) and name.count("/") == 2:
+            key_waits.append(KeyWait(owner, number, frozenset(held), target))
         else:
             rows.doubt("meta", (name,), f"the wait {name!r}")
-    return found
+    return key_waits
 
 
 def enter_wait(txn: Txn, wait: KeyWait) -> None:

@@ -93,13 +93,13 @@ COUNT_SLOTS = "SELECT (SELECT count(*) FROM entries) + (SELECT count(*) FROM fre
 
 def is_sane(con: sqlite3.Connection) -> bool:
     """Whether the next id, the next slot and the limits can be told, and no slot is given twice. In memory is a byte for each slot."""
-    found = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('next_id', 'next_slot')").fetchall())
-    if not all(type(found.get(name)) is int and 0 <= found[name] < end for name, end in (("next_id", 1 << 61), ("next_slot", 1 << 31))):
+    meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('next_id', 'next_slot')").fetchall())
+    if not all(type(meta.get(name)) is int and 0 <= meta[name] < end for name, end in (("next_id", 1 << 61), ("next_slot", 1 << 31))):
         return False
     limits = "SELECT 1 FROM meta WHERE name IN ('budget', 'min_free', 'max_entries') AND typeof(value) NOT IN ('integer', 'real', 'null')"
-    if con.execute(limits).fetchone() or found["next_slot"] > RECORDS + con.execute(COUNT_SLOTS).fetchone()[0]:
+    if con.execute(limits).fetchone() or meta["next_slot"] > RECORDS + con.execute(COUNT_SLOTS).fetchone()[0]:
         return False
-    seen = bytearray((found["next_slot"] // RECORDS + 1) * RECORDS)
+    seen = bytearray((meta["next_slot"] // RECORDS + 1) * RECORDS)
     for (slot,) in con.execute("SELECT slot FROM free_slots UNION ALL SELECT slot FROM entries WHERE typeof(slot) = 'integer'"):
         if 0 <= slot < len(seen):  # an entry elsewhere is set aside
             if seen[slot]:

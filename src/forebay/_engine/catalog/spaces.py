@@ -111,14 +111,14 @@ def by_id(rows: Rows, id: int) -> SpaceRow | None:
 
 def _space(row: Sequence[Any]) -> SpaceRow:
     """Raises `CatalogBroken` for one that none of ours is: without a space nothing can be said of its entries."""
-    found = SpaceRow(*row)
-    _numbers((found.id, found.quota, found.bytes, found.charge, found.entries, found.max_count))
-    words = found.name, found.kind, found.policy
-    if set(map(type, words)) != {str} or found.policy.lower() not in _POLICIES or found.id <= 0:
-        raise CatalogBroken(f"the catalog is damaged: the row of the space {found.name!r}", damaged=True)
-    if min(found.bytes, found.charge, found.entries) < 0:  # a check finds them wrong, and a repair counts anew
-        return replace(found, bytes=max(found.bytes, 0), charge=max(found.charge, 0), entries=max(found.entries, 0))
-    return found
+    space = SpaceRow(*row)
+    _numbers((space.id, space.quota, space.bytes, space.charge, space.entries, space.max_count))
+    words = space.name, space.kind, space.policy
+    if set(map(type, words)) != {str} or space.policy.lower() not in _POLICIES or space.id <= 0:
+        raise CatalogBroken(f"the catalog is damaged: the row of the space {space.name!r}", damaged=True)
+    if min(space.bytes, space.charge, space.entries) < 0:  # a check finds them wrong, and a repair counts anew
+        return replace(space, bytes=max(space.bytes, 0), charge=max(space.charge, 0), entries=max(space.entries, 0))
+    return space
 
 
 def _numbers(row: Sequence[Any]) -> Sequence[Any]:
@@ -203,9 +203,9 @@ def kept(rows: Rows) -> Kept:
     return Kept(**limits, spaces=tuple(SpaceLimits(*row) for row in special))
 
 
-def restore(txn: Txn, found: Sequence[SpaceLimits]) -> None:
+def restore(txn: Txn, spaces: Sequence[SpaceLimits]) -> None:
     """Make the spaces that a lost catalog had, as people had set them."""
-    for space in found:
+    for space in spaces:
         insert(txn, space.name, space.kind, space.policy, space.quota)
         change(txn, space.name, space.policy, space.quota, space.max_count)
 
@@ -226,19 +226,19 @@ def recount(txn: Txn) -> None:
     txn.run("DELETE FROM payloads WHERE id NOT IN (SELECT id FROM entries)")
     txn.run("DELETE FROM entries WHERE kind = 'value' AND id NOT IN (SELECT id FROM payloads)")
     txn.run("DELETE FROM links WHERE tree NOT IN (SELECT id FROM entries) OR member NOT IN (SELECT id FROM entries)")
-    found = sums(txn)
+    by_space = sums(txn)
     for (id,) in txn.all("SELECT id FROM spaces"):
-        txn.run("UPDATE spaces SET bytes = ?, charge = ?, inline = ?, entries = ? WHERE id = ?", *found.get(id, _EMPTY), id)
+        txn.run("UPDATE spaces SET bytes = ?, charge = ?, inline = ?, entries = ? WHERE id = ?", *by_space.get(id, _EMPTY), id)
     _recount_slots(txn)
 
 
 def sums(rows: Rows) -> dict[int, tuple[int, ...]]:
     """By space: bytes, charge, inline and entries as the rows have them, a page of them at a time."""
-    found: dict[int, tuple[int, ...]] = {}
+    by_space: dict[int, tuple[int, ...]] = {}
     for low, high in entries.ranges(rows, "entries"):
         for space, *more in rows.all(_SUMS, low, high):
-            found[space] = tuple(map(sum, zip(found.get(space, _EMPTY), more, strict=True)))
-    return found
+            by_space[space] = tuple(map(sum, zip(by_space.get(space, _EMPTY), more, strict=True)))
+    return by_space
 
 
 def _recount_slots(txn: Txn) -> None:

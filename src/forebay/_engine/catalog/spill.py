@@ -25,14 +25,14 @@ class Spill:
 
     def add(self, rows: Iterable[tuple[float, tuple[Any, ...]]]) -> None:
         with translated():
-            self._con.executemany("INSERT INTO rows VALUES (?, ?)", ((place, marshal.dumps(row)) for place, row in rows))
+            self._con.executemany("INSERT INTO rows VALUES (?, ?)", ((number, marshal.dumps(row)) for number, row in rows))
 
     def sorted(self, *, backwards: bool = False) -> Iterator[tuple[Any, ...]]:
         """All rows in order of their numbers; those of one number as they came. The file goes at the end."""
         try:
             with translated():
-                found = self._con.execute(f"SELECT data FROM rows ORDER BY place {'DESC' if backwards else 'ASC'}, rowid")
-                for (data,) in found:
+                ordered = self._con.execute(f"SELECT data FROM rows ORDER BY place {'DESC' if backwards else 'ASC'}, rowid")
+                for (data,) in ordered:
                     yield marshal.loads(data)
         finally:
             self._con.close()

@@ -66,8 +66,8 @@ def number_below(value: Any, name: str, end: int) -> int:
 
 def next_slot(rows: Rows) -> int:
     """The first slot that was never given out."""
-    found = rows.one("SELECT value FROM meta WHERE name = 'next_slot'")
-    return number_below(found[0] if found else None, "next_slot", SLOTS)
+    row = rows.one("SELECT value FROM meta WHERE name = 'next_slot'")
+    return number_below(row[0] if row else None, "next_slot", SLOTS)
 
 
 class Doubts:
@@ -156,8 +156,8 @@ class Txn:
 
     def one(self, sql: str, *values: Any) -> Any:
         """The first row, or None."""
-        found = fetched(self._con, sql, values)
-        return found[0] if found else None
+        rows = fetched(self._con, sql, values)
+        return rows[0] if rows else None
 
     def run(self, sql: str, *values: Any) -> int:
         """Change rows; gives how many."""
@@ -204,14 +204,14 @@ class Txn:
                 self.run(f"DELETE FROM {table} WHERE {_KEYS.get(table, 'id IS ?')}", *key)
 
     def _set_entry_aside(self, id: Any) -> None:
-        found = self.one("SELECT slot, space FROM entries WHERE id IS ?", id)
-        if found is None:
+        row = self.one("SELECT slot, space FROM entries WHERE id IS ?", id)
+        if row is None:
             return
         self.run(
             "UPDATE entries SET state = 1, suffix = '', life = 'cached', key = '', size = 0, charge = 0, validator = NULL,"
             f" checksum = x'', meta = '', created = 0.0, kind = CASE WHEN kind IN {KINDS} THEN kind ELSE 'blob' END WHERE id IS ?", id,
         )  # fmt: skip
-        slot, space = found
+        slot, space = row
         if type(slot) is int and self.has_slot(slot) and 0 < id < NUMBERS:
             self.leftovers = True
             return

@@ -99,10 +99,10 @@ class Wal:
     def current_index(self) -> tuple[int, int] | None:
         """Which file the index is: another one after it was retired; None between the two."""
         try:
-            found = os.stat(self.index)
+            status = os.stat(self.index)
         except FileNotFoundError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     @contextlib.contextmanager
     def pinned_index(self) -> Iterator[tuple[int, int] | None]:
@@ -113,8 +113,8 @@ class Wal:
             yield None
             return
         try:
-            found = os.fstat(fd)
-            yield found.st_dev, found.st_ino
+            status = os.fstat(fd)
+            yield status.st_dev, status.st_ino
         finally:
             os.close(fd)
 

@@ -59,8 +59,8 @@ def _fraction(checksum: bytes) -> int:
 
 def remove_whatever_suffix(root: Root, id: int) -> None:
     """Remove the file of ``id`` where nobody noted its suffix. Caller: holds the writer lock, and no row names the file."""
-    for found, path in _in_fan(root, FANS[id & 0xFF]):
-        if found == id:
+    for blob, path in _in_fan(root, FANS[id & 0xFF]):
+        if blob == id:
             _remove(root, path)
 
 
@@ -133,9 +133,9 @@ def _in_fan(root: Root, fan: str) -> Iterator[tuple[int, Path]]:
     except (FileNotFoundError, LinkInTheWay):
         return
     for name in names:
-        found = parse_blob_below(fan, name)
-        if found:
-            yield found.id, directory / name
+        blob = parse_blob_below(fan, name)
+        if blob:
+            yield blob.id, directory / name
 
 
 def verify_blob(root: Root, path: Path, size: int, checksum: bytes) -> bool:

@@ -45,26 +45,26 @@ class TmpName(NamedTuple):
 
 def parse_blob_name(name: str) -> BlobName | None:
     """The parts of a blob's file name; None if it is not one of ours."""
-    found = _BLOB.fullmatch(name)
-    return BlobName(int(found[1], 16), found[2]) if found else None
+    match = _BLOB.fullmatch(name)
+    return BlobName(int(match[1], 16), match[2]) if match else None
 
 
 def parse_blob_below(fan: str, name: str) -> BlobName | None:
     """The parts of the name of a file in ``blobs/<fan>``; None if it is not one of ours, or if its id belongs into another fan."""
-    found = parse_blob_name(name)
-    return found if found and FANS[found.id & 0xFF] == fan else None
+    parsed = parse_blob_name(name)
+    return parsed if parsed and FANS[parsed.id & 0xFF] == fan else None
 
 
 def parse_directory_name(name: str) -> BlobName | None:
     """The parts of the name of a tree or a pack, which has no suffix; None if it is not one of ours."""
-    found = parse_blob_name(name)
-    return found if found and not found.suffix else None
+    parsed = parse_blob_name(name)
+    return parsed if parsed and not parsed.suffix else None
 
 
 def parse_tmp_name(name: str) -> TmpName | None:
     """The parts of the name of a write in progress; None if it is not one of ours."""
-    found = _TMP.fullmatch(name)
-    return TmpName(int(found[1], 16), int(found[2], 16), found[3]) if found else None
+    match = _TMP.fullmatch(name)
+    return TmpName(int(match[1], 16), int(match[2], 16), match[3]) if match else None
 
 
 def is_scrap(name: str) -> bool:
@@ -72,10 +72,10 @@ def is_scrap(name: str) -> bool:
     return _SCRAP.fullmatch(name) is not None
 
 
-def id_left(place: Path) -> int | None:
+def id_left(directory: Path) -> int | None:
     """The id of the root at ``place`` that lost its FORMAT, as its table of slots has it."""
     try:
-        fd = os.open(place / "slots" / "000", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(directory / "slots" / "000", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:

@@ -59,9 +59,9 @@ def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
 def list_packs(root: Root) -> Iterator[int]:
     """The ids of all packs; what has no name of ours is none of our business."""
     for name in root.files.names_in(root.packs_dir):
-        found = parse_directory_name(name)
-        if found:
-            yield found.id
+        parsed = parse_directory_name(name)
+        if parsed:
+            yield parsed.id
 
 
 def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> memoryview:
@@ -73,10 +73,10 @@ def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> mem
     try:
         if length is None:
             length = int.from_bytes(os.pread(fd, 8, 24), "little")
-        found, wanted = os.fstat(fd), index_size(length)
-        if found.st_size != wanted:
-            raise Damaged(f"{path} has {found.st_size} bytes where {wanted} are right", key=str(path))
-        words = mappings.words(mappings.map_file(fd, wanted, writable=writable))
+        status, size = os.fstat(fd), index_size(length)
+        if status.st_size != size:
+            raise Damaged(f"{path} has {status.st_size} bytes where {size} are right", key=str(path))
+        words = mappings.words(mappings.map_file(fd, size, writable=writable))
     finally:
         os.close(fd)
     if tuple(words[:4]) != (_MAGIC, root.id, id, length):
@@ -181,7 +181,7 @@ def find_tail(root: Root, id: int, number: int, words: memoryview) -> int | None
 
 def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:
     """Every slot whose record is not what was stored: all bytes are read."""
-    found: list[int] = []
+    bad: list[int] = []
     by_segment: dict[int, list[tuple[int, int]]] = {}
     for slot, word in enumerate(words[HEADER_WORDS:].tolist()):
         if word:
@@ -189,8 +189,8 @@ def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:
             by_segment.setdefault(number, []).append((offset, slot))
     for number, places in by_segment.items():
         view, seed = _map_whole(root, id, number), pack_records.seed_of(id)
-        found += [slot for offset, slot in sorted(places) if pack_records.length_of(view, offset, seed, slot, verify=True) is None]
-    return sorted(found)
+        bad += [slot for offset, slot in sorted(places) if pack_records.length_of(view, offset, seed, slot, verify=True) is None]
+    return sorted(bad)
 
 
 def _map_whole(root: Root, id: int, number: int) -> memoryview:

@@ -76,8 +76,8 @@ def length_of(segment: memoryview, offset: int, seed: int, slot: int, *, verify:
     start = offset + HEADER
     if start > len(segment):
         return None
-    found, length, digest, boot, check = _HEADER.unpack_from(segment, offset)
-    if found != slot or start + length > len(segment) or check != zlib.crc32(segment[offset : offset + _BODY.size], seed):
+    owner, length, digest, boot, check = _HEADER.unpack_from(segment, offset)
+    if owner != slot or start + length > len(segment) or check != zlib.crc32(segment[offset : offset + _BODY.size], seed):
         return None
     if (verify or boot != boot_tag()) and xxhash.xxh3_64_intdigest(segment[start : start + length]) != digest:
         return None
@@ -88,5 +88,5 @@ def is_header(head: bytes, seed: int, slot: int) -> bool:
     """Whether these bytes are the header of a record of this slot."""
     if len(head) < HEADER:
         return False
-    found, _, _, _, check = _HEADER.unpack(head)
-    return bool(found == slot and check == zlib.crc32(head[: _BODY.size], seed))
+    owner, _, _, _, check = _HEADER.unpack(head)
+    return bool(owner == slot and check == zlib.crc32(head[: _BODY.size], seed))

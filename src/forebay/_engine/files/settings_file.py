@@ -81,10 +81,10 @@ def write(root: Root, kept: Kept) -> None:
 
 
 def _content(root: Root) -> bytes:
-    found = host.read_small(root.settings, _LARGEST)
-    if found is None:
+    data = host.read_small(root.settings, _LARGEST)
+    if data is None:
         raise ValueError("it is no file of a sensible size")
-    return found
+    return data
 
 
 def _checksum(body: dict[str, Any]) -> str:
@@ -99,14 +99,14 @@ def _sane(spaces: Sequence[Any]) -> tuple[SpaceLimits, ...]:
     return tuple(space for one in spaces[:_MOST_SPACES] if (space := _space(one)) is not None)
 
 
-def _space(found: Any) -> SpaceLimits | None:
+def _space(row: Any) -> SpaceLimits | None:
     """One space, where it is sane."""
-    name, kind, policy = (found.get(field) for field in ("name", "kind", "policy"))
+    name, kind, policy = (row.get(field) for field in ("name", "kind", "policy"))
     if not (isinstance(name, str) and isinstance(kind, str) and isinstance(policy, str) and name.isprintable() and name and kind):
         return None
     try:
         parsed = str(Policy.parse(policy))
     except ConfigError:
         return None
-    quota, most = (value if _is_number(value := found.get(field)) else None for field in ("quota", "max_count"))
+    quota, most = (value if _is_number(value := row.get(field)) else None for field in ("quota", "max_count"))
     return SpaceLimits(name, kind, parsed, quota, most)

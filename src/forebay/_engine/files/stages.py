@@ -109,11 +109,11 @@ class Stage:
         if root.shared:
             root.files.unlink(root.tmp(keyhash, id, ".old"))  # somebody was killed while he made it his
         try:
-            found = root.files.lstat(path)
-            if not stat.S_ISREG(found.st_mode):
+            status = root.files.lstat(path)
+            if not stat.S_ISREG(status.st_mode):
                 root.files.remove_whole(path)
                 return None
-            if not found.st_mode & stat.S_IWUSR:
+            if not status.st_mode & stat.S_IWUSR:
                 root.files.chmod(path, root.file_mode)  # its writer died between the last steps of `finish`
             stage = cls(root, keyhash, id, root.files.open_write(path))
         except FileNotFoundError:
@@ -122,7 +122,7 @@ class Stage:
             remove_partial(root, keyhash, id)
             return None
         try:
-            stage._go_on(found)
+            stage._go_on(status)
         except BaseException as error:
             stage.close()
             if not isinstance(error, OSError) or error.errno in SCARCE:
@@ -132,13 +132,13 @@ class Stage:
             return None
         return stage
 
-    def _go_on(self, found: os.stat_result) -> None:
+    def _go_on(self, status: os.stat_result) -> None:
         self._has_map = True
         seen = chunkmaps.read(self._map_path, self.root)
-        if seen and seen.validator and seen.boot == host.boot_id() and found.st_size == seen.total:
+        if seen and seen.validator and seen.boot == host.boot_id() and status.st_size == seen.total:
             self._coverage = self._what_the_disk_kept(seen)
             self.partial = Partial(seen.total, seen.validator, self._coverage.missing(seen.total))
-        if found.st_uid != os.geteuid() and os.geteuid() != 0:
+        if status.st_uid != os.geteuid() and os.geteuid() != 0:
             self._make_ours()
 
     def _make_ours(self) -> None:
@@ -164,9 +164,9 @@ class Stage:
         host.punch(old, 0, partial.size)  # what was allocated for what is missing
         host.allocate(fd, 0, partial.size)
         self._has_map = True
-        made = ChunkMap.create(self._map_path, self.root, partial.size, partial.validator)
+        chunkmap = ChunkMap.create(self._map_path, self.root, partial.size, partial.validator)
         for span in self._coverage.spans():
-            made.mark(span, span, lambda chunk: _sum_of(fd, chunk, partial.size))
+            chunkmap.mark(span, span, lambda chunk: _sum_of(fd, chunk, partial.size))
 
     def _what_the_disk_kept(self, seen: chunkmaps.ChunkMapContent) -> Coverage:
         """What of a partial is as it was written. All of it is read here, and not again by `finish`."""

@@ -43,17 +43,17 @@ def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
 def list_trees(root: Root) -> Iterator[int]:
     """The ids of all trees; what has no name of ours is none of our business."""
     for name in root.files.names_in(root.trees_dir):
-        found = parse_directory_name(name)
-        if found:
-            yield found.id
+        parsed = parse_directory_name(name)
+        if parsed:
+            yield parsed.id
 
 
 def list_files(root: Root, id: int) -> Iterator[str]:
     """The names of all that lies in a tree and is no directory. Raises FileNotFoundError where there is no such tree."""
     top = str(root.tree(id))
     for directory in _directories(root, top):
-        with root.files.listing(directory) as fd, os.scandir(fd) as found:
-            names = [entry.name for entry in found if not entry.is_dir(follow_symlinks=False)]
+        with root.files.listing(directory) as fd, os.scandir(fd) as scan:
+            names = [entry.name for entry in scan if not entry.is_dir(follow_symlinks=False)]
         yield from (f"{directory}/{name}"[len(top) + 1 :] for name in names)
 
 
@@ -61,7 +61,7 @@ def look(root: Root, path: str) -> dict[str, tuple[int, int, int]]:
     """What lies in a tree: (inode, size, time of the last write) by relative name, that of a directory with a slash at its end.
 
     Raises FileNotFoundError or `LinkInTheWay` where there is no such tree; no link is followed."""
-    found: dict[str, tuple[int, int, int]] = {}
+    files: dict[str, tuple[int, int, int]] = {}
     folders = [""]
     while folders:
         above = folders.pop()
@@ -70,11 +70,11 @@ def look(root: Root, path: str) -> dict[str, tuple[int, int, int]]:
                 name = above + entry.name
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(name + "/")
-                    found[name + "/"] = (0, 0, 0)
+                    files[name + "/"] = (0, 0, 0)
                 else:
                     status = entry.stat(follow_symlinks=False)
-                    found[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
-    return found
+                    files[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return files
 
 
 def charge(root: Root, id: int) -> int:
@@ -99,7 +99,7 @@ def footprint(names: Iterable[str], block: int) -> int:
 
 def _link_all(root: Root, top: str, members: Iterable[tuple[str, str | Path]]) -> None:
     """Plain strings: there may be many thousands."""
-    made = {""}
+    directories = {""}
     for name, blob in members:
         parts = name.split("/")
         if "\0" in name or not {"", ".", ".."}.isdisjoint(parts):
@@ -107,9 +107,9 @@ def _link_all(root: Root, top: str, members: Iterable[tuple[str, str | Path]]) -
         try:
             for depth in range(1, len(parts)):
                 above = "/".join(parts[:depth])
-                if above not in made:
+                if above not in directories:
                     _make_directory(root, f"{top}/{above}")
-                    made.add(above)
+                    directories.add(above)
             root.files.link(blob, f"{top}/{name}")
         except (FileExistsError, NotADirectoryError, LinkInTheWay) as error:
             raise ValueError(f"{name!r} is two things in one tree") from error
@@ -123,8 +123,8 @@ def _make_directory(root: Root, path: str) -> None:
 
 def _directories(root: Root, top: str) -> Iterator[str]:
     """``top`` and all directories below, the deepest first."""
-    with root.files.listing(top) as fd, os.scandir(fd) as found:
-        below = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
+    with root.files.listing(top) as fd, os.scandir(fd) as scan:
+        below = [entry.name for entry in scan if entry.is_dir(follow_symlinks=False)]
     for name in below:
         yield from _directories(root, f"{top}/{name}")
     yield top

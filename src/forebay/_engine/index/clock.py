@@ -54,13 +54,13 @@ class Clock:
         """`now`, compared with what other processes saw."""
         wall = max(time.time_ns(), 1)  # before the other one: who pauses in between sees too little, never too much
         ticks = time.monotonic_ns()
-        told = self._told(wall, ticks)
-        self._ahead = ahead = max(self._ahead, wall - ticks, told or 0)
+        others = self._told(wall, ticks)
+        self._ahead = ahead = max(self._ahead, wall - ticks, others or 0)
         now = ticks + ahead
         if self._writable:
             self._tell(ahead, now)
         wall = time.time_ns()  # after the monotonic one: who pauses in between is late until he looks again, and never early
-        self.window = wall, wall + (0 if told is None else LOOK_AGAIN), now - wall  # a table that is not made yet is looked for again
+        self.window = wall, wall + (0 if others is None else LOOK_AGAIN), now - wall  # a table that is not made yet is looked for again
         return now
 
     def is_past(self, moment: int) -> bool:

@@ -164,10 +164,10 @@ class Counters:
     def totals(self) -> list[int]:
         """What all processes have counted, those that are gone too, in the order of `NAMES`."""
         own = self._page.words
-        found = [0] * _WORDS if own[0] else _sums(own)
+        totals = [0] * _WORDS if own[0] else _sums(own)
         for page in self._pages_of_all():
-            found = [total + count for total, count in zip(found, _sums(page), strict=True)]
-        return found
+            totals = [total + count for total, count in zip(totals, _sums(page), strict=True)]
+        return totals
 
     def living(self) -> list[int]:
         """The pids of the other processes that count here now."""
@@ -199,8 +199,8 @@ class Counters:
             return []
         finally:
             os.close(fd)
-        found = [memoryview(data[at : at + PAGE]).cast("Q") for at in range(0, len(data) - PAGE + 1, PAGE)]
-        return [words if words[0] == _MARK else _EMPTY for words in found]
+        pages = [memoryview(data[at : at + PAGE]).cast("Q") for at in range(0, len(data) - PAGE + 1, PAGE)]
+        return [words if words[0] == _MARK else _EMPTY for words in pages]
 
     def before_fork(self) -> None:
         self._pages.before_fork(keep=False)

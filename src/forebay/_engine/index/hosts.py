@@ -40,13 +40,13 @@ class SilentHosts:
         self._own = bytearray(_SIZE)
         self._heard: dict[str, int] = {}  # when that was last noted
 
-    def silent_since(self, host_name: str, patience: float) -> float | None:
+    def silent_since(self, host_name: str, timeout: float) -> float | None:
         """How many seconds ago it was found silent; None: it may be asked, by who would wait ``patience`` seconds for an answer."""
         at, waited, heard = self._look(host_name)
         now = time.monotonic_ns()
         if not now - PERIOD * _SECOND < at <= now or at <= heard <= now:
             return None
-        if waited < 0.9 * min(patience, LONG_ENOUGH):
+        if waited < 0.9 * min(timeout, LONG_ENOUGH):
             return None
         return (now - at) / _SECOND
 
@@ -70,9 +70,9 @@ class SilentHosts:
 
     def _look(self, host_name: str) -> tuple[int, float, int]:
         """When it was found silent, after what wait, and when it was heard last."""
-        name, place = _place_of(host_name)
-        found = [_RECORD.unpack_from(table, place) for table in (self._own, self._shared()) if len(table) == _SIZE]
-        of_it = [(at, waited / 1000, heard) for known, at, waited, heard in found if known == name]
+        name, offset = _place_of(host_name)
+        records = [_RECORD.unpack_from(table, offset) for table in (self._own, self._shared()) if len(table) == _SIZE]
+        of_it = [(at, waited / 1000, heard) for known, at, waited, heard in records if known == name]
         return max(of_it, key=lambda each: max(each[0], each[2]), default=(0, 0.0, 0))
 
     def _shared(self) -> bytes:
@@ -85,26 +85,26 @@ class SilentHosts:
             return b""
 
     def _note(self, host_name: str, at: int, waited: float, heard: int) -> None:
-        name, place = _place_of(host_name)
+        name, offset = _place_of(host_name)
         record = _RECORD.pack(name, at, round(min(waited, 1e6) * 1000) if not math.isnan(waited) else 0, heard)
-        self._own[place : place + _RECORD.size] = record
+        self._own[offset : offset + _RECORD.size] = record
         if self._root is None or self._root.read_only:
             return
         try:
-            self._write(self._root, record, place)
+            self._write(self._root, record, offset)
         except OSError as error:
             log.debug("%s cannot be written: %s", self._root.hosts, error)
 
-    def _write(self, root: Root, record: bytes, place: int) -> None:
+    def _write(self, root: Root, record: bytes, offset: int) -> None:
         try:
             fd = root.files.open_write(root.hosts)
         except FileNotFoundError:
             root.install(root.hosts, lambda fd: host.pwrite(fd, bytes(_SIZE), 0))
             fd = root.files.open_write(root.hosts)
         try:
-            found = os.fstat(fd)
-            if stat.S_ISREG(found.st_mode) and found.st_size == _SIZE:
-                host.pwrite(fd, record, place)
+            status = os.fstat(fd)
+            if stat.S_ISREG(status.st_mode) and status.st_size == _SIZE:
+                host.pwrite(fd, record, offset)
             else:  # not ours: it is made anew
                 root.replace(root.hosts, bytes(_SIZE))
         finally:

@@ -63,8 +63,8 @@ class Memo:
 
     def get(self, space: str, name: str) -> Remembered | None:
         """What is remembered under this name, while it is current."""
-        found = self._of(space).get(name)
-        return found if found is not None and found.is_current() else None
+        known = self._of(space).get(name)
+        return known if known is not None and known.is_current() else None
 
     def _of(self, space: str) -> dict[str, Remembered]:
         return self._known.setdefault(space, {})
@@ -76,12 +76,12 @@ class Memo:
         known, now_ns, block = self._of(space), time.time_ns, counters.block
 
         def hit(name: str, max_age: int) -> memoryview | None:
-            found = known.get(name)
-            if found is None:
+            entry = known.get(name)
+            if entry is None:
                 return None
-            now, slot = now_ns(), found.slot
+            now, slot = now_ns(), entry.slot
             since, until, skew = self._window
-            if slot[ID] != found.id or not since <= now < until:
+            if slot[ID] != entry.id or not since <= now < until:
                 return None
             now += skew
             if not 0 <= now - slot[VALIDATED] < max_age:
@@ -89,8 +89,8 @@ class Memo:
             slot[USED] = now
             counts, at = block()
             counts[at + HITS] += 1
-            counts[at + BYTES_HIT] += found.size
-            return memoryview(found.view)
+            counts[at + BYTES_HIT] += entry.size
+            return memoryview(entry.view)
 
         return hit
 
@@ -100,36 +100,36 @@ class Memo:
         known, now_ns = self._of(space), time.time_ns
 
         def find(name: str) -> Remembered | None:
-            found = known.get(name)
-            if found is None or found.slot[ID] != found.id:
+            entry = known.get(name)
+            if entry is None or entry.slot[ID] != entry.id:
                 return None
             since, until, _ = self._window
-            return found if since <= now_ns() < until else None
+            return entry if since <= now_ns() < until else None
 
         return find
 
     def add(self, space: str, name: str, entry: Entry, view: memoryview) -> Remembered:
         """Remember an entry; one too large for the memo is given back without being kept."""
         words, base = self._slots.record(entry.slot)
-        found = Remembered(entry, view, words[base : base + 4])
-        if found.size > self._max_bytes // 2:
-            return found
+        item = Remembered(entry, view, words[base : base + 4])
+        if item.size > self._max_bytes // 2:
+            return item
         with self._mutex:
             self._forget_locked(self._of(space).get(name))
-            if self._bytes + found.size > self._max_bytes or self._count >= self._max_count:
+            if self._bytes + item.size > self._max_bytes or self._count >= self._max_count:
                 self._shrink_locked()
-            self._of(space)[name] = found
-            found.names.append((space, name))
-            self._bytes += found.size
+            self._of(space)[name] = item
+            item.names.append((space, name))
+            self._bytes += item.size
             self._count += 1
-        return found
+        return item
 
-    def alias(self, space: str, name: str, found: Remembered) -> None:
+    def alias(self, space: str, name: str, item: Remembered) -> None:
         """Let another name lead to what is remembered."""
         with self._mutex:
-            if found.names and name not in self._of(space):
-                self._of(space)[name] = found
-                found.names.append((space, name))
+            if item.names and name not in self._of(space):
+                self._of(space)[name] = item
+                item.names.append((space, name))
 
     def forget(self, space: str, name: str) -> None:
         """Let go of what this name leads to."""
@@ -157,15 +157,15 @@ class Memo:
     def drop_dead(self) -> None:
         """Drop what was evicted now: the disk is short, and gets no block of an unlinked file back while it is mapped."""
         with self._mutex:
-            for found in [f for f in self._all_locked() if not f.is_current()]:
-                self._forget_locked(found)
+            for item in [f for f in self._all_locked() if not f.is_current()]:
+                self._forget_locked(item)
 
     def restart(self, slots: Slots) -> None:
         """Forget everything; go on with another table of slots. The dicts stay the same objects: hit paths hold them."""
         with self._mutex:
             for known in self._known.values():
-                for found in known.values():
-                    found.names = []
+                for item in known.values():
+                    item.names = []
                 known.clear()
             self._slots, self._bytes, self._count, self._evictions = slots, 0, 0, -1
 
@@ -174,21 +174,21 @@ class Memo:
         self._window = _NO_WINDOW  # the first hit goes the long way
 
     def _all_locked(self) -> Iterator[Remembered]:
-        return iter({id(found): found for known in self._known.values() for found in known.values()}.values())
+        return iter({id(item): item for known in self._known.values() for item in known.values()}.values())
 
-    def _forget_locked(self, found: Remembered | None) -> None:
-        if found is None or not found.names:
+    def _forget_locked(self, item: Remembered | None) -> None:
+        if item is None or not item.names:
             return
-        for space, name in found.names:
+        for space, name in item.names:
             self._of(space).pop(name, None)
-        found.names = []
-        self._bytes -= found.size
+        item.names = []
+        self._bytes -= item.size
         self._count -= 1
 
     def _shrink_locked(self) -> None:
         """Down to three quarters: first what is dead, then what was used longest ago by anybody."""
         every = sorted(self._all_locked(), key=lambda f: f.slot[USED] if f.is_current() else 0)
-        for found in every:
-            if self._bytes <= self._max_bytes * 3 // 4 and self._count <= self._max_count * 3 // 4 and found.is_current():
+        for item in every:
+            if self._bytes <= self._max_bytes * 3 // 4 and self._count <= self._max_count * 3 // 4 and item.is_current():
                 break
-            self._forget_locked(found)
+            self._forget_locked(item)

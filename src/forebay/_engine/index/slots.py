@@ -187,9 +187,9 @@ class Slots:
         """`used` and `validated` of each of ``slots``, fast for many."""
         chunks = {chunk: self._words(chunk) for chunk in {slot // RECORDS for slot in slots}}
         places = ((chunks[slot // RECORDS], _HEADER + slot % RECORDS * _WORDS) for slot in slots)
-        found = [(words[base + USED], words[base + VALIDATED]) for words, base in places]
+        times = [(words[base + USED], words[base + VALIDATED]) for words, base in places]
         now = self.clock.look()  # after the words: an entry that is used in between is no entry that never was
-        return [(used if used <= now else 0, validated if validated <= now else 0) for used, validated in found]
+        return [(used if used <= now else 0, validated if validated <= now else 0) for used, validated in times]
 
     def used_many(self, slots: Sequence[int]) -> list[int]:
         """`used` of each of ``slots``, fast for many."""
@@ -228,10 +228,10 @@ class Slots:
         """Whether the files that were mapped still lie in the root. Two system calls a chunk."""
         for chunk, (_, device, inode) in list(self._chunks.items()):
             try:
-                found = self._root.files.lstat(self._path(chunk))
+                status = self._root.files.lstat(self._path(chunk))
             except FileNotFoundError:
                 return False
-            if (found.st_dev, found.st_ino) != (device, inode):
+            if (status.st_dev, status.st_ino) != (device, inode):
                 return False
         return True
 
@@ -275,12 +275,12 @@ class Slots:
                 raise
             raise SlotsBroken(f"{path} is a symbolic link", path=str(path)) from error
         try:
-            found = os.fstat(fd)
-            if found.st_size != _SIZE:
-                raise SlotsBroken(f"{path} has {found.st_size} bytes where {_SIZE} are right", path=str(path))
+            status = os.fstat(fd)
+            if status.st_size != _SIZE:
+                raise SlotsBroken(f"{path} has {status.st_size} bytes where {_SIZE} are right", path=str(path))
             words = mappings.words(mappings.map_file(fd, _SIZE, writable=writable))
         finally:
             os.close(fd)
         if (words[0], words[1]) != (SLOTS_MAGIC, self._root.id):
             raise SlotsBroken(f"{path} belongs to another root", path=str(path))
-        return words, found.st_dev, found.st_ino
+        return words, status.st_dev, status.st_ino

@@ -103,9 +103,9 @@ class Fill:
         keyhash = hash_of(space, key)
         waiting_since = self._lock(key, keyhash, timeout, on_wait)
         with KeyHold(self, keyhash) as hold:
-            found = self._look_again(space, key, look, waiting_since)
-            if found is not None:
-                return found
+            value = self._look_again(space, key, look, waiting_since)
+            if value is not None:
+                return value
             if on_hold is not None:
                 on_hold(hold)
             with self._making(space, key, keyhash):
@@ -118,9 +118,9 @@ class Fill:
         keyhash = hash_of(space, key)
         waiting_since = await self._lock_async(key, keyhash, timeout)
         try:
-            found = self._look_again(space, key, look, waiting_since)
-            if found is not None:
-                return found
+            value = self._look_again(space, key, look, waiting_since)
+            if value is not None:
+                return value
             with self._making(space, key, keyhash):
                 return await make()
         finally:
@@ -129,11 +129,11 @@ class Fill:
     def _look_again(self, space: int, key: str, look: Callable[[], T | None], since: int | None) -> T | None:
         """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: we are here. What P1 failed with, after ``since``,
         is raised."""
-        found = look()
-        error = self.failure(space, key, since) if found is None and since is not None else None
+        value = look()
+        error = self.failure(space, key, since) if value is None and since is not None else None
         if error is not None:
             raise error
-        return found
+        return value
 
     @contextlib.contextmanager
     def _making(self, space: int, key: str, keyhash: int) -> Iterator[None]:
@@ -200,9 +200,9 @@ class Fill:
     def progress(self, keyhash: int) -> tuple[int, int | None]:
         """How far the work on a key is: bytes done, and in all."""
         for reservation in reservations.by_key(self._catalog, keyhash):
-            found = progress_of(self._root, keyhash, reservation.id)
-            if found is not None:
-                return found
+            progress = progress_of(self._root, keyhash, reservation.id)
+            if progress is not None:
+                return progress
         return 0, None
 
     def _lock(self, key: str, keyhash: int, timeout: float | None, on_wait: OnWait | None) -> int | None:
@@ -274,11 +274,11 @@ class Fill:
 
     def failure(self, space: int, key: str, since: int) -> Exception | None:
         """What the work on a key failed with after ``since``, in any process; a later call tries again."""
-        found = processes.failure(self._catalog, space, key)
-        if found is None or found[0] < since:
+        failure = processes.failure(self._catalog, space, key)
+        if failure is None or failure[0] < since:
             return None
         at, error = self._errors.get((space, key), (0, None))
-        return error if error is not None and at == found[0] else errors.from_wire(found[1])
+        return error if error is not None and at == failure[0] else errors.from_wire(failure[1])
 
     def close(self) -> None:
         self._keys.close()

@@ -183,12 +183,12 @@ class Leases:
 
     def take_many(self, space: int, keys: Sequence[str]) -> dict[str, Lease]:
         """Leases on what these keys have now, as far as they have something."""
-        found: dict[str, Lease] = {}
+        leases: dict[str, Lease] = {}
         for entry in entries.find_many(self._catalog, space, keys):
             lease = self._try(entry) or self.take(space, entry.key)
             if lease is not None:
-                found[entry.key] = lease
-        return found
+                leases[entry.key] = lease
+        return leases
 
     def _try(self, entry: Entry) -> Lease | None:
         """Lock first, then look at the slot: an evictor that had the lock before us has emptied it."""

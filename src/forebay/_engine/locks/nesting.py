@@ -30,14 +30,14 @@ class Nesting:
         self._numbers = itertools.count()
 
     @contextlib.contextmanager
-    def waiting(self, key: str, held: Collection[int], wanted: int) -> Iterator[None]:
+    def waiting(self, key: str, held: Collection[int], target: int) -> Iterator[None]:
         """Around a wait for the key ``wanted`` by who holds the keys ``held``. Raises `Busy` where it would never end."""
         if not held:
             yield
             return
-        note = processes.KeyWait(self._owners.me(), next(self._numbers), frozenset(held), wanted)
+        note = processes.KeyWait(self._owners.me(), next(self._numbers), frozenset(held), target)
         with self._catalog.write() as txn:
-            if leads_to(held, wanted, self._living(txn)):
+            if leads_to(held, target, self._living(txn)):
                 raise Busy(f"{key!r} is being made by one that waits, in the end, for this caller", key=key)
             processes.enter_wait(txn, note)
         try:
@@ -57,9 +57,9 @@ class Nesting:
         return living
 
 
-def leads_to(held: Iterable[int], wanted: int, waits: Iterable[processes.KeyWait]) -> bool:
+def leads_to(held: Iterable[int], target: int, waits: Iterable[processes.KeyWait]) -> bool:
     """Whether who has ``wanted`` waits, over any number of others, for one of the keys ``held``."""
-    goals, seen, next_ones = set(held), set[int](), {wanted}
+    goals, seen, next_ones = set(held), set[int](), {target}
     edges = list(waits)
     while next_ones:
         if next_ones & goals:

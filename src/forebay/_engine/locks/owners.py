@@ -92,13 +92,13 @@ class Owners:
 
     def living(self) -> list[processes.Owner]:
         """Who has the root open now, this process included."""
-        found = []
+        living = []
         for owner in processes.every(self._catalog):
             if owner.id == self._id or not self._probe.try_lock(owner.id, exclusive=True):
-                found.append(owner)
+                living.append(owner)
             else:
                 self._probe.unlock(owner.id)
-        return found
+        return living
 
     def holder_of(self, keyhash: int) -> str:
         """Who works on this key, in words for people: from the kernel's list of locks, else from the reservation."""
