@@ -211,7 +211,7 @@ def write_whole(store: Store, key: str, body: bytes, *, space: str = "v", valida
     """Fetch ``body`` under the key's lock, as a remote does: what a partial has is not asked for again. Gives whether it was resumed."""
     from forebay._model import ObjectInfo
 
-    hold = store.hold(space, key)
+    hold = store.locks.hold(space, key)
     try:
         with store.writing(space, key) as writing:
             kept = writing.partial is not None

@@ -394,8 +394,8 @@ MUTANTS = (
     ),
     Mutant(
         6, "a hit registers its process first", "_engine/store.py",
-        "        return self._reading.view(space, self.known_space(space).id, key)\n",
-        "        self._owners.me()\n        return self._reading.view(space, self.known_space(space).id, key)\n",
+        "        return self.engine.reading.view(space, self.spaces.lookup(space).id, key)\n",
+        "        self.engine.owners.me()\n        return self.engine.reading.view(space, self.spaces.lookup(space).id, key)\n",
         "tests/scenarios/test_stopped_writer.py::test_a_hit_needs_no_writer_in_a_young_process_either",
     ),
     Mutant(
@@ -420,8 +420,8 @@ MUTANTS = (
     ),
     Mutant(
         6, "what the system refuses reaches the caller", "_engine/engine.py",
-        "            try:\n                with faults(str(self.root.path)):\n",
-        "            try:\n                if self.root:\n",
+        "        try:\n            with faults(str(self.root.path)):\n",
+        "        try:\n            if self.root:\n",
         "tests/engine/test_no_more_files.py::test_each_call_without_files[True-0]",
     ),
     Mutant(
@@ -442,7 +442,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "a damaged catalog is not made anew", "_engine/engine.py",
-        "        elif isinstance(error, CatalogBroken):\n            self.mend(error, mends)\n",
+        "        elif isinstance(error, CatalogBroken):\n            self.reopen(error, recoveries)\n",
         "        elif isinstance(error, CatalogBroken):\n            raise error\n",
         f"{FAULTS}test_two_processes_go_on_after_harm[catalog.sqlite-scribble]",
     ),
@@ -486,7 +486,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "who writes keeps to a table of slots that was replaced", "_engine/engine.py",
-        "        if not self._slots.are_same():\n", "        if not self._slots:\n",
+        "        if not self.slots.are_same():\n", "        if not self.slots:\n",
         f"{STRANGE}test_a_process_that_only_writes_goes_over_to_the_new_slots",
     ),
     Mutant(
@@ -537,7 +537,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "two false alarms make a catalog anew", "_engine/engine.py",
-        "                self._catalog.trust()  # what another", "                self._catalog.sweeper  # what another",
+        "                self.catalog.trust()  # what another", "                self.catalog.lost  # what another",
         f"{DAMAGE}test_false_alarms_that_have_nothing_to_do_with_each_other_cost_nothing",
     ),
     Mutant(
@@ -568,7 +568,7 @@ MUTANTS = (
     # 7. kill -9 anywhere
     Mutant(
         7, "nobody ends what the dead began", "_engine/catalog/connection.py",
-        "        if txn.leftovers and self.sweeper is not None:\n", "        if txn.leftovers and self.sweeper is None:\n",
+        "        if txn.leftovers:\n", "        if txn.leftovers is None:\n",
         f"{STEPS}test_replace[blob-blob]",
     ),
     Mutant(
@@ -891,8 +891,8 @@ MUTANTS = (
         "tests/engine/packs/test_pack.py::test_what_is_counted_is_what_is_there",
     ),
     Mutant(
-        4, "the tails of the dead are not given back", "_engine/packs/packing.py",
-        "        return any(self._is_left(segment) for segment in segments.owned(txn))",
+        4, "the tails of the dead are not given back", "_engine/space/segment_tails.py",
+        "        return any(self.is_left(segment) for segment in segments.owned(txn))",
         "        return False",
         "tests/crash/test_packs.py::test_a_writer_that_needs_what_stands_empty_behind_the_dead",
     ),
@@ -903,7 +903,7 @@ MUTANTS = (
         "tests/crash/test_packs.py::test_the_next_writer_goes_on_where_the_dead_one_was",
     ),
     Mutant(
-        1, "a living handle's segment is taken over", "_engine/packs/packing.py",
+        1, "a living handle's segment is taken over", "_engine/space/segment_tails.py",
         "            return self._taken.get((segment.pack, segment.number)) not in self._in_use\n",
         "            return True\n",
         "tests/engine/packs/test_pack.py::test_two_handles_of_a_process_append_apart",
@@ -917,7 +917,7 @@ MUTANTS = (
     ),
     Mutant(
         2, "a failed load is told to nobody else", "prefetch/steps.py",
-        "            self._store.note_failure(self._job.space, mark.name, error)\n", "",
+        "            self._store.locks.note_failure(self._job.space, mark.name, error)\n", "",
         "tests/scenarios/test_prefetch.py::test_s06_a_failure_reaches_all_who_wait",
     ),
     Mutant(
@@ -1135,7 +1135,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "those who wait make in turns what cannot be kept", "tasks/values.py",
-        "            values._origin.store.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))\n",
+        "            values._origin.store.locks.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))\n",
         "            pass\n",
         f"{TASKS}test_where_it_cannot_be_kept_those_who_waited_make_it_side_by_side",
     ),

@@ -61,7 +61,7 @@ class Scene:
 
     def _set(self, before: Act) -> None:
         with opened(self.place, self.budget) as store:
-            store.space("v")
+            store.spaces.ensure("v")
             before(store)
 
     def _look(self, after: Act) -> None:

@@ -146,7 +146,7 @@ def test_a_successor_that_dies_too(scene: NewScene) -> None:
     """A partial is there; who resumes it dies at each step of that."""
 
     def before(store: Store) -> None:
-        hold = store.hold("v", "a")
+        hold = store.locks.hold("v", "a")
         with store.writing("v", "a") as writing:
             writing.begin(ObjectInfo("", len(BODY), '"1"', strong=True))
             writing.write(MiB, BODY[MiB : 2 * MiB])
@@ -165,7 +165,7 @@ def test_the_object_became_a_smaller_one(scene: NewScene) -> None:
     small = os.urandom(MiB // 2)
 
     def during(store: Store) -> None:
-        hold = store.hold("v", "a")
+        hold = store.locks.hold("v", "a")
         with store.writing("v", "a") as writing:
             writing.begin(ObjectInfo("", len(BODY), '"1"', strong=True))
             writing.write(0, BODY[: 2 * MiB])
@@ -283,6 +283,6 @@ def test_open_and_close(scene: NewScene) -> None:
         from tests.harness import opened
 
         with opened(stage.place) as store:
-            store._owners.me()  # as the first write does; opening alone registers nobody
+            store.engine.owners.me()  # as the first write does; opening alone registers nobody
 
     stage.play(before, during, after, least=4)

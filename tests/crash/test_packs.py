@@ -32,11 +32,11 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def array(store: Store, name: str = "a") -> Iterator[Pack]:
     """The array of this name, made if there is none."""
-    lease = store.find_pack("samples", name)
-    pack = store.open_pack(lease, SLOTS) if lease is not None else None
+    lease = store.packs.find("samples", name)
+    pack = store.packs.open(lease, SLOTS) if lease is not None else None
     if pack is None:
-        hold = store.hold("samples", name)
-        pack = store.make_pack("samples", name, SLOTS)
+        hold = store.locks.hold("samples", name)
+        pack = store.packs.make("samples", name, SLOTS)
         hold.release()
     try:
         yield pack
@@ -52,11 +52,11 @@ def fill(store: Store, *slots: int, name: str = "a") -> None:
 
 def is_whole(store: Store, *filled: int, name: str = "a") -> None:
     """Each slot is empty, or has what was put there; those of ``filled`` are not empty."""
-    lease = store.find_pack("samples", name)
+    lease = store.packs.find("samples", name)
     if lease is None:
         assert not filled
         return
-    pack = store.open_pack(lease, SLOTS)
+    pack = store.packs.open(lease, SLOTS)
     assert pack is not None
     for slot, body in BODIES.items():
         found = pack.find(slot)
@@ -117,9 +117,9 @@ def test_a_writer_that_needs_what_stands_empty_behind_the_dead(scene: NewScene) 
 
 def test_another_version_takes_the_name(scene: NewScene) -> None:
     def renew(store: Store) -> None:
-        hold = store.hold("samples", "a")
+        hold = store.locks.hold("samples", "a")
         try:
-            store.make_pack("samples", "a", SLOTS, fingerprint="2").close()
+            store.packs.make("samples", "a", SLOTS, fingerprint="2").close()
         finally:
             hold.release()
 
@@ -128,7 +128,7 @@ def test_another_version_takes_the_name(scene: NewScene) -> None:
 
 def test_an_array_without_a_name_goes_with_its_process(scene: NewScene) -> None:
     def during(store: Store) -> None:
-        pack = store.make_pack("samples", "~1", SLOTS, life="held")
+        pack = store.packs.make("samples", "~1", SLOTS, life="held")
         pack.put(0, raw, BODIES[0])
         pack.close()
         store.drop([pack.lease.entry])
@@ -143,16 +143,16 @@ def test_an_array_without_a_name_goes_with_its_process(scene: NewScene) -> None:
 
 def test_an_array_gets_a_name(scene: NewScene) -> None:
     def during(store: Store) -> None:
-        pack = store.make_pack("samples", "~1", SLOTS, life="held")
+        pack = store.packs.make("samples", "~1", SLOTS, life="held")
         for slot in range(4):
             pack.put(slot, raw, BODIES[slot])
-        assert store.name_pack(pack, "samples", "a", overwrite=True)
+        assert store.packs.name(pack, "samples", "a", overwrite=True)
         pack.freeze()
         pack.close()
 
     def after(store: Store) -> None:
         is_whole(store)
-        assert store.find_pack("samples", "~1") is None
+        assert store.packs.find("samples", "~1") is None
 
     scene(MiB).play(nothing, during, after, least=15)
 
@@ -163,7 +163,7 @@ def test_eviction_of_a_whole_array(scene: NewScene) -> None:
         store.put("v", "warm", bytes(20 * KiB))
 
     def after(store: Store) -> None:
-        lease = store.find_pack("samples", "a")
+        lease = store.packs.find("samples", "a")
         if lease is not None:
             lease.close()
             is_whole(store, *range(8))

@@ -25,7 +25,7 @@ def item_body(key: str) -> bytes:
 
 def keep(store: Store, *keys: str, more: int = 0) -> None:
     """Be promised room for all of them, and for ``more`` bytes; keep the small ones in one go, then the large one; give the rest back."""
-    credit = store.credit("v")
+    credit = store.reservations.open("v")
     need = credit.need(more)
     for key in keys:
         need = need.plus(credit.need(len(item_body(key))))
@@ -58,7 +58,7 @@ def test_room_is_made_for_them(scene: NewScene) -> None:
         keep(store, "small", "large")
 
     def during(store: Store) -> None:
-        credit = store.credit("v")
+        credit = store.reservations.open("v")
         credit.ask(credit.need(500_000))
         credit.keep([Item("inline", item_body("inline"))])[0].close()
 
@@ -68,7 +68,7 @@ def test_room_is_made_for_them(scene: NewScene) -> None:
 def test_what_is_spilled_goes_with_its_process(scene: NewScene) -> None:
     def during(store: Store) -> None:
         for size in (300, 20_000, 400_000):
-            store.spill("v", f"spilled {size}", bytes(size))
+            store.reservations.spill("v", f"spilled {size}", bytes(size))
 
     def after(store: Store) -> None:
         store.put("v", "next", b"")
@@ -79,8 +79,8 @@ def test_what_is_spilled_goes_with_its_process(scene: NewScene) -> None:
 
 def test_items_of_a_session_go_with_it(scene: NewScene) -> None:
     def during(store: Store) -> None:
-        session = store.join("v", "~session/x")
-        credit = store.credit("v")
+        session = store.reservations.join("v", "~session/x")
+        credit = store.reservations.open("v")
         credit.ask(credit.need(20_000).plus(credit.need(300)))
         credit.keep([Item(key, item_body(key), session.entry.id) for key in ("inline", "small")])
 

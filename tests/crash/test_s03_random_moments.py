@@ -71,7 +71,7 @@ def test_s03_writers_killed_at_500_random_moments(quick_path: Path) -> None:
 
     def create() -> None:
         with opened(place, BUDGET) as store:
-            store.space("v")
+            store.spaces.ensure("v")
 
     in_child(create)
     kills = 0

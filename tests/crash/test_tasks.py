@@ -85,7 +85,7 @@ def test_values_make_way_under_a_budget(scene: NewScene) -> None:
             assert values_of(store, "raw").keep(key, value)
 
     def during(store: Store) -> None:
-        store.space("v", quota=320_000)
+        store.spaces.ensure("v", quota=320_000)
         assert values_of(store, "raw").keep("new", bytes(300_000))
         assert values_of(store, "raw").keep("row", bytes(10_000))
 
@@ -95,9 +95,9 @@ def test_values_make_way_under_a_budget(scene: NewScene) -> None:
             found = values.look(key)
             assert found is None or found[0] == value
         assert all(found is None or found[0] == bytes(300_000) for found in [values.look("new")])
-        store.space("v", quota=320_000)
+        store.spaces.ensure("v", quota=320_000)
         assert values.keep("fill", bytes(319_000))  # also in place of what the dead one had begun
-        store.space("v", quota=1 << 40)
+        store.spaces.ensure("v", quota=1 << 40)
 
     scene(MiB).play(before, during, after, least=8)
 

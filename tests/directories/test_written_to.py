@@ -271,6 +271,6 @@ def test_a_note_that_cannot_be_written_costs_the_hit_nothing(
     def fail(*_: object, **__: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(*((host, "set_mtime") if step == "set_mtime" else (type(store._reading), "_seal_again")), fail)
+    monkeypatch.setattr(*((host, "set_mtime") if step == "set_mtime" else (type(store.engine.reading), "_seal_again")), fail)
     assert cache.get("k") == BIG
     assert cache.stats().hits == 1

@@ -22,11 +22,11 @@ def test_a_check_and_a_repair_have_a_page_of_rows_in_memory(place: Path) -> None
     with opened(place, 8 * MiB) as store:
         said: list[str] = []
         store.put("v", "k", b"x")
-        con = store._catalog._con
+        con = store.engine.catalog._con
         assert con is not None
         con.set_trace_callback(said.append)
         assert store.check() == []
-        with store._catalog.write() as txn:
+        with store.engine.catalog.write() as txn:
             spaces.recount(txn)
         assert schema.is_sane(con)
         con.set_trace_callback(None)
@@ -48,7 +48,7 @@ def test_totals_that_change_while_they_are_added_up_are_no_problem(place: Path, 
         store.put("v", "k", b"x")
         monkeypatch.setattr(spaces, "sums", added_up)
         assert store.check() == []
-        with store._catalog.write() as txn:
+        with store.engine.catalog.write() as txn:
             txn.run("UPDATE spaces SET charge = charge + 1")
         assert [problem.kind for problem in store.check()] == ["total"]
         store.repair()
@@ -60,7 +60,7 @@ def test_free_slots_are_found_again(place: Path) -> None:
         for n in range(20):
             store.put("v", f"k{n}", b"x")
         store.remove([Victim(e.name, e.size, e.charge, e.used, e.id) for e in store.entries("v")[:10]])
-        with store._catalog.write() as txn:
+        with store.engine.catalog.write() as txn:
             one, free = (txn.one(f"SELECT min(slot) FROM {table}")[0] for table in ("entries", "free_slots"))
             txn.run("DELETE FROM free_slots WHERE slot = ?", free)
             txn.run("INSERT INTO free_slots VALUES (?), (-1), (40)", one)

@@ -20,7 +20,7 @@ import forebay
 from forebay import errors
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull
 from forebay._engine.catalog.ballast import Ballast
-from forebay._engine.engine import mending
+from forebay._engine.engine import recover_and_retry
 from forebay._engine.files.layout import Root
 from forebay._engine.files.settings_file import Kept, SpaceLimits, read, write
 from forebay._engine.store import Store
@@ -99,7 +99,7 @@ def use(place: Path, *, opens: bool = True) -> None:
             assert cache.put(key, data)
             assert cache.get(key) == data
         assert cache.budget == BUDGET
-        assert cache._store.quota_of("own") == QUOTA
+        assert cache._store.spaces.quota("own") == QUOTA
         if cache.repair():
             assert cache.put("new", b"value")
         assert cache.check(deep=True) == []
@@ -260,7 +260,7 @@ def false_alarm(store: Store, times: int = 1) -> int:
     """A call that says so many times that the catalog is damaged; gives how often it was tried."""
     tries = []
 
-    @mending
+    @recover_and_retry
     def call(self: Store) -> int:
         tries.append(True)
         if len(tries) <= times:
@@ -290,8 +290,8 @@ def test_false_alarms_that_have_nothing_to_do_with_each_other_cost_nothing(place
 def test_a_text_that_is_too_long_is_no_damage(place: Path) -> None:
     """It would be met twice by the call that has it, and cost the catalog."""
     with opened(place) as store:
-        with store._catalog._mutex:
-            store._catalog._connection_locked().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)
+        with store.engine.catalog._mutex:
+            store.engine.catalog._connection_locked().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)
         with pytest.raises(errors.CacheFault, match="TOOBIG") as found:
             store.put("values", "k" * 200_000, b"x")
         assert not isinstance(found.value, CatalogBroken)

@@ -35,9 +35,9 @@ def text_of(store: Store, space: str, key: str) -> bytes | None:
 
 def test_a_look_for_a_key_makes_no_space(store: Store) -> None:
     store.put("there", "key", b"x")
-    assert store.has_any("there", "ke")
-    assert not store.has_any("nowhere", "ke")
-    assert store.known_space("nowhere").id == 0
+    assert store.spaces.has_any("there", "ke")
+    assert not store.spaces.has_any("nowhere", "ke")
+    assert store.spaces.lookup("nowhere").id == 0
 
 
 def test_a_partial_that_cannot_be_taken_over_is_left_to_the_next(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_a_partial_that_cannot_be_taken_over_is_left_to_the_next(store: Store, m
 
     with monkeypatch.context() as patch:
         patch.setattr(stages.chunkmaps, "read", fail)
-        hold = store.hold("v", "k")
+        hold = store.locks.hold("v", "k")
         with pytest.raises(errors.CacheFault):
             begun(resume=True)
         hold.release()
@@ -75,8 +75,8 @@ def test_what_was_replaced_but_is_still_held_is_not_counted_as_served(store: Sto
     store.put("values", "k", b"1" * 100_000)
     with store.lease("values", "k"):  # type: ignore[union-attr]
         store.put("values", "k", b"2" * 90_000)
-        assert store.usage_of("values") == (90_000, 1)
-    assert store.usage_of("nothing") == (0, 0)
+        assert store.spaces.usage("values") == (90_000, 1)
+    assert store.spaces.usage("nothing") == (0, 0)
 
 
 def test_many_values_that_need_room(tmp_path: Path) -> None:
@@ -196,28 +196,28 @@ def test_a_tree_refuses_names_that_leave_it(store: Store) -> None:
 
 
 def test_a_key_lock_is_let_go_by_another_thread(store: Store) -> None:
-    hold = store.hold("values", "k")
+    hold = store.locks.hold("values", "k")
     with pytest.raises(errors.WaitTimeout, match="held by process"):
-        store.hold("values", "k", timeout=0.2)
+        store.locks.hold("values", "k", timeout=0.2)
     thread = threading.Thread(target=hold.release)
     thread.start()
     thread.join()
-    store.hold("values", "k", timeout=60).release()
+    store.locks.hold("values", "k", timeout=60).release()
 
 
 def test_a_named_lock_excludes(store: Store) -> None:
-    first = store.lock("merge")
+    first = store.locks.named("merge")
     with pytest.raises(errors.WaitTimeout):
-        store.lock("merge", timeout=0.1)
-    store.lock("other", timeout=60).release()
+        store.locks.named("merge", timeout=0.1)
+    store.locks.named("other", timeout=60).release()
     first.release()
-    store.lock("merge", timeout=60).release()
+    store.locks.named("merge", timeout=60).release()
 
 
 def test_a_key_lock_is_awaited_while_the_loop_goes_on(store: Store) -> None:
     async def main() -> int:
-        hold, turns = store.hold("values", "k"), 0
-        waiting = asyncio.create_task(store.hold_async("values", "k", timeout=20))
+        hold, turns = store.locks.hold("values", "k"), 0
+        waiting = asyncio.create_task(store.locks.hold_async("values", "k", timeout=20))
         for turns in range(1, 4):  # noqa: B007 - told at the end
             await asyncio.sleep(0)
         hold.release()
@@ -242,7 +242,7 @@ def test_a_held_entry_goes_with_its_last_lease(store: Store) -> None:
 
 def test_a_waiting_space_waits_for_a_lease_and_says_no_when_the_time_is_up(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "root", Settings(budget=1 << 20, min_free=0))
-    store.space("pool", policy="wait", quota=100_000)
+    store.spaces.ensure("pool", policy="wait", quota=100_000)
     store.put("pool", "a", b"x" * 80_000)
     lease = store.lease("pool", "a")
     assert lease is not None
@@ -264,7 +264,7 @@ def test_a_waiting_space_waits_for_a_lease_and_says_no_when_the_time_is_up(tmp_p
 
 def test_a_frozen_space_admits_nothing_more_and_evicts_none_of_its_own(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "root", Settings(budget=1 << 20, min_free=0))
-    store.space("data", policy="freeze", quota=100_000)
+    store.spaces.ensure("data", policy="freeze", quota=100_000)
     store.put("data", "a", b"x" * 80_000)
     with pytest.raises(errors.NoSpace):
         store.put("data", "b", b"y" * 80_000)
@@ -274,10 +274,10 @@ def test_a_frozen_space_admits_nothing_more_and_evicts_none_of_its_own(tmp_path:
 
 def test_a_lower_quota_is_applied_at_once(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "root", Settings(budget=1 << 20, min_free=0))
-    store.space("data", quota=500_000)
+    store.spaces.ensure("data", quota=500_000)
     for number in range(10):
         store.put("data", f"k{number}", b"x" * 40_000)
-    store.space("data", quota=100_000)
+    store.spaces.ensure("data", quota=100_000)
     assert [entry.key for entry in store.entries("data")] == ["k8", "k9"]
     assert store.check(deep=True) == []
     store.close()

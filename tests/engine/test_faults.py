@@ -415,7 +415,7 @@ def test_s08_a_stopped_fetcher_is_named(quick_path: Path, crew: Callable[..., Ch
 
     def fetcher() -> None:
         with opened(place, 8 * MiB) as store:
-            store.hold("v", "stuck")
+            store.locks.hold("v", "stuck")
             with store.writing("v", "stuck") as writing:
                 writing.begin(ObjectInfo("", 3 * MiB, '"1"', strong=True))
                 writing.write(0, bytes(MiB))
@@ -430,7 +430,7 @@ def test_s08_a_stopped_fetcher_is_named(quick_path: Path, crew: Callable[..., Ch
         waits: list[Any] = []
         with opened(place) as store:
             with pytest.raises(errors.WaitTimeout) as found:
-                store.single("v", "stuck", lambda: None, lambda: 1, timeout=0.5, on_wait=waits.append)
+                store.locks.single("v", "stuck", lambda: None, lambda: 1, timeout=0.5, on_wait=waits.append)
             assert found.value.what == "stuck"
             assert str(child.pid) in found.value.holder
             assert found.value.waited >= 0.5
@@ -450,7 +450,7 @@ def test_s08_a_stopped_fetcher_is_named(quick_path: Path, crew: Callable[..., Ch
         logging.getLogger("forebay").addHandler(Keep())
         waits.wait_for.__kwdefaults__["say_after"] = 0.3
         with opened(place) as store:
-            hold = store.hold("v", "stuck", timeout=30)
+            hold = store.locks.hold("v", "stuck", timeout=30)
             with store.writing("v", "stuck") as writing:
                 assert writing.partial is not None
                 assert writing.begin(ObjectInfo("", 3 * MiB, '"1"', strong=True))[0].start == MiB
@@ -568,7 +568,7 @@ def test_s35_a_key_is_the_same_whatever_the_hash_seed(quick_path: Path) -> None:
     place = quick_path / "root"
     script = (
         "import sys; from forebay._engine.store import Settings, Store; s = Store.open(sys.argv[1], Settings(budget=1 << 20, min_free=0));"
-        "h = s.hold('v', 'key'); print(h.keyhash, s.view('v', 'key') is None); s.put('v', 'key', b'1'); s.close()"
+        "h = s.locks.hold('v', 'key'); print(h.keyhash, s.view('v', 'key') is None); s.put('v', 'key', b'1'); s.close()"
     )
     found = []
     for seed, folder in (("0", "/"), ("1", "/tmp"), ("77", str(quick_path))):
@@ -590,8 +590,8 @@ def test_s33_a_root_with_100_000_entries(quick_path: Path) -> None:
 
     def build() -> None:
         with opened(place, 1 << 30) as store:
-            space = store.space("v").id
-            with store._catalog.write() as txn:
+            space = store.spaces.ensure("v").id
+            with store.engine.catalog.write() as txn:
                 first = txn.take("next_id")
                 txn.run("UPDATE meta SET value = value + ? WHERE name = 'next_id'", many)
                 txn.run("UPDATE meta SET value = ? WHERE name = 'next_slot'", many)
@@ -605,10 +605,10 @@ def test_s33_a_root_with_100_000_entries(quick_path: Path) -> None:
                 txn._con.executemany("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
                 txn._con.executemany("INSERT INTO payloads VALUES (?, ?)", ((first + n, body) for n in range(many)))
                 for slot in (0, 65_536):
-                    store._slots.ensure(slot)
+                    store.engine.slots.ensure(slot)
                 for n in range(many):
-                    store._slots.set_id(n, first + n)
-                    store._slots.touch(n, n + 1)
+                    store.engine.slots.set_id(n, first + n)
+                    store.engine.slots.touch(n, n + 1)
 
     def use() -> int:
         read = int(Path("/proc/self/io").read_text().split()[1])

@@ -83,7 +83,7 @@ def fork_while_threads_work(place: Path, forks: int) -> None:
         """A long one: there is always a write under way when the process forks."""
         try:
             while not stop.is_set():
-                hold = store.hold("v", "fetched")
+                hold = store.locks.hold("v", "fetched")
                 with store.writing("v", "fetched") as writing:
                     writing.begin(ObjectInfo("", 3 * MiB, '"1"', strong=True))
                     for at in range(0, 3 * MiB, 256 * KiB):
@@ -128,17 +128,17 @@ def fork_while_a_transaction_takes_a_lock(place: Path) -> None:
         def after_fork_child(self) -> None: ...
 
     with opened(place, MiB) as store:
-        mutex = store._leases._held[7]._mutex
+        mutex = store.engine.leases._held[7]._mutex
 
         def write() -> None:
-            with store._catalog.write():
+            with store.engine.catalog.write():
                 inside.set()
                 assert forking.wait(HANG)
                 for _ in range(50):  # who forks may take this mutex only after the catalog's, which is ours
                     if mutex.locked():
                         break
                     threading.Event().wait(0.01)
-                store._leases.hold(7)
+                store.engine.leases.hold(7)
 
         thread = threading.Thread(target=write)
         thread.start()
@@ -207,7 +207,7 @@ def test_s17_a_dead_parents_locks_do_not_live_on_in_the_child(quick_path: Path, 
 
     def fetcher() -> None:
         with opened(place, 8 * MiB) as store:
-            store.hold("v", "a")
+            store.locks.hold("v", "a")
             with store.writing("v", "a") as writing:
                 writing.begin(ObjectInfo("", 3 * MiB, '"1"', strong=True))
                 writing.write(0, bytes(MiB))
@@ -220,7 +220,7 @@ def test_s17_a_dead_parents_locks_do_not_live_on_in_the_child(quick_path: Path, 
 
     def successor() -> None:
         with opened(place) as store:
-            store.hold("v", "a", timeout=HANG).release()
+            store.locks.hold("v", "a", timeout=HANG).release()
             with store.writing("v", "a") as writing:
                 assert writing.partial is not None
                 assert [(span.start, span.length) for span in writing.begin(ObjectInfo("", 3 * MiB, '"1"', strong=True))] == [

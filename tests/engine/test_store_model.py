@@ -236,7 +236,7 @@ def machine(actors: list[Any], place: Path, budget: int) -> type[RuleBasedStateM
 def test_the_store_is_a_dict_that_may_forget(quick_path: Path, budget: int) -> None:
     place, (near, far) = quick_path / "root", multiprocessing.Pipe()
     with opened(place, budget) as store:
-        store.space("v")
+        store.spaces.ensure("v")
     child = fork(lambda: (near.close(), serve(place, far)))
     far.close()
     try:

@@ -1053,8 +1053,8 @@ def test_what_was_read_past_the_cache_is_kept_when_it_is_asked_for_again(
 
     with cache.prefetcher(source, workers=1) as pool:
         with monkeypatch.context() as patch:
-            for name in ("take", "take_many", "try_hold"):
-                patch.setattr(pool._store, name, fault)
+            for part, name in ((pool._store, "take"), (pool._store, "take_many"), (pool._store.locks, "try_hold")):
+                patch.setattr(part, name, fault)
             lazy = pool.get_lazy("k0")
             held = lazy._load
             assert lazy.get() == body("k0")

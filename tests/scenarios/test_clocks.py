@@ -107,7 +107,7 @@ def test_refresh_asks_although_its_process_has_not_seen_the_clock_jump(root: Pat
             return cache.read(url) == OLD
 
     with Clocks(together=True) as clocks, forebay.Cache(root) as cache:
-        clock = cache._store._slots.clock
+        clock = cache._store.engine.slots.clock
         clock.look()
         since, _, skew = clock.window
         clocks.step(HOUR)

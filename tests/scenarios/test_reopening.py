@@ -128,7 +128,7 @@ def test_a_root_without_a_catalog_while_another_process_writes(tmp_path: Path) -
     place, held, on = tmp_path / "root", Gate(), Gate()
 
     def hold() -> None:
-        with forebay.Cache(place, budget=32 << 20, min_free=0) as cache, cache._store._catalog.writer():  # type: ignore[union-attr]
+        with forebay.Cache(place, budget=32 << 20, min_free=0) as cache, cache._store.engine.catalog.writer():  # type: ignore[union-attr]
             (place / "catalog.sqlite").unlink()
             held.open()
             on.wait()
@@ -258,7 +258,7 @@ def test_a_prefetcher_that_cannot_be_opened_yet_reads_past_the_cache(tmp_path: P
                 assert pool.get_lazy("a").get() == b"item"
         assert [pool.get_lazy(key).get() for key in "ab"] == [b"item", b"item"]
         assert isinstance(cache._store, Store)
-        assert cache._store.space("prefetch").max_count == 1
+        assert cache._store.spaces.ensure("prefetch").max_count == 1
         pool.close()
 
 

@@ -115,7 +115,7 @@ def test_s08_a_process_that_holds_the_writer_lock(
     def hold() -> None:
         with forebay.Cache(root) as cache:
             cache.read(old)
-            with cache._store._catalog.writer():  # type: ignore[union-attr]
+            with cache._store.engine.catalog.writer():  # type: ignore[union-attr]
                 inside.set()
                 time.sleep(600)
 

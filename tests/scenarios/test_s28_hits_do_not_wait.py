@@ -68,7 +68,7 @@ def test_s28_a_stopped_writer_delays_no_reader(
     inside = flag()
 
     def writer() -> None:
-        with forebay.Cache(root) as cache, cache._store._catalog.writer():  # type: ignore[union-attr]
+        with forebay.Cache(root) as cache, cache._store.engine.catalog.writer():  # type: ignore[union-attr]
             inside.set()
             time.sleep(600)
 

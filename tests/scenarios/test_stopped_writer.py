@@ -51,7 +51,7 @@ def stopped(root: Path, url: str) -> Iterator[Child]:
     said = Gate()
 
     def hold() -> None:
-        with forebay.Cache(root) as cache, cache._store._catalog.writer():  # type: ignore[union-attr]
+        with forebay.Cache(root) as cache, cache._store.engine.catalog.writer():  # type: ignore[union-attr]
             said.open()
             os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -54,8 +54,8 @@ def open_at_once(place: Path, crew: Callable[..., Child], processes: int, calls:
         with opened(place) as store:
             assert store.check(deep=True) == []
             store.put("v", "next", b"1")
-            assert [owner.pid for owner in store._owners.living()] in ([], [os.getpid()])  # nobody is left behind
-            assert store.counters.living() == []
+            assert [owner.pid for owner in store.engine.owners.living()] in ([], [os.getpid()])  # nobody is left behind
+            assert store.engine.counters.living() == []
 
     in_child(look)
     assert_settled(place, 64 * MiB)

@@ -95,7 +95,7 @@ class Worker:
 
     def fetch(self, key: int) -> None:
         """As a remote does it: under the key's lock, in parts, sometimes of unknown length, sometimes given up."""
-        hold = self.store.hold("v", f"k{key}")
+        hold = self.store.locks.hold("v", f"k{key}")
         try:
             data = body_of(key, self.chance.choice(SIZES), 7)
             size = None if self.chance.random() < 0.3 else len(data)
@@ -187,7 +187,7 @@ def under_load(place: Path, seconds: float) -> None:
 
 def set_up(place: Path) -> None:
     with opened(place, BUDGET) as store:
-        store.space("v")
+        store.spaces.ensure("v")
 
 
 def look(place: Path) -> None:

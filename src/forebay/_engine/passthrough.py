@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
@@ -10,71 +9,79 @@ from typing import Any, Literal, NoReturn, TypeVar
 from forebay import errors
 from forebay._engine.index.counters import NAMES
 from forebay._engine.index.hosts import SilentHosts
-from forebay._engine.index.memo import Hit, Remembered, no_hit
+from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
 from forebay._engine.locks.fill import KeyHold, OnWait
+from forebay._engine.packs.pack import NoPack
 from forebay._engine.stats import Facts, Usage
-from forebay._engine.values import finds_nothing
 from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
 
 T = TypeVar("T")
 
 
-class NoPack:
-    """A pack that keeps nothing: its slots stay empty."""
+class NullSpaces:
+    """The spaces of a store that keeps nothing: each is empty."""
 
-    frozen, admits = True, False
+    def clear(self, name: str) -> int:
+        return 0
 
-    def __init__(self, length: int, id: int = 0) -> None:
-        self.length, self.id = length, id
-        self.closed = False
-
-    def find(self, slot: int, copy: bool = False) -> memoryview | None:
-        self.has(slot)
-        return None
-
-    def finder(self) -> Callable[..., memoryview | None]:
-        return self.find
-
-    def has(self, slot: int) -> bool:
-        if self.closed:
-            raise errors.Closed.of("array of samples")
-        if not 0 <= operator.index(slot) < self.length:
-            raise IndexError(f"sample {slot} is outside of 0..{self.length - 1}")
-        return False
-
-    def is_damaged(self, slot: int) -> bool:
-        return False
-
-    def private(self, slot: int) -> memoryview:
-        raise IndexError(f"sample {slot} is empty")
-
-    def filled(self) -> list[int]:
-        self.has(0)
+    def keys(self, name: str) -> list[str]:
         return []
 
-    def count(self) -> int:
-        return len(self.filled())
+    def has_any(self, name: str, prefix: str) -> bool:
+        return False
 
-    def look(self, slot: int, copy: bool = False) -> memoryview | None:
-        return self.find(slot)
+    def usage(self, name: str) -> tuple[int, int]:
+        return 0, 0
 
-    def put(self, slot: int, encode: Callable[[Any], Any], value: Any) -> bool:
-        return self.has(slot)
+    def quota(self, name: str) -> None:
+        return None
 
-    def freeze(self) -> None:
-        self.has(0)
 
-    def bad_slots(self) -> list[int]:
-        return self.filled()
-
-    def tell(self) -> None:
-        """Nothing was counted."""
+class NullHold:
+    """A lock that keeps nobody out."""
 
     def release(self) -> None:
-        """There is nothing to let go."""
+        """Nothing is held."""
 
-    def close(self) -> None:
-        self.closed = True
+
+class NullLocks:
+    """The locks of a store that keeps nothing: single-flight is refused, and nobody waits."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def single(
+        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], *,
+        timeout: float | None = None, on_wait: OnWait | None = None, on_hold: Callable[[KeyHold], None] | None = None,
+    ) -> T:  # fmt: skip
+        raise _refusal(self._why, key)
+
+    async def single_async(
+        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
+    ) -> T:
+        raise _refusal(self._why, key)
+
+    def hold(self, space: str, key: str, *, timeout: float | None = None) -> NullHold:
+        return NullHold()
+
+    def note_failure(self, space: str, key: str, error: Exception) -> None:
+        """Nobody waits."""
+
+
+class NullPacks:
+    """The packs of a store that keeps nothing."""
+
+    def make(self, space: str, key: str, length: int, **label: Any) -> NoPack:
+        return NoPack(length)
+
+    def find(self, space: str, key: str) -> None:
+        return None
+
+    def find_by_id(self, id: int) -> None:
+        return None
+
+    def open(self, lease: Any, length: int) -> None:
+        return None
 
 
 class PassThrough:
@@ -86,9 +93,7 @@ class PassThrough:
     def __init__(self, why: str = "the cache is switched off") -> None:
         self.why, self.hosts = why, SilentHosts()
         self._counts = dict.fromkeys(NAMES, 0)
-
-    def _refuse(self, key: str, size: int = 0) -> NoReturn:
-        raise errors.NoSpace(f"{key!r} cannot be kept: {self.why}", key=key, need=size, free=0, budget=0)
+        self.spaces, self.locks, self.packs = NullSpaces(), NullLocks(why), NullPacks()
 
     def view(self, space: str, key: str) -> None:
         return None
@@ -129,25 +134,14 @@ class PassThrough:
     def set_life(self, space: str, key: str, life: str) -> bool:
         return False
 
-    def single(
-        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], *,
-        timeout: float | None = None, on_wait: OnWait | None = None, on_hold: Callable[[KeyHold], None] | None = None,
-    ) -> T:  # fmt: skip
-        self._refuse(key)
-
-    async def single_async(
-        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
-    ) -> T:
-        self._refuse(key)
-
     def writing(self, space: str, key: str, **label: Any) -> NoReturn:
-        self._refuse(key)
+        raise _refusal(self.why, key)
 
     def put(self, space: str, key: str, data: Buffer, **label: Any) -> NoReturn:
-        self._refuse(key, memoryview(data).nbytes)
+        raise _refusal(self.why, key, memoryview(data).nbytes)
 
     def put_pieces(self, space: str, key: str, pieces: Sequence[Buffer], **label: Any) -> NoReturn:
-        self._refuse(key, sum(memoryview(piece).nbytes for piece in pieces))
+        raise _refusal(self.why, key, sum(memoryview(piece).nbytes for piece in pieces))
 
     def private(self, found: Remembered) -> memoryview:
         return memoryview(bytearray(found.view))
@@ -158,41 +152,8 @@ class PassThrough:
     def discard(self, entry: Entry) -> bool:
         return False
 
-    def clear(self, space: str) -> int:
-        return 0
-
-    def keys(self, space: str) -> list[str]:
-        return []
-
-    def has_any(self, space: str, prefix: str) -> bool:
-        return False
-
-    def usage_of(self, space: str) -> tuple[int, int]:
-        return 0, 0
-
-    def quota_of(self, space: str) -> None:
-        return None
-
-    def note_failure(self, space: str, key: str, error: Exception) -> None:
-        """Nobody waits."""
-
-    def make_pack(self, space: str, key: str, length: int, **label: Any) -> NoPack:
-        return NoPack(length)
-
-    def find_pack(self, space: str, key: str) -> None:
-        return None
-
-    def find_pack_by_id(self, id: int) -> None:
-        return None
-
-    def open_pack(self, lease: Any, length: int) -> None:
-        return None
-
-    def hold(self, space: str, key: str, *, timeout: float | None = None) -> NoPack:
-        return NoPack(0)
-
     def publish_leased(self, writing: Any, *, validator: str | None = None) -> NoReturn:
-        self._refuse(str(writing))
+        raise _refusal(self.why, str(writing))
 
     def members(self, tree: Entry) -> list[tuple[str, Entry]]:
         return []
@@ -231,7 +192,7 @@ class PassThrough:
     def hitter(self, space: str) -> Hit:
         return no_hit
 
-    def finder(self, space: str) -> Callable[[str], Remembered | None]:
+    def finder(self, space: str) -> Find:
         return finds_nothing
 
     def zero_counts(self) -> None:
@@ -260,3 +221,7 @@ class PassThrough:
 
     def close(self) -> None:
         """There is nothing to close."""
+
+
+def _refusal(why: str, key: str, size: int = 0) -> errors.NoSpace:
+    return errors.NoSpace(f"{key!r} cannot be kept: {why}", key=key, need=size, free=0, budget=0)

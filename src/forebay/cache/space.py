@@ -99,7 +99,7 @@ class Space:
         try:
             with waits.patience(timeout):
                 found = look()
-                return found if found is not None else store.single(self.name, key, look, make, timeout=timeout)
+                return found if found is not None else store.locks.single(self.name, key, look, make, timeout=timeout)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             # What fn itself raised of these kinds would be run a second time: it used this cache, and was told why it cannot help.
             self._origin.fall_back(error, f"{self.name}:{key}")

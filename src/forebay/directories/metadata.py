@@ -111,7 +111,7 @@ def _locks(origin: Origin, place: RemoteDirectory) -> Iterator[Callable[[], cont
     if local is not None:
         yield lambda: locked(Path(local, METADATA))
     if isinstance(store, Store):
-        yield lambda: store.lock(f"metadata {place.key}")
+        yield lambda: store.locks.named(f"metadata {place.key}")
 
 
 def _encoded(metadata: object) -> bytes:

@@ -69,7 +69,7 @@ def _bring(origin: Origin, place: RemoteDirectory, part: Part, ask: FetchOptions
 def _alone(origin: Origin, target: Path, ask: FetchOptions) -> contextlib.AbstractContextManager[object]:
     store = origin.store
     if isinstance(store, Store) and not store.root.read_only:
-        return store.lock(f"copy to {target}", timeout=ask.timeout, on_wait=ask.on_wait)
+        return store.locks.named(f"copy to {target}", timeout=ask.timeout, on_wait=ask.on_wait)
     return copying.locked(target)
 
 

@@ -212,12 +212,12 @@ class _Tree:
 
     def _alone(self) -> Lease:
         began = time.monotonic_ns()
-        with self._store.lock(f"directory {self._key}", timeout=self._ask.timeout, on_wait=self._ask.on_wait):
+        with self._store.locks.named(f"directory {self._key}", timeout=self._ask.timeout, on_wait=self._ask.on_wait):
             # P1 and P2 find nothing / P1 locks, makes the tree, unlocks / P2 locks: we are here.
             found = self._kept()
             if found is not None:
                 return found
-            failure = self._store.failure(DIRECTORIES, self._key, began)
+            failure = self._store.locks.failure(DIRECTORIES, self._key, began)
             if failure is not None:
                 raise failure
             try:
@@ -225,7 +225,7 @@ class _Tree:
             except errors.CacheFault:
                 raise  # ours, not the source's: who comes next may find room
             except Exception as error:
-                self._store.note_failure(DIRECTORIES, self._key, error)
+                self._store.locks.note_failure(DIRECTORIES, self._key, error)
                 raise
 
     def _made(self) -> Lease:

@@ -77,7 +77,7 @@ class Origin:
             except KeyError:  # another thread had the last one
                 return
             try:
-                store.open_space(name, **limits)
+                store.spaces.open(name, **limits)
             except (errors.ForebayError, OSError) as error:
                 self.warn(f"space {name}", "the space %s is not set up as it was wanted: %s", name, error)
 
@@ -85,7 +85,7 @@ class Origin:
         """Have a space with these limits (see `Store.open_space`), as soon as there is a store that can make it."""
         store = self.current()
         if isinstance(store, Store):
-            store.open_space(name, **limits)
+            store.spaces.open(name, **limits)
         else:
             self.unset_spaces[name] = limits
             self.current()  # another thread may have opened it before this was noted
@@ -188,7 +188,7 @@ class Origin:
         with waits.patience(ask.timeout):
             lease = None if looked else look()
             if lease is None:
-                lease = self.store.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait, on_hold=on_hold)
+                lease = self.store.locks.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait, on_hold=on_hold)
             if not made:
                 self.store.count_hit(lease.entry.size)
             if ask.pin and lease.entry.life != "pinned":
@@ -449,7 +449,7 @@ class Origin:
             return memoryview(data)
 
         try:
-            return look() or self.store.single(URLS, key, look, make, timeout=ask.timeout)
+            return look() or self.store.locks.single(URLS, key, look, make, timeout=ask.timeout)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             self.fall_back(error, key)
             return memoryview(fetch())

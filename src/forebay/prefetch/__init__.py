@@ -73,7 +73,11 @@ class Prefetcher(Pool[Item_co]):
         self._item_version: Callable[[str], str | None] | None = getattr(self.source, "version_of", None) if version is None else None
         if version is not None:
             return None
-        session = self._store.join(SESSIONS, f"{self.name}/{self._digest}")  # not in the pool's own space, where items are counted
+        session = self._store.reservations.join(
+            SESSIONS,
+            f"{self.name}/{self._digest}",
+            # Not in the pool's own space, where items are counted.
+        )
         self._bound = _digest([*parts, f"{session.entry.id:x}"])
         return session
 
@@ -119,7 +123,7 @@ class Prefetcher(Pool[Item_co]):
     def _spill(self, name: str, data: bytes) -> Lease:
         self._loader.begin()
         shown = name.encode("utf-8", "backslashreplace").decode()
-        return self._store.spill(self.name, f"~put/{shown}~{secrets.token_hex(8)}", data)
+        return self._store.reservations.spill(self.name, f"~put/{shown}~{secrets.token_hex(8)}", data)
 
     def _unspill(self, lease: Lease, seal: bytes) -> Any:
         data = self._store.bytes_leased(lease)
@@ -166,12 +170,12 @@ class Prefetcher(Pool[Item_co]):
     @property
     def used(self) -> int:
         """Bytes that the items of this pool's space have now, for all processes."""
-        return self._store.usage_of(self.name)[0]
+        return self._store.spaces.usage(self.name)[0]
 
     @property
     def count(self) -> int:
         """How many items this pool's space has now, for all processes."""
-        return self._store.usage_of(self.name)[1]
+        return self._store.spaces.usage(self.name)[1]
 
     def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:
         """Set how many bytes and items the space may have, for all processes, at once: what is over a lower limit and not held goes. What
@@ -179,7 +183,7 @@ class Prefetcher(Pool[Item_co]):
         for name, value in (("budget", budget), ("max_count", max_count)):
             if value is not None and (type(value) is not int or value < 0):
                 raise errors.ConfigError(f"{name}={value!r}: a number that is not negative is wanted", name=name, value=value)
-        self._store.space(self.name, quota=budget, max_count=max_count)
+        self._store.spaces.ensure(self.name, quota=budget, max_count=max_count)
         self._how |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
         self._loader.look_at_limit()
 
@@ -309,7 +313,7 @@ class _Again:
         if not isinstance(store, Store):
             return None
         try:
-            store.space(how["name"], policy=how["policy"], quota=how["budget"], max_count=how["max_count"])
+            store.spaces.ensure(how["name"], policy=how["policy"], quota=how["budget"], max_count=how["max_count"])
             return Prefetcher(origin, self.home, self.source, how)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             origin.fall_back(error, f"the prefetcher {how['name']!r}")

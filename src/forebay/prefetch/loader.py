@@ -206,12 +206,12 @@ class Loader:
         if lease is not None:
             return lease
         since = load.busy_since or time.monotonic_ns()
-        hold = self._store.try_hold(space, name)
+        hold = self._store.locks.try_hold(space, name)
         waited = hold is None or load.busy_since is not None
-        hold = hold or self._store.hold(space, name, timeout=self._job.timeout)
+        hold = hold or self._store.locks.hold(space, name, timeout=self._job.timeout)
         try:
             lease = self._store.take(space, name)
-            error = self._store.failure(space, name, since) if waited and lease is None else None
+            error = self._store.locks.failure(space, name, since) if waited and lease is None else None
             if error is not None:
                 raise error
         except BaseException:

@@ -69,14 +69,14 @@ class Scheduler:
         failed: dict[Load, Exception] = {}
         try:
             for load in started:
-                hold = self._store.try_hold(self._job.space, load.name)
+                hold = self._store.locks.try_hold(self._job.space, load.name)
                 if hold is not None:
                     holds[load] = hold
             # P1 looks: absent / P2 reads, keeps, lets go of the key / P1 holds the key: so it is looked for only now.
             found = self._store.take_many(self._job.space, [load.name for load in loads])
             for load in holds:
                 if load.busy_since is not None and load.name not in found:
-                    error = self._store.failure(self._job.space, load.name, load.busy_since)
+                    error = self._store.locks.failure(self._job.space, load.name, load.busy_since)
                     if error is not None:
                         failed[load] = error
         except errors.CacheFault as error:

@@ -27,12 +27,12 @@ class Steps:
     def read(self, mark: LoadRef) -> Buffer:
         """The source, asked under the key's lock. What it raises is noted for those who wait for the same in other processes."""
         try:
-            with self._store.working():
+            with self._store.locks.working():
                 return self._job.make(mark.key)
         except errors.CacheFault:
             raise
         except Exception as error:
-            self._store.note_failure(self._job.space, mark.name, error)
+            self._store.locks.note_failure(self._job.space, mark.name, error)
             raise
 
     def link(self, mark: LoadRef) -> Lease | Buffer | None:

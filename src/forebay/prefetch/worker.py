@@ -92,7 +92,7 @@ class Worker:
             load = None
         with contextlib.suppress(errors.CacheFault):
             if first is not None:
-                self._job.store.wait_turn(self._job.space, first.name, TURN)
+                self._job.store.locks.wait_turn(self._job.space, first.name, TURN)
         with desk.lock:
             desk.watched, desk.look_elsewhere = False, True
             desk.news.put(None)

@@ -35,9 +35,9 @@ class ItemWriter:
 
     def __init__(self, job: PrefetchConfig) -> None:
         self._job, self._store = job, job.store
-        self._credit: Credit = job.store.credit(job.space)
-        used, entries = self._store.usage_of(job.space)
-        limit, policy = self._store.limits_of(job.space)
+        self._credit: Credit = job.store.reservations.open(job.space)
+        used, entries = self._store.spaces.usage(job.space)
+        limit, policy = self._store.spaces.limits(job.space)
         self._waits = policy == Policy.WAIT
         self.desk = LoadQueue(job, self._credit.need, limit, -(-used // entries) if entries else 0)
         self._scout = Scheduler(job, self.desk)
@@ -203,7 +203,7 @@ class ItemWriter:
                 one.promised = NOTHING
                 del load
         self._store.count("fills", len(leases))
-        self._store.count_stored(leases)
+        self._store.count("bytes_stored", sum(lease.entry.size for lease in leases))
         self._let_go += len(unheld)
         for lease in unheld:
             lease.close()
@@ -265,7 +265,7 @@ class ItemWriter:
                 break
             with desk.lock:
                 desk.stalled.remove(one)
-            hold = self._store.try_hold(self._job.space, one.mark.name)
+            hold = self._store.locks.try_hold(self._job.space, one.mark.name)
             lease = self._store.take(self._job.space, one.mark.name) if hold is not None else None
             if hold is not None and lease is None:
                 one.release = hold.release
@@ -341,7 +341,7 @@ class ItemWriter:
         return size > self.desk.limit
 
     def look_at_limit(self) -> None:
-        limit, policy = self._store.limits_of(self._job.space)
+        limit, policy = self._store.spaces.limits(self._job.space)
         with self.desk.lock:
             self.desk.limit, self._waits = limit, policy == Policy.WAIT
             self.desk.largest = min(self.desk.largest, limit)
@@ -386,8 +386,8 @@ class ItemWriter:
             self._credit.give_back(self._credit.promised)
         with contextlib.suppress(errors.CacheFault):
             if isinstance(error, CatalogBroken):
-                self._store.mend(error, self._store.mends)
-            self._credit = self._store.credit(self._job.space)
+                self._store.recover(error)
+            self._credit = self._store.reservations.open(self._job.space)
 
     def after_fork_child(self) -> None:
         """What was promised is the parent's."""

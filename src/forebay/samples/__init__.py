@@ -11,8 +11,7 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, SupportsIndex
 
 from forebay import codecs, errors
-from forebay._engine.packs.pack import Pack, Unencodable
-from forebay._engine.passthrough import NoPack
+from forebay._engine.packs.pack import NoPack, Pack, Unencodable
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
@@ -111,7 +110,7 @@ class Samples(Generic[Item]):
         timeout = self._origin.timeout if timeout is None else timeout
         try:
             with waits.patience(timeout):
-                return self._origin.store.single(SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, timeout=timeout)[0]
+                return self._origin.store.locks.single(SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, timeout=timeout)[0]
         except (errors.CacheFault, errors.WaitTimeout) as error:
             if failed:
                 raise  # the function's own
@@ -238,7 +237,7 @@ class Samples(Generic[Item]):
         if isinstance(self._pack, NoPack):
             return False
         try:
-            named = self._store().name_pack(self._pack, SPACE, name, overwrite=overwrite)
+            named = self._store().packs.name(self._pack, SPACE, name, overwrite=overwrite)
         except errors.CacheFault as error:
             self._warn("fault", f"{self._label} cannot be called {name!r}: {error}")
             return False
@@ -391,10 +390,10 @@ def _arrive(home: Any, id: int, length: int, codec: codecs.Codec, name: str | No
     origin: Origin = home._origin
     pack: Pack | NoPack | None = None
     try:
-        lease = origin.store.find_pack_by_id(id)
-        pack = origin.store.open_pack(lease, length) if lease is not None else None
-        if pack is None and origin.upstream is not None and (lease := origin.upstream.find_pack_by_id(id)) is not None:
-            pack = origin.upstream.open_pack(lease, length)
+        lease = origin.store.packs.find_by_id(id)
+        pack = origin.store.packs.open(lease, length) if lease is not None else None
+        if pack is None and origin.upstream is not None and (lease := origin.upstream.packs.find_by_id(id)) is not None:
+            pack = origin.upstream.packs.open(lease, length)
     except errors.CacheFault as error:
         origin.fall_back(error, f"samples:{name or ''}")
     if pack is None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from forebay import errors
 from forebay._engine.locks.leases import Lease
-from forebay._engine.packs.pack import Pack
-from forebay._engine.passthrough import NoPack, PassThrough
+from forebay._engine.packs.pack import NoPack, Pack
+from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._model import Entry, noted
 from forebay.origin import Origin
@@ -41,15 +41,15 @@ def find_or_make(origin: Origin, name: str | None, wanted: Shape) -> Pack | NoPa
     store = origin.store
     if name is None:
         key = f"~{secrets.token_hex(8)}"
-        return store.make_pack(SPACE, key, wanted.length, life="held", fingerprint=wanted.fingerprint, meta=wanted.meta())
+        return store.packs.make(SPACE, key, wanted.length, life="held", fingerprint=wanted.fingerprint, meta=wanted.meta())
     found = find(origin, name, wanted)
     if found is not None or not wanted.length:
         return found
-    hold = store.hold(SPACE, name)
+    hold = store.locks.hold(SPACE, name)
     try:
         # P1 finds none / P2 finds none / P1 holds the key, makes it, lets go / P2 holds the key: we are here.
         found = find(origin, name, wanted)
-        return found or store.make_pack(SPACE, name, wanted.length, fingerprint=wanted.fingerprint, meta=wanted.meta())
+        return found or store.packs.make(SPACE, name, wanted.length, fingerprint=wanted.fingerprint, meta=wanted.meta())
     finally:
         hold.release()
 
@@ -77,7 +77,7 @@ def find(origin: Origin, name: str, wanted: Shape) -> Pack | None:
                 "were wanted: choose another name, or give a fingerprint, which starts it afresh",
                 name="length", value=wanted.length, found=stored.length,
             )  # fmt: skip
-        pack = store.open_pack(lease, stored.length)
+        pack = store.packs.open(lease, stored.length)
         if pack is not None:
             if store is not origin.store:
                 pack.only_read()
@@ -87,7 +87,7 @@ def find(origin: Origin, name: str, wanted: Shape) -> Pack | None:
 
 def _leased(origin: Origin, store: Store | PassThrough, name: str) -> Lease | None:
     try:
-        return store.find_pack(SPACE, name)
+        return store.packs.find(SPACE, name)
     except errors.CacheFault as error:
         if store is origin.store:
             raise

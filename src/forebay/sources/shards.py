@@ -92,7 +92,7 @@ class Shards:
 
         try:
             found = look()
-            return origin.store.single(SPACE, self._reach.key(url), look, make) if found is None else found
+            return origin.store.locks.single(SPACE, self._reach.key(url), look, make) if found is None else found
         except PAST as error:
             origin.fall_back(error, self._reach.key(url))
             return self._reach.stat(url)
@@ -177,7 +177,7 @@ class Shards:
 
         try:
             found = look()
-            return origin.store.single(SPACE, key, look, make) if found is None else found
+            return origin.store.locks.single(SPACE, key, look, make) if found is None else found
         except PAST as error:
             origin.fall_back(error, key)
             return made[0] if made else Index(self._build(url, info))

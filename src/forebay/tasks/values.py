@@ -251,7 +251,7 @@ class Values:
         timeout = self._patience(timeout)
         try:
             with waits.patience(timeout):
-                return self._store().single(self.space, attempt.call, attempt.look, run, timeout=timeout)[0]  # type: ignore[no-any-return]
+                return self._store().locks.single(self.space, attempt.call, attempt.look, run, timeout=timeout)[0]  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
             final = attempt.final(error)
         if final is not None:
@@ -278,7 +278,7 @@ class Values:
         timeout = self._patience(timeout)
         try:
             with waits.patience(timeout):
-                got = await self._store().single_async(self.space, attempt.call, attempt.look, run, timeout=timeout)
+                got = await self._store().locks.single_async(self.space, attempt.call, attempt.look, run, timeout=timeout)
             return got[0]  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
             final = attempt.final(error)
@@ -299,7 +299,7 @@ class Values:
     def has_any(self, prefix: str) -> bool:
         """Whether a key begins so."""
         try:
-            return self._store().has_any(self.space, prefix)
+            return self._store().spaces.has_any(self.space, prefix)
         except errors.CacheFault as error:
             self._origin.fall_back(error, f"{self.space}:{prefix}")
             return False
@@ -319,18 +319,18 @@ class Values:
         """Remove all that are not pinned; gives how many went."""
         try:
             with waits.patience(self._origin.timeout):
-                return self._store().clear(self.space)
+                return self._store().spaces.clear(self.space)
         except errors.CacheFault as error:
             self._origin.warn(f"flush {type(error).__name__}", "%s is not flushed: %s", self.space, error)
             return 0
 
     def keys(self) -> list[str]:
         """All keys, from the least to the most recently used."""
-        return self._store().keys(self.space)
+        return self._store().spaces.keys(self.space)
 
     def size(self) -> tuple[int, int]:
         """Stored bytes and number of the values."""
-        return self._store().usage_of(self.space)
+        return self._store().spaces.usage(self.space)
 
     def size_bytes(self) -> int:
         """Stored bytes of the values."""
@@ -338,7 +338,7 @@ class Values:
 
     def budget(self) -> int | None:
         """Bytes that the values may have; None: no more than the cache."""
-        return self._store().quota_of(self.space)
+        return self._store().spaces.quota(self.space)
 
     def _store(self) -> Store | PassThrough:
         if self.home is not None and self.home.closed:
@@ -371,7 +371,7 @@ class _KeptCall:
         found = values.kept(self._key, value, digest=self._digest or "", pin=self._pin, who=self._who, copy=self._copy)
         if found is None:
             # Those who wait would make it one after the other, each in vain.
-            values._origin.store.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))
+            values._origin.store.locks.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))
         else:
             self.result = found
         return self.result

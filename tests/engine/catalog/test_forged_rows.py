@@ -89,7 +89,7 @@ def test_a_forged_row_is_set_aside(place: Path, what: str, caplog: pytest.LogCap
         try:
             fill(store, 20)  # more than fits: everything that can go goes
         except CatalogBroken as error:  # it cannot tell what is taken: the fronts open it anew
-            store.mend(error, store.mends)
+            store.engine.reopen(error, store.engine.recoveries)
             fill(store, 20)
         assert bytes(store.view("urls", "k19").view) == bytes([19]) * (300 * KiB)  # type: ignore[union-attr]
         store.repair()
@@ -134,7 +134,7 @@ def test_a_page_of_damaged_rows_hides_nothing_behind_it(
                 [facts[0] for facts in cache.entries().facts(backwards=backwards)],
             ):
                 assert [name.removeprefix("v:") for name in names] == sound[:: -1 if backwards else 1]
-        assert sorted(cache._store.keys("v")) == sound
+        assert sorted(cache._store.spaces.keys("v")) == sound
 
 
 def test_no_row_of_ours_is_in_doubt(place: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,9 +145,9 @@ def test_no_row_of_ours_is_in_doubt(place: Path, caplog: pytest.LogCaptureFixtur
         assert lease is not None
         store.plant("directories", "d", [("inner/file", lease)]).close()
         lease.close()
-        pack = store.make_pack("arrays", "a", 10)
+        pack = store.packs.make("arrays", "a", 10)
         pack.put(3, lambda value: [value], b"x" * 5000)
-        assert len(store._owners.living()) == 1
+        assert len(store.engine.owners.living()) == 1
         in_child(lambda: _with(place, lambda store: store.put("values", "other", b"other")))
         assert store.check(deep=True) == []
         pack.close()
@@ -260,8 +260,8 @@ def test_what_is_no_number_or_no_name_reaches_no_caller(place: Path, what: str) 
     def use(cache: forebay.Cache) -> None:
         store = cache._store
         assert isinstance(store, Store)
-        assert processes.waits(store._catalog) == []
-        assert store.failure("urls", "k1", 0) is None
+        assert processes.waits(store.engine.catalog) == []
+        assert store.locks.failure("urls", "k1", 0) is None
         for number in range(20):
             assert cache.put(f"n{number}", bytes([number]) * (300 * KiB))
         assert cache.get("n19") == bytes([19]) * (300 * KiB)
@@ -319,7 +319,7 @@ def test_no_value_of_any_column_reaches_a_caller_as_another_error(quick_path: Pa
                 lambda: cache.get("k0"), lambda: cache.local(data, force=True).close(), lambda: cache.read(data, force=True),
                 lambda: cache.put("new", b"1" * 100), lambda: cache.put("new large", bytes(100_000)), cache.stats,
                 lambda: list(cache.entries()), lambda: len(cache.entries()), lambda: cache.evict("k1"), lambda: cache.pin("k2"),
-                lambda: isinstance(store, Store) and store.failure("values", "k", 0), cache.check, cache.repair, cache.check,
+                lambda: isinstance(store, Store) and store.locks.failure("values", "k", 0), cache.check, cache.repair, cache.check,
             ]  # fmt: skip
             for call in calls:
                 with contextlib.suppress(errors.ForebayError):

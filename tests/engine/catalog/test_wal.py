@@ -55,9 +55,9 @@ def stand_still_in_a_statement(store: Store, here: Gate, on: Gate) -> list[tuple
             on.wait()
         return 0
 
-    with store._catalog._mutex:
-        store._catalog._connection_locked().set_progress_handler(stop, 200)
-    return store._catalog.all("SELECT id, key FROM entries ORDER BY key")
+    with store.engine.catalog._mutex:
+        store.engine.catalog._connection_locked().set_progress_handler(stop, 200)
+    return store.engine.catalog.all("SELECT id, key FROM entries ORDER BY key")
 
 
 def test_what_a_directory_adds_to_the_log(place: Path) -> None:
@@ -68,7 +68,7 @@ def test_what_a_directory_adds_to_the_log(place: Path) -> None:
         log = Wal(str(store.root.catalog), store.root.files)
         for link in (True, False):
             before = log.size()
-            with store._catalog.write() as txn:
+            with store.engine.catalog.write() as txn:
                 if link:
                     entries.link(txn, 1 << 40, [(names.format(n), (1 << 41) + n * 7919 % count) for n in range(count)])
                 else:
@@ -136,7 +136,7 @@ def test_a_reader_that_stands_still_is_left_behind(place: Path, checkpoints: lis
         child.signal(signal.SIGCONT)
         on.open()
         rows = child.result()
-        assert rows == store._catalog.all("SELECT id, key FROM entries ORDER BY key")
+        assert rows == store.engine.catalog.all("SELECT id, key FROM entries ORDER BY key")
         assert store.check() == []
     assert sound(place)
 
@@ -225,8 +225,8 @@ def test_killed_at_each_step_of_leaving_a_reader_behind(place: Path) -> None:
             here.wait()
 
             def retiring(step: int = step) -> None:
-                with opened(place) as other, other._catalog.writer(), other._catalog._mutex:
-                    other._catalog._retire_index_locked()
+                with opened(place) as other, other.engine.catalog.writer(), other.engine.catalog._mutex:
+                    other.engine.catalog._retire_index_locked()
 
             dead = fork_to_die(step, retiring)
             death = death_of(dead)
@@ -258,17 +258,17 @@ def test_who_has_the_writer_lock_goes_on_where_a_killed_one_left_a_marked_index(
             if call == "unlink":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        with opened(place) as other, other._catalog.writer(), other._catalog._mutex:
+        with opened(place) as other, other.engine.catalog.writer(), other.engine.catalog._mutex:
             host.on_step(hook)
-            other._catalog._retire_index_locked()
+            other.engine.catalog._retire_index_locked()
 
     with opened(place, 64 * MiB) as store:
         put_many(store, 5)
         child = fork(idle)  # else SQLite removes the index with its last connection
         here.wait()
         assert fork(retiring).wait() == -signal.SIGKILL
-        with store._catalog.still():
-            assert len(store._catalog.all("SELECT id FROM entries")) == 5
+        with store.engine.catalog.still():
+            assert len(store.engine.catalog.all("SELECT id FROM entries")) == 5
         put_many(store, 5)
         on.open()
         child.result()
@@ -285,9 +285,9 @@ def test_a_mark_that_goes_with_its_index_while_a_reader_looks_for_it(place: Path
                 marked.open()
                 on.wait()
 
-        with opened(place) as other, other._catalog.writer(), other._catalog._mutex:
+        with opened(place) as other, other.engine.catalog.writer(), other.engine.catalog._mutex:
             host.on_step(hook)
-            other._catalog._retire_index_locked()
+            other.engine.catalog._retire_index_locked()
             gone.open()
 
     is_retired = Wal.is_retired
@@ -306,7 +306,7 @@ def test_a_mark_that_goes_with_its_index_while_a_reader_looks_for_it(place: Path
         assert bytes_of(store, "k1") == b"x" * 12 * KiB
         marked.wait()
         monkeypatch.setattr(Wal, "is_retired", looks_late)
-        assert len(store._catalog.all("SELECT id FROM entries")) == 5
+        assert len(store.engine.catalog.all("SELECT id FROM entries")) == 5
         assert late
         child.result()
         assert store.check() == []
@@ -336,7 +336,7 @@ def test_an_index_that_is_being_written_is_read_again(place: Path, monkeypatch: 
         return fetched(con, sql, values)
 
     monkeypatch.setattr(connection, "fetched", being_written)
-    assert len(store._catalog.all("SELECT id FROM entries")) == 5
+    assert len(store.engine.catalog.all("SELECT id FROM entries")) == 5
     assert left == []
     store.close()
     on.open()
@@ -361,7 +361,7 @@ def test_a_statement_that_is_always_overtaken_runs_under_the_writer_lock(place: 
             return tries(self, sql, values) if locked[-1] else None
 
         monkeypatch.setattr(connection.Catalog, "_try_all", trying)
-        assert len(store._catalog.all("SELECT id FROM entries")) == 5
+        assert len(store.engine.catalog.all("SELECT id FROM entries")) == 5
         assert locked == [False, False, False, True]
 
 
@@ -383,8 +383,8 @@ def test_who_has_a_retired_index_can_neither_read_nor_copy_by_it(place: Path) ->
         put_many(store, 5)
         child = fork(other)
         here.wait()
-        with store._catalog.writer(), store._catalog._mutex:
-            store._catalog._retire_index_locked()
+        with store.engine.catalog.writer(), store.engine.catalog._mutex:
+            store.engine.catalog._retire_index_locked()
         on.open()
         assert child.result() == "unable to open database file"
 
@@ -393,7 +393,7 @@ def test_an_index_of_another_form_is_left_alone(place: Path) -> None:
     """A later SQLite's, say."""
     with opened(place, 64 * MiB) as store:
         put_many(store, 2)
-        index = Path(store._catalog._wal.index)
+        index = Path(store.engine.catalog._wal.index)
         head = index.read_bytes()
     other = place / "other"
     Path(f"{other}-shm").write_bytes(struct.pack("=I", 4_007_000) + head[4:])
@@ -408,8 +408,8 @@ def test_a_read_only_handle_of_the_same_process_goes_along(place: Path) -> None:
         looking = Store.open(place, SETTINGS, read_only=True)
         try:
             assert bytes_of(looking, "k1") == b"x" * 12 * KiB
-            with store._catalog.writer(), store._catalog._mutex:
-                store._catalog._retire_index_locked()
+            with store.engine.catalog.writer(), store.engine.catalog._mutex:
+                store.engine.catalog._retire_index_locked()
             put_many(store, 5, "later")
             assert bytes_of(looking, "later3") == b"x" * 12 * KiB
             assert bytes_of(store, "k7") == b"x" * 12 * KiB
@@ -442,7 +442,7 @@ def test_a_check_of_all_pages_holds_up_no_other_thread(place: Path, at_pages: tu
     with opened(place, 64 * MiB) as store:
         put_many(store, 5)
         found: list[str | None] = []
-        checking = threading.Thread(target=lambda: found.append(store._catalog.problem()))
+        checking = threading.Thread(target=lambda: found.append(store.engine.catalog.problem()))
         checking.start()
         assert here.wait(10)
         put_many(store, 5, "later")
@@ -471,14 +471,14 @@ def test_a_check_of_all_pages_stops_and_begins_again(
         put_many(store, 5)
         monkeypatch.setattr(peers.Peers, "stop_apart", stopping)
         found: list[str | None] = []
-        checking = threading.Thread(target=lambda: found.append(store._catalog.problem()))
+        checking = threading.Thread(target=lambda: found.append(store.engine.catalog.problem()))
         checking.start()
         assert here.wait(10)
         if why == "a fork":
             assert in_child(lambda: bytes_of(store, "k1")) == b"x" * 12 * KiB
         else:
-            with store._catalog.writer(), store._catalog._mutex:
-                store._catalog._retire_index_locked()
+            with store.engine.catalog.writer(), store.engine.catalog._mutex:
+                store.engine.catalog._retire_index_locked()
             put_many(store, 5, "later")
         on.set()
         checking.join()

@@ -28,7 +28,7 @@ def test_one_that_writes_without_end_lets_a_hungry_one_in(quick_path: Path, monk
             store.put("v", "begun", b"x")
             said.open()
             while bytes_of(store, "end") is None:
-                with store._catalog.writer():
+                with store.engine.catalog.writer():
                     turns[0] += 1
 
     child = fork(greedy)
@@ -57,9 +57,9 @@ def test_one_that_writes_without_end_lets_a_hungry_one_in(quick_path: Path, monk
 def test_who_waits_says_that_he_is_hungry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And who lets go wakes him: he need not find out by himself."""
     with opened(tmp_path / "root", MiB) as store:
-        writer = store._catalog._writer
-        before = store.words.value(module.HUNGRY_WORD)
-        other = module.WriterLock(store.root, store.words)
+        writer = store.engine.catalog._writer
+        before = store.engine.words.value(module.HUNGRY_WORD)
+        other = module.WriterLock(store.root, store.engine.words)
         hungry = threading.Event()
         ask = module.WriterLock._ask_hungry
 
@@ -73,15 +73,15 @@ def test_who_waits_says_that_he_is_hungry(tmp_path: Path, monkeypatch: pytest.Mo
             waiting = threading.Thread(target=lambda: _take(other))
             waiting.start()
             assert hungry.wait(60)
-            assert store.words.value(module.HUNGRY_WORD) != before
-            seen = store.words.value(module.WRITER_WORD)
-        assert store.words.value(module.WRITER_WORD) != seen
+            assert store.engine.words.value(module.HUNGRY_WORD) != before
+            seen = store.engine.words.value(module.WRITER_WORD)
+        assert store.engine.words.value(module.WRITER_WORD) != seen
         waiting.join()
         with writer.holding():  # he said so once more when he was woken
             pass
         with writer.holding():
-            seen = store.words.value(module.WRITER_WORD)
-        assert store.words.value(module.WRITER_WORD) == seen  # nobody is hungry: nobody is woken
+            seen = store.engine.words.value(module.WRITER_WORD)
+        assert store.engine.words.value(module.WRITER_WORD) == seen  # nobody is hungry: nobody is woken
 
 
 def _take(writer: module.WriterLock) -> None:
@@ -93,7 +93,7 @@ def test_a_killed_writer_lets_go(quick_path: Path) -> None:
     place, said = quick_path / "root", Gate()
 
     def dying() -> None:
-        with opened(place, MiB) as store, store._catalog.writer():
+        with opened(place, MiB) as store, store.engine.catalog.writer():
             said.open()
             signal.pause()
 
@@ -108,8 +108,8 @@ def test_a_killed_writer_lets_go(quick_path: Path) -> None:
 
 def test_it_says_who_has_it(tmp_path: Path) -> None:
     with opened(tmp_path / "root", MiB) as store:
-        other = module.WriterLock(store.root, store.words)
-        with store._catalog.writer(), pytest.raises(errors.CacheFault, match=rf"busy.*{os.getpid()}"):
+        other = module.WriterLock(store.root, store.engine.words)
+        with store.engine.catalog.writer(), pytest.raises(errors.CacheFault, match=rf"busy.*{os.getpid()}"):
             other.take(0.05)
         other.take(0.05)
         other.release()
@@ -122,11 +122,11 @@ def test_a_thread_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None
 
         def other() -> None:
             try:
-                store._catalog._writer.take(0.05)
+                store.engine.catalog._writer.take(0.05)
             except errors.CacheFault as error:
                 found.append(error)
 
-        with store._catalog.writer():
+        with store.engine.catalog.writer():
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
@@ -150,16 +150,16 @@ def test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published(quick_path:
             store.put("v", "k", body)
 
     with opened(place, MiB) as store:
-        store.space("v")
+        store.spaces.ensure("v")
         child = fork(writer)
         said.wait()
         with monkeypatch.context() as patch:
             patch.setattr(module, "PATIENCE", 0.2)
             with pytest.raises(errors.CacheFault, match="busy"):
-                store._eviction.remove_orphans()
+                store.engine.eviction.remove_orphans()
         os.kill(child.pid, signal.SIGCONT)
         child.result()
-        assert store._eviction.remove_orphans() == 0
+        assert store.engine.eviction.remove_orphans() == 0
         assert bytes_of(store, "k") == body
         assert store.check(deep=True) == []
     said.close()
@@ -187,7 +187,7 @@ def test_no_id_is_given_twice(quick_path: Path) -> None:
             store.put("v", f"p{n}", b"x")
         for one in children:
             one.result()
-        with pytest.raises(RuntimeError), store._catalog.write() as txn:
+        with pytest.raises(RuntimeError), store.engine.catalog.write() as txn:
             for _ in range(module_ids()):
                 txn.new_id()
             raise RuntimeError
@@ -200,7 +200,7 @@ def test_no_id_is_given_twice(quick_path: Path) -> None:
 
 def test_any_number_of_ids_is_taken_at_once(tmp_path: Path) -> None:
     with opened(tmp_path / "root", MiB) as store:
-        with store._catalog.write() as txn:
+        with store.engine.catalog.write() as txn:
             many = txn.new_ids(3 * module_ids() + 7)
             then, after = txn.new_ids(5), txn.take("next_id")
         assert many[-1] < then[0]

@@ -36,7 +36,7 @@ def store(tmp_path: Path, clocks: Clocks) -> Iterator[Store]:
 
 
 def words(store: Store) -> tuple[memoryview, int]:
-    return store._slots.clock_words()
+    return store.engine.slots.clock_words()
 
 
 def test_it_goes_on_while_the_wall_clock_was_set_back(store: Store, clocks: Clocks) -> None:
@@ -72,13 +72,13 @@ def test_a_step_while_another_process_looks_is_one_clock(store: Store, clocks: C
 
     there = in_child(other)
     assert there >= before + max(step, 0)
-    store._slots.clock.window = 0, 0, 0  # a second has passed
+    store.engine.slots.clock.window = 0, 0, 0  # a second has passed
     assert there <= store.now() < there + 60 * SECOND
 
 
 def test_a_step_that_another_thread_sees_between_two_lines_is_no_time_of_its_own(store: Store, clocks: Clocks) -> None:
     """P1 reads the wall clock / the wall clock is set back / P2 sees it / P1 adds what the clock is ahead of the wall clock now."""
-    clock, left = store._slots.clock, 0
+    clock, left = store.engine.slots.clock, 0
 
     def trace(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
         nonlocal left
@@ -116,7 +116,7 @@ def test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_earl
     monotonic_ns, time_ns = time.monotonic_ns, time.time_ns
     monkeypatch.setattr(time, "monotonic_ns", monotonic)
     monkeypatch.setattr(time, "time_ns", lambda: time_ns() + passed)
-    clock = store._slots.clock
+    clock = store.engine.slots.clock
     clock.look()
     assert clock.now() <= clock.look() - SECOND // 2
 
@@ -126,7 +126,7 @@ def test_after_a_reboot_it_goes_on_from_what_was_seen_last(store: Store, clocks:
     before = store.now()
     monkeypatch.setattr(module, "_boot", lambda: 12345)
     clocks.step(-HOUR)
-    again = Clock(store._slots, writable=True)
+    again = Clock(store.engine.slots, writable=True)
     assert before - 2 * SECOND <= again.now() <= before + 60 * SECOND
     assert table[at + BOOT] == 12345
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_is_written_over(store: Store, word: int, value: int) -> 
     table[at + word] = value
     if word == SEEN:
         table[at + BOOT] = 1
-    clock = Clock(store._slots, writable=True)
+    clock = Clock(store.engine.slots, writable=True)
     assert abs(clock.now() - time.time_ns()) < 60 * SECOND
     assert table[at + word] < value
     store.put("v", "k", b"x")
@@ -149,7 +149,7 @@ def test_one_that_was_forged_far_ahead_runs_on(store: Store) -> None:
     store.now()
     table, at = words(store)
     table[at + AHEAD] += 50 * 365 * DAY
-    clock = Clock(store._slots, writable=True)
+    clock = Clock(store.engine.slots, writable=True)
     first = clock.now()
     assert 49 * 365 * DAY < first - time.time_ns() < BELIEVED
     assert clock.look() > first
@@ -163,14 +163,14 @@ def test_one_that_was_forged_far_ahead_runs_on(store: Store) -> None:
 
 def test_times_of_the_future_are_as_if_there_were_none(store: Store) -> None:
     entries = {key: store.put("v", key, b"x") for key in "abc"}
-    record, base = store._slots.record(entries["b"].slot)
+    record, base = store.engine.slots.record(entries["b"].slot)
     record[base + USED] = record[base + VALIDATED] = (1 << 64) - 1
     assert store.validated(entries["b"]) == 0
     assert [entry.key for entry in store.entries("v")] == ["b", "a", "c"]
-    assert store.keys("v") == ["b", "a", "c"]
+    assert store.spaces.keys("v") == ["b", "a", "c"]
     assert bytes_of(store, "b") == b"x"
     store.touch(entries["b"])
-    assert store.keys("v") == ["a", "c", "b"]
+    assert store.spaces.keys("v") == ["a", "c", "b"]
 
 
 @pytest.mark.parametrize("step", [-HOUR, DAY], ids=["-1 h", "+1 day"])
@@ -198,7 +198,7 @@ def test_what_was_evicted_is_let_go_after_a_step_back(store: Store, clocks: Cloc
         clocks.step(-HOUR)
         other.remove(list(map(_victim, other.entries("v"))))
         store.view("v", "none")  # any look
-        assert not store.memo._known["v"]
+        assert not store.engine.memo._known["v"]
 
 
 def _victim(entry):  # type: ignore[no-untyped-def]
@@ -211,7 +211,7 @@ def _victim(entry):  # type: ignore[no-untyped-def]
 def test_durations_are_of_no_wall_clock(store: Store, clocks: Clocks, step: int) -> None:
     from forebay import errors
 
-    store.space("w", policy="wait", quota=100_000)
+    store.spaces.ensure("w", policy="wait", quota=100_000)
     store.put("w", "k", bytes(90_000))
     lease = store.lease("w", "k")
     assert lease is not None

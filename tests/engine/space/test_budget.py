@@ -103,7 +103,7 @@ def test_an_entry_whose_slot_a_dead_evictor_emptied_can_go(store: Store, left: i
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
     for entry in store.entries("v"):
-        store._slots.set_id(entry.slot, left)
+        store.engine.slots.set_id(entry.slot, left)
     store.put("v", "brim", bytes(MiB))
     assert [entry.key for entry in store.entries("v")] == ["brim"]
 
@@ -134,7 +134,7 @@ def test_a_lease_is_never_taken_on_a_version_that_was_replaced(store: Store) -> 
     old = store.lease("v", "a")
     assert old is not None
     store.put("v", "a", b"1" * 30 * KiB)
-    assert store._leases._try(old.entry) is None
+    assert store.engine.leases._try(old.entry) is None
     new = store.lease("v", "a")
     assert new is not None
     assert Path(new).read_bytes() == b"1" * 30 * KiB
@@ -185,12 +185,12 @@ def brim(place: Path) -> None:
 
 def test_a_partial_of_the_only_entry_allowed(tmp_path: Path) -> None:
     with opened(tmp_path / "one", 8 * MiB, max_entries=1) as store:
-        hold = store.hold("v", "a")
+        hold = store.locks.hold("v", "a")
         with store.writing("v", "a") as writing:
             writing.begin(ObjectInfo("", 2 * MiB, '"1"', strong=True))
             writing.write(0, bytes(MiB))
         hold.release()
-        assert len(reservations.every(store._catalog)) == 1
+        assert len(reservations.every(store.engine.catalog)) == 1
         store.put("v", "b", b"3")
         assert [entry.key for entry in store.entries("v")] == ["b"]
         assert store.check() == []
@@ -221,7 +221,7 @@ def test_what_was_replaced_is_not_counted_for_people(store: Store) -> None:
 def other(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[writer.WriterLock]:
     """Another process that writes, as this one sees it; nobody waits for it long."""
     monkeypatch.setattr(writer, "PATIENCE", 0.05)
-    found = writer.WriterLock(store.root, store.words)
+    found = writer.WriterLock(store.root, store.engine.words)
     yield found
     found.close()
 
@@ -233,7 +233,7 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
     """The writer is taken by another process between the two transactions."""
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
-    unlink = store._budget._unlink
+    unlink = store.engine.budget._unlink
 
     def and_then(attempt: budget._Reserving) -> None:
         unlink(attempt)
@@ -242,47 +242,47 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
             raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._budget, "_unlink", and_then)
+        patch.setattr(store.engine.budget, "_unlink", and_then)
         with pytest.raises(error or errors.WriterBusy):
             store.put("v", "new", bytes(300 * KiB))
-    assert len(reservations.every(store._catalog)) == 1
+    assert len(reservations.every(store.engine.catalog)) == 1
     other.release()
     store.put("v", "brim", bytes(MiB))
     assert bytes_of(store, "brim") == bytes(MiB)
-    assert reservations.every(store._catalog) == []
+    assert reservations.every(store.engine.catalog) == []
 
 
 def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, other: writer.WriterLock) -> None:
     store.put("v", "k", b"x")
-    reserved = store._budget.reserve(SpaceRequest(1, "a", 7, 100 * KiB))
+    reserved = store.engine.budget.reserve(SpaceRequest(1, "a", 7, 100 * KiB))
     other.take(0)
-    store._budget.cancel(reserved.id)
+    store.engine.budget.cancel(reserved.id)
     other.release()
-    assert [r.id for r in reservations.every(store._catalog)] == [reserved.id]
-    store._budget.cancel(store._budget.reserve(SpaceRequest(1, "b", 8, 100 * KiB)).id)
-    assert reservations.every(store._catalog) == []
+    assert [r.id for r in reservations.every(store.engine.catalog)] == [reserved.id]
+    store.engine.budget.cancel(store.engine.budget.reserve(SpaceRequest(1, "b", 8, 100 * KiB)).id)
+    assert reservations.every(store.engine.catalog) == []
 
 
 def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1 enters a reservation, and fails: no id was given / P2 gets that id / P1 withdraws."""
     store.put("v", "k", bytes(600 * KiB))
-    withdraw, others = store._budget._withdraw, []
+    withdraw, others = store.engine.budget._withdraw, []
 
     def fail(*args: object) -> None:
         raise OSError(24, "Too many open files")
 
     def and_another_first(attempt: budget._Reserving, fresh: bool) -> None:
-        others.append(store._budget.reserve(SpaceRequest(1, "b", 8, KiB)))
+        others.append(store.engine.budget.reserve(SpaceRequest(1, "b", 8, KiB)))
         withdraw(attempt, fresh)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._budget, "_find_room", fail)
-        patch.setattr(store._budget, "_withdraw", and_another_first)
+        patch.setattr(store.engine.budget, "_find_room", fail)
+        patch.setattr(store.engine.budget, "_withdraw", and_another_first)
         with pytest.raises(OSError, match="Too many"):
-            store._budget.reserve(SpaceRequest(1, "a", 7, 600 * KiB))
+            store.engine.budget.reserve(SpaceRequest(1, "a", 7, 600 * KiB))
     (reserved,) = others
-    assert [r.id for r in reservations.every(store._catalog)] == [reserved.id]
-    store._budget.cancel(reserved.id)
+    assert [r.id for r in reservations.every(store.engine.catalog)] == [reserved.id]
+    store.engine.budget.cancel(reserved.id)
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["said again", "the next call that writes"])
@@ -291,21 +291,21 @@ def test_a_lower_limit_that_met_a_busy_catalog_is_applied_later(
 ) -> None:
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
-    make_room = store._budget.make_room
+    make_room = store.engine.budget.make_room
 
     def while_another_writes() -> bool:
         other.take(0)
         return make_room()
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._budget, "make_room", while_another_writes)
+        patch.setattr(store.engine.budget, "make_room", while_another_writes)
         store.configure(Settings(budget=300 * KiB))
     assert len(store.entries("v")) == 9
     other.release()
     if again:
         store.configure(Settings(budget=300 * KiB))
     else:
-        store.lock("a name").release()
+        store.locks.named("a name").release()
     assert len(store.entries("v")) <= 3
     store.configure(Settings(budget=MiB))
 
@@ -313,14 +313,14 @@ def test_a_lower_limit_that_met_a_busy_catalog_is_applied_later(
 def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
     """P1 asks for room to replace an entry / P2 evicts that, and fills its place / P1 is to be granted the room."""
     with opened(tmp_path / "root", 4 * MiB) as store:
-        store.space("q", quota=100 * KiB)
+        store.spaces.ensure("q", quota=100 * KiB)
         store.put("q", "other", bytes(40 * KiB), life="pinned")
         store.put("q", "k", bytes(60 * KiB))
-        asked = store._publisher.want(store._catalog, Label(store.space("q").id, "q", "k"), 60 * KiB)
+        asked = store.engine.publisher.want(store.engine.catalog, Label(store.spaces.ensure("q").id, "q", "k"), 60 * KiB)
         assert asked.replaced == 60 * KiB
         (old,) = [entry for entry in store.entries("q") if entry.key == "k"]
         assert store.remove([Victim(old.name, old.size, old.charge, old.used, old.id)]).removed
         store.put("q", "third", bytes(60 * KiB), life="pinned")
         with pytest.raises(errors.NoSpace):
-            store._budget.reserve(asked)
-        assert store.usage_of("q") == (100 * KiB, 2)
+            store.engine.budget.reserve(asked)
+        assert store.spaces.usage("q") == (100 * KiB, 2)

@@ -67,7 +67,7 @@ def test_who_remembers_what_made_way_finds_nothing(tmp_path: Path) -> None:
                 for n in range(100):
                     other.put("v", f"new{n}", VALUE)
                 other.put("v", "large", VALUE * 4)
-                assert other._catalog.all("SELECT slot FROM free_slots")  # of those that have no successor in their slot
+                assert other.engine.catalog.all("SELECT slot FROM free_slots")  # of those that have no successor in their slot
 
         fork(press).result()
         left = {entry.key for entry in store.entries("v")}
@@ -84,7 +84,7 @@ def test_what_is_not_plain_goes_the_long_way(tmp_path: Path, how: str) -> None:
     """What is pinned stays; a space that may not evict its own takes others'; a coldest entry that is a file goes as files go."""
     with opened(tmp_path / "root", MiB) as store:
         if how == "another space":
-            store.space("f", policy="freeze")
+            store.spaces.ensure("f", policy="freeze")
             store.put("f", "stays", VALUE)
         if how == "file":
             store.put("v", "stays", os.urandom(100 * KiB))

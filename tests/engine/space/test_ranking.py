@@ -38,19 +38,19 @@ def use_in_any_order(store: Store) -> list[str]:
     rng, entries = random.Random(17), store.entries("v")
     ticks = rng.sample(range(1, 10 * COUNT), len(entries))
     for entry, tick in zip(entries, ticks, strict=True):
-        store._slots.touch(entry.slot, 10**18 + tick)
+        store.engine.slots.touch(entry.slot, 10**18 + tick)
     return [entry.key for _, entry in sorted(zip(ticks, entries, strict=True), key=lambda pair: pair[0])]
 
 
 def full(store: Store) -> None:
     """From now on each value that comes needs the room of another."""
     usage = store.usage()
-    with store._catalog.write() as txn:
+    with store.engine.catalog.write() as txn:
         txn.run("UPDATE meta SET value = ? WHERE name = 'budget'", usage.used + 100)
 
 
 def keys(store: Store) -> set[str]:
-    return set(store.keys("v"))
+    return set(store.spaces.keys("v"))
 
 
 def test_a_put_looks_at_few_slots_however_many_there_are(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_exactly_the_coldest_go_once_all_were_looked_at(store: Store) -> None:
     full(store)
     scope = Scope()
     for _ in range(STRIPES):
-        store._ranking.pick(scope)
+        store.engine.ranking.pick(scope)
     for n in range(300):
         store.put("v", f"new{n}", b"y" * 100)
     gone = COUNT - sum(key in keys(store) for key in used)
@@ -127,7 +127,7 @@ def test_what_was_passed_by_is_not_read_again_at_each_look(store: Store, monkeyp
     store.put("v", "first", b"y" * 100)
     asked = count_rows(monkeypatch)
     for n in range(50):
-        store._ranking.pick(Scope())
+        store.engine.ranking.pick(Scope())
         store.put("v", f"new{n}", b"y" * 100)
     assert len(keys(store) & set(used[:-60])) == COUNT - 60
     assert sum(asked) < 4 * COUNT  # of 50 looks, with 60 each that may go
@@ -153,22 +153,22 @@ def test_what_was_unpinned_goes_in_its_turn(store: Store, by_us: bool, monkeypat
     for key in used[:-600]:
         store.set_life("v", key, "pinned")
     for _ in range(STRIPES):
-        store._ranking.pick(Scope())
+        store.engine.ranking.pick(Scope())
     if by_us:
         store.set_life("v", used[0], "cached")
     else:
         in_child(lambda: store.set_life("v", used[0], "cached"))
-        store._ranking.pick(Scope())
-        assert used[0] not in {key_of(store, cold.id) for cold in store._ranking.coldest(Scope())}
+        store.engine.ranking.pick(Scope())
+        assert used[0] not in {key_of(store, cold.id) for cold in store.engine.ranking.coldest(Scope())}
         later = time.monotonic() + ranking.SPARED_FOR
         monkeypatch.setattr(ranking.time, "monotonic", lambda: later)
     for _ in range(STRIPES):
-        store._ranking.pick(Scope())
-    assert used[0] in {key_of(store, cold.id) for cold in store._ranking.coldest(Scope())}
+        store.engine.ranking.pick(Scope())
+    assert used[0] in {key_of(store, cold.id) for cold in store.engine.ranking.coldest(Scope())}
 
 
 def key_of(store: Store, id: int) -> str:
-    found = entries.by_id(store._catalog, id)
+    found = entries.by_id(store.engine.catalog, id)
     assert found is not None
     return found.key
 
@@ -179,20 +179,20 @@ def test_a_small_space_among_many_entries_finds_its_own(store: Store) -> None:
     _quota(store, 2000)
     for n in range(30):
         store.put("small", f"t{n}", b"z" * 100)
-    assert sorted(store.keys("small")) == sorted(f"t{n}" for n in range(10, 30))
+    assert sorted(store.spaces.keys("small")) == sorted(f"t{n}" for n in range(10, 30))
     assert len(keys(store)) == COUNT
 
 
 def _quota(store: Store, quota: int) -> None:
-    with store._catalog.write() as txn:
+    with store.engine.catalog.write() as txn:
         txn.run("UPDATE spaces SET quota = ? WHERE name = 'small'", quota)
 
 
 def test_what_was_found_again_while_it_is_taken_is_given_once(store: Store) -> None:
     """One call gives many; none of them is gone before it ends."""
-    found = list(Ranking(store._catalog, store._slots).coldest(Scope()))
+    found = list(Ranking(store.engine.catalog, store.engine.slots).coldest(Scope()))
     assert found == []
-    mine = Ranking(store._catalog, store._slots)
+    mine = Ranking(store.engine.catalog, store.engine.slots)
     mine.pick(Scope())
     given = [cold.id for cold in mine.coldest(Scope())]
     assert len(given) == len(set(given)) > 0

@@ -135,22 +135,22 @@ def test_who_is_interrupted_while_he_waits_wants_nothing_any_more() -> None:
 def together(store: Store, keys: Sequence[str], body: bytes = BODY) -> list[Any]:
     """Put all of them: the first alone, while the others wait; then these in one transaction."""
     queue, began = Queue(), threading.Event()
-    store.space("v")
-    store._publisher._together._waiting = queue
-    writer = store._catalog.writer()
-    take, caller = store._catalog._writer.take, threading.get_ident()
+    store.spaces.ensure("v")
+    store.engine.publisher._together._waiting = queue
+    writer = store.engine.catalog.writer()
+    take, caller = store.engine.catalog._writer.take, threading.get_ident()
 
     def taking(timeout: float | None, *, looking: bool) -> None:
         if threading.get_ident() != caller:
             began.set()
         take(timeout, looking=looking)
 
-    store._catalog._writer.take = taking  # type: ignore[method-assign]
+    store.engine.catalog._writer.take = taking  # type: ignore[method-assign]
     writer.__enter__()
     try:
         return run([lambda key=key: store.put("v", key, body) for key in keys], lambda: writer.__exit__(None, None, None), queue, began)  # type: ignore[misc]
     finally:
-        store._catalog._writer.take = take  # type: ignore[method-assign]
+        store.engine.catalog._writer.take = take  # type: ignore[method-assign]
 
 
 def test_small_files_of_several_threads_are_one_transaction(tmp_path: Path) -> None:
@@ -193,8 +193,8 @@ def test_a_busy_writer_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.Mo
     with opened(tmp_path / "root", 8 * MiB) as store:
         store.put("v", "before", BODY)
         monkeypatch.setattr(writer, "PATIENCE", 0.3)
-        other = writer.WriterLock(store.root, store.words)
-        queue = store._publisher._together._waiting = Queue()
+        other = writer.WriterLock(store.root, store.engine.words)
+        queue = store.engine.publisher._together._waiting = Queue()
         other.take(1)
         found: list[BaseException] = []
 
@@ -218,7 +218,7 @@ def test_a_busy_writer_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_child_that_was_forked_while_others_waited(tmp_path: Path) -> None:
     with opened(tmp_path / "root", 8 * MiB) as store:
-        lead = store._publisher._together._lead
+        lead = store.engine.publisher._together._lead
         with lead:
             child = fork(lambda: store.put("v", "child", BODY).key)
             assert child.result() == "child"

@@ -31,7 +31,7 @@ def items(count: int, size: int, begin: str = "k") -> list[Item]:
 
 @pytest.mark.parametrize("size", [0, 100, 16 * KiB, 16 * KiB + 1, 100 * KiB])
 def test_what_is_promised_becomes_entries(store: Store, size: int) -> None:
-    credit = store.credit("ahead")
+    credit = store.reservations.open("ahead")
     credit.ask(credit.need(size).times(5))
     before = promised(store)
     assert before == credit.promised.charge == 5 * credit.need(size).charge
@@ -46,7 +46,7 @@ def test_what_is_promised_becomes_entries(store: Store, size: int) -> None:
 
 
 def test_a_large_one_comes_out_of_the_promise_too(store: Store) -> None:
-    credit = store.credit("ahead")
+    credit = store.reservations.open("ahead")
     credit.ask(credit.need(400 * KiB).plus(credit.need(10)))
     lease = credit.keep_large(Item("large", bytes(400 * KiB)))
     with lease:
@@ -56,7 +56,7 @@ def test_a_large_one_comes_out_of_the_promise_too(store: Store) -> None:
 
 
 def test_more_than_was_promised_is_not_kept(store: Store) -> None:
-    credit = store.credit("ahead")
+    credit = store.reservations.open("ahead")
     credit.ask(credit.need(1000))
     with pytest.raises(errors.CacheFault, match="were not promised"):
         credit.keep(items(2, 1000))
@@ -65,7 +65,7 @@ def test_more_than_was_promised_is_not_kept(store: Store) -> None:
 
 
 def test_a_promise_counts_against_the_budget(store: Store) -> None:
-    credit = store.credit("ahead")
+    credit = store.reservations.open("ahead")
     credit.ask(credit.need(900 * KiB))
     with pytest.raises(errors.NoSpace):
         store.put("v", "k", bytes(200 * KiB))
@@ -75,8 +75,8 @@ def test_a_promise_counts_against_the_budget(store: Store) -> None:
 
 @pytest.mark.parametrize(("quota", "count"), [(10_000, None), (None, 3)])
 def test_a_promise_counts_against_the_limits_of_its_space(store: Store, quota: int | None, count: int | None) -> None:
-    store.space("ahead", policy="wait", quota=quota, max_count=count)
-    first, second = store.credit("ahead"), store.credit("ahead")
+    store.spaces.ensure("ahead", policy="wait", quota=quota, max_count=count)
+    first, second = store.reservations.open("ahead"), store.reservations.open("ahead")
     first.ask(first.need(3000).times(3))
     with pytest.raises(errors.NoSpace):
         second.ask(second.need(3000))
@@ -95,8 +95,8 @@ def test_a_promise_counts_against_the_limits_of_its_space(store: Store, quota: i
 
 
 def test_more_is_promised_with_what_is_kept_if_it_costs_nobody_anything(store: Store) -> None:
-    store.space("ahead", policy="wait", quota=10_000)
-    credit = store.credit("ahead")
+    store.spaces.ensure("ahead", policy="wait", quota=10_000)
+    credit = store.reservations.open("ahead")
     each = credit.need(2000)
     credit.ask(each)
     (lease,) = credit.keep(items(1, 2000), more=each.times(3))
@@ -114,7 +114,7 @@ def test_a_dead_process_has_no_promise(tmp_path: Path) -> None:
         asked, never = Gate(), Gate()
 
         def child() -> None:
-            store.credit("ahead").ask(Need(900_000, 900 * KiB, 7))
+            store.reservations.open("ahead").ask(Need(900_000, 900 * KiB, 7))
             asked.open()
             never.wait()
 
@@ -123,20 +123,20 @@ def test_a_dead_process_has_no_promise(tmp_path: Path) -> None:
         with pytest.raises(errors.NoSpace):
             store.put("v", "k", bytes(500 * KiB))
         its.kill()
-        with store._catalog.write() as txn:
-            store._owners.reap(txn)  # as whoever lacks room does; there are no files that a successor could go on with
+        with store.engine.catalog.write() as txn:
+            store.engine.owners.reap(txn)  # as whoever lacks room does; there are no files that a successor could go on with
         assert promised(store) == 0
         store.put("v", "k", bytes(500 * KiB))
 
 
 def test_a_small_value_that_is_leased_makes_no_way(store: Store) -> None:
     """Where small values make way in the transaction that adds another: a lazy may hold one of them."""
-    credit = store.credit("ahead")
+    credit = store.reservations.open("ahead")
     credit.ask(credit.need(10 * KiB))
     (lease,) = credit.keep(items(1, 10 * KiB))
     for n in range(90):
         store.put("v", f"v{n}", bytes(10 * KiB))
-    store._ranking.pick(Scope())  # it is the coldest of those that are picked
+    store.engine.ranking.pick(Scope())  # it is the coldest of those that are picked
     for n in range(100, 200):
         store.put("v", f"v{n}", bytes(10 * KiB))
     assert store.bytes_leased(lease) == items(1, 10 * KiB)[0].data
@@ -147,10 +147,10 @@ def test_a_small_value_that_is_leased_makes_no_way(store: Store) -> None:
 
 
 def test_a_session_takes_its_entries_along(store: Store) -> None:
-    session = store.join("ahead", "~session")
-    same = store.join("ahead", "~session")
+    session = store.reservations.join("ahead", "~session")
+    same = store.reservations.join("ahead", "~session")
     assert session.entry.id == same.entry.id
-    credit = store.credit("ahead")
+    credit = store.reservations.open("ahead")
     credit.ask(credit.need(10).times(40))
     bound = [Item(f"bound{n}", b"x" * 10, session.entry.id) for n in range(20)]
     leases = credit.keep([*bound, *items(20, 10, begin="free")])

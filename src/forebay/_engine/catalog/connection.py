@@ -43,7 +43,12 @@ _RESERVED = 0x4000_0001  # https://www.sqlite.org/lockingv3.html: who writes wit
 class Catalog:
     """The catalog of one root. Threads share one connection; a process forked from this one opens its own."""
 
-    def __init__(self, root: Root, words: waits.Words, *, immutable: bool = False) -> None:
+    def __init__(
+        self, root: Root, words: waits.Words, *, immutable: bool = False,
+        recover: Callable[[], None] = lambda: None, sweep: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        """``recover`` is called under the writer lock before each transaction, ``sweep`` without any lock after one with leftovers."""
+        self._recover, self._sweep = recover, sweep
         self._root, self._words, self._immutable = root, words, immutable
         self._path, self._wal = str(root.catalog), Wal(str(root.catalog), root.files)
         self._writer = WriterLock(root, words)
@@ -63,8 +68,6 @@ class Catalog:
         self.lost = ""
         """What became of the catalog that the one in use took the place of, until somebody has said so."""
         self._pid = os.getpid()
-        self.sweeper: Callable[[], object] | None = None
-        self.recover: Callable[[], None] | None = None
 
     def _join_peers(self) -> threading.RLock:
         self._peers = peers_of(self._path, self._root.files.open)
@@ -368,8 +371,7 @@ class Catalog:
         try:
             with self._writer.holding(timeout):
                 self.check_same()
-                if self.recover is not None:
-                    self.recover()
+                self._recover()
                 with self._mutex, translated():
                     txn = Txn(self._begin_locked(), self._ids, self._doubts)
                     try:
@@ -446,9 +448,9 @@ class Catalog:
         """After a commit, with no lock held: what has to be done from time to time."""
         if self.ballast.owed:
             self.ballast.restore()
-        if txn.leftovers and self.sweeper is not None:
+        if txn.leftovers:
             try:
-                self.sweeper()
+                self._sweep()
             except (errors.CacheFault, OSError) as error:  # what the caller wrote stands; the next writer sweeps
                 log.warning("sweeping %s failed: %s", self._root.path, str(error))
 

@@ -47,6 +47,14 @@ def no_hit(name: str, max_age: int) -> memoryview | None:
     return None
 
 
+Find = Callable[[str], Remembered | None]
+
+
+def finds_nothing(name: str) -> Remembered | None:
+    """The `Find` of a store that remembers nothing."""
+    return None
+
+
 class Memo:
     """Per process: (space, name) to `Remembered`. Several names may lead to one entry: a URL as written, and its key."""
 
@@ -94,7 +102,7 @@ class Memo:
 
         return hit
 
-    def finder(self, space: str) -> Callable[[str], Remembered | None]:
+    def finder(self, space: str) -> Find:
         """A function that gives what is remembered of a space's keys and still current; None: go the long way. It touches and counts
         nothing: whether it is what was wanted the caller knows. No lock and no system call."""
         known, now_ns = self._of(space), time.time_ns

@@ -17,13 +17,11 @@ AHEAD = 1 << 20
 
 
 class Segments(Protocol):
-    """Who gives a pack its segments, and counts for it: see `Packing` and `Store`."""
+    """Gives a pack its segments: see `Packs`."""
 
     def take_segment(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken: ...
 
     def leave_segment(self, pack: int, number: int, tail: int) -> None: ...
-
-    def register(self) -> None: ...
 
     def forget_segment(self, ticket: int) -> None: ...
 

@@ -10,7 +10,6 @@ is told by his lock.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.space.budget import Budget
 from forebay._engine.space.room import SpaceRequest
+from forebay._engine.space.segment_tails import SegmentTails
 from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import Publisher
 
@@ -56,16 +56,10 @@ class Packing:
     """The packs of one root. Callable from any thread, and in a forked child."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, leases: Leases, owners: Owners, budget: Budget, publisher: Publisher
+        self, root: Root, catalog: Catalog, leases: Leases, owners: Owners, budget: Budget, publisher: Publisher, tails: SegmentTails
     ) -> None:  # fmt: skip
         self.root, self._catalog, self._leases, self._owners = root, catalog, leases, owners
-        self._budget, self._publisher = budget, publisher
-        self._tickets = itertools.count()
-        self._taken: dict[tuple[int, int], int] = {}  # what this process took, with the newest ticket; under the writer lock
-        self._in_use: set[int] = set()  # tickets of those that something appends to; single steps, no lock
-
-    def after_fork_child(self) -> None:
-        self._taken, self._in_use = {}, set()
+        self._budget, self._publisher, self._tails = budget, publisher, tails
 
     # -- making ----------------------------------------------------------------------------------------------------
 
@@ -98,7 +92,7 @@ class Packing:
         left, else a new one. ``words``: of the index. ``full``: the number and the tail of one that this process leaves for it, in any
         event. Raises `NoSpace` or another `CacheFault`."""
         me = self._owners.me()
-        self.reclaim()  # what the dead left is nobody's any longer than until somebody takes more
+        self._tails.reclaim()  # what the dead left is nobody's any longer than until somebody takes more
         with faults(f"pack {room.pack:x}", need):
             left = self._punched(room.pack, full, me) if full is not None else None
             spare = self._spare(room.pack, need, words)
@@ -106,9 +100,9 @@ class Packing:
             try:
                 fd = pack_files.make_segment(self.root, room.pack, segment.number, segment.capacity)
             except BaseException:
-                self._leave(segment)
+                self._tails.leave(segment)
                 raise
-            return Taken(segment, fd, self._taken[room.pack, segment.number])
+            return Taken(segment, fd, self._tails.ticket_of(segment))
 
     def _punched(self, pack: int, full: tuple[int, int], me: int) -> Segment | None:
         """The row that a segment of ours is to have once it is left. Its tail goes now, where it is worth a call."""
@@ -125,48 +119,18 @@ class Packing:
         with faults(f"pack {pack:x}"):
             segment = segments.one(self._catalog, pack, number)
             if segment is not None and segment.owner == self._owners.me():
-                self._leave(replace(segment, tail=tail))
+                self._tails.leave(replace(segment, tail=tail))
 
     def forget(self, ticket: int) -> None:
         """Nothing appends there any more by this ticket. Never waits: for finalizers; others find the tail in the index."""
-        self._in_use.discard(ticket)
-
-    def reclaim(self) -> bool:
-        """Give back what stands empty behind the records of dead writers, of all packs. True if there was any. Caller: holds no lock."""
-        found = False
-        for segment in segments.owned(self._catalog):
-            if not self._is_left(segment):
-                continue
-            with faults(f"pack {segment.pack:x}"):
-                try:
-                    words = pack_files.map_index(self.root, segment.pack, None, writable=False)
-                except (FileNotFoundError, errors.Damaged):
-                    continue  # it is being removed
-                self._leave(self._with_tail(segment, words), was=segment)
-            found = True
-        return found
-
-    def any_left(self, txn: Txn) -> bool:
-        """Whether `reclaim` would find anything."""
-        return any(self._is_left(segment) for segment in segments.owned(txn))
-
-    def _is_left(self, segment: Segment) -> bool:
-        if segment.owner is None:
-            return False
-        if segment.owner == self._owners.me():
-            return self._taken.get((segment.pack, segment.number)) not in self._in_use
-        return self._owners.is_dead(segment.owner)
-
-    def _with_tail(self, segment: Segment, words: memoryview) -> Segment:
-        tail = pack_files.find_tail(self.root, segment.pack, segment.number, words)
-        return replace(segment, tail=segment.capacity if tail is None else tail)
+        self._tails.forget(ticket)
 
     def _spare(self, pack: int, need: int, words: memoryview) -> tuple[Segment, Segment] | None:
         """A segment that nobody appends to and that has room: as its row says now, and as it is."""
         for row in segments.roomy(self._catalog, pack, need):
-            if row.owner is not None and not self._is_left(row):
+            if row.owner is not None and not self._tails.is_left(row):
                 continue
-            real = row if row.owner is None else self._with_tail(row, words)
+            real = row if row.owner is None else self._tails.with_tail(row, words)
             if real.capacity - real.tail >= need:
                 return row, real
         return None
@@ -176,7 +140,7 @@ class Packing:
         keyhash = hash_of(room.space, f"{room.pack:x}")
         with self._catalog.write() as txn:
             if left is not None:
-                self._put_left(txn, left)
+                self._tails.put_left(txn, left)
             self._drop_promises(txn, keyhash)
             wanted = list(self._choices(txn, room, need, spare))
             for segment in wanted:
@@ -197,7 +161,7 @@ class Packing:
                 reservations.delete(txn, reserved.id)
                 if not segment.size:  # others may have made some meanwhile
                     segment = replace(segment, number=segments.last(txn, segment.pack) + 1)
-                elif spare is None or not self._is_as_seen(txn, spare[0]):
+                elif spare is None or not self._tails.is_as_seen(txn, spare[0]):
                     # P1 sees it left / P2 takes it over, appends, leaves it / P1: its tail is another one now.
                     raise errors.CacheFault(f"segment {segment.number} of pack {segment.pack:x} was taken by another process meanwhile")
                 return self._own(txn, segment, me)
@@ -211,7 +175,7 @@ class Packing:
         if entry is None:
             raise errors.CacheFault(f"the pack {room.pack:x} has no entry any more: it was removed, or replaced by another version")
         left = _FAR if room.quota is None else room.quota - entry.size
-        is_free = spare is not None and self._is_as_seen(txn, spare[0])
+        is_free = spare is not None and self._tails.is_as_seen(txn, spare[0])
         if spare is not None and is_free and spare[1].capacity - spare[1].size <= left:
             yield spare[1]
         if left < need + pack_records.START:
@@ -230,9 +194,7 @@ class Packing:
             yield Segment(room.pack, number, None, size, 0, pack_records.START)
 
     def _own(self, txn: Txn, segment: Segment, me: int) -> Segment:
-        ticket = next(self._tickets)  # before the commit: another thread would take it for one that was left
-        self._in_use.add(ticket)
-        self._taken[segment.pack, segment.number] = ticket
+        self._tails.take(segment)  # before the commit: another thread would take it for one that was left
         taken = replace(segment, owner=me, size=segment.capacity)
         segments.put(txn, taken)
         return taken
@@ -244,25 +206,6 @@ class Packing:
             for reservation in reservations.by_key(txn, keyhash):
                 if reservation.owner is None:
                     reservations.delete(txn, reservation.id)
-
-    def _leave(self, segment: Segment, was: Segment | None = None) -> None:
-        """Punch the tail, then let the row say so. ``was``: the row as it was seen; nothing is done if it is another by now."""
-        with self._catalog.write() as txn:
-            if was is not None and not self._is_as_seen(txn, was):
-                return
-            kept = pack_files.punch_segment(self.root, segment.pack, segment.number, segment.tail, segment.capacity)
-            self._put_left(txn, replace(segment, size=kept))
-
-    def _put_left(self, txn: Txn, segment: Segment) -> None:
-        self._taken.pop((segment.pack, segment.number), None)
-        if segment.size:
-            segments.put(txn, replace(segment, owner=None))
-        else:
-            segments.remove(txn, segment.pack, segment.number)
-
-    def _is_as_seen(self, txn: Txn, seen: Segment) -> bool:
-        """Whether nobody has taken a segment over since its row was read, and nobody appends to it."""
-        return segments.one(txn, seen.pack, seen.number) == seen and (seen.owner is None or self._is_left(seen))
 
 
 def _want(room: SegmentRequest, segment: Segment, keyhash: int) -> SpaceRequest:

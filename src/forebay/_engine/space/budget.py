@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from forebay import errors
@@ -17,10 +16,12 @@ from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.files import blobs, pack_files, stages, trees
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import EVICTIONS, Counters
+from forebay._engine.index.memo import Memo
 from forebay._engine.locks.owners import Owners
 from forebay._engine.space.eviction import SPACE_WORD, Doomed, Eviction
 from forebay._engine.space.ranking import Cold, Ranking, Scope
 from forebay._engine.space.room import Room, SpaceDeficit, SpaceRequest
+from forebay._engine.space.segment_tails import SegmentTails
 from forebay._kernel import locks, waits
 from forebay._logs import logger
 from forebay._model import Policy
@@ -76,17 +77,15 @@ class Budget:
     """Room in one root. Callable from any thread; blocks only for the unlinking of what others doomed."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, owners: Owners, eviction: Eviction, ranking: Ranking, words: waits.Words, counters: Counters
+        self, root: Root, catalog: Catalog, owners: Owners, eviction: Eviction, ranking: Ranking, words: waits.Words, counters: Counters,
+        memo: Memo, tails: SegmentTails,
     ) -> None:  # fmt: skip
         self._root, self._catalog, self._owners, self._counters = root, catalog, owners, counters
-        self._eviction, self._ranking, self._words = eviction, ranking, words
+        self._eviction, self._ranking, self._words, self._memo, self._tails = eviction, ranking, words, memo, tails
         self._keys = locks.LockFile(root.lock("keys"), root.files.open)  # a reaper's own description: see the module `leases`
         self.room = Room(root, catalog)
         self._in_vain: dict[int, tuple[float, int]] = {}  # by space: until when that holds, and for how many bytes
         self._owed: set[int] = set()  # reservations that ended while the catalog was busy: counted until the next transaction here
-        self.drop_dead: Callable[[], None] = lambda: None  # lets go of what this process has mapped of victims
-        self.any_tails: Callable[[Txn], bool] = lambda txn: False  # see `Packing`, which stands above this room
-        self.reclaim_tails: Callable[[], object] = lambda: None
 
     # -- reserving -------------------------------------------------------------------------------------------------
 
@@ -164,7 +163,7 @@ class Budget:
                     attempt.picks.clear()  # what others have published is new, and what a swept tree linked may go by now
                 self._unlink(attempt)
                 if attempt.tails:
-                    self.reclaim_tails()
+                    self._tails.reclaim()
                 elif not (attempt.doomed or attempt.partials or attempt.pick):
                     self._wait_for_others(until)
         except BaseException:
@@ -203,7 +202,7 @@ class Budget:
                     return self._grant(txn, want, attempt)
                 if not self._enter_pending(txn, want, attempt, short):
                     return None
-                attempt.tails = attempt.tails is None and self.any_tails(txn)
+                attempt.tails = attempt.tails is None and self._tails.any_left(txn)
                 if not attempt.tails:
                     self._find_room(txn, want, attempt, short, doomed, partials)
                     attempt.contended = want is not None and reservations.any_others(txn, want.space, attempt.id)
@@ -331,7 +330,7 @@ class Budget:
     def _unlink(self, attempt: _Reserving) -> None:
         self._eviction.unlink(attempt.doomed)
         if attempt.wanted:
-            self.drop_dead()
+            self._memo.drop_dead()  # what this process has mapped of victims
         for partial in attempt.partials:
             stages.remove_partial(self._root, partial.keyhash, partial.id)
             blobs.remove_blob(self._root, partial.id, partial.suffix)  # its writer died between rename and commit

@@ -1,0 +1,72 @@
+"""`Store.reservations`: what a prefetcher needs beside reads and writes: space reserved ahead, and sessions."""
+
+from __future__ import annotations
+
+import contextlib
+
+from forebay import errors
+from forebay._engine.engine import Engine, recover_and_retry
+from forebay._engine.files.faults import faults
+from forebay._engine.locks.leases import Lease
+from forebay._engine.spaces import Spaces
+from forebay._engine.write.insert import Label
+from forebay._engine.write.publish import SMALL
+from forebay._engine.write.reservations import Credit, Item
+from forebay._model import Buffer
+
+
+class Reservations:
+    """Space that is reserved ahead in one root, and the entries made of it. Callable from any thread, and in a forked child."""
+
+    def __init__(self, engine: Engine, spaces: Spaces) -> None:
+        self.engine, self._spaces = engine, spaces
+
+    @recover_and_retry
+    def open(self, space: str) -> Credit:
+        """An empty reservation in a space, for one loader."""
+        engine = self.engine
+        engine.check_usable(writing=True)
+        row = self._spaces.ensure(space)
+        return Credit(engine.catalog, engine.budget, engine.publisher, engine.leases, engine.intent, row)
+
+    def spill(self, space: str, key: str, data: Buffer) -> Lease:
+        """Keep bytes for as long as the returned lease, or a copy of it after a fork, is held. Raises `CacheFault`."""
+        credit = self.open(space)
+        credit.ask(credit.need(len(data)))
+        try:
+            if len(data) > SMALL:
+                return credit.keep_large(Item(key, data), life="held")
+            return credit.keep([Item(key, data)], life="held")[0]
+        except BaseException:
+            with contextlib.suppress(errors.CacheFault):
+                credit.give_back(credit.promised)
+            raise
+
+    @recover_and_retry
+    def join(self, space: str, key: str) -> Lease:
+        """Join a session. It begins with the first process that joins, and ends when the last lease on it is gone, whatever its holder
+        died of. Entries that name the session are then removed by the next process that writes."""
+        engine = self.engine
+        engine.check_usable(writing=True)
+        row = self._spaces.ensure(space)
+        lease = engine.leases.take(row.id, key)
+        if lease is not None:
+            return lease
+        with engine.fill.holding(row.id, key):
+            # P1 and P2 find none / P1 holds the key, begins one, lets go / P2 holds the key: we are here.
+            return engine.leases.take(row.id, key) or self._begin_session(Label(row.id, row.name, key, life="held"))
+
+    def _begin_session(self, label: Label) -> Lease:
+        engine, held = self.engine, list[int]()
+        try:
+            with faults(label.key), engine.catalog.write() as txn:
+                id = txn.new_id()
+                if engine.leases.hold(id):
+                    held.append(id)
+                entry = engine.publisher.insert(txn, label, id, "session", 0, b"", None)
+                txn.leftovers = True
+        except BaseException:
+            for id in held:
+                engine.leases.let_go_soon(id)
+            raise
+        return engine.leases.adopt(entry)

@@ -1,0 +1,142 @@
+"""`Store.spaces`: the named spaces of one root, their limits, and what is in each."""
+
+from __future__ import annotations
+
+from forebay import errors
+from forebay._config import format_size
+from forebay._engine.catalog import entries
+from forebay._engine.catalog import spaces as rows
+from forebay._engine.catalog.spaces import SpaceRow
+from forebay._engine.engine import Engine, recover_and_retry
+from forebay._engine.files.faults import faults
+from forebay._engine.index import counters
+from forebay._engine.space.eviction import Doomed
+from forebay._engine.space.room import SpaceRequest
+from forebay._engine.space.settings import keep
+from forebay._logs import logger
+from forebay._model import Policy
+
+log = logger("forebay.store")
+
+Limits = tuple[str | None, int | None, int | None]
+"""Policy, quota in bytes, and number of entries of a space; None leaves what it was set to."""
+_NOTHING_UNSET: Limits = (None, None, None)
+_AT_ONCE = 128
+
+
+class Spaces:
+    """The spaces of one root. Callable from any thread, and in a forked child."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._unset: dict[str, Limits] = {}  # what the next call that writes to a space must set
+
+    def ensure(
+        self, name: str, *, kind: str = "values", policy: str | None = None, quota: int | None = None, max_count: int | None = None
+    ) -> SpaceRow:  # fmt: skip
+        """The space of this name, created if missing; an explicit policy, quota or count is set for every process."""
+        known = self.engine.known_spaces.get(name)
+        if known is not None and policy is None and quota is None and max_count is None and name not in self._unset:
+            return known
+        unset = self._unset.get(name, _NOTHING_UNSET)
+        policy = unset[0] if policy is None else policy
+        quota, max_count = unset[1] if quota is None else quota, unset[2] if max_count is None else max_count
+        space = self._ensure(name, kind, policy, quota, max_count)
+        self._unset.pop(name, None)
+        return space
+
+    def open(self, name: str, policy: str | None = None, quota: int | None = None, max_count: int | None = None) -> None:
+        """`ensure`, for callers that can read at once and write later: where the catalog is busy or cannot be written to, the next call
+        that writes to the space creates it."""
+        try:
+            self.ensure(name, policy=policy, quota=quota, max_count=max_count)
+        except errors.CacheFault as error:
+            self._unset[name] = policy, quota, max_count
+            log.warning("the space %s is not set up yet, and will be by a later call: %s", name, str(error))
+
+    @recover_and_retry
+    def lookup(self, name: str) -> SpaceRow:
+        """The space of this name, to read from; if there is none, one with the id 0, which no entry has."""
+        known = self.engine.known_spaces.get(name)
+        if known is None:
+            row = rows.find(self.engine.catalog, name)
+            if row is None:
+                return SpaceRow(0, name, "values", "lru", None)
+            known = self.engine.known_spaces[name] = row
+        return known
+
+    @recover_and_retry
+    def _ensure(self, name: str, kind: str, policy: str | None, quota: int | None, max_count: int | None) -> SpaceRow:
+        engine = self.engine
+        row = rows.find(engine.catalog, name)
+        if engine.root.read_only:
+            return row or SpaceRow(0, name, kind, "lru", None)
+        parsed = str(Policy.parse(policy)) if policy else None
+        limits = {"policy": parsed, "quota": quota, "max_count": max_count}
+        changed = row is None or any(value is not None and value != getattr(row, limit) for limit, value in limits.items())
+        if changed:
+            with engine.catalog.write() as txn:
+                rows.insert(txn, name, kind, parsed or "lru", quota)
+                rows.change(txn, name, parsed, quota, max_count)
+                txn.then = lambda: keep(engine.root, engine.catalog)
+                row = rows.find(txn, name)
+        assert row is not None
+        engine.known_spaces[name] = row
+        if (quota is not None or max_count is not None) and (changed or row.is_over()):
+            self._shrink(row)
+        return row
+
+    def _shrink(self, space: SpaceRow) -> None:
+        """Evict what is above a lower limit, as far as it is not in use."""
+        engine = self.engine
+        bytes_before, count_before = rows.live(engine.catalog, space.name)
+        try:
+            engine.budget.cancel(engine.budget.reserve(SpaceRequest(space.id, "", 0, 0, entries=0)).id)
+        except (errors.NoSpace, errors.WriterBusy) as error:
+            log.info("the space %s stays above its limit for now: %s", space.name, str(error))
+        bytes_after, count_after = rows.live(engine.catalog, space.name)
+        if count_before > count_after:
+            freed = format_size(max(bytes_before - bytes_after, 0))
+            evicted = count_before - count_after
+            log.warning("%s: %d entries of the space %s were evicted for its lower limit, %s", engine.root.path, evicted, space.name, freed)
+
+    def usage(self, name: str) -> tuple[int, int]:
+        """Bytes and number of the live entries of a space."""
+        return rows.live(self.engine.catalog, name)
+
+    def limits(self, name: str) -> tuple[int, str]:
+        """The largest size in bytes that one entry of a space can have, and the space's policy."""
+        space = self.ensure(name)
+        budget = rows.totals(self.engine.catalog).budget
+        return min(budget, budget if space.quota is None else space.quota), space.policy
+
+    def quota(self, name: str) -> int | None:
+        """The quota of a space in bytes, as it was set last by any process; None: only the budget of the root limits it."""
+        space = rows.find(self.engine.catalog, name)
+        return space.quota if space is not None else None
+
+    @recover_and_retry
+    def clear(self, name: str) -> int:
+        """Remove all entries of a space but those that are pinned or in use; returns how many were removed."""
+        engine = self.engine
+        engine.check_usable(writing=True)
+        space, removed = self.lookup(name).id, 0
+        with faults(name):
+            page = engine.stats.page(space, None)
+            while page:
+                unpinned = [(e.id, e.slot, Doomed(e.id, e.kind, e.suffix)) for e in page if e.life != "pinned"]
+                for at in range(0, len(unpinned), _AT_ONCE):
+                    removed += len(engine.eviction.remove(unpinned[at : at + _AT_ONCE]))
+                page = engine.stats.page(space, page[-1].key)
+        engine.counters.add(counters.EVICTIONS, removed)
+        return removed
+
+    @recover_and_retry
+    def keys(self, name: str) -> list[str]:
+        """All keys of a space, from the least to the most recently used."""
+        return self.engine.stats.keys(self.lookup(name).id)
+
+    @recover_and_retry
+    def has_any(self, name: str, prefix: str) -> bool:
+        """Whether a key of this space begins with ``prefix``."""
+        return entries.has_any(self.engine.catalog, self.lookup(name).id, prefix)
