@@ -9,6 +9,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from forebay._engine.key_locks import KeyLocks
 from forebay._engine.store import Settings, Store
 from forebay._model import Span
 from forebay.origin import Origin
@@ -109,7 +110,7 @@ def test_offline_no_span_is_asked_for_though_the_cache_is_at_fault(origin: Origi
 
     with ScriptedServer() as server:
         target = origin.target(server.put("/a", b"12345"))
-        monkeypatch.setattr(Store, "single", busy)
+        monkeypatch.setattr(KeyLocks, "single", busy)
         with pytest.raises(errors.Offline):
             origin.span(target, Span(0, 3), FetchOptions(offline=True, since=-1))
         assert server.requests == []

@@ -15,6 +15,7 @@ import pytest
 import forebay
 from forebay import errors, prefetch
 from forebay._engine.passthrough import PassThrough
+from forebay._engine.spaces import Spaces
 from forebay._engine.store import Store
 from forebay._kernel import host, waits
 from forebay.origin import Origin, opening
@@ -217,7 +218,7 @@ def test_spaces_that_cannot_be_made_yet_are_made_by_a_later_call(tmp_path: Path,
         cache.space("c", policy="nonsense")
         disk.full = False
         with monkeypatch.context() as broken:
-            broken.setattr(Store, "_make_space", raising(errors.NoSpace("no", key="", need=1, free=0, budget=0)))
+            broken.setattr(Spaces, "_ensure", raising(errors.NoSpace("no", key="", need=1, free=0, budget=0)))
             assert cache.get("k") is None
             assert isinstance(cache._store, Store)
         for space in some:
@@ -254,7 +255,7 @@ def test_a_prefetcher_that_cannot_be_opened_yet_reads_past_the_cache(tmp_path: P
         disk.full = False
         for error in (errors.NoSpace("no", key="", need=1, free=0, budget=0), errors.WaitTimeout.of("it", 1.0, "me")):
             with monkeypatch.context() as broken:
-                broken.setattr(Store, "space", raising(error))
+                broken.setattr(Spaces, "ensure", raising(error))
                 assert pool.get_lazy("a").get() == b"item"
         assert [pool.get_lazy(key).get() for key in "ab"] == [b"item", b"item"]
         assert isinstance(cache._store, Store)
