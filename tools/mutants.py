@@ -191,13 +191,13 @@ MUTANTS = (
         "tests/remote/test_http_hostile.py::test_open_past_the_cache_reads_one_version",
     ),
     Mutant(
-        1, "a range that tells no ETag is of any version", "remote/http/answers.py",
+        1, "a range that tells no ETag is of any version", "remote/http/exchange.py",
         "    return any(None not in (one, other) and one != other", "    return any(False",
         "tests/remote/test_http_hostile.py::test_what_ranges_leave_out_is_no_change",
     ),
     Mutant(
         1, "that a range is not there tells nothing of the version", "remote/http/__init__.py",
-        "not is_end(known, answer.headers, span)", "known == span",
+        "not ends_before(known, response.headers, span)", "known == span",
         "tests/remote/test_http_hostile.py::test_what_ended_sooner_may_be_another_version",
     ),
     # 2. One fetch
@@ -311,15 +311,15 @@ MUTANTS = (
         "tests/stress/test_many_processes.py::test_s38_max_entries_is_exact_under_8_writers",
     ),
     Mutant(
-        4, "a claim makes room before a byte came", "remote/http/download.py",
+        4, "a claim makes room before a byte came", "remote/http/__init__.py",
         "if total > LARGE:\n",
         "if total < 0:\n",
         "tests/remote/test_http_hostile.py::test_a_claim_alone_evicts_nothing",
     ),
     Mutant(
-        4, "the first bytes of a range are believed though more was asked for", "remote/http/download.py",
-        "if total > LARGE and got.length < min(asked.length, SURE):",
-        "if total > LARGE and got.length < 0:",
+        4, "the first bytes of a range are believed though more was asked for", "remote/http/__init__.py",
+        "if total > LARGE and span.length < min(first.length, FIRST_BYTES):",
+        "if total > LARGE and span.length < 0:",
         "tests/remote/test_http_hostile.py::test_a_few_bytes_of_a_large_object_evict_nothing",
     ),
     Mutant(
@@ -739,13 +739,13 @@ MUTANTS = (
         "tests/cli/test_looking_changes_nothing.py::test_every_looking_verb[killed]",
     ),
     Mutant(
-        10, "what is said shows secrets", "remote/redaction.py",
-        '    return _SECRET.sub(r"\\1...", _URL.sub(_shown, text))\n', "    return text\n",
+        10, "what is said shows secrets", "remote/urls.py",
+        '    return _SECRET.sub(r"\\1...", _URL_IN_TEXT.sub(_redacted_url, text))\n', "    return text\n",
         "tests/cli/test_names.py::test_no_output_gives_a_secret_away[warning]",
     ),
     Mutant(
         10, "a password of netrc goes where its host redirects to", "remote/http/exchange.py",
-        "        may = place == home or _may_have_its_own(place, home)\n", "        may = True\n",
+        "        may_use_netrc = endpoint == first or _may_use_netrc(endpoint, first)\n", "        may_use_netrc = True\n",
         "tests/remote/test_http_secrets.py::test_netrc_does_not_go_in_clear",
     ),
     Mutant(

@@ -70,7 +70,7 @@ LOADED_WITH = {
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),
-    "urllib3": ("remote.http.connections", "remote.http.answers", "remote.http.sockets"),
+    "urllib3": ("remote.http.connections", "remote.http.exchange"),
     "torch": ("adapters.torch",),
     "megatron": ("adapters.energon",),
     "ray": RAY,

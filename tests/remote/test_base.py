@@ -14,7 +14,7 @@ from urllib3 import exceptions
 
 from forebay import errors, remote
 from forebay.remote import RemoteOptions, base
-from forebay.remote.base import Call, Stopped, Trouble
+from forebay.remote.base import AttemptFailed, Call, CallAborted
 from forebay.remote.http.connections import network_errors
 
 URL = "https://me:5ec3e7@host/a?token=5ec3e7"
@@ -82,7 +82,7 @@ def test_one_remote_for_each_scheme_and_options() -> None:
     ],
 )
 def test_the_edge(raised: Exception, becomes: type[errors.RemoteError]) -> None:
-    with pytest.raises(Trouble) as caught, network_errors:
+    with pytest.raises(AttemptFailed) as caught, network_errors:
         raise raised
     assert caught.value.error is becomes
 
@@ -97,8 +97,8 @@ def test_our_own_errors_and_those_of_programs_pass_the_edge() -> None:
 class Failing:
     """Fails ``times`` times."""
 
-    def __init__(self, times: int, trouble: Trouble | None = None) -> None:
-        self.left, self.trouble, self.calls = times, trouble or Trouble("no luck"), 0
+    def __init__(self, times: int, trouble: AttemptFailed | None = None) -> None:
+        self.left, self.trouble, self.calls = times, trouble or AttemptFailed("no luck"), 0
 
     def __call__(self) -> str:
         self.calls += 1
@@ -110,16 +110,16 @@ class Failing:
 
 def test_retrying() -> None:
     call, work = Call(URL, RemoteOptions(backoff=0.001)), Failing(4)
-    assert call.retrying(work) == "done"
+    assert call.retry(work) == "done"
     assert (work.calls, call.transfer.retries) == (5, 4)
     with pytest.raises(errors.RemoteUnavailable, match=r"^https://u=\w{32}@host/a\?q=\w{32}: no luck, after 5 attempts and 0 bytes$"):
-        call.retrying(Failing(5))
+        call.retry(Failing(5))
 
 
 def test_only_trouble_is_tried_again() -> None:
-    call, work = Call(URL, RemoteOptions()), Failing(1, Trouble("for good", again=False))
+    call, work = Call(URL, RemoteOptions()), Failing(1, AttemptFailed("for good", retryable=False))
     with pytest.raises(errors.RemoteUnavailable, match="after 1 attempt"):
-        call.retrying(work)
+        call.retry(work)
 
     def broken() -> None:
         calls.append(1)
@@ -127,7 +127,7 @@ def test_only_trouble_is_tried_again() -> None:
 
     calls: list[int] = []
     with pytest.raises(OSError, match="the sink's"):
-        call.retrying(broken)
+        call.retry(broken)
     assert (work.calls, len(calls)) == (1, 1)
 
 
@@ -135,12 +135,12 @@ def test_no_attempt_begins_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -
     now = [1000.0]
     monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: now[0]))
     call, work = Call(URL, RemoteOptions(total_timeout=0.2, backoff=10)), Failing(9)
-    monkeypatch.setattr(call._stop, "wait", lambda seconds: pytest.fail(f"waits {seconds} s"))
+    monkeypatch.setattr(call._aborted, "wait", lambda seconds: pytest.fail(f"waits {seconds} s"))
     with pytest.raises(errors.RemoteUnavailable, match="after 1 attempt"):
-        call.retrying(work)
+        call.retry(work)
     now[0] += 0.25
     with pytest.raises(errors.RemoteTimeout, match=r"not done in 0\.2 s"):
-        call.retrying(Failing(0))
+        call.retry(Failing(0))
 
 
 def test_aborting_wakes_who_waits_between_attempts() -> None:
@@ -149,11 +149,11 @@ def test_aborting_wakes_who_waits_between_attempts() -> None:
 
     def work() -> None:
         begun.set()
-        raise Trouble("no luck")
+        raise AttemptFailed("no luck")
 
     def run() -> None:
-        with pytest.raises(Stopped):
-            call.retrying(work)
+        with pytest.raises(CallAborted):
+            call.retry(work)
         ended.set()
 
     thread = threading.Thread(target=run)
@@ -167,24 +167,24 @@ def test_aborting_wakes_who_waits_between_attempts() -> None:
 def test_aborting_wakes_who_reads_a_socket() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, Call(URL, RemoteOptions()) as call:
-        call.hold(ours)
+        call.add_socket(ours)
         reading = threading.Thread(target=ours.recv, args=(1,))
         reading.start()
         call.abort()
         reading.join(60)
         assert not reading.is_alive()
-        with pytest.raises(Stopped):
-            call.hold(theirs)
-        with pytest.raises(Stopped):
+        with pytest.raises(CallAborted):
+            call.add_socket(theirs)
+        with pytest.raises(CallAborted):
             call.check()
 
 
 def test_a_call_that_begins_again_keeps_its_counts_and_deadline() -> None:
     call = Call(URL, RemoteOptions(total_timeout=100))
     call.count(requests=2)
-    successor = call.again()
+    successor = call.restarted()
     successor.check()
     successor.count(requests=1)
     assert call.transfer.requests == 3
-    with pytest.raises(Stopped):
+    with pytest.raises(CallAborted):
         call.check()

@@ -303,10 +303,10 @@ def test_secrets_are_not_told(http: FilesystemRemote, server: ScriptedServer) ->
 def test_which_filesystems_are_asked_in_this_process(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow.fs")
     by_url = FilesystemRemote()
-    assert isinstance(by_url._way("memory://a"), InProcessClient)
-    assert isinstance(by_url._way("zip://a::memory://b"), InProcessClient)
-    assert isinstance(by_url._way("gs://a/b"), HelperClient)
-    assert isinstance(by_url._way("zip://a::gs://b/c"), HelperClient)
+    assert isinstance(by_url._access("memory://a"), InProcessClient)
+    assert isinstance(by_url._access("zip://a::memory://b"), InProcessClient)
+    assert isinstance(by_url._access("gs://a/b"), HelperClient)
+    assert isinstance(by_url._access("zip://a::gs://b/c"), HelperClient)
     local = fsspec.filesystem("file")
     for made, way in [
         (local, InProcessClient),
@@ -319,7 +319,7 @@ def test_which_filesystems_are_asked_in_this_process(tmp_path: Path) -> None:
         (arrow.PyFileSystem(arrow.FSSpecHandler(fsspec.filesystem("http"))), HelperClient),
         (arrow.S3FileSystem(anonymous=True, region="us-east-1"), HelperClient),
     ]:
-        assert isinstance(FilesystemRemote(made)._way("a/b"), way), made
+        assert isinstance(FilesystemRemote(made)._access("a/b"), way), made
 
 
 def test_urls_find_their_filesystem() -> None:
@@ -386,7 +386,7 @@ def test_a_filesystem_that_does_not_pickle_stays_in_its_process(caplog: pytest.L
             fetched(place, "a")
         return str(caught.value)
 
-    assert "cannot be pickled: make it after the fork" in in_child(in_fork)
+    assert "cannot be pickled: create it after the fork" in in_child(in_fork)
     assert fetched(place, "a") == b"abc"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from forebay import errors
 from forebay.remote.filesystems import FilesystemRemote, HelperClient, pickled
-from forebay.remote.filesystems.clients import frugal
+from forebay.remote.filesystems.clients import memory_limits
 from tests.harness import fork
 from tests.remote.test_filesystems import BODY, OPTIONS, PART, PLACES, Place, fetched, fsspec_dir, pyarrow_local, pyarrow_s3, s3fs_object
 from tests.servers.rgw import rgw_server  # noqa: F401 (a fixture)
@@ -182,10 +182,10 @@ def test_s3fs_has_little_of_a_file_in_memory(request: pytest.FixtureRequest, tmp
 def test_the_chunks_of_a_file_are_no_more_than_a_server_takes() -> None:
     s3fs = pytest.importorskip("s3fs").S3FileSystem(anon=True)
     for size in (0, 1 << 20, 1 << 40):
-        told = frugal(fsspec.filesystem("dir", path="bucket", fs=s3fs), size)
+        told = memory_limits(fsspec.filesystem("dir", path="bucket", fs=s3fs), size)
         assert told["chunksize"] % (256 << 10) == 0
         assert size / told["chunksize"] <= 10_000
-    assert frugal(fsspec.filesystem("memory"), 1) == {}
+    assert memory_limits(fsspec.filesystem("memory"), 1) == {}
 
 
 def test_pyarrow_on_ceph_is_told_plainly(request: pytest.FixtureRequest) -> None:

@@ -22,8 +22,8 @@ import pytest
 from forebay import errors
 from forebay._model import Span
 from forebay.remote import RemoteOptions
-from forebay.remote.base import Trouble
-from forebay.remote.filesystems import FilesystemRemote, helper, helper_process
+from forebay.remote.base import AttemptFailed
+from forebay.remote.filesystems import FilesystemRemote, helper
 from forebay.testing import MemorySink, ScriptedServer
 from tests.harness import fork, in_child
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
@@ -43,8 +43,8 @@ def http() -> FilesystemRemote:
 
 
 def helper_pid() -> int:
-    assert helper_process._processes._process is not None
-    return helper_process._processes._process.pid
+    assert helper._helper._process is not None
+    return helper._helper._process.pid
 
 
 def is_gone(pid: int, within: float = HANG) -> bool:
@@ -150,10 +150,10 @@ import os, sys, time
 import fsspec
 from forebay._model import Span
 from forebay.remote import filesystems
-from forebay.remote.filesystems import helper_process
+from forebay.remote.filesystems import helper
 remote = filesystems.FilesystemRemote(fsspec.filesystem("http"))
 remote.read(sys.argv[1], Span(0, 1))
-print(helper_process._processes._process.pid, flush=True)
+print(helper._helper._process.pid, flush=True)
 """
 
 
@@ -228,7 +228,7 @@ def test_a_fetch_goes_on_when_its_helper_is_killed(http: FilesystemRemote, serve
 def test_nothing_is_started_for_what_is_asked_here() -> None:
     def work() -> bool:
         fsspec.filesystem("memory").pipe_file("/helper/a", b"x")
-        return FilesystemRemote().read("memory://helper/a", Span(0, 1)) == b"x" and helper_process._processes._process is None
+        return FilesystemRemote().read("memory://helper/a", Span(0, 1)) == b"x" and helper._helper._process is None
 
     assert in_child(work)
 
@@ -347,16 +347,16 @@ MEANINGS: list[tuple[Exception, type[Exception], bool]] = [
 
 @pytest.mark.parametrize(("error", "means", "again"), MEANINGS, ids=lambda value: repr(value))
 def test_what_a_filesystem_raises_has_a_meaning(error: Exception, means: type[Exception], again: bool) -> None:
-    trouble = helper.meaning(error)
-    assert isinstance(trouble, Trouble)
-    assert (trouble.error, trouble.again) == (means, again)
+    trouble = helper.failed_by(error)
+    assert isinstance(trouble, AttemptFailed)
+    assert (trouble.error, trouble.retryable) == (means, again)
     told = helper.from_wire(helper.to_wire(trouble))
-    assert isinstance(told, Trouble)
-    assert (told.error, told.again, told.why, told.status) == (trouble.error, trouble.again, trouble.why, trouble.status)
+    assert isinstance(told, AttemptFailed)
+    assert (told.error, told.retryable, told.reason, told.status) == (trouble.error, trouble.retryable, trouble.reason, trouble.status)
 
 
 @pytest.mark.parametrize(("url", "named"), [("gs://b/a", "gs://"), ("GS://b/a", "gs://"), ("b/a", "this filesystem")])
 def test_a_package_that_a_client_wants_is_named(url: str, named: str) -> None:
-    found = helper.meaning(ImportError("Please install gcsfs to access Google Storage"), url)
+    found = helper.failed_by(ImportError("Please install gcsfs to access Google Storage"), url)
     assert isinstance(found, errors.MissingExtra)
     assert str(found).startswith(f"{named} needs a package of its own beside the extra 'fsspec' (ImportError: Please install gcsfs")

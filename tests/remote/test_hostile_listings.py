@@ -141,7 +141,7 @@ def test_a_member_of_a_size_that_cannot_be(tmp_path: Path) -> None:
 def s3(raw: RawServer, monkeypatch: pytest.MonkeyPatch) -> S3Remote:
     pytest.importorskip("botocore")
     monkeypatch.setenv("AWS_ENDPOINT_URL", raw.url)
-    monkeypatch.setattr(forebay.remote, "_made", {})  # else the one of another test, which knows another endpoint
+    monkeypatch.setattr(forebay.remote, "_remotes", {})  # else the one of another test, which knows another endpoint
     return S3Remote(RemoteOptions(anonymous=True, attempts=1, read_timeout=20))
 
 

@@ -15,7 +15,7 @@ from forebay import errors
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
 from forebay.remote.http import HttpRemote
-from forebay.remote.http.answers import SMALL
+from forebay.remote.http.exchange import JOIN_UP_TO
 from forebay.testing import MemorySink
 from tests.servers.nginx import Nginx
 from tests.servers.nginx import nginx as running
@@ -121,7 +121,7 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(nginx.ca))
         writes: list[int] = []
         sink.on_write = lambda at, size: writes.append(size)
-        transfer = HttpRemote(replace(OPTIONS, part=SMALL)).fetch(url, sink)
+        transfer = HttpRemote(replace(OPTIONS, part=JOIN_UP_TO)).fetch(url, sink)
         assert sink.data == BODY
         assert len(writes) == transfer.requests  # though TLS gives 16 KiB at a time
         with pytest.raises(errors.RemoteUnavailable, match="not trusted"):

@@ -79,7 +79,7 @@ def test_s17_a_child_that_runs_no_fork_hook(server: ScriptedServer, monkeypatch:
     urls = [server.put(f"/{n}", body) for n, body in enumerate(BODIES)]
     http = HttpRemote(OPTIONS)
     assert read_all(http, urls, 1)
-    monkeypatch.setattr("forebay.remote.http.connections._pools", set())
+    monkeypatch.setattr("forebay.remote.http.connections._all_connections", set())
     child = forked(lambda: read_all(http, urls, 3))
     assert read_all(http, urls, 3)
     assert ended(child) == 0

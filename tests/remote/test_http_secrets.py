@@ -17,7 +17,7 @@ from forebay import errors
 from forebay._model import Span
 from forebay.remote import RemoteOptions
 from forebay.remote.http import HttpRemote
-from forebay.remote.http.connections import Endpoint
+from forebay.remote.http.connections import endpoint_of
 from forebay.remote.http.exchange import Exchange
 from forebay.testing import MemorySink, ScriptedServer
 from tests.servers.tls import both as both
@@ -149,9 +149,9 @@ def test_whom_netrc_is_for(home: str, target: str, may: bool, tmp_path: Path, mo
     """Schemes and ports that no server here can have."""
     netrc(tmp_path, monkeypatch, "default login me password pass\n")
     exchange = Exchange(RemoteOptions(token="t", headers={"Cookie": "c"}))
-    places = [Endpoint.of(*url.split("://")) for url in (home, target)]
-    assert exchange._standing(places[0], "", places[0])["Authorization"] == "Bearer t"
-    away = exchange._standing(places[1], "", places[0])
+    places = [endpoint_of(*url.split("://")) for url in (home, target)]
+    assert exchange._default_headers(places[0], "", places[0])["Authorization"] == "Bearer t"
+    away = exchange._default_headers(places[1], "", places[0])
     assert away.get("Authorization") == (basic("me", "pass") if may else None)
     assert "Cookie" not in away
 

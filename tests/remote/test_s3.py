@@ -23,7 +23,7 @@ import pytest
 from forebay import errors, remote
 from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
-from forebay.remote.s3 import Name, S3Remote
+from forebay.remote.s3 import S3Name, S3Remote
 from forebay.remote.s3.aws import S3Endpoint
 from forebay.testing import MemorySink
 from tests.harness import fork
@@ -348,7 +348,7 @@ def test_a_profile_and_its_files(
     )
     monkeypatch.setenv("AWS_PROFILE", "lab")
     assert fetched(s3, url) == b"thirteen bytes"
-    assert s3._account.place() == S3Endpoint(rgw_server.url, "eu-west-9", "auto")
+    assert s3._account.endpoint() == S3Endpoint(rgw_server.url, "eu-west-9", "auto")
 
 
 def test_a_profile_that_is_not_there(no_aws: Path, s3: S3Remote, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def test_a_profile_that_is_not_there(no_aws: Path, s3: S3Remote, monkeypatch: py
 
 def test_which_endpoint(no_aws: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def place() -> S3Endpoint:
-        return S3Remote()._account.place()
+        return S3Remote()._account.endpoint()
 
     assert place() == S3Endpoint(None, "us-east-1", "auto")
     monkeypatch.setenv("AWS_REGION", "eu-north-1")
@@ -395,15 +395,15 @@ def test_which_endpoint(no_aws: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_where_a_bucket_is_asked(place: S3Endpoint, bucket: str, address: str) -> None:
     assert place.address(bucket, "a%20b") == address
-    assert place.is_ours(address)
+    assert place.may_sign_for(address)
 
 
 def test_only_the_hosts_of_s3_see_a_signature() -> None:
     for place in (S3Endpoint(None, "us-east-1", "auto"), S3Endpoint("https://store.lab", "us-east-1", "auto")):
         for url in ("https://evil.example/x", "https://amazonaws.com.evil.example/x", "https://evilstore.lab/x"):
-            assert not place.is_ours(url)
+            assert not place.may_sign_for(url)
     aws = S3Endpoint(None, "us-east-1", "auto")
-    assert not aws.is_ours("http://data.s3.us-east-1.amazonaws.com/x")
+    assert not aws.may_sign_for("http://data.s3.us-east-1.amazonaws.com/x")
     assert aws.region_in("https://data.s3-eu-west-1.amazonaws.com/x") == "eu-west-1"
     assert aws.region_in("https://data.s3.dualstack.eu-west-2.amazonaws.com/x") == "eu-west-2"
     assert aws.region_in("https://data.s3.amazonaws.com/x") == "us-east-1"
@@ -433,9 +433,9 @@ def test_without_botocore(no_aws: Path, s3: S3Remote, monkeypatch: pytest.Monkey
 
 
 def test_names() -> None:
-    assert Name.of("s3://bucket/a?b#c") == ("bucket", "a?b#c", None)
-    assert Name.of("s3://bucket/a?versionId=x.Y_z-1") == ("bucket", "a", "x.Y_z-1")
-    assert Name.of("s3://key:secret@bucket") == ("bucket", "", None)
+    assert S3Name.of("s3://bucket/a?b#c") == ("bucket", "a?b#c", None)
+    assert S3Name.of("s3://bucket/a?versionId=x.Y_z-1") == ("bucket", "a", "x.Y_z-1")
+    assert S3Name.of("s3://key:secret@bucket") == ("bucket", "", None)
 
 
 class Regional(http.server.BaseHTTPRequestHandler):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.remote.s3.sigv4 import Keys, sign
+from forebay.remote.s3.aws import Keys, sign
 
 pytest.importorskip("botocore")
 

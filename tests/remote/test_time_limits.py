@@ -18,10 +18,10 @@ from forebay import errors
 from forebay._engine.index import hosts
 from forebay._engine.index.hosts import SilentHosts
 from forebay._model import Span
-from forebay.remote import RemoteOptions, filesystems, reaching
-from forebay.remote.base import Trouble
+from forebay.remote import RemoteOptions, filesystems, tracking_hosts
+from forebay.remote.base import AttemptFailed
 from forebay.remote.filesystems import FilesystemRemote, helper
-from forebay.remote.http import HttpRemote, sockets
+from forebay.remote.http import HttpRemote, connections
 from forebay.testing import MemorySink
 from tests.servers.raw import RawServer
 from tests.servers.raw import raw as raw
@@ -154,14 +154,14 @@ def test_a_filesystem_that_does_not_answer_is_left_alone(monkeypatch: pytest.Mon
             asked.append(ours)
             yield ours
 
-    monkeypatch.setattr(filesystems, "channel", nobody)
+    monkeypatch.setattr(filesystems.helper, "channel", nobody)
     remote = FilesystemRemote(options=RemoteOptions(read_timeout=0.5, attempts=1))
     known = SilentHosts()
-    with reaching(known):
+    with tracking_hosts(known):
         for url, why in (("gs://b/a", "nothing came"), ("gs://b/c", "gs://b gave no answer"), ("gs://other/a", "nothing came")):
             with pytest.raises(errors.RemoteTimeout, match=why):
                 remote.stat(url)
-    with reaching(known, insists=True), pytest.raises(errors.RemoteTimeout, match="nothing came"):
+    with tracking_hosts(known, ask_silent=True), pytest.raises(errors.RemoteTimeout, match="nothing came"):
         remote.stat("gs://b/c")
     assert len(asked) == 3
 
@@ -184,7 +184,7 @@ class Noted:
 
 
 def test_a_host_that_is_left_alone_is_named_without_its_password() -> None:
-    with reaching(Noted("ftp://")), pytest.raises(errors.RemoteTimeout, match="gave no answer") as caught:
+    with tracking_hosts(Noted("ftp://")), pytest.raises(errors.RemoteTimeout, match="gave no answer") as caught:
         FilesystemRemote().stat("ftp://me:SIKRIT@host/a")
     assert "SIKRIT" not in str(caught.value)
 
@@ -192,15 +192,17 @@ def test_a_host_that_is_left_alone_is_named_without_its_password() -> None:
 @pytest.mark.parametrize(
     ("why", "told"),
     [
-        (Trouble("timed out", errors.RemoteTimeout), ["silent gs://b"]),
-        (Trouble("broken pipe"), []),
-        (Trouble("busy", status=503), ["heard gs://b"]),
-        (Trouble("no such object", errors.NotFound), ["heard gs://b"]),
+        (AttemptFailed("timed out", errors.RemoteTimeout), ["silent gs://b"]),
+        (AttemptFailed("broken pipe"), []),
+        (AttemptFailed("busy", status=503), ["heard gs://b"]),
+        (AttemptFailed("no such object", errors.NotFound), ["heard gs://b"]),
         (errors.MissingExtra("no gcsfs", extra="fsspec"), []),
     ],
     ids=str,
 )
-def test_what_a_client_reports_of_its_host(monkeypatch: pytest.MonkeyPatch, why: Trouble | errors.MissingExtra, told: list[str]) -> None:
+def test_what_a_client_reports_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, why: AttemptFailed | errors.MissingExtra, told: list[str]
+) -> None:
     @contextlib.contextmanager
     def answers(call: object) -> Iterator[socket.socket]:
         ours, theirs = socket.socketpair()
@@ -208,8 +210,8 @@ def test_what_a_client_reports_of_its_host(monkeypatch: pytest.MonkeyPatch, why:
             helper.send(theirs, helper.ERROR, helper.to_wire(why))
             yield ours
 
-    monkeypatch.setattr(filesystems, "channel", answers)
-    with reaching(noted := Noted()), pytest.raises(errors.ForebayError):
+    monkeypatch.setattr(filesystems.helper, "channel", answers)
+    with tracking_hosts(noted := Noted()), pytest.raises(errors.ForebayError):
         FilesystemRemote(options=RemoteOptions(attempts=1)).stat("gs://b/a")
     assert noted.told == told
 
@@ -226,7 +228,7 @@ def test_a_name_server_that_gives_no_answer_is_silence(monkeypatch: pytest.Monke
 
     for number, told in ((socket.EAI_AGAIN, ["silent http://host.example"]), (socket.EAI_NONAME, [])):
         monkeypatch.setattr(socket, "getaddrinfo", fails(number))
-        with reaching(noted := Noted()), pytest.raises(errors.RemoteUnavailable, match="cannot be resolved"):
+        with tracking_hosts(noted := Noted()), pytest.raises(errors.RemoteUnavailable, match="cannot be resolved"):
             HttpRemote(ONCE).stat("http://host.example/a")
         assert noted.told == told
 
@@ -249,7 +251,7 @@ def test_there_is_no_way_to_a_host_only_if_no_address_has_one(
 
     monkeypatch.setattr(HTTPConnection, "_new_conn", no)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [(0, 0, 0, "", (name, 80)) for name in ends])
-    with reaching(noted := Noted()), pytest.raises(errors.RemoteUnavailable):
+    with tracking_hosts(noted := Noted()), pytest.raises(errors.RemoteUnavailable):
         HttpRemote(ONCE).stat("http://two.example/a")
     assert noted.told == told
 
@@ -267,7 +269,9 @@ def test_without_another_thread_a_name_is_resolved_in_this_one(raw: RawServer, m
     assert HttpRemote(ONCE).read(raw.url.replace("127.0.0.1", "localhost") + "/a", Span(0, 5)) == b"12345"
 
 
-@pytest.mark.parametrize(("kind", "parent"), [(sockets._Connecting, HTTPConnection), (sockets._HTTPS, HTTPSConnection)])
+@pytest.mark.parametrize(
+    ("kind", "parent"), [(connections._TimedConnection, HTTPConnection), (connections._TimedTLSConnection, HTTPSConnection)]
+)
 def test_what_connecting_left_of_its_time_does_not_bound_a_body(
     monkeypatch: pytest.MonkeyPatch, kind: type[HTTPConnection], parent: type[HTTPConnection]
 ) -> None:
@@ -302,7 +306,7 @@ def test_a_proxy_that_is_dead_is_silence(
 
     monkeypatch.setattr(HTTPConnection, "_new_conn", no)
     monkeypatch.setenv(f"{scheme}_proxy", "http://me:SIKRIT@192.0.2.1:3128")
-    with reaching(noted := Noted()), pytest.raises(error, match="its proxy cannot be reached"):
+    with tracking_hosts(noted := Noted()), pytest.raises(error, match="its proxy cannot be reached"):
         HttpRemote(RemoteOptions(attempts=1)).stat(f"{scheme}://host.example/a")
     assert noted.told == ([f"{told} {scheme}://host.example"] if told else [])
 
@@ -312,7 +316,7 @@ def test_who_goes_through_no_proxy_does_not_mind_one_that_is_silent(raw: RawServ
     monkeypatch.setattr(hosts, "PERIOD", 600.0)
     monkeypatch.setenv("HTTPS_PROXY", raw.url.replace("//", "//me:SIKRIT@"))
     remote = HttpRemote(RemoteOptions(connect_timeout=1, read_timeout=1, attempts=1))
-    with reaching(known := SilentHosts()):
+    with tracking_hosts(known := SilentHosts()):
         for why in ("nothing came", r"https://host.example gave no answer"):
             with pytest.raises(errors.RemoteTimeout, match=why) as caught:
                 remote.stat("https://host.example/a")

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from forebay._model import Span
 from forebay.remote import RemoteOptions
-from forebay.remote.base import Call, Stopped
-from forebay.remote.transfer import parts, share
+from forebay.remote.base import Call, CallAborted, cut_spans, run_parts
 
 
 @pytest.fixture
@@ -22,28 +21,28 @@ def call() -> Call:
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50))), st.integers(1, 60))
 def test_parts_cover_the_spans(spans: list[tuple[int, int]], size: int) -> None:
-    found = list(parts((Span(*span) for span in spans), size))
+    found = list(cut_spans((Span(*span) for span in spans), size))
     assert [byte for span in found for byte in range(span.start, span.end)] == [b for start, n in spans for b in range(start, start + n)]
     assert all(0 < span.length <= size for span in found)
 
 
 def test_all_work_is_done_once(call: Call) -> None:
     done: list[int] = []
-    share((lambda n=n: done.append(n) for n in range(1000)), 4, call)  # type: ignore[misc]
+    run_parts((lambda n=n: done.append(n) for n in range(1000)), 4, call)  # type: ignore[misc]
     assert sorted(done) == list(range(1000))
 
 
 def test_work_is_done_at_once(call: Call) -> None:
     meeting = threading.Barrier(4)
     arrived: list[int] = []
-    share(iter([lambda: arrived.append(meeting.wait(60))] * 4), 3, call)
+    run_parts(iter([lambda: arrived.append(meeting.wait(60))] * 4), 3, call)
     assert sorted(arrived) == [0, 1, 2, 3]
 
 
 def test_no_work(call: Call) -> None:
     before = threading.active_count()
-    share(iter([]), 4, call)
-    assert not call._stop.is_set()
+    run_parts(iter([]), 4, call)
+    assert not call._aborted.is_set()
     assert threading.active_count() == before
 
 
@@ -54,7 +53,7 @@ def test_the_first_error_ends_the_rest(call: Call, helpers: int) -> None:
     def work() -> Iterator[Callable[[], None]]:
         yield from (lambda n=n: done.append(n) for n in range(5))  # type: ignore[misc]
         yield fail
-        while not call._stop.is_set():
+        while not call._aborted.is_set():
             yield lambda: None
         pytest.fail("work was taken after an error")
 
@@ -63,9 +62,9 @@ def test_the_first_error_ends_the_rest(call: Call, helpers: int) -> None:
 
     error = ValueError("mine")
     with pytest.raises(ValueError) as caught:
-        share(work(), helpers, call)
+        run_parts(work(), helpers, call)
     assert caught.value is error
-    with pytest.raises(Stopped):
+    with pytest.raises(CallAborted):
         call.check()
 
 
@@ -75,13 +74,13 @@ def test_an_error_of_a_helper_wakes_the_caller(call: Call) -> None:
     def work() -> None:
         if threading.get_ident() == here:
             assert failed.wait(60)
-            assert call._stop.wait(60)
+            assert call._aborted.wait(60)
             call.check()
         failed.set()
         raise ValueError
 
     with pytest.raises(ValueError):
-        share(iter([work] * 4), 3, call)
+        run_parts(iter([work] * 4), 3, call)
 
 
 def test_an_interrupt_of_the_caller_ends_the_helpers(call: Call) -> None:
@@ -93,11 +92,11 @@ def test_an_interrupt_of_the_caller_ends_the_helpers(call: Call) -> None:
                 assert busy.acquire(timeout=60)
             raise KeyboardInterrupt
         busy.release()
-        assert call._stop.wait(60)
+        assert call._aborted.wait(60)
         call.check()
 
     with pytest.raises(KeyboardInterrupt):
-        share(iter([work] * 4), 3, call)
+        run_parts(iter([work] * 4), 3, call)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("forebay")]
 
 
@@ -109,14 +108,14 @@ def test_who_still_connects_is_left_behind_and_works_no_more(call: Call) -> None
         if threading.get_ident() == here:
             assert connecting.wait(60)
             raise KeyboardInterrupt
-        with call.connecting:
+        with call.connecting():
             connecting.set()
             connected.wait(60)
         call.check()
         wrote.set()
 
     with pytest.raises(KeyboardInterrupt):
-        share(iter([work] * 9), 1, call)
+        run_parts(iter([work] * 9), 1, call)
     left = [thread for thread in threading.enumerate() if thread.name.startswith("forebay")]
     assert len(left) == 1
     connected.set()

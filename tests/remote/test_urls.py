@@ -192,7 +192,7 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ask", [canonical, local_path, scheme, suffix])
 def test_a_chain_of_fsspec_is_no_path(ask: Callable[[str], object]) -> None:
-    with pytest.raises(ConfigError, match=r"^s3://u=[0-9a-f]{32}@b/a is wanted, without the simplecache::"):
+    with pytest.raises(ConfigError, match=r"^write s3://u=[0-9a-f]{32}@b/a, without the simplecache::"):
         ask("simplecache::s3://KEY:5ec3e7@b/a")
     assert scheme("zip://inner.csv::s3://b/a.zip") == "zip"  # fsspec's own way to look into an archive
     assert scheme("a::b") == "file"

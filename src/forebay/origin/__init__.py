@@ -361,7 +361,7 @@ class Origin:
 
     def reaching(self, ask: FetchOptions | None = None) -> AbstractContextManager[None]:
         """Around what asks a remote: hosts that were silent lately, for any process of the node, are not asked unless ``ask`` refreshes."""
-        return remote.reaching(self.store.hosts, insists=ask is not None and ask.refresh)
+        return remote.tracking_hosts(self.store.hosts, ask_silent=ask is not None and ask.refresh)
 
     def warn_stale(self, key: str, message: str, error: Exception) -> None:
         """A copy is served since its remote cannot be reached: told once for each host, or bucket. The message takes key and error."""

@@ -1,4 +1,4 @@
-"""What all remotes share: options, the life of one call, retries, and the one edge where foreign errors become ours."""
+"""What all remotes share: options, the life of one call with its retries, and ranges that are fetched in parallel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 from forebay import errors
+from forebay._kernel.threads import run_all
 from forebay._logs import logger
-from forebay._model import Transfer
+from forebay._model import Span, Transfer
 from forebay.remote.urls import canonical
 
 log = logger("forebay.remote")
@@ -29,23 +30,23 @@ T = TypeVar("T")
 CHECK_TIMEOUT = 10.0
 MAX_PAUSE = 10.0
 MAX_RETRY_AFTER = 120.0
-SAY_AFTER = 5.0  # a longer pause between two attempts is told
+WARN_ABOVE = 5.0  # seconds: a longer pause between two attempts is logged as a warning
+GRACE = 0.3  # seconds for threads that are still connecting when their call ends
 _SENDABLE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*\Z")
 
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """How remotes are asked. Hashable; pickles; its repr shows no secret.
+    """How requests to remotes are sent. Hashable; can be pickled; its repr shows no secret.
 
-    ``headers``, ``token`` (sent as ``Authorization: Bearer``): for every URL that is asked with these options, but not for
-    another scheme, host or port to which it redirects. Credentials of one host belong into ``~/.netrc`` (or ``$NETRC``).
-    ``connect_timeout``, ``read_timeout``: seconds; the latter counts from the last byte that came. ``total_timeout``: seconds for
-    one call with all its retries, None: no limit. ``attempts``: tries of one request or range. ``backoff``: seconds before
-    the second try, doubled from try to try up to 10 s, jittered; a Retry-After is waited for instead.
-    ``connections``: per process; more are opened only where more threads ask at once. ``streams``: ranges of one object that
-    are asked for at once. ``part``: bytes of a range. ``buffer``: bytes taken from a socket at once. ``proxies``: use
-    ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY``, ``NO_PROXY``. ``netrc``: use the netrc file. ``anonymous``,
-    ``requester_pays``: of ``s3://``.
+    ``headers``, ``token`` (sent as ``Authorization: Bearer``): go with every request for a URL, but not to another scheme, host or port
+    to which it redirects. Credentials of a single host belong into ``~/.netrc`` (or ``$NETRC``). ``connect_timeout``, ``read_timeout``:
+    seconds; the latter counts from the last byte received. ``total_timeout``: seconds for one call with all its retries; None: no limit.
+    ``attempts``: of one request or range. ``backoff``: seconds before the second attempt, doubled from attempt to attempt up to 10 s, with
+    jitter; a Retry-After header takes its place. ``connections``: kept per process; more are opened only while more threads need one.
+    ``streams``: parallel ranges of one object. ``part``: bytes of a range. ``buffer``: bytes read from a socket at once. ``proxies``: use
+    ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the netrc file. ``anonymous``, ``requester_pays``: for
+    ``s3://``.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
@@ -73,7 +74,9 @@ class RemoteOptions:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be below {threading.TIMEOUT_MAX:.0f}", name=name, value=value)
         for name, text in {**self.headers, "token": self.token or ""}.items():
             if not _SENDABLE.match(f"{name}{text}"):
-                raise errors.ConfigError(f"the value of {name!r} cannot be sent: it holds a line break, or more than Latin-1", name=name)
+                raise errors.ConfigError(
+                    f"the value of {name!r} cannot be sent: it contains a line break or characters beyond Latin-1", name=name
+                )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -82,11 +85,11 @@ class RemoteOptions:
         kinds: dict[str, Callable[[str], float]] = {
             "connect_timeout": float, "read_timeout": float, "total_timeout": float, "attempts": int, "connections": int, "streams": int,
         }  # fmt: skip
-        found = {name: _number(environ, f"FOREBAY_{name.upper()}", kind) for name, kind in kinds.items()}
-        return cls(**{name: value for name, value in found.items() if value is not None})  # type: ignore[arg-type]
+        values = {name: _number(environ, f"FOREBAY_{name.upper()}", kind) for name, kind in kinds.items()}
+        return cls(**{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]
 
-    def brief(self) -> Self:
-        """These, for asking whether a known version is still current: who asks can do without the answer."""
+    def for_check(self) -> Self:
+        """These options with a short time limit, for asking whether a known version is still current: the caller can do without."""
         limit = min(CHECK_TIMEOUT, self.total_timeout or CHECK_TIMEOUT)
         return replace(self, attempts=min(2, self.attempts), total_timeout=limit)
 
@@ -100,123 +103,110 @@ def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], float])
     except ValueError:
         value = 0
     if not 0 < value < threading.TIMEOUT_MAX:
-        wanted = f"a number above 0 and below {threading.TIMEOUT_MAX:.0f} is wanted"
-        raise errors.ConfigError(f"{name} is {text!r}: {wanted}", name=name, value=text)
+        message = f"{name} is {text!r}: it must be a number above 0 and below {threading.TIMEOUT_MAX:.0f}"
+        raise errors.ConfigError(message, name=name, value=text)
     return value
 
 
-class Trouble(Exception):
-    """One attempt failed; if ``again``, another may go well. ``error``: the class to raise when no attempt is left; ``why``: in words,
-    without secrets; ``retry_after``: seconds that the remote wants to be left alone; ``silent``: time was up, or the network knows no way,
-    of which the latter is ``unreachable``."""
+class AttemptFailed(Exception):
+    """One attempt of a call failed.
+
+    ``reason``: in words, without secrets. ``error``: the class to raise when no attempt is left. ``retryable``: whether another attempt may
+    succeed. ``retry_after``: seconds that the remote asks to be left alone. ``status``: of the HTTP response, if there was one.
+    ``no_answer``: the wait timed out, or the network has no route to the host; ``unreachable``: the latter."""
 
     def __init__(
         self,
-        why: str,
+        reason: str,
         error: type[errors.RemoteError] = errors.RemoteUnavailable,
         *,
-        again: bool = True,
+        retryable: bool = True,
         retry_after: float | None = None,
         status: int | None = None,
-        silent: bool = False,
+        no_answer: bool = False,
         unreachable: bool = False,
     ) -> None:
-        super().__init__(why)
-        self.why, self.error, self.again, self.retry_after, self.status = why, error, again, retry_after, status
-        self.silent, self.unreachable = silent, unreachable
+        super().__init__(reason)
+        self.reason, self.error, self.retryable, self.retry_after, self.status = reason, error, retryable, retry_after, status
+        self.no_answer, self.unreachable = no_answer, unreachable
 
 
 class Hosts(Protocol):
-    """Which hosts gave no answer lately: what all processes that share a cache know. Callable from any thread; raises nothing."""
+    """The hosts that gave no answer recently, as known to all processes that share a cache. Callable from any thread; raises nothing."""
 
-    def silent_since(self, host: str, patience: float) -> float | None:
-        """How many seconds ago it was found silent; None: it may be asked, by who would wait ``patience`` seconds."""
+    def silent_since(self, host: str, timeout: float) -> float | None:
+        """How many seconds ago the host was found silent; None if a caller that would wait ``timeout`` seconds may ask it."""
 
     def heard(self, host: str) -> None:
-        """It answers."""
+        """Note that the host answers."""
 
     def silent(self, host: str, began: float, waited: float) -> None:
-        """A request that began then (monotonic) got no byte in ``waited`` seconds."""
+        """Note that a request which began at ``began`` (monotonic) received no byte in ``waited`` seconds."""
 
 
-class _Reach(NamedTuple):
-    """``insists``: ask a silent host all the same."""
-
+class _HostAccess(NamedTuple):
     hosts: Hosts
-    insists: bool = False
+    ask_silent: bool = False
 
 
-_reach: ContextVar[_Reach | None] = ContextVar("forebay_reach", default=None)
-_began: ContextVar[float | None] = ContextVar("forebay_began", default=None)  # when the time of calls that share one limit began
-
-
-@contextmanager
-def one_time_limit() -> Iterator[None]:
-    """Calls that begin meanwhile, in this thread, share one ``total_timeout``, which runs from now."""
-    token = _began.set(time.monotonic())
-    try:
-        yield
-    finally:
-        _began.reset(token)
+_host_access: ContextVar[_HostAccess | None] = ContextVar("forebay_host_access", default=None)
+_shared_start: ContextVar[float | None] = ContextVar("forebay_shared_start", default=None)
 
 
 @contextmanager
-def reaching(hosts: Hosts | None, *, insists: bool = False) -> Iterator[None]:
-    """Calls of remotes that begin meanwhile, in this thread, know these hosts."""
-    token = _reach.set(None if hosts is None else _Reach(hosts, insists))
+def shared_time_limit() -> Iterator[None]:
+    """Calls that this thread begins inside of the block share one ``total_timeout``, which starts now."""
+    token = _shared_start.set(time.monotonic())
     try:
         yield
     finally:
-        _reach.reset(token)
+        _shared_start.reset(token)
 
 
-class Stopped(Exception):
-    """This call is being given up: another of its threads failed, or its caller was interrupted."""
+@contextmanager
+def tracking_hosts(hosts: Hosts | None, *, ask_silent: bool = False) -> Iterator[None]:
+    """Calls that this thread begins inside of the block consult and update ``hosts``. ``ask_silent``: ask silent hosts all the same."""
+    token = _host_access.set(None if hosts is None else _HostAccess(hosts, ask_silent))
+    try:
+        yield
+    finally:
+        _host_access.reset(token)
 
 
-class Connecting:
-    """Around what nobody can wake: connecting, resolving a name. Who ends the call does not wait for a thread in here."""
-
-    def __init__(self) -> None:
-        self._threads: set[int] = set()  # `add`, `discard` and `in` are atomic
-
-    def __enter__(self) -> None:
-        self._threads.add(threading.get_ident())
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._threads.discard(threading.get_ident())
-
-    def __contains__(self, thread: threading.Thread) -> bool:
-        return thread.ident in self._threads
+class CallAborted(Exception):
+    """The call was aborted: another of its threads failed, or its caller was interrupted."""
 
 
 class Call:
-    """One call of a remote: its deadline, what it counts, and its end. Shared by the threads that work for it.
+    """One call of a remote: its deadline, its counters and its end. Shared by the threads that work for it.
 
-    Left (or aborted), it wakes all of its threads that wait for a socket or between two attempts."""
+    Leaving the context (or `abort`) wakes all threads of the call that wait for a socket or between two attempts."""
 
     def __init__(self, url: str, options: RemoteOptions) -> None:
         self._url, self.options = url, options
         self.transfer = Transfer()
-        self.moved: dict[str, str] = {}  # where redirects led: the next range need not go that way again
-        self.connecting = Connecting()
-        self._began = _began.get() or time.monotonic()
-        self._reach = _reach.get()
-        self._approached: set[str] = set()
-        self._stop = threading.Event()
-        self._lock = threading.Lock()  # guards what follows, and the counts
+        self.redirects: dict[str, str] = {}  # where redirects led: the next range goes there directly
+        self.until: float | None = None
+        """The deadline by the monotonic clock; None without a limit."""
+        if options.total_timeout is not None:
+            self.until = (_shared_start.get() or time.monotonic()) + options.total_timeout
+        self._access = _host_access.get()
+        self._asked_hosts: set[str] = set()
+        self._connecting: set[int] = set()  # thread idents; `add`, `discard` and `in` are atomic
+        self._aborted = threading.Event()
+        self._lock = threading.Lock()  # guards _sockets and the counters
         self._sockets: set[socket.socket] = set()
 
     @cached_property
     def url(self) -> str:
-        """Without secrets: for errors and logs."""
+        """The URL without secrets, for errors and logs."""
         return canonical(self._url)
 
-    def again(self) -> Call:
-        """This call from its beginning: with its counts and its deadline, but none of its threads."""
+    def restarted(self) -> Call:
+        """Abort this call and return a new one with the same counters and deadline."""
         self.abort()
         successor = Call(self._url, self.options)
-        successor.transfer, successor._began, successor._approached = self.transfer, self._began, self._approached
+        successor.transfer, successor.until, successor._asked_hosts = self.transfer, self.until, self._asked_hosts
         return successor
 
     def __enter__(self) -> Self:
@@ -226,62 +216,75 @@ class Call:
         self.abort()
 
     def abort(self) -> None:
-        """End the work of all threads of this call."""
+        """End the work of all threads of this call. Idempotent."""
         with self._lock:
-            self._stop.set()
+            self._aborted.set()
             sockets, self._sockets = self._sockets, set()
-        for found in sockets:
-            _wake(found)
+        for sock in sockets:
+            try:
+                # not SSLSocket.shutdown(): it removes TLS under a reader, which would go on with bytes that are still encrypted
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+            except OSError as error:
+                log.debug("a connection was closed already: %s", error)
 
     def check(self) -> None:
-        """Raise `Stopped` if this call is given up, `RemoteTimeout` if its time is over."""
-        if self._stop.is_set():
-            raise Stopped
+        """Raises `CallAborted` after `abort`, and `RemoteTimeout` after the deadline."""
+        if self._aborted.is_set():
+            raise CallAborted
         self.remaining()
 
-    @property
-    def until(self) -> float | None:
-        """When its time is over, by the monotonic clock; None without limit."""
-        limit = self.options.total_timeout
-        return None if limit is None else self._began + limit
-
     def remaining(self) -> float | None:
-        """Seconds left, None without limit. Raises `RemoteTimeout` if there are none."""
+        """Seconds until the deadline, None without a limit. Raises `RemoteTimeout` after the deadline."""
         if self.until is None:
             return None
         left = self.until - time.monotonic()
         if left <= 0:
-            raise self.failure(Trouble(f"not done in {self.options.total_timeout:g} s", errors.RemoteTimeout), self.transfer.retries + 1)
+            failed = AttemptFailed(f"not done in {self.options.total_timeout:g} s", errors.RemoteTimeout)
+            raise self.error_of(failed, self.transfer.retries + 1)
         return left
+
+    def timeout(self, seconds: float) -> float:
+        """``seconds``, or the time until the deadline if that is less."""
+        left = self.remaining()
+        return seconds if left is None else min(seconds, left)
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Around work that nothing can wake, such as resolving a name: `run_parts` does not wait for a thread in here."""
+        thread = threading.get_ident()
+        self._connecting.add(thread)
+        try:
+            yield
+        finally:
+            self._connecting.discard(thread)
+
+    def is_connecting(self, thread: threading.Thread) -> bool:
+        return thread.ident in self._connecting
 
     # -- hosts that do not answer ----------------------------------------------------------------------------------
 
-    def approach(self, host: str) -> None:
-        """Before the first request to a host: raises `RemoteTimeout` if it was just found silent. This call's own attempts go on."""
-        if self._reach is None or host in self._approached:
+    def check_host(self, host: str) -> None:
+        """Before the first request to a host: raises `RemoteTimeout` if it was found silent. Later attempts of this call go on."""
+        if self._access is None or host in self._asked_hosts:
             return
-        self._approached.add(host)
-        patience = self.timeout(min(self.options.connect_timeout, self.options.read_timeout))
-        ago = None if self._reach.insists else self._reach.hosts.silent_since(host, patience)
+        self._asked_hosts.add(host)
+        timeout = self.timeout(min(self.options.connect_timeout, self.options.read_timeout))
+        ago = None if self._access.ask_silent else self._access.hosts.silent_since(host, timeout)
         if ago is not None:
             name = host.partition(" ")[0]
-            message = f"{self.url}: {name} gave no answer {ago:.1f} s ago, and is left alone some seconds; refresh=True asks now"
+            message = f"{self.url}: {name} gave no answer {ago:.1f} s ago and is not asked again for some seconds; refresh=True asks now"
             raise errors.RemoteTimeout(message, url=self.url, done=0, attempts=0)
 
-    def heard(self, host: str) -> None:
-        """An answer of the host came."""
-        if self._reach is not None:
-            self._reach.hosts.heard(host)
+    def host_answered(self, host: str) -> None:
+        if self._access is not None:
+            self._access.hosts.heard(host)
 
-    def unheard(self, host: str, began: float, *, sure: bool = False) -> None:
-        """A request that began then (monotonic) waited in vain for the first byte. ``sure``: the network says that there is no way."""
-        if self._reach is not None:
-            self._reach.hosts.silent(host, began, math.inf if sure else time.monotonic() - began)
+    def host_silent(self, host: str, began: float, *, unreachable: bool = False) -> None:
+        """A request that began at ``began`` (monotonic) received no byte. ``unreachable``: the network has no route to the host."""
+        if self._access is not None:
+            self._access.hosts.silent(host, began, math.inf if unreachable else time.monotonic() - began)
 
-    def timeout(self, seconds: float) -> float:
-        """``seconds``, or what is left of the call if that is less."""
-        left = self.remaining()
-        return seconds if left is None else min(seconds, left)
+    # -- counters, sockets, attempts -------------------------------------------------------------------------------
 
     def count(self, *, requests: int = 0, received: int = 0, retries: int = 0) -> None:
         with self._lock:
@@ -289,59 +292,73 @@ class Call:
             self.transfer.received += received
             self.transfer.retries += retries
 
-    def hold(self, sock: socket.socket) -> None:
-        """``sock`` works for this call. Raises `Stopped` if that is given up."""
+    def add_socket(self, sock: socket.socket) -> None:
+        """`abort` shuts ``sock`` down from now on. Raises `CallAborted` after `abort`."""
         with self._lock:
-            if self._stop.is_set():
-                raise Stopped
+            if self._aborted.is_set():
+                raise CallAborted
             self._sockets.add(sock)
 
-    def let_go(self, sock: socket.socket) -> None:
+    def remove_socket(self, sock: socket.socket) -> None:
         with self._lock:
             self._sockets.discard(sock)
 
-    def retrying(self, work: Callable[[], T]) -> T:
-        """``work()``, again after each `Trouble`, until it goes well, the attempts are used up or the time is over."""
-        for attempt in range(1, self.options.attempts + 1):
+    def retry(self, attempt: Callable[[], T]) -> T:
+        """``attempt()``, repeated after each `AttemptFailed` until it succeeds, no attempt is left, or the deadline is over."""
+        for number in range(1, self.options.attempts + 1):
             try:
                 self.check()
-                return work()
-            except Trouble as trouble:
-                if self._stop.is_set():
-                    raise Stopped from trouble
-                pause = self._pause(trouble, attempt)
+                return attempt()
+            except AttemptFailed as failed:
+                if self._aborted.is_set():
+                    raise CallAborted from failed
+                pause = self._pause(failed, number)
                 if pause is None:
-                    raise self.failure(trouble, attempt) from trouble.__cause__
-                level = logging.WARNING if pause > SAY_AFTER else logging.DEBUG
-                log.log(level, "%s: %s; attempt %d in %.2f s", self.url, trouble.why, attempt + 1, pause)
+                    raise self.error_of(failed, number) from failed.__cause__
+                level = logging.WARNING if pause > WARN_ABOVE else logging.DEBUG
+                log.log(level, "%s: %s; attempt %d in %.2f s", self.url, failed.reason, number + 1, pause)
             self.count(retries=1)
-            self._stop.wait(pause)
+            self._aborted.wait(pause)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _pause(self, trouble: Trouble, attempt: int) -> float | None:
+    def _pause(self, failed: AttemptFailed, number: int) -> float | None:
         """Seconds until the next attempt; None if there is none."""
-        if attempt == self.options.attempts or not trouble.again:
+        if number == self.options.attempts or not failed.retryable:
             return None
-        pause = min(MAX_PAUSE, self.options.backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
-        if trouble.retry_after is not None:
-            if trouble.retry_after > MAX_RETRY_AFTER:
+        pause = min(MAX_PAUSE, self.options.backoff * 2 ** (number - 1)) * random.uniform(0.5, 1.0)
+        if failed.retry_after is not None:
+            if failed.retry_after > MAX_RETRY_AFTER:
                 return None
-            pause = max(pause, trouble.retry_after)
+            pause = max(pause, failed.retry_after)
         left = self.remaining()
         return pause if left is None or pause < left else None
 
-    def failure(self, trouble: Trouble, attempts: int) -> errors.RemoteError:
-        """The error that tells of ``trouble``."""
+    def error_of(self, failed: AttemptFailed, attempts: int) -> errors.RemoteError:
+        """The error that reports the last of ``attempts`` attempts."""
         done = self.transfer.received
         tries = "1 attempt" if attempts == 1 else f"{attempts} attempts"
-        asked = f"; it asks to come back in {trouble.retry_after:.0f} s" if (trouble.retry_after or 0) > MAX_RETRY_AFTER else ""
-        message = f"{self.url}: {trouble.why}, after {tries} and {done:,} bytes{asked}"
-        return trouble.error(message, url=self.url, done=done, attempts=attempts, status=trouble.status)
+        later = f"; it asks to come back in {failed.retry_after:.0f} s" if (failed.retry_after or 0) > MAX_RETRY_AFTER else ""
+        message = f"{self.url}: {failed.reason}, after {tries} and {done:,} bytes{later}"
+        return failed.error(message, url=self.url, done=done, attempts=attempts, status=failed.status)
 
 
-def _wake(sock: socket.socket) -> None:
+# -- several ranges of one object at once ------------------------------------------------------------------------------
+
+
+def cut_spans(spans: Iterable[Span], size: int) -> Iterator[Span]:
+    """The spans, cut into pieces of at most ``size`` bytes."""
+    for span in spans:
+        for start in range(span.start, span.end, size):
+            yield Span(start, min(size, span.end - start))
+
+
+def run_parts(tasks: Iterator[Callable[[], None]], threads: int, call: Call) -> None:
+    """Run all ``tasks``, in the calling thread and in up to ``threads`` more, which end with this function. A task is taken from the
+    iterator when a thread is free to run it.
+
+    The first error, or an interrupt of the calling thread, aborts ``call`` and is raised. Waits for every thread that may still write,
+    but only a moment for one that is connecting, which nothing can wake: that one is left behind and runs no further task."""
     try:
-        # not SSLSocket.shutdown(): that takes TLS away under a reader, which would go on with what is still encrypted
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-    except OSError as error:
-        log.debug("a connection was closed already: %s", error)
+        run_all(tasks, threads + 1, name="range", inline=True, stop=call.abort, grace=GRACE, may_leave=call.is_connecting)
+    except CallAborted:
+        return  # the thread that aborted the call raises the reason

@@ -1,4 +1,4 @@
-"""``file://`` and paths."""
+"""Files of this host: ``file://`` URLs and paths."""
 
 from __future__ import annotations
 
@@ -15,40 +15,39 @@ from forebay import errors
 from forebay._kernel import host, locks
 from forebay._logs import logger
 from forebay._model import Buffer, CloningSink, Content, ObjectInfo, Sink, Span, Transfer
-from forebay.remote.redaction import redacted
-from forebay.remote.urls import canonical, local_path
+from forebay.remote.urls import canonical, local_path, redacted
 
 log = logger("forebay.remote.local")
 
 BLOCK = 1 << 20
 UNFINISHED = ".forebay-part"
-"""How the name of a file ends (and it begins with a dot) that is being written."""
-STALE = 3600.0  # seconds
+"""The end of the name of a file that is being written; it begins with a dot."""
+STALE = 3600.0  # seconds without a write, after which an unlocked unfinished file is removed
 _KINDS: dict[int, type[errors.RemoteError]] = {
     errno.ENOENT: errors.NotFound, errno.ENOTDIR: errors.NotFound, errno.EACCES: errors.AccessDenied, errno.EPERM: errors.AccessDenied,
 }  # fmt: skip
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether a file is one that is being written, or was when its writer died."""
+    """Whether ``name`` is that of a file that is being written, or was when its writer died."""
     return name.startswith(".") and name.endswith(UNFINISHED)
 
 
 def sweep(folder: str) -> None:
-    """Remove below a directory what writers left there that died: what nobody has written to for an hour, as far as the clock can tell,
-    nor has locked."""
-    old = time.time() - STALE
-    for place, _, names in os.walk(folder):
-        for path in (os.path.join(place, name) for name in names if is_unfinished(name)):
+    """Remove the unfinished files below a directory whose writers died: those that nothing has locked, and nothing has written to for an
+    hour by this host's clock."""
+    oldest = time.time() - STALE
+    for directory, _, names in os.walk(folder):
+        for path in (os.path.join(directory, name) for name in names if is_unfinished(name)):
             try:
-                found = os.lstat(path)
-                if stat.S_ISREG(found.st_mode) and found.st_mtime < old and not _is_being_written(path):
+                status = os.lstat(path)
+                if stat.S_ISREG(status.st_mode) and status.st_mtime < oldest and not _is_locked(path):
                     os.unlink(path)
-            except OSError as error:  # it is gone, or another's
+            except OSError as error:  # it is gone, or belongs to another user
                 log.debug("%s is left alone: %s", path, error)
 
 
-def _is_being_written(path: str) -> bool:
+def _is_locked(path: str) -> bool:
     """Whether a living process of this host has the file locked: the clock may have jumped since it wrote last."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -63,12 +62,12 @@ def _is_being_written(path: str) -> bool:
 
 
 def prune(folder: str, names: Iterable[str]) -> None:
-    """Remove the directories below ``folder`` that are empty, of those in which files of these names were."""
+    """Remove the empty directories below ``folder`` among those that contained the files ``names`` (relative paths)."""
     for name in names:
         while name := os.path.dirname(name):
             try:
                 os.rmdir(os.path.join(folder, name))
-            except OSError:  # something is in it, or it is gone
+            except OSError:  # it is not empty, or it is gone
                 break
 
 
@@ -115,9 +114,8 @@ class LocalRemote:
         return data
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """All files whose path begins with that of ``url``, in order of path; symbolic links to directories are not followed.
-
-        What a writer has not finished is none of them."""
+        """All files whose path begins with that of ``url``, in order of path, without unfinished ones. Symbolic links to directories are
+        not followed."""
         prefix = _path(url) + ("/" if os.fspath(url).endswith("/") and _path(url) != "/" else "")
         yield from _walk(os.path.dirname(prefix), prefix)
 
@@ -125,24 +123,24 @@ class LocalRemote:
         self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
         on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
-        """See `Remote.write`. Makes directories; the file is on the disk before it has its name.
+        """See `Remote.write`. Creates directories; the file is on the disk before it gets its name.
 
-        ``if_none_match`` holds whoever else writes. ``if_match`` does not quite: another writer may come between our look and the rename,
-        which cannot compare. `Unsupported` where the file system has no hard links, for ``if_none_match`` only."""
+        ``if_none_match`` holds against every other writer. ``if_match`` leaves a gap: another process may write between the check and the
+        rename, which cannot compare. `Unsupported` where the file system has no hard links, for ``if_none_match`` only."""
         path = _path(url)
-        with _reading(source) as origin, _told(url):
+        with _opened(source) as content, _os_errors(url):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with _part(path) as (part, fd):
-                _fill(fd, origin, on_sent)
-                if origin.size != os.fstat(fd).st_size:
-                    raise errors.SourceChanged.of(origin.name)
+                _copy_to(fd, content, on_sent)
+                if content.size != os.fstat(fd).st_size:
+                    raise errors.SourceChanged.of(content.name)
                 os.fsync(fd)
-                _give_name(url, part, path, if_none_match, if_match)
+                _publish(url, part, path, if_none_match, if_match)
                 return _info(url, fd)
 
     def delete(self, url: str) -> None:
-        """See `Remote.delete`. The directory stays, though it be empty."""
-        with _told(url), suppress(FileNotFoundError, NotADirectoryError):
+        """See `Remote.delete`. The directory stays, even if it is empty."""
+        with _os_errors(url), suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(_path(url))
 
 
@@ -158,8 +156,8 @@ def _shown(url: str) -> str:
 
 
 @contextmanager
-def _told(url: str) -> Iterator[None]:
-    """What the operating system says becomes a `RemoteError`, with its number."""
+def _os_errors(url: str) -> Iterator[None]:
+    """Translates errors of the operating system to `RemoteError`, with their ``errno``."""
     try:
         yield
     except errors.ForebayError:
@@ -172,9 +170,9 @@ def _told(url: str) -> Iterator[None]:
 
 
 def _open(url: str) -> int:
-    """Raises `NotFound`, `AccessDenied`, or `RemoteError` for what is no regular file."""
+    """Raises `NotFound`, `AccessDenied`, or `RemoteError` if it is no regular file."""
     path = _path(url)
-    with _told(url):
+    with _os_errors(url):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -183,8 +181,12 @@ def _open(url: str) -> int:
 
 
 def _info(url: str, fd: int) -> ObjectInfo:
-    found = os.fstat(fd)
-    return ObjectInfo(url, found.st_size, f"{found.st_mtime_ns}-{found.st_size}-{found.st_ino}", strong=True, modified=found.st_mtime)
+    return _info_of(url, os.fstat(fd))
+
+
+def _info_of(url: str, status: os.stat_result) -> ObjectInfo:
+    validator = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
+    return ObjectInfo(url, status.st_size, validator, strong=True, modified=status.st_mtime)
 
 
 def _copy(url: str, fd: int, span: Span, buffer: memoryview, sink: Sink, transfer: Transfer) -> None:
@@ -208,11 +210,11 @@ def _blocks(fd: int, span: Span) -> Iterator[bytes]:
 def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
     try:
         with os.scandir(folder) as entries:
-            # a directory sorts as its files will: with the slash
-            found = sorted((entry.path + "/" if entry.is_dir(follow_symlinks=False) else entry.path, entry) for entry in entries)
+            # a directory is sorted with a slash at its end, as its files are
+            paths = sorted((entry.path + "/" if entry.is_dir(follow_symlinks=False) else entry.path, entry) for entry in entries)
     except FileNotFoundError:
         return
-    for name, entry in found:
+    for name, entry in paths:
         if is_unfinished(entry.name):
             continue
         if not (name.startswith(prefix) or (name.endswith("/") and prefix.startswith(name))):
@@ -220,9 +222,7 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
         if name.endswith("/"):
             yield from _walk(entry.path, prefix)
         elif entry.is_file():
-            status = entry.stat()
-            validator = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
-            yield ObjectInfo(canonical(entry.path), status.st_size, validator, strong=True, modified=status.st_mtime)
+            yield _info_of(canonical(entry.path), entry.stat())
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
 
 @contextmanager
 def _part(path: str) -> Iterator[tuple[str, int]]:
-    """A new file beside ``path``, under a name that no listing shows, and its descriptor. The name is gone at the end."""
+    """A new file in the directory of ``path``, under a name that no listing shows, and its descriptor. The name is removed at the end."""
     folder, name = os.path.split(path)
     part = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}")
     fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -244,8 +244,8 @@ def _part(path: str) -> Iterator[tuple[str, int]]:
             os.unlink(part)
 
 
-class _Origin(NamedTuple):
-    """What is written. ``fd``: of the file ``name``; None: ``view`` has the bytes."""
+class _OpenContent(NamedTuple):
+    """Content to be written. ``fd``: of the file ``name``; None: ``view`` holds the bytes."""
 
     size: int
     name: str = ""
@@ -257,29 +257,29 @@ class _Origin(NamedTuple):
 
 
 @contextmanager
-def _reading(source: Content) -> Iterator[_Origin]:
+def _opened(source: Content) -> Iterator[_OpenContent]:
     if not isinstance(source, (str, os.PathLike)):
         view = memoryview(source).cast("B")
-        yield _Origin(len(view), view=view)
+        yield _OpenContent(len(view), view=view)
         return
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        yield _Origin(os.fstat(fd).st_size, os.fspath(source), fd)
+        yield _OpenContent(os.fstat(fd).st_size, os.fspath(source), fd)
     finally:
         os.close(fd)
 
 
-def _fill(fd: int, origin: _Origin, on_sent: Callable[[int], None] | None) -> None:
-    at = origin.size if origin.fd is not None and host.clone(origin.fd, fd) else 0
-    while block := origin.block(at):
+def _copy_to(fd: int, content: _OpenContent, on_sent: Callable[[int], None] | None) -> None:
+    at = content.size if content.fd is not None and host.clone(content.fd, fd) else 0
+    while block := content.block(at):
         host.pwrite(fd, block, at)
         at += len(block)
         if on_sent is not None:
             on_sent(at)
 
 
-def _give_name(url: str, part: str, path: str, if_none_match: str | None, if_match: str | None) -> None:
-    """Give the finished file ``part`` its name, if that is as it should be. Raises `Conflict`."""
+def _publish(url: str, part: str, path: str, if_none_match: str | None, if_match: str | None) -> None:
+    """Give the finished file ``part`` its name, if the conditions hold. Raises `Conflict`."""
     if if_none_match is not None:
         try:
             os.link(part, path)

@@ -1,4 +1,5 @@
-"""What a URL says: the key it is kept under, the suffix of its file, the local path it means. Nothing here asks the network."""
+"""URLs: the key of an entry, the suffix of its file, the local path that a URL names, and texts without secrets. Pure: no network, no
+file."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _KNOWN = {*_PORTS, "s3"}
 
 
 class _Signature(NamedTuple):
-    """A way to sign HTTP URLs: names of parameters that are all there, of which one is, and that may be there. Other values of them name
-    the same object. Only a whole set is one: ``sig`` alone means whatever a server likes."""
+    """The parameters of one way to sign HTTP URLs; URLs that differ only in their values name the same object. ``all_of`` and one of
+    ``one_of`` must be present, ``optional`` may be. Only a whole set is a signature: ``sig`` alone may mean anything."""
 
     all_of: frozenset[str]
     one_of: frozenset[str] = frozenset()
@@ -33,77 +34,74 @@ class _Signature(NamedTuple):
     def of(cls, all_of: str, one_of: str = "", optional: str = "") -> Self:
         return cls(frozenset(all_of.split()), frozenset(one_of.split()), frozenset(optional.split()))
 
-    def taken(self, pairs: Sequence[tuple[str, str]]) -> frozenset[str]:
+    def names_in(self, pairs: Sequence[tuple[str, str]]) -> frozenset[str]:
         """The names of the parameters that sign: none unless the set is whole, with each parameter once and none empty."""
-        every = self.all_of | self.one_of | self.optional
-        mine = [(name, value) for name, value in pairs if name in every]
-        names = frozenset(name for name, _ in mine)
+        known = self.all_of | self.one_of | self.optional
+        signing = [(name, value) for name, value in pairs if name in known]
+        names = frozenset(name for name, _ in signing)
         whole = self.all_of <= names and (not self.one_of or not self.one_of.isdisjoint(names))
-        return names if whole and len(names) == len(mine) and all(value for _, value in mine) else frozenset()
+        return names if whole and len(names) == len(signing) and all(value for _, value in signing) else frozenset()
 
 
 _AMZ = "X-Amz-Algorithm X-Amz-Credential X-Amz-Date X-Amz-Expires X-Amz-SignedHeaders X-Amz-Signature"
-_SAS_MAY = "st spr sip sdd ses saoid suoid scid skoid sktid skt ske sks skv"
+_SAS_OPTIONAL = "st spr sip sdd ses saoid suoid scid skoid sktid skt ske sks skv"
 _SIGNATURES = (
     _Signature.of(_AMZ, optional="X-Amz-Security-Token X-Amz-Content-Sha256 X-Amz-S3session-Token"),
     _Signature.of(_AMZ.replace("Amz", "Goog")),
     _Signature.of("AWSAccessKeyId Signature Expires", optional="x-amz-security-token"),
     _Signature.of("GoogleAccessId Signature Expires"),
     _Signature.of("Signature Key-Pair-Id", one_of="Expires Policy", optional="Hash-Algorithm"),  # CloudFront, and so Hugging Face
-    _Signature.of("sv sr sp se sig", optional=_SAS_MAY),  # Azure: of one service
-    _Signature.of("sv sr si sig", optional=f"sp se {_SAS_MAY}"),  # of a stored policy
-    _Signature.of("sv ss srt sp se sig", optional=_SAS_MAY),  # of an account
+    _Signature.of("sv sr sp se sig", optional=_SAS_OPTIONAL),  # Azure: for one service
+    _Signature.of("sv sr si sig", optional=f"sp se {_SAS_OPTIONAL}"),  # for a stored policy
+    _Signature.of("sv ss srt sp se sig", optional=_SAS_OPTIONAL),  # for an account
 )
 
 
 def scheme(url: str) -> str:
-    """The scheme in lower case; ``file`` for a path. Raises `ConfigError` for a chain of fsspec's, such as ``simplecache::s3://b/a``."""
-    found = _SCHEME.match(url)
-    if found is None and _CHAIN.match(url):
+    """The scheme in lower case; ``file`` for a path. Raises `ConfigError` for a cache of fsspec's, such as ``simplecache::s3://b/a``."""
+    match = _SCHEME.match(url)
+    if match is None and _CHAIN.match(url):
         outer, inner = url.partition("::")[0], canonical(url.rpartition("::")[2])
-        raise ConfigError(f"{inner} is wanted, without the {outer}:: before it: the cache is this one", url=inner)
-    return found[1].lower() if found else "file"
+        raise ConfigError(f"write {inner}, without the {outer}:: before it: Forebay is the cache", url=inner)
+    return match[1].lower() if match else "file"
 
 
 def is_url(text: str) -> bool:
-    """Whether it begins with a scheme."""
+    """Whether ``text`` begins with a scheme."""
     return _SCHEME.match(text) is not None
 
 
 def canonical(url: str | os.PathLike[str]) -> str:
     """The key of a URL: the same for all spellings of one object, and free of secrets. ``canonical(canonical(u)) == canonical(u)``.
 
-    Scheme and host in lower case; default port, fragment and whole sets of signature parameters dropped; user info, and any other query,
-    replaced by its hash; all other bytes as they are. A path becomes an absolute ``file://`` URL. In schemes other than HTTP, ``#``,
-    whatever stands in the query, and the case of what stands for the host may tell objects apart, and stay. Raises `ConfigError`."""
+    Scheme and host are in lower case; the default port, the fragment and whole sets of signature parameters are dropped; user info and any
+    other query are replaced by their hashes; all other bytes stay as they are. A path becomes an absolute ``file://`` URL. In schemes other
+    than HTTP, ``#``, every part of the query, and the case of the host may distinguish objects, and are kept. Raises `ConfigError`."""
     text = os.fspath(url)
     if not text.isascii():
-        _check_text(text)
+        try:
+            text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as error:
+            readable = text.encode("utf-8", "backslashreplace").decode().partition("?")[0]
+            raise ConfigError(f"{readable} is no URL and no path: it contains half a character, at {error.start}") from None
     path = local_path(text)
     if path is not None:
         return "file://" + quote(os.fsencode(path))
     kind = scheme(text)
-    if "::" in text and kind not in _KNOWN:  # a chain of fsspec's: `zip://a.csv::s3://bucket/a.zip`
+    if "::" in text and kind not in _KNOWN:  # fsspec's: `zip://a.csv::s3://bucket/a.zip`
         first, *links = text.split("::")
-        return "::".join([_one(kind, first), *(canonical(link) if _SCHEME.match(link) else link for link in links)])
-    return _one(kind, text)
+        return "::".join([_single(kind, first), *(canonical(link) if _SCHEME.match(link) else link for link in links)])
+    return _single(kind, text)
 
 
-def _one(kind: str, text: str) -> str:
+def _single(kind: str, text: str) -> str:
+    """The key of a URL that is no chain."""
     rest = text[len(kind) + 3 :]
     if kind in _PORTS:
         rest = rest.partition("#")[0]
     rest, _, query = rest.partition("?")
     host, slash, name = rest.partition("/")
-    return f"{kind}://{_host(kind, host)}{slash}{name}{_query(kind, query)}"
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError as error:
-        shown = text.encode("utf-8", "backslashreplace").decode()
-        raise ConfigError(f"{shown.partition('?')[0]} is no URL and no path: it holds half a character, at {error.start}") from None
+    return f"{kind}://{_host(kind, host)}{slash}{name}{_query(kind, query) if query else ''}"
 
 
 def _host(kind: str, host: str) -> str:
@@ -112,9 +110,9 @@ def _host(kind: str, host: str) -> str:
         host = host.lower().removesuffix(_PORTS[kind])
     if not user:
         return host if kind in _KNOWN else f"{at}{host}"
-    if kind in _KNOWN:  # who asks may be given other bytes; a token may stand in the place of the user
+    if kind in _KNOWN:  # other users may get other bytes; a token may stand in the place of the user
         return f"{user if _HASHED_USER.match(user) else f'u={hashed(user)}'}@{host}"
-    # `abfs://container@account` and `github://org:repo@sha` say there which object is meant; a password may be there too
+    # in `abfs://container@account` and `github://org:repo@sha` it names the object; it may contain a password too
     return f"{hashed(user) if ':' in user else user}@{host}"
 
 
@@ -122,50 +120,50 @@ def _query(kind: str, query: str) -> str:
     if _HASHED.match(query):
         return f"?{query}"
     pairs = query.split("&")
-    if kind in _PORTS:  # what else has a query has no signatures in it
+    if kind in _PORTS:  # only HTTP has signatures in queries
         named = [(name, value) for name, _, value in (pair.partition("=") for pair in pairs)]
-        drop = frozenset[str]().union(*(signature.taken(named) for signature in _SIGNATURES))
-        pairs = [pair for pair, (name, _) in zip(pairs, named, strict=True) if name not in drop]
+        signing = frozenset[str]().union(*(signature.names_in(named) for signature in _SIGNATURES))
+        pairs = [pair for pair, (name, _) in zip(pairs, named, strict=True) if name not in signing]
     rest = "&".join(pairs)
     return f"?q={hashed(rest)}" if rest else ""
 
 
 def hashed(secret: str | bytes) -> str:
-    """What stands for a secret in a key: nobody can turn it around."""
+    """The text that stands for a secret in a key: it cannot be reversed."""
     data = secret.encode("utf-8", "surrogateescape") if isinstance(secret, str) else secret
     return hashlib.blake2s(data, digest_size=16).hexdigest()
 
 
 def key_on(kind: str, path: str, identity: str) -> str:
-    """The key of a path on a filesystem object. ``kind``: the scheme of its URLs; ``identity``: what tells it from others."""
+    """The key of a path on a filesystem object. ``kind``: the scheme of its URLs; ``identity``: distinguishes it from other objects."""
     if _SCHEME.match(path) and scheme(path) in _PORTS:
-        path = canonical(path)  # the others have no secrets in their paths
+        path = canonical(path)  # other schemes have no secrets in their paths
     return f"{kind}://{(path.partition('://')[2] or path).lstrip('/')}#{identity}"
 
 
 def suffix(url: str | os.PathLike[str]) -> str:
-    """The last suffix of the object's name, with the one before where the last says how it is compressed; "" if there is none
-    that suits a file name. At most 16 of ``[A-Za-z0-9.]``."""
+    """The last suffix of the object's name, together with the one before if it names a compression; "" if there is none
+    that suits a file name. At most 16 characters of ``[A-Za-z0-9.]``."""
     return suffix_of_key(canonical(url))
 
 
 def suffix_of_key(key: str) -> str:
-    """`suffix` of what `canonical` gave."""
+    """The `suffix` of a key that `canonical` returned."""
     name = key.partition("?")[0].partition("://")[2].partition("/")[2].rpartition("/")[2]
-    stem, last = _cut(name)
+    stem, last = _split_suffix(name)
     if last.lower() not in _COMPRESSED:
         return last
-    both = _cut(stem)[1] + last
+    both = _split_suffix(stem)[1] + last
     return both if len(both) <= 16 else last
 
 
-def _cut(name: str) -> tuple[str, str]:
-    found = _SUFFIX.search(name)
-    return (name[: found.start()], found[0]) if found and found.start() else (name, "")
+def _split_suffix(name: str) -> tuple[str, str]:
+    match = _SUFFIX.search(name)
+    return (name[: match.start()], match[0]) if match and match.start() else (name, "")
 
 
 def local_path(url: str | os.PathLike[str]) -> str | None:
-    """The absolute path that a path or a ``file://`` URL means; None for anything else. Raises `ConfigError` for another host's."""
+    """The absolute path that a path or a ``file://`` URL names; None for other URLs. Raises `ConfigError` for a file of another host."""
     text = os.fspath(url)
     if scheme(text) != "file":
         return None
@@ -173,6 +171,51 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
         return os.path.abspath(text)
     host, _, path = text[len("file://") :].partition("/")
     if host.lower() not in ("", "localhost"):
-        shown = f"file://{host.rpartition('@')[2]}/{path}"  # a password may stand before the host
-        raise ConfigError(f"{shown!r} names a file of another host: only local files can be opened; write file:///path", url=shown)
+        plain = f"file://{host.rpartition('@')[2]}/{path}"  # a password may stand before the host
+        raise ConfigError(f"{plain!r} names a file of another host: only local files can be opened; write file:///path", url=plain)
     return os.path.abspath(b"/" + unquote_to_bytes(path)).decode("utf-8", "surrogateescape")
+
+
+# -- texts without secrets ---------------------------------------------------------------------------------------------
+
+_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,32}://[^\s'\"<>]+")  # bounded, as a match is tried at each letter of a text
+_PUNCTUATION = ":,.;!)]}"
+_ENDS = r"(?:token|password|passwd|secret|signature|credential|(?:access|account|api|secret)[_-]?key(?:[_-]?id)?)"  # of names
+_NAMES = rf"(?:{_ENDS}|(?:\b|%3F|%26)(?:sig|awsaccesskeyid|googleaccessid|key-pair-id|policy))"
+_SECRET = re.compile(rf"(?i)((?:{_NAMES}(?:\W?\s*[=:]|%3D)|\bbearer\b|\bbasic\b)\s*[\"']?)[^\s&'\",;)]+")
+
+
+def redacted(text: str) -> str:
+    """``text`` without its secrets: each URL becomes its key (no password, no signature, the hash of a query), and ``...`` replaces the
+    values of headers and settings that contain secrets. Raises nothing. Idempotent."""
+    return _SECRET.sub(r"\1...", _URL_IN_TEXT.sub(_redacted_url, text))
+
+
+def shown(url: str | os.PathLike[str]) -> str:
+    """A URL without its secrets, as in its key; a path as it is."""
+    text = os.fspath(url)
+    try:
+        return canonical(text) if is_url(text) else redacted(text) if "://" in text else text
+    except ConfigError:
+        return redacted(text)
+
+
+def _redacted_url(match: re.Match[str]) -> str:
+    url = match[0]
+    plain = url.rstrip(_PUNCTUATION)
+    try:
+        key = canonical(plain)
+        return (_redacted_path(key) if key.startswith("file:") else key) + url[len(plain) :]
+    except ConfigError:
+        return f"{url.partition('://')[0]}:..."
+
+
+def _redacted_path(key: str) -> str:
+    """The key of a path, without the secrets of a URL that was taken for a path: a quote or a blank preceded it, or a slash was missing."""
+    head, colon, rest = key.partition("%3A/")
+    if not colon:
+        return key
+    path, mark, query = rest.partition("%3F")
+    host, slash, name = path.partition("/")
+    _, at, host = host.rpartition("%40")
+    return f"{head}{colon}{at and '...%40'}{host}{slash}{name}{mark}{query and '...'}"

@@ -1,4 +1,4 @@
-"""Filesystems of fsspec and pyarrow, spoken to in one way: look, read, list, write, delete. Knows neither forks nor retries."""
+"""One interface to filesystems of fsspec and pyarrow: stat, read, list, write, delete. Handles neither forks nor retries."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, Protocol
 from forebay._logs import logger
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.errors import ConfigError, RemoteProtocolError, Unsupported
-from forebay.remote.redaction import redacted
+from forebay.remote.urls import redacted
 
 log = logger("forebay.remote.filesystems.clients")
 
 BLOCK = 1 << 20
 CHUNK, MAX_CHUNKS = 8 << 20, 5_000  # of uploads in parts
-Sent = Callable[[int], None]
-"""Told how many bytes were sent so far."""
+OnSent = Callable[[int], None]
+"""Called with the number of bytes sent so far."""
 
 
 class Client(Protocol):
-    """A filesystem. Raises what the filesystem raises. Callable from several threads."""
+    """A filesystem. Errors of the filesystem pass as they are. Callable from several threads."""
 
     def stat(self, url: str) -> ObjectInfo: ...
 
@@ -37,11 +37,11 @@ class Client(Protocol):
     def parallel(self, url: str) -> bool:
         """Whether a range costs one request, wherever it lies."""
 
-    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> None:
-        """Put a file (its path) or bytes there; ``exclusive``: raises FileExistsError if there is an object. May make directories."""
+    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: OnSent) -> None:
+        """Write a file (its path) or bytes. ``exclusive``: raises FileExistsError if the object exists. May create directories."""
 
     def delete(self, url: str) -> None:
-        """Remove it. Raises FileNotFoundError."""
+        """Raises FileNotFoundError if there is no such object."""
 
 
 ETAGS = ("ETag", "etag", "blob_id", "sha")
@@ -49,7 +49,7 @@ TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "creat
 
 
 class FsspecClient:
-    """``fs``: the filesystem; None: each URL's own, made with ``options``."""
+    """``fs``: the filesystem; None: that of each URL, created with ``options``."""
 
     def __init__(self, fs: Any = None, options: Mapping[str, Any] | None = None) -> None:
         self._fs = fs
@@ -57,7 +57,7 @@ class FsspecClient:
 
     def stat(self, url: str) -> ObjectInfo:
         fs, path = self._split(url)
-        fs.invalidate_cache(path)  # a listing that the filesystem remembers is as old as it likes
+        fs.invalidate_cache(path)  # a cached listing may be of any age
         info = fs.info(path)
         if info.get("type") == "directory":
             raise IsADirectoryError(path)
@@ -67,7 +67,7 @@ class FsspecClient:
         fs, path = self._split(url)
         if span.length >= 0 and fs.async_impl:
             data = fs.cat_file(path, start=span.start, end=span.end)
-            if len(data) > span.length:  # fsspec's http gives the whole file where the server ignores Range
+            if len(data) > span.length:  # fsspec's http returns the whole file where the server ignores Range
                 raise RemoteProtocolError(f"{len(data):,} bytes came where {span.length:,} were asked for", url=url)
             yield data
             return
@@ -79,35 +79,35 @@ class FsspecClient:
     def list(self, url: str) -> Iterator[ObjectInfo]:
         _, scheme, rest = url.partition("://")
         if scheme and "/" not in rest:
-            url += "/"  # a bucket, whose like need not be listed
+            url += "/"  # a bucket: the buckets themselves need not be listed
         fs, prefix = self._split(url)
         prefix = prefix.rstrip("/") + "/" * url.endswith("/")
         folder = self._split(url[: url.rindex("/") + 1])[1]
         fs.invalidate_cache()
 
-        def inside(directory: str) -> list[Any]:
+        def below(directory: str) -> list[Any]:
             return list(fs.find(directory, detail=True).values())
 
-        for info in matching(lambda: fs.ls(folder, detail=True), prefix, inside):
+        for info in files_with_prefix(lambda: fs.ls(folder, detail=True), prefix, below):
             yield fsspec_info(url + info["name"][len(prefix) :], info)
 
     def parallel(self, url: str) -> bool:
         return bool(self._split(url)[0].async_impl)
 
-    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> None:
+    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: OnSent) -> None:
         fs, path = self._split(url)
-        how = {"mode": "create"} if exclusive else {}
-        if exclusive and not creates(fs, "pipe_file" if isinstance(source, bytes) else "put_file"):
+        mode = {"mode": "create"} if exclusive else {}
+        if exclusive and not can_create(fs, "pipe_file" if isinstance(source, bytes) else "put_file"):
             raise Unsupported(f"{type(fs).__name__} has no way to write only where nothing is yet", url=url)
 
         def put() -> None:
             if isinstance(source, bytes):
-                fs.pipe_file(path, source, **how)
+                fs.pipe_file(path, source, **mode)
                 on_sent(len(source))
             else:
-                fs.put_file(source, path, callback=_callback(on_sent), **how, **frugal(fs, os.path.getsize(source)))
+                fs.put_file(source, path, callback=_callback(on_sent), **mode, **memory_limits(fs, os.path.getsize(source)))
 
-        in_its_folder(put, lambda: fs.makedirs(fs._parent(path), exist_ok=True))
+        with_its_folder(put, lambda: fs.makedirs(fs._parent(path), exist_ok=True))
 
     def delete(self, url: str) -> None:
         fs, path = self._split(url)
@@ -123,7 +123,7 @@ class FsspecClient:
 
 
 def check_kind(kind: str) -> None:
-    """Raises `ConfigError` for a scheme that nobody knows. Without fsspec nothing is said: that it is missing is told at the first use."""
+    """Raises `ConfigError` for an unknown scheme. Without fsspec, nothing is checked: its first use raises `MissingExtra`."""
     try:
         import fsspec
     except ImportError:
@@ -132,26 +132,27 @@ def check_kind(kind: str) -> None:
         raise ConfigError(f"{kind}:// URLs are not known, neither here (http, https, s3, file) nor to fsspec: check the spelling")
 
 
-def matching(look: Callable[[], Iterable[Any]], prefix: str, inside: Callable[[str], Iterable[Any]]) -> Iterator[Any]:
-    """The files among those that ``look`` finds, and in directories among them, whose name begins with ``prefix``, in order of name."""
+def files_with_prefix(listed: Callable[[], Iterable[Any]], prefix: str, below: Callable[[str], Iterable[Any]]) -> Iterator[Any]:
+    """The files whose name begins with ``prefix``, in order of name: of the entries in ``listed()``, and of the directories among them.
+    ``below``: the files in a directory."""
     try:
-        entries = look()
+        entries = listed()
     except (FileNotFoundError, NotADirectoryError):
         return
     for entry in sorted(entries, key=lambda e: e["name"] + "/" * (e["type"] == "directory")):
         if entry["name"].startswith(prefix):
-            below = inside(entry["name"]) if entry["type"] == "directory" else [entry]
-            yield from sorted((each for each in below if each["type"] == "file"), key=lambda e: e["name"])
+            files = below(entry["name"]) if entry["type"] == "directory" else [entry]
+            yield from sorted((file for file in files if file["type"] == "file"), key=lambda e: e["name"])
 
 
 def fsspec_info(url: str, info: Mapping[str, Any]) -> ObjectInfo:
     size = info.get("size")
     etag = next((str(info[name]) for name in ETAGS if info.get(name)), None)
     modified = next((at for name in TIMES if (at := seconds(info.get(name))) is not None), None)
-    return described(url, None if size is None else int(size), etag, modified)
+    return object_info(url, None if size is None else int(size), etag, modified)
 
 
-def described(url: str, size: int | None, etag: str | None, modified: float | None) -> ObjectInfo:
+def object_info(url: str, size: int | None, etag: str | None, modified: float | None) -> ObjectInfo:
     if size is not None and not (isinstance(size, int) and 0 <= size < 1 << 63):
         raise RemoteProtocolError(f"it is listed with {size!r} bytes", url=url)
     if etag is None and modified is not None:
@@ -160,7 +161,7 @@ def described(url: str, size: int | None, etag: str | None, modified: float | No
 
 
 def seconds(when: object) -> float | None:
-    """Seconds since 1970, from what the filesystems tell."""
+    """Seconds since 1970, from any form that filesystems use."""
     match when:
         case datetime.datetime():
             return (when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp()
@@ -199,11 +200,11 @@ class ArrowClient:
             raise FileNotFoundError(path)
         if info.type == FileType.Directory:
             raise IsADirectoryError(path)
-        return self._described(url, info, self._etag(path))
+        return self._info(url, info, self._etag(path))
 
-    def _described(self, url: str, info: Any, etag: str | None) -> ObjectInfo:
+    def _info(self, url: str, info: Any, etag: str | None) -> ObjectInfo:
         modified = None if info.mtime_ns is None else info.mtime_ns / 1_000_000_000
-        return described(url, info.size, etag, modified)
+        return object_info(url, info.size, etag, modified)
 
     def _etag(self, path: str) -> str | None:
         if not self._has_etags:
@@ -223,23 +224,24 @@ class ArrowClient:
         names = {FileType.File: "file", FileType.Directory: "directory"}
 
         def entries(folder: str, recursive: bool) -> Iterable[Any]:
-            found = self._fs.get_file_info(FileSelector(folder, recursive=recursive))
-            return [{"name": each.path, "type": names.get(each.type, "other"), "info": each} for each in found]
+            infos = self._fs.get_file_info(FileSelector(folder, recursive=recursive))
+            return [{"name": info.path, "type": names.get(info.type, "other"), "info": info} for info in infos]
 
-        for entry in matching(lambda: entries(prefix.rpartition("/")[0], False), prefix, lambda folder: entries(folder, True)):
-            info = self._described(url + entry["name"][len(prefix) :], entry["info"], None)
+        folder = prefix.rpartition("/")[0]
+        for entry in files_with_prefix(lambda: entries(folder, False), prefix, lambda directory: entries(directory, True)):
+            info = self._info(url + entry["name"][len(prefix) :], entry["info"], None)
             yield dataclasses.replace(info, validator=None) if self._has_etags else info
 
     def parallel(self, url: str) -> bool:
         return True
 
-    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: Sent) -> None:
+    def write(self, url: str, source: str | bytes, exclusive: bool, on_sent: OnSent) -> None:
         if exclusive:
             raise Unsupported("pyarrow has no way to write only where nothing is yet", url=url)
         path = arrow_path(url)
-        in_its_folder(lambda: self._put(path, source, on_sent), lambda: self._fs.create_dir(path.rpartition("/")[0], recursive=True))
+        with_its_folder(lambda: self._put(path, source, on_sent), lambda: self._fs.create_dir(path.rpartition("/")[0], recursive=True))
 
-    def _put(self, path: str, source: str | bytes, on_sent: Sent) -> None:
+    def _put(self, path: str, source: str | bytes, on_sent: OnSent) -> None:
         done = 0
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
             out = self._fs.open_output_stream(path)
@@ -254,55 +256,55 @@ class ArrowClient:
                 raise
 
     def _undo(self, out: Any, path: str) -> None:
-        """Take back what was begun: given up, pyarrow's stream ends as if all were there."""
+        """Remove the incomplete object: a stream of pyarrow that is dropped ends as if it were complete."""
         try:
             out.close()
             self._fs.delete_file(path)
-        except Exception as error:  # noqa: BLE001 (why the write failed is told, whatever this is)
-            log.debug("%s: what was begun is still there: %s", path, type(error).__name__)
+        except Exception as error:  # noqa: BLE001 (the error of the write is raised, whatever this one is)
+            log.debug("%s: an incomplete object is still there: %s", path, type(error).__name__)
 
     def delete(self, url: str) -> None:
         self._fs.delete_file(arrow_path(url))
 
 
-def in_its_folder(put: Callable[[], None], make: Callable[[], None]) -> None:
-    """``put()``; where its folder is missing, that is made. Object stores have none, and are not asked to make any."""
+def with_its_folder(put: Callable[[], None], create_folder: Callable[[], None]) -> None:
+    """``put()``, after ``create_folder()`` only if the folder is missing: object stores have none, and are not asked to create one."""
     try:
         put()
     except FileNotFoundError:
-        make()
+        create_folder()
         put()
 
 
-def creates(fs: Any, verb: str) -> bool:
-    """Whether ``verb`` of an fsspec filesystem can write only where nothing is yet, in one step: what fsspec has for all of them looks,
-    then writes."""
-    made = _own(fs, verb)
-    return not made.__module__.startswith(("fsspec.spec", "fsspec.asyn")) and "mode" in signature(made).parameters
+def can_create(fs: Any, verb: str) -> bool:
+    """Whether ``verb`` of an fsspec filesystem can write only where nothing is yet, in one step: fsspec's inherited methods check, then
+    write."""
+    method = _method_of(fs, verb)
+    return not method.__module__.startswith(("fsspec.spec", "fsspec.asyn")) and "mode" in signature(method).parameters
 
 
-def frugal(fs: Any, size: int) -> dict[str, int]:
-    """Arguments by which `put_file` of an fsspec filesystem has less of a file in memory at once: left alone, s3fs takes 500 MB."""
-    wanted = {"chunksize": max(CHUNK, -(-size // (MAX_CHUNKS * CHUNK)) * CHUNK), "max_concurrency": 4}
-    return {name: value for name, value in wanted.items() if name in signature(_own(fs, "put_file")).parameters}
+def memory_limits(fs: Any, size: int) -> dict[str, int]:
+    """Arguments with which `put_file` of an fsspec filesystem keeps less of a file in memory: by default, s3fs uses 500 MB."""
+    limits = {"chunksize": max(CHUNK, -(-size // (MAX_CHUNKS * CHUNK)) * CHUNK), "max_concurrency": 4}
+    return {name: value for name, value in limits.items() if name in signature(_method_of(fs, "put_file")).parameters}
 
 
-def _own(fs: Any, verb: str) -> Any:
-    """The method that does it, behind wrappers, which hand on what they are told."""
+def _method_of(fs: Any, verb: str) -> Any:
+    """The method that does the work, behind wrappers, which pass their arguments on."""
     inner = getattr(fs, "fs", None)
     if inner is not None and hasattr(inner, "_strip_protocol"):
-        return _own(inner, verb)
+        return _method_of(inner, verb)
     return getattr(type(fs), f"_{verb}" if fs.async_impl else verb)
 
 
-def _callback(on_sent: Sent) -> Any:
+def _callback(on_sent: OnSent) -> Any:
     from fsspec.callbacks import Callback
 
-    class Told(Callback):  # type: ignore[misc]  # fsspec has no types
+    class Reporting(Callback):  # type: ignore[misc]  # fsspec has no types
         def call(self, *args: Any, **kwargs: Any) -> None:
             on_sent(self.value)
 
-    return Told()
+    return Reporting()
 
 
 def arrow_path(url: str) -> str:
@@ -311,7 +313,7 @@ def arrow_path(url: str) -> str:
 
 
 def arrow_from_uri(url: str) -> tuple[Any, str] | None:
-    """pyarrow's own filesystem for a URL, and the path on it; None where it is not there or knows none."""
+    """The pyarrow filesystem of a URL, and the path on it; None if pyarrow is not installed, or has no such filesystem."""
     try:
         from pyarrow.fs import FileSystem
     except ImportError:
@@ -331,8 +333,8 @@ def arrow_from_uri(url: str) -> tuple[Any, str] | None:
 
 
 def client_of(fs: Any, options: Mapping[str, Any] | None = None) -> Client:
-    """The one way to speak to ``fs``: a filesystem of fsspec or pyarrow; None: what fsspec finds for each URL."""
+    """The client of ``fs``, a filesystem of fsspec or pyarrow; None: the fsspec filesystem of each URL."""
     if fs is None or hasattr(fs, "_strip_protocol"):
         return FsspecClient(fs, options)
-    inner = getattr(getattr(fs, "handler", None), "fs", None)  # an fsspec filesystem in pyarrow's clothes
+    inner = getattr(getattr(fs, "handler", None), "fs", None)  # an fsspec filesystem wrapped for pyarrow
     return FsspecClient(inner) if hasattr(inner, "_strip_protocol") else ArrowClient(fs)

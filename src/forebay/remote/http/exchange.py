@@ -1,176 +1,419 @@
-"""Question and answer: credentials, signatures, redirects, and what a status means."""
+"""Requests and responses: credentials, signatures, redirects; what status and headers mean; a body whose bytes are counted."""
 
 from __future__ import annotations
 
 import netrc
 import os
 import re
-from collections.abc import Callable, Container, Mapping
-from typing import TypeAlias
+import time
+import zlib
+from collections.abc import Callable, Container, Iterator, Mapping
+from email.utils import parsedate_to_datetime
+from functools import lru_cache
+from types import TracebackType
+from typing import NamedTuple, Self, TypeAlias
 from urllib.parse import unquote, urljoin, urlsplit
+
+from urllib3 import BaseHTTPResponse
 
 from forebay import errors
 from forebay._logs import escaped, logger
-from forebay.remote.base import Call, RemoteOptions, Trouble
-from forebay.remote.http.answers import Answer, retry_after
-from forebay.remote.http.connections import PORTS, Connections, Endpoint, basic
+from forebay._model import Buffer, ObjectInfo, Span
+from forebay.remote.base import AttemptFailed, Call, RemoteOptions
+from forebay.remote.http.connections import PORTS, Connections, Endpoint, basic_auth, endpoint_of, network_errors
 
 log = logger("forebay.remote")
 
 Sign: TypeAlias = Callable[[str, str, Mapping[str, str]], tuple[str, Mapping[str, str]]]
-"""(method, URL, headers) -> where to send it and with which headers. Called for every request, and for where a redirect leads;
+"""(method, URL, headers) -> the URL to send the request to, and its headers. Called for every request, also after a redirect;
 may turn a URL of another scheme into an HTTP one."""
 
-Judge: TypeAlias = Callable[[str, int, Mapping[str, str], bytes], Exception | None]
-"""(URL, status, headers, beginning of the body) of a refusal -> the error to raise (`Trouble`: try again); None: as HTTP has it."""
+ExplainRefusal: TypeAlias = Callable[[str, int, Mapping[str, str], bytes], Exception | None]
+"""(URL, status, headers, beginning of the body) of a refusal -> the error to raise (`AttemptFailed`: try again); None: as in plain HTTP."""
 
-OWN = {"User-Agent": "forebay", "Accept-Encoding": "identity"}
+OWN_HEADERS = {"User-Agent": "forebay", "Accept-Encoding": "identity"}
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
-MAX_HOPS = 10
+MAX_REDIRECTS = 10
+RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529})
+JOIN_UP_TO = 64 << 10  # bytes: smaller pieces are joined, since each block costs its receiver more than a copy
+MAX_SIZE = (1 << 63) - 1
+DRAIN = 64 << 10  # bytes of an unused body that are read so that its connection can be kept
 _URL = re.compile(r"(\w+)://([^/?#]*)([^#]*)")
-TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529})
+_RANGE = re.compile(r"bytes\s+([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)\Z", re.IGNORECASE)
+_SIZE = re.compile(r"[0-9]{1,19}\Z")
 
 
 class Exchange:
-    """Sends requests over kept connections. Any thread; usable after a fork."""
+    """Sends requests over kept connections. Callable from any thread; usable after a fork."""
 
-    def __init__(self, options: RemoteOptions, sign: Sign | None = None, judge: Judge | None = None, *, raw: bool = False) -> None:
+    def __init__(
+        self, options: RemoteOptions, sign: Sign | None = None, explain: ExplainRefusal | None = None, *, raw: bool = False
+    ) -> None:
         self.options = options
-        self.pool = Connections(options)
-        self._sign, self._judge, self._raw = sign, judge, raw
-        self._known: dict[tuple[Endpoint, str, bool, bool], dict[str, str]] = {}
+        self.connections = Connections(options)
+        self._sign, self._explain, self._raw = sign, explain, raw
+        self._defaults: dict[tuple[Endpoint, str, bool, bool], dict[str, str]] = {}
 
-    def ask(
+    def send(
         self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None
-    ) -> Answer:
-        """The answer, if its status is in ``ok``. Follows redirects; takes the user's credentials to no other scheme, host or port.
-        Raises `RemoteError`, or `Trouble` where another attempt may go well."""
-        moved = call.moved.get(url) if method == "GET" else None
-        if moved is not None:
+    ) -> Response:
+        """The response, if its status is in ``ok``. Follows redirects; sends the user's credentials to no other scheme, host or port.
+        Raises `RemoteError`, or `AttemptFailed` where another attempt may succeed."""
+        target = call.redirects.get(url) if method == "GET" else None
+        if target is not None:
             try:
-                return self._follow(call, method, url, moved, headers, ok, body)
-            except (errors.AccessDenied, errors.NotFound):  # such as a signature that is too old by now
-                call.moved.pop(url, None)
+                return self._follow(call, method, url, target, headers, ok, body)
+            except (errors.AccessDenied, errors.NotFound):  # such as a signature that has expired
+                call.redirects.pop(url, None)
         return self._follow(call, method, url, url, headers, ok, body)
 
     def _follow(
         self, call: Call, method: str, url: str, target: str, headers: Mapping[str, str], ok: Container[int], body: bytes | None
-    ) -> Answer:
-        """Ask ``target``, on behalf of ``url``, and wherever that redirects to."""
-        home, own = None, ""
-        for hop in range(MAX_HOPS):
-            where, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
-            place, user, name = _split(call, where)
-            if home is None:
-                home, own, _ = (place, user, "") if self._sign or target is url else _split(call, url)
-            at_home = place == home  # the same scheme, host and port
-            standing = self._standing(place, user or (own if at_home else ""), home)
-            answer = self._send(call, method, place, name, {**standing, **signed}, body)
-            if answer.status in ok:
+    ) -> Response:
+        """Send a request for ``url`` to ``target``, and to wherever that redirects."""
+        first, first_user = None, ""
+        for hop in range(MAX_REDIRECTS):
+            address, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
+            endpoint, user, path = _parsed(call, address)
+            if first is None:
+                first, first_user = (endpoint, user) if self._sign or target is url else _parsed(call, url)[:2]
+            defaults = self._default_headers(endpoint, user or (first_user if endpoint == first else ""), first)
+            if endpoint.scheme == "http" and self.connections.proxy(endpoint) is not None:
+                path = f"http://{endpoint.name}{path}"
+            call.count(requests=1)
+            raw = self.connections.send(call, endpoint, method, path, {**defaults, **signed}, body)
+            response = Response(raw, self.connections, call, raw=self._raw)
+            if response.status in ok:
                 if hop and self._sign is None:
-                    call.moved[url] = where
-                return answer
-            with answer:
-                if answer.status not in REDIRECTS or "Location" not in answer.headers:
-                    raise self._refusal(call, url, answer)
-                answer.drain()
-            target = _joined(call, where, answer.headers["Location"])
-            if answer.status == 303 and method != "HEAD":
+                    call.redirects[url] = address
+                return response
+            with response:
+                if response.status not in REDIRECTS or "Location" not in response.headers:
+                    raise self._refusal(call, url, response)
+                response.drain()
+            target = _redirect_target(call, address, response.headers["Location"])
+            if response.status == 303 and method != "HEAD":
                 method, body = "GET", None
-        raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_HOPS} times", url=call.url)
+        raise errors.RemoteProtocolError(f"{call.url}: redirected more than {MAX_REDIRECTS} times", url=call.url)
 
-    def _send(self, call: Call, method: str, place: Endpoint, target: str, headers: Mapping[str, str], body: bytes | None) -> Answer:
-        if place.scheme == "http" and self.pool.proxy(place) is not None:
-            target = f"http://{place.name}{target}"
-        call.count(requests=1)
-        return Answer(self.pool.ask(call, place, method, target, headers, body), self.pool, call, raw=self._raw)
+    def _default_headers(self, endpoint: Endpoint, user: str, first: Endpoint) -> dict[str, str]:
+        """The headers of every request to an endpoint: ours and the user's; after a redirect to another endpoint than the first, only
+        the credentials that netrc has for that host."""
+        may_use_netrc = endpoint == first or _may_use_netrc(endpoint, first)
+        key = (endpoint, user, endpoint == first, may_use_netrc)
+        headers = self._defaults.get(key)
+        if headers is None:
+            if len(self._defaults) > 1000:
+                self._defaults.clear()
+            given = dict(self.options.headers) if endpoint == first else {}
+            names = {name.lower() for name in given}
+            own = OWN_HEADERS if self._sign else {"Host": endpoint.host_header, **OWN_HEADERS}  # a signature covers the host
+            headers = {name: value for name, value in own.items() if name.lower() not in names}
+            if self._sign is None and "authorization" not in names:
+                headers |= self._credentials(endpoint, user, endpoint == first, may_use_netrc)
+            headers = self._defaults[key] = headers | given
+        return headers
 
-    def _standing(self, place: Endpoint, user: str, home: Endpoint) -> dict[str, str]:
-        """What goes with every request: our headers and the user's; to another place than the first only what netrc has for that one."""
-        may = place == home or _may_have_its_own(place, home)
-        key = (place, user, place == home, may)
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) > 1000:
-                self._known.clear()
-            found = self._known[key] = self._find_standing(place, user, place == home, may)
-        return found
-
-    def _find_standing(self, place: Endpoint, user: str, at_home: bool, may: bool) -> dict[str, str]:
-        mine = dict(self.options.headers) if at_home else {}
-        names = {name.lower() for name in mine}
-        own = OWN if self._sign else {"Host": place.told, **OWN}  # the host is a part of what is signed
-        found = {name: value for name, value in own.items() if name.lower() not in names}
-        if self._sign is None and "authorization" not in names:
-            found |= self._credentials(place, user, at_home, may)
-        return found | mine
-
-    def _credentials(self, place: Endpoint, user: str, at_home: bool, may: bool) -> dict[str, str]:
-        if at_home and self.options.token:
+    def _credentials(self, endpoint: Endpoint, user: str, is_first: bool, may_use_netrc: bool) -> dict[str, str]:
+        if is_first and self.options.token:
             return {"Authorization": f"Bearer {self.options.token}"}
         if user:
             name, _, password = user.partition(":")
-            return {"Authorization": basic(unquote(name), unquote(password))}
-        known = _netrc(place.host) if self.options.netrc and may else None
-        return {"Authorization": basic(*known)} if known else {}
+            return {"Authorization": basic_auth(unquote(name), unquote(password))}
+        login = _netrc_login(endpoint.host) if self.options.netrc and may_use_netrc else None
+        return {"Authorization": basic_auth(*login)} if login else {}
 
-    def _refusal(self, call: Call, url: str, answer: Answer) -> Exception:
-        body = answer.drain()
-        if answer.status == 401:
-            self._known.clear()  # by the next call the user may have written a netrc
-        judged = self._judge(url, answer.status, answer.headers, body) if self._judge else None
-        return judged or meaning(call.url, answer.status, answer.reason, answer.headers)
+    def _refusal(self, call: Call, url: str, response: Response) -> Exception:
+        body = response.drain()
+        if response.status == 401:
+            self._defaults.clear()  # the user may have written a netrc file by the next call
+        explained = self._explain(url, response.status, response.headers, body) if self._explain else None
+        return explained or error_for_status(call.url, response.status, response.reason, response.headers)
 
 
-def meaning(url: str, status: int, reason: str, headers: Mapping[str, str]) -> Exception:
-    """What a refusing status means. ``url``: without secrets."""
-    said = f"the remote answers {status} {escaped(reason[:100])}".rstrip()
-    if status in TRY_AGAIN:
-        return Trouble(said, retry_after=retry_after(headers), status=status)
+def error_for_status(url: str, status: int, reason: str, headers: Mapping[str, str]) -> Exception:
+    """The error that a refusing status means. ``url``: without secrets."""
+    text = f"the remote answers {status} {escaped(reason[:100])}".rstrip()
+    if status in RETRY_STATUSES:
+        return AttemptFailed(text, retry_after=retry_after(headers), status=status)
     if status in (401, 403):
-        todo = "give credentials (netrc, token, headers)" if status == 401 else "check that these credentials may read it"
-        return errors.AccessDenied(f"{url}: {said}: {todo}", url=url, status=status)
+        advice = "give credentials (netrc, token, headers)" if status == 401 else "check that these credentials may read it"
+        return errors.AccessDenied(f"{url}: {text}: {advice}", url=url, status=status)
     if status in (404, 410):
-        return errors.NotFound(f"{url}: {said}", url=url, status=status)
+        return errors.NotFound(f"{url}: {text}", url=url, status=status)
     if status < 400 or status in (412, 416):
-        return errors.RemoteProtocolError(f"{url}: {said}, which does not fit the question", url=url, status=status)
-    return errors.RemoteError(f"{url}: {said}", url=url, status=status)
+        return errors.RemoteProtocolError(f"{url}: {text}, which does not fit the request", url=url, status=status)
+    return errors.RemoteError(f"{url}: {text}", url=url, status=status)
 
 
-def _may_have_its_own(place: Endpoint, home: Endpoint) -> bool:
-    """Whether a place that a redirect leads to may be told what netrc has for its host. netrc names hosts only: so not another port or
-    scheme of the host that was asked, and nothing goes in clear that a request in clear did not lead to."""
-    usual = place.port in (home.port, PORTS[place.scheme])
-    return place.host != home.host and usual and (place.scheme == "https" or home.scheme == "http")
+def _may_use_netrc(endpoint: Endpoint, first: Endpoint) -> bool:
+    """Whether an endpoint that a redirect leads to may receive the credentials that netrc has for its host. netrc names hosts only: so
+    not another port or scheme of the first host, and nothing goes unencrypted that an unencrypted request did not lead to."""
+    usual_port = endpoint.port in (first.port, PORTS[endpoint.scheme])
+    return endpoint.host != first.host and usual_port and (endpoint.scheme == "https" or first.scheme == "http")
 
 
-def _split(call: Call, url: str) -> tuple[Endpoint, str, str]:
-    """(whom to ask, user info, for what)"""
-    found = _URL.match(url)
+def _parsed(call: Call, url: str) -> tuple[Endpoint, str, str]:
+    """(endpoint, user info, path and query)"""
+    parts = _URL.match(url)
     try:
-        scheme, netloc, target = found.groups() if found else ("", "", "")
-        place = Endpoint.of(scheme.lower(), netloc)
-    except ValueError:  # its text may hold what stands in the URL
-        raise errors.ConfigError(f"{call.url} names no host: https://host/path is wanted", url=call.url) from None
-    return place, netloc.rpartition("@")[0], target if target.startswith("/") else f"/{target}"
+        scheme, netloc, target = parts.groups() if parts else ("", "", "")
+        endpoint = endpoint_of(scheme.lower(), netloc)
+    except ValueError:  # its text may quote the URL
+        raise errors.ConfigError(f"{call.url} names no host: write https://host/path", url=call.url) from None
+    return endpoint, netloc.rpartition("@")[0], target if target.startswith("/") else f"/{target}"
 
 
-def _joined(call: Call, url: str, location: str) -> str:
+def _redirect_target(call: Call, url: str, location: str) -> str:
     try:
-        found = urljoin(url, location)
-        Endpoint.of(*urlsplit(found)[:2])
+        target = urljoin(url, location)
+        endpoint_of(*urlsplit(target)[:2])
     except ValueError:
         raise errors.RemoteProtocolError(f"{call.url} redirects to what is no HTTP URL", url=call.url) from None
-    return found
+    return target
 
 
-def _netrc(host: str) -> tuple[str, str] | None:
+def _netrc_login(host: str) -> tuple[str, str] | None:
     path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
-        found = netrc.netrc(path).authenticators(host)
+        login = netrc.netrc(path).authenticators(host)
     except FileNotFoundError:
         return None
-    except (OSError, netrc.NetrcParseError, UnicodeDecodeError) as error:  # the text of a parse error may hold a password
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError) as error:  # the text of a parse error may quote a password
         log.warning("%s cannot be used: %s", path, type(error).__name__)
         return None
-    return (found[0], found[2] or "") if found and found[0] else None
+    return (login[0], login[2] or "") if login and login[0] else None
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------
+
+
+class Response:
+    """``status``, ``headers``, and a body that is still to be read: ``length`` bytes as sent, None where the server does not state it.
+
+    A context manager: at its end the connection is kept if the body was read to its end, else closed."""
+
+    def __init__(self, response: BaseHTTPResponse, connections: Connections, call: Call, *, raw: bool = False) -> None:
+        self.status, self.reason, self.headers = response.status, response.reason or "", response.headers
+        try:
+            content_length(self.headers)
+        except AttemptFailed:
+            response.close()
+            raise
+        self.length = response.length_remaining
+        self._received = b""  # by `wait_for`, for `blocks`
+        encoding = self.headers.get("Content-Encoding", "").strip().lower()
+        self.encoding = "" if raw or encoding == "identity" else encoding
+        self._response, self._connections, self.call, self._open = response, connections, call, True
+        connections.count_in_use(1)
+        self._sock = getattr(response.connection, "sock", None)  # None: there is no body, and the connection is free again
+        if self._sock is not None:
+            try:
+                call.add_socket(self._sock)
+            except BaseException:
+                self.close()
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            if self._response.connection is not None:  # None: reading the body to its end gave it back
+                if self._response.length_remaining == 0:
+                    self._response.drain_conn()  # nothing is left, as after a HEAD: the connection can be kept
+                else:
+                    self._response.close()  # a connection with an unread body cannot be used again
+        finally:
+            self._connections.count_in_use(-1)
+            if self._sock is not None:
+                self.call.remove_socket(self._sock)
+
+    def blocks(self, limit: int | None = None, *, count: bool = True) -> Iterator[bytes]:
+        """The body as sent, as it arrives; at most ``limit`` bytes. ``count``: add them to the call's received bytes.
+        Raises `AttemptFailed` where it ends too early, after all bytes that arrived."""
+        left, failed = 1 << 62 if limit is None else limit, None
+        while left > 0 and failed is None:
+            pieces, size, room = [], 0, min(left, self.call.options.buffer)
+            try:
+                while size < min(room, JOIN_UP_TO) and (piece := self._read(room - size)):
+                    pieces.append(piece)
+                    size += len(piece)
+            except AttemptFailed as error:
+                failed = error
+            if pieces:
+                if count:
+                    self.call.count(received=size)
+                left -= size
+                yield b"".join(pieces)
+            elif failed is None:
+                return
+        if failed is not None:
+            raise failed
+
+    def wait_for(self, count: int) -> None:
+        """Wait for the first ``count`` bytes of the body, which `blocks` then yields. Raises `AttemptFailed` if fewer arrive."""
+        received = bytearray()
+        try:
+            for block in self.blocks(count, count=False):
+                received += block
+            if len(received) < count:
+                raise AttemptFailed(f"the connection was cut {(self.length or count) - len(received):,} bytes before the end")
+        except AttemptFailed:
+            self.call.count(received=len(received))
+            raise
+        self._received = bytes(received)
+
+    def _read(self, size: int) -> bytes:
+        """At most ``size`` bytes that have arrived; waits for the first one. Empty: the body has ended."""
+        if self._received:
+            piece, self._received = self._received[:size], self._received[size:]
+            return piece
+        self.call.check()
+        with network_errors:
+            return self._response.read1(size, decode_content=False)
+
+    def skip(self, count: int) -> None:
+        """Read and drop ``count`` bytes, or all where there are fewer."""
+        for _ in self.blocks(count):
+            continue
+
+    def decoded(self) -> Iterator[Buffer]:
+        """The body as it was before the server compressed it."""
+        if not self.encoding:
+            yield from self.blocks()
+        elif self.encoding in ("gzip", "x-gzip", "deflate"):
+            yield from _inflated(self.blocks())
+        else:
+            reason = f"it is sent as {self.encoding!r}, though only identity was asked for"
+            raise AttemptFailed(reason, errors.RemoteProtocolError, retryable=False)
+
+    def drain(self) -> bytes:
+        """The beginning of a body that holds nothing of the object; a short one is read to its end."""
+        return b"".join(self.blocks(DRAIN, count=False))
+
+
+def _inflated(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    inflate = zlib.decompressobj(wbits=47)  # gzip or zlib, according to its header
+    for block in blocks:
+        rest: Buffer = block
+        while rest:
+            if inflate.eof:  # a gzip file may have several members
+                inflate = zlib.decompressobj(wbits=47)
+            try:
+                piece = inflate.decompress(rest, 1 << 20)
+            except zlib.error as error:
+                raise AttemptFailed(f"its compressed body is damaged: {error}", errors.RemoteProtocolError) from error
+            rest = inflate.unconsumed_tail or inflate.unused_data
+            if piece:
+                yield piece
+    if not inflate.eof:
+        raise AttemptFailed("its compressed body was cut")
+
+
+# -- headers -----------------------------------------------------------------------------------------------------------
+
+
+def content_length(headers: Mapping[str, str]) -> int | None:
+    """The number in Content-Length; None where there is none that counts. Raises `AttemptFailed` for an impossible length."""
+    text = headers.get("Content-Length")
+    if text is None or "chunked" in re.split(r"\s*,\s*", headers.get("Transfer-Encoding", "").strip().lower()):
+        return None
+    lengths = {each.strip() for each in text.split(",")}
+    length = lengths.pop()
+    if lengths or not _SIZE.match(length) or int(length) > MAX_SIZE:
+        raise AttemptFailed(f"an answer of {text[:40]!r} bytes", errors.RemoteProtocolError, retryable=False)
+    return int(length)
+
+
+class ContentRange(NamedTuple):
+    """What a response 206 holds: ``span`` of an object of ``total`` bytes, None where the server does not state it."""
+
+    span: Span
+    total: int | None
+
+
+def content_range(response: Response, requested: Span) -> ContentRange:
+    """The beginning of ``requested``, or all of it. Raises `RemoteProtocolError` if the response holds something else."""
+    text = response.headers.get("Content-Range", "no Content-Range")
+    numbers = _RANGE.match(text.strip())
+    if numbers is not None:
+        start, end, total = int(numbers[1]), int(numbers[2]) + 1, None if numbers[3] == "*" else int(numbers[3])
+        fits = start == requested.start and start < end <= min(requested.end, end if total is None else total) and (total or 0) <= MAX_SIZE
+        if fits and response.length in (None, end - start):
+            return ContentRange(Span(start, end - start), total)
+    url = response.call.url
+    raise errors.RemoteProtocolError(
+        f"{url}: bytes {requested.start}-{requested.end - 1} asked for, {text[:80]!r} answered with {response.length} bytes",
+        url=url,
+        status=response.status,
+    )
+
+
+def info_of(url: str, headers: Mapping[str, str], size: int | None) -> ObjectInfo:
+    """The object as the headers of a response describe it. ``size``: bytes of the whole object, as they will be stored."""
+    modified = _timestamp(headers.get("Last-Modified"))
+    etag = headers.get("ETag", "").strip() or None
+    if etag is None and modified is not None and size is not None:
+        etag = f"{modified:.0f}-{size}"
+    return ObjectInfo(url, size, etag, strong=bool(etag and etag.startswith('"') and size is not None), modified=modified)
+
+
+def is_same_validator(one: str | None, other: str | None) -> bool:
+    """Weak comparison, as HTTP defines it for If-None-Match."""
+    return one is not None and other is not None and one.removeprefix("W/") == other.removeprefix("W/")
+
+
+def is_other_version(known: ObjectInfo, headers: Mapping[str, str], size: int | None) -> bool:
+    """Whether a response is of another version than ``known``. A strong ETag has to be repeated; for other validators, a missing header
+    means nothing: many servers omit it from responses to GET, or from ranges. ``size``: bytes of the whole object, if stated.
+
+    Without two ETags to compare, time and size are compared, as far as both are known."""
+    etag, modified, validator = headers.get("ETag", "").strip(), _timestamp(headers.get("Last-Modified")), known.validator
+    if validator is not None and not is_etag(validator):
+        seconds, _, length = validator.rpartition("-")
+        return (modified is not None and f"{modified:.0f}" != seconds) or (size is not None and str(size) != length)
+    if validator is not None and (etag or validator.startswith('"')):
+        return not is_same_validator(etag, validator)
+    return any(None not in (one, other) and one != other for one, other in ((modified, known.modified), (size, known.size)))
+
+
+def ends_before(known: ObjectInfo, headers: Mapping[str, str], span: Span) -> bool:
+    """Whether a response 416 means that the version ``known`` ends before ``span``, and not that another, shorter one does."""
+    etag, validator = headers.get("ETag", "").strip(), known.validator or ""
+    if etag and is_etag(validator):
+        return is_same_validator(etag, validator)
+    if is_etag(validator):
+        return validator.startswith('"')  # the request had an If-Match header
+    size = validator.rpartition("-")[2]
+    return not is_other_version(known, headers, None) and size.isdecimal() and int(size) <= span.start
+
+
+def is_etag(validator: str) -> bool:
+    return validator.startswith(('"', 'W/"'))
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds from now; the header gives seconds or a date."""
+    text = headers.get("Retry-After", "").strip()
+    if _SIZE.match(text):
+        return float(text)
+    moment = _timestamp(text)
+    return None if moment is None else max(0.0, moment - time.time())
+
+
+@lru_cache(maxsize=1024)
+def _timestamp(date: str | None) -> float | None:
+    if not date:
+        return None
+    try:
+        return parsedate_to_datetime(date).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None

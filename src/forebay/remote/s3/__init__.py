@@ -1,33 +1,41 @@
-"""``s3://bucket/key``: the data plane of `forebay.remote.http`, signed. A key is written as it is, not percent-encoded; a version of it
-as ``s3://bucket/key?versionId=ID``."""
+"""``s3://bucket/key``: the data plane of `forebay.remote.http`, with AWS signatures. A key stands in the URL as it is, not
+percent-encoded; a version of it as ``s3://bucket/key?versionId=ID``."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Self, TypeVar
-from urllib.parse import quote, urlencode
+from functools import partial
+from typing import NamedTuple, Protocol, Self, TypeVar
+from urllib.parse import quote, unquote_plus, urlencode
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
 
 from forebay import errors
-from forebay._logs import logger
+from forebay._logs import escaped, logger
 from forebay._model import Content, ObjectInfo, Sink, Span, Transfer
-from forebay.remote.base import Call, RemoteOptions, Trouble, one_time_limit
-from forebay.remote.http import HttpRemote, Reply
-from forebay.remote.s3 import sigv4
-from forebay.remote.s3.answers import Pages, conflict, listed, text_of, xml_of
-from forebay.remote.s3.aws import Account
-from forebay.remote.s3.upload import Upload
+from forebay.remote.base import AttemptFailed, Call, RemoteOptions, run_parts, shared_time_limit
+from forebay.remote.http import HttpRemote, SmallResponse
+from forebay.remote.http.exchange import MAX_SIZE
+from forebay.remote.s3.aws import BODY_HASH, Account, sign
 from forebay.remote.urls import canonical, scheme
 
 log = logger("forebay.remote.s3")
 T = TypeVar("T")
 
 QUERY = ":query"
-"""Name of what stands among the headers of our own requests until they are signed: the query of the URL."""
+"""Name under which the query of the URL stands among the headers of our own requests until they are signed."""
+MAX_PARTS = 10_000
+MIN_PART = 5 << 20
+MAX_EMPTY_PAGES = 1000
 
 _VERSION = re.compile(r"\?versionId=([^?&#/]+)\Z")
+_NUMBER = re.compile(r"[0-9]{1,19}\Z")
+_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|&#x?[01]?[0-9a-fA-F];")
 _EXPIRED = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired"})
 _HINTS = {
     "SignatureDoesNotMatch": "the secret key does not fit the access key",
@@ -37,8 +45,8 @@ _HINTS = {
 } | dict.fromkeys(_EXPIRED, "the session has expired: log in again")
 
 
-class Name(NamedTuple):
-    """What an ``s3://`` URL says."""
+class S3Name(NamedTuple):
+    """The parts of an ``s3://`` URL."""
 
     bucket: str
     key: str
@@ -46,57 +54,58 @@ class Name(NamedTuple):
 
     @classmethod
     def of(cls, url: str) -> Self:
-        """Raises `ConfigError` if it names no bucket."""
-        place, _, key = url.partition("://")[2].partition("/")
+        """Raises `ConfigError` if the URL names no bucket."""
+        netloc, _, key = url.partition("://")[2].partition("/")
         version = _VERSION.search(key)
-        bucket = place.rpartition("@")[2]
+        bucket = netloc.rpartition("@")[2]
         if not bucket:
-            raise errors.ConfigError(f"{canonical(url)} names no bucket: s3://bucket/key is wanted")
+            raise errors.ConfigError(f"{canonical(url)} names no bucket: write s3://bucket/key")
         return cls(bucket, key[: version.start()] if version else key, version[1] if version else None)
 
 
 def _checked(url: str) -> str:
     """The URL, if it names an object; a bucket alone can only be listed."""
-    if not Name.of(url).key:
-        raise errors.ConfigError(f"{canonical(url)} names no object: s3://bucket/key is wanted")
+    if not S3Name.of(url).key:
+        raise errors.ConfigError(f"{canonical(url)} names no object: write s3://bucket/key")
     return url
 
 
 class _OtherRegion(errors.RemoteProtocolError):
-    """The bucket lies in another region than was asked: in one that is known now."""
+    """The bucket lies in another region than the request was sent to; that region is known now."""
 
 
 class S3Remote:
-    """A `Remote` for S3 and what speaks like it. Callable from any thread; a forked child has connections and credentials of its own.
+    """A `Remote` for S3 and compatible servers. Callable from any thread; a forked child has connections and credentials of its own.
 
-    Where, and as whom, is found as the AWS tools find it (variables, profiles, roles, ``AWS_ENDPOINT_URL``), at the first request."""
+    The endpoint and the credentials are those that the AWS tools use (variables, profiles, roles, ``AWS_ENDPOINT_URL``), read at the first
+    request."""
 
     def __init__(self, options: RemoteOptions | None = None) -> None:
         self.options = options or RemoteOptions()
         self._account = Account(self.options.anonymous)
         self._regions: dict[str, str] = {}
-        # an object may be stored with a Content-Encoding: like all S3 tools we bring what is stored
-        self._http = HttpRemote(self.options, self._sign, self._judge, raw=True)
+        # an object may be stored with a Content-Encoding: like all S3 tools, we return what is stored
+        self._http = HttpRemote(self.options, self._sign, self._explain, raw=True)
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`."""
-        return _at_home(lambda: self._http.stat(_checked(url), known=known))
+        return _in_its_region(lambda: self._http.stat(_checked(url), known=known))
 
     def fetch(self, url: str, sink: Sink) -> Transfer:
         """See `Remote.fetch`."""
-        return _at_home(lambda: self._http.fetch(_checked(url), sink))
+        return _in_its_region(lambda: self._http.fetch(_checked(url), sink))
 
     def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
         """See `Remote.read`."""
-        return _at_home(lambda: self._http.read(_checked(url), span, validator=validator, info=info))
+        return _in_its_region(lambda: self._http.read(_checked(url), span, validator=validator, info=info))
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """See `Remote.list`. A request for each 1,000 objects, sent when they are wanted."""
-        bucket, prefix, _ = Name.of(url)
-        query, pages = {"list-type": "2", "encoding-type": "url", "prefix": prefix}, Pages(url)
+        """See `Remote.list`. Sends one request for each 1,000 objects, when the iterator reaches them."""
+        bucket, prefix, _ = S3Name.of(url)
+        query, pages = {"list-type": "2", "encoding-type": "url", "prefix": prefix}, _PageGuard(url)
         while True:
-            page = xml_of(url, self.request("GET", f"s3://{bucket}/", query=query))
-            yield from (listed(bucket, found) for found in page.iterfind("{*}Contents"))
+            page = _xml_of(url, self.request("GET", f"s3://{bucket}/", query=query))
+            yield from (_info_of(bucket, contents) for contents in page.iterfind("{*}Contents"))
             token = page.findtext("{*}NextContinuationToken")
             if not token:
                 return
@@ -107,10 +116,10 @@ class S3Remote:
         self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
         on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
-        """See `Remote.write`. In parts at once where it is large; seen whole or not at all.
+        """See `Remote.write`. A large object is sent in parallel parts; it appears whole or not at all.
 
-        Some servers look at no condition when an upload in parts ends: there it holds at its beginning only."""
-        return Upload(self.request, self.options, _checked(url), if_none_match, if_match, on_sent, resume).run(source)
+        Some servers ignore conditions when an upload in parts completes: there they are checked at its beginning only."""
+        return _Upload(self.request, self.options, _checked(url), if_none_match, if_match, on_sent, resume).run(source)
 
     def delete(self, url: str) -> None:
         """See `Remote.delete`."""
@@ -122,48 +131,48 @@ class S3Remote:
     def request(
         self, method: str, url: str, *, query: Mapping[str, str], headers: Mapping[str, str] | None = None,
         body: bytes | None = None, call: Call | None = None,
-    ) -> Reply:  # fmt: skip
-        """One question of S3's own, as a part of ``call`` if given. Raises `RemoteError`."""
-        every = {**(headers or {}), QUERY: urlencode(query, quote_via=quote, safe="-_.~")}
+    ) -> SmallResponse:  # fmt: skip
+        """One request of S3's own protocol, as a part of ``call`` if given. Raises `RemoteError`."""
+        unsigned = {**(headers or {}), QUERY: urlencode(query, quote_via=quote, safe="-_.~")}
         if body is not None:
-            every[sigv4.BODY] = hashlib.sha256(body).hexdigest()
-        return _at_home(lambda: self._http.request(method, url, every, body, ok=(200, 204), call=call))
+            unsigned[BODY_HASH] = hashlib.sha256(body).hexdigest()
+        return _in_its_region(lambda: self._http.request(method, url, unsigned, body, ok=(200, 204), call=call))
 
-    # -- what makes HTTP S3 --------------------------------------------------------------------------------------------
+    # -- what makes S3 of HTTP -----------------------------------------------------------------------------------------
 
     def _sign(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
-        """Where to send a request for ``url``, an ``s3://`` one or one that S3 redirects to, and with which headers."""
-        place, sent = self._account.place(), dict(headers)
-        query = sent.pop(QUERY, "")
+        """The HTTP URL and the headers of a request for ``url``: an ``s3://`` URL, or one that S3 redirects to."""
+        endpoint, unsigned = self._account.endpoint(), dict(headers)
+        query = unsigned.pop(QUERY, "")
         if scheme(url) == "s3":
-            name = Name.of(url)
-            region = self._regions.get(name.bucket, place.region)
-            target = place.address(name.bucket, quote(name.key.encode("utf-8", "surrogateescape"), safe="/-_.~"), region)
+            name = S3Name.of(url)
+            region = self._regions.get(name.bucket, endpoint.region)
+            target = endpoint.address(name.bucket, quote(name.key.encode("utf-8", "surrogateescape"), safe="/-_.~"), region)
             query = query or (urlencode({"versionId": name.version}, quote_via=quote) if name.version else "")
             target += f"?{query}" if query else ""
-        elif place.is_ours(url):
-            region, target = place.region_in(url), url
+        elif endpoint.may_sign_for(url):
+            region, target = endpoint.region_in(url), url
         else:
-            return url, sent
+            return url, unsigned
         if self.options.requester_pays:
-            sent["x-amz-request-payer"] = "requester"
+            unsigned["x-amz-request-payer"] = "requester"
         keys = self._account.keys()
         if keys is None:
-            return target, sent
-        return target, sigv4.sign(method, target, sent, keys, region, datetime.datetime.now(datetime.UTC))
+            return target, unsigned
+        return target, sign(method, target, unsigned, keys, region, datetime.datetime.now(datetime.UTC))
 
-    def _judge(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> Exception | None:
-        """What a refusal means. Of S3's own words only the code is shown: the rest may quote the signature."""
-        shown, bucket = canonical(url), Name.of(url).bucket
-        code = text_of(body, "Code")
-        region = headers.get("x-amz-bucket-region") or text_of(body, "Region")
+    def _explain(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> Exception | None:
+        """The error that a refusal means. Of S3's text only the code is shown: the rest may quote the signature."""
+        shown, bucket = canonical(url), S3Name.of(url).bucket
+        code = _text_in(body, "Code")
+        region = headers.get("x-amz-bucket-region") or _text_in(body, "Region")
         if region and (status in (301, 307) or code == "AuthorizationHeaderMalformed"):
             self._regions[bucket] = region
             return _OtherRegion(f"{shown}: its bucket lies in the region {region}", url=shown, status=status)
         if code in ("RequestTimeout", "ConditionalRequestConflict", "OperationAborted"):
-            return Trouble(f"S3 answers {code}", status=status)
+            return AttemptFailed(f"S3 answers {code}", status=status)
         if status == 412:
-            return conflict(url, status)
+            return _conflict(url, status)
         if code == "NotImplemented":
             return errors.Unsupported(f"{shown}: this server cannot do that: S3 answers {code}", url=shown, status=status)
         if status == 404 or (status == 405 and headers.get("x-amz-delete-marker") == "true"):
@@ -180,10 +189,276 @@ class S3Remote:
         return _HINTS.get(code, "check that these credentials may read it")
 
 
-def _at_home(ask: Callable[[], T]) -> T:
-    """``ask()``; once more where the first answer told in which region the bucket lies."""
-    with one_time_limit():
+def _in_its_region(request: Callable[[], T]) -> T:
+    """``request()``; once more if the first answer named the region that the bucket lies in."""
+    with shared_time_limit():
         try:
-            return ask()
+            return request()
         except _OtherRegion:
-            return ask()
+            return request()
+
+
+def _conflict(url: str, status: int | None = None) -> errors.Conflict:
+    shown = canonical(url)
+    return errors.Conflict(f"{shown}: it is there already, or another version of it: nothing was written", url=shown, status=status)
+
+
+# -- responses in XML --------------------------------------------------------------------------------------------------
+
+
+class _NoEntities(ElementTree.TreeBuilder):
+    """S3 defines no entities, and those of a hostile document may grow without bound."""
+
+    def doctype(self, name: str, public: str | None, system: str | None) -> None:
+        raise ValueError("it has a document type")
+
+
+def _xml_of(url: str, response: SmallResponse) -> ElementTree.Element:
+    """The body as XML. Raises `RemoteProtocolError` if it is none, and `RemoteError` if it reports an error though its status does not."""
+    try:
+        # Ceph repeats the prefix of the request unencoded; in keys, such characters are encoded
+        root = ElementTree.fromstring(_CONTROL.sub(b"?", response.body), ElementTree.XMLParser(target=_NoEntities()))
+    except (ElementTree.ParseError, ValueError, LookupError) as error:
+        raise errors.RemoteProtocolError(f"{canonical(url)}: an answer that is not XML: {error}", url=canonical(url)) from error
+    if root.tag.endswith("Error"):
+        code = escaped((root.findtext("{*}Code") or "an error")[:100])
+        raise errors.RemoteError(f"{canonical(url)}: S3 answers {code}", url=canonical(url), status=response.status)
+    return root
+
+
+def _key_in(item: ElementTree.Element) -> str:
+    """The ``Key`` of an item of a listing that was requested with ``encoding-type=url``."""
+    return unquote_plus(item.findtext("{*}Key", ""), errors="surrogateescape")
+
+
+def _info_of(bucket: str, contents: ElementTree.Element) -> ObjectInfo:
+    """One ``Contents`` of a listing. Raises `RemoteProtocolError` if its numbers are invalid."""
+    url, etag = f"s3://{bucket}/{_key_in(contents)}", contents.findtext("{*}ETag")
+    try:
+        modified = datetime.datetime.fromisoformat(contents.findtext("{*}LastModified", "")).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise _invalid(url, "LastModified") from error
+    return ObjectInfo(url, _number_in(url, contents, "Size"), etag, bool(etag), modified)
+
+
+def _number_in(url: str, item: ElementTree.Element, tag: str) -> int:
+    """Raises `RemoteProtocolError` if it is no number."""
+    text = item.findtext(f"{{*}}{tag}", "").strip()
+    if not _NUMBER.match(text) or int(text) > MAX_SIZE:
+        raise _invalid(url, tag)
+    return int(text)
+
+
+def _invalid(url: str, tag: str) -> errors.RemoteProtocolError:
+    return errors.RemoteProtocolError(f"{canonical(url)}: S3 lists it with a {tag} that makes no sense", url=canonical(url))
+
+
+class _PageGuard:
+    """Checks the pages of a listing, so that an endless one is detected. Raises `RemoteProtocolError`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = canonical(url)
+        self._seen: set[str] = set()
+        self._empty = 0
+
+    def check(self, first: str | None, token: str) -> None:
+        """A page that begins with ``first`` (None: an empty page) is followed by the one of ``token``."""
+        self._empty = self._empty + 1 if first is None else 0
+        marks = {f"token {token}"} | ({f"item {first}"} if first is not None else set())
+        if self._empty > MAX_EMPTY_PAGES or not self._seen.isdisjoint(marks):
+            raise errors.RemoteProtocolError(f"{self._url}: its listing comes back to where it was: it has no end", url=self._url)
+        self._seen |= marks
+
+
+def _text_in(body: bytes, tag: str) -> str:
+    """The text between ``<tag>`` and ``</tag>`` in the beginning of an error's body."""
+    match = re.search(rf"<{tag}>([\w.-]+)</{tag}>".encode(), body)
+    return match[1].decode() if match else ""
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class _RequestFunction(Protocol):
+    def __call__(
+        self,
+        method: str,
+        url: str,
+        *,
+        query: Mapping[str, str],
+        headers: Mapping[str, str] = ...,
+        body: bytes | None = ...,
+        call: Call = ...,
+    ) -> SmallResponse: ...
+
+
+class _MultipartUpload(NamedTuple):
+    """An upload in parts that was begun. ``parts``: MD5 sums, in hex, of the parts that the server has."""
+
+    id: str
+    parts: Mapping[int, str] = {}
+
+
+class _Upload:
+    """One object to be written. ``request``: sends a request to S3. ``resume``: parts stay when the upload fails, and the next one uses
+    them."""
+
+    def __init__(
+        self, request: _RequestFunction, options: RemoteOptions, url: str, if_none_match: str | None, if_match: str | None,
+        on_sent: Callable[[int], None] | None = None, resume: bool = False,
+    ) -> None:  # fmt: skip
+        self._request, self._options, self._url, self._on_sent, self._resume = request, options, url, on_sent, resume
+        # without the quotes of an ETag: Ceph compares the text as it is, and the others accept both
+        self._if_none_match, self._if_match = if_none_match, if_match.strip('"') if if_match else None
+        conditions = {"If-None-Match": self._if_none_match, "If-Match": self._if_match}
+        self._conditions = {name: value for name, value in conditions.items() if value}
+        self._lock = threading.Lock()  # guards _sent
+        self._sent = 0
+
+    def run(self, source: Content) -> ObjectInfo:
+        try:
+            return self._read_and_send(source)
+        except errors.NotFound:
+            if not self._resume:
+                raise
+            # another process completed or aborted the upload that was to be resumed
+            self._resume, self._sent = False, 0
+            return self._read_and_send(source)
+
+    def _read_and_send(self, source: Content) -> ObjectInfo:
+        if isinstance(source, (str, os.PathLike)):
+            with open(source, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                return self._send(size, lambda part: _exactly(source, size, iter(partial(file.read, part), b"")))
+        view = memoryview(source).cast("B")
+        return self._send(len(view), lambda part: (bytes(view[at : at + part]) for at in range(0, len(view), part)))
+
+    def _send(self, size: int, cut: Callable[[int], Iterator[bytes]]) -> ObjectInfo:
+        """``cut(part)``: the content, in pieces of ``part`` bytes."""
+        part = max(self._options.part, MIN_PART, -(-size // MAX_PARTS))
+        with Call(self._url, self._options) as call:
+            if size > part:
+                etag = self._send_in_parts(call, cut(part), -(-size // part))
+            else:
+                body = b"".join(cut(part))
+                response = self._request("PUT", self._url, query={}, headers=self._conditions, body=body, call=call)
+                etag = response.headers.get("ETag")
+                self._report(len(body))
+        return ObjectInfo(self._url, size, etag, strong=bool(etag))
+
+    def _report(self, count: int) -> None:
+        if self._on_sent is not None:
+            with self._lock:
+                self._sent += count
+                sent = self._sent
+            self._on_sent(sent)
+
+    def _send_in_parts(self, call: Call, bodies: Iterator[bytes], count: int) -> str | None:
+        self._check_conditions(call)
+        upload = self._unfinished(call) if self._resume else None
+        if upload is not None and any(number > count for number in upload.parts):
+            self._abort(upload.id)  # of a larger object: Ceph's gateway refuses to complete an upload without all of its parts
+            upload = None
+        if upload is None:
+            begun = _xml_of(self._url, self._request("POST", self._url, query={"uploads": ""}, body=b"", call=call))
+            upload = _MultipartUpload(begun.findtext("{*}UploadId", ""))
+        try:
+            return self._complete(call, upload.id, self._send_parts(call, upload, bodies))
+        except BaseException as error:
+            if not self._resume or isinstance(error, (errors.Conflict, errors.SourceChanged)):
+                self._abort(upload.id)
+            raise
+
+    def _unfinished(self, call: Call) -> _MultipartUpload | None:
+        """The latest upload of this object that an earlier write began and did not complete."""
+        bucket, _, key = self._url.partition("://")[2].partition("/")
+        query = {"uploads": "", "encoding-type": "url", "prefix": key}
+        try:
+            uploads = _xml_of(self._url, self._request("GET", f"s3://{bucket}/", query=query, call=call)).iterfind("{*}Upload")
+            ours = [(e.findtext("{*}Initiated", ""), e.findtext("{*}UploadId", "")) for e in uploads if _key_in(e) == key]
+            return _MultipartUpload(max(ours)[1], self._parts_of(call, max(ours)[1])) if ours else None
+        except (errors.AccessDenied, errors.NotFound, errors.Unsupported) as error:
+            log.debug("%s: parts of an earlier upload cannot be listed: %s", canonical(self._url), error)
+            return None
+
+    def _parts_of(self, call: Call, upload_id: str) -> dict[int, str]:
+        parts: dict[int, str] = {}
+        query, pages = {"uploadId": upload_id}, _PageGuard(self._url)
+        while True:
+            page = _xml_of(self._url, self._request("GET", self._url, query=query, call=call))
+            parts |= {_number_in(self._url, e, "PartNumber"): e.findtext("{*}ETag", "").strip('"') for e in page.iterfind("{*}Part")}
+            query["part-number-marker"] = page.findtext("{*}NextPartNumberMarker", "")
+            if page.findtext("{*}IsTruncated") != "true" or not query["part-number-marker"]:
+                return parts
+            pages.check(page.findtext("{*}Part/{*}PartNumber"), query["part-number-marker"])
+
+    def _send_parts(self, call: Call, upload: _MultipartUpload, bodies: Iterator[bytes]) -> dict[int, str]:
+        etags: dict[int, str] = {}
+
+        def send(number: int, body: bytes) -> None:
+            query = {"partNumber": str(number), "uploadId": upload.id}
+            known = upload.parts.get(number)
+            if known is not None and known == hashlib.md5(body, usedforsecurity=False).hexdigest():
+                etags[number] = f'"{known}"'
+            else:
+                etags[number] = self._request("PUT", self._url, query=query, body=body, call=call).headers.get("ETag", "")
+            self._report(len(body))
+
+        # `run_parts` takes a body when a thread is free, so that only the parts that are being sent are in memory
+        run_parts((partial(send, number, body) for number, body in enumerate(bodies, 1)), self._options.streams - 1, call)
+        return etags
+
+    def _complete(self, call: Call, upload_id: str, etags: Mapping[int, str]) -> str | None:
+        parts = "".join(f"<Part><PartNumber>{n}</PartNumber><ETag>{escape(etags[n])}</ETag></Part>" for n in sorted(etags))
+        body = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>".encode()
+        query = {"uploadId": upload_id}
+        try:
+            response = self._request("POST", self._url, query=query, headers=self._conditions, body=body, call=call)
+        except errors.NotFound:
+            current = self._etag(call)
+            if current is None or current.strip('"') != _combined_etag([etags[n] for n in sorted(etags)]):
+                raise
+            return current  # the upload was completed, and the response was lost
+        etag = _xml_of(self._url, response).findtext("{*}ETag", "").strip('"')
+        return f'"{etag}"' if etag else self._etag(call)
+
+    def _check_conditions(self, call: Call) -> None:
+        """Raises `Conflict`. The completion of an upload would be late for it, and some servers ignore conditions there."""
+        current = self._etag(call) if self._conditions else None
+        if (self._if_none_match and current) or (self._if_match and (current or "").strip('"') != self._if_match):
+            raise _conflict(self._url)
+
+    def _etag(self, call: Call) -> str | None:
+        """The ETag of the current object, if there is one."""
+        try:
+            return self._request("HEAD", self._url, query={}, call=call).headers.get("ETag")
+        except errors.NotFound:
+            return None
+
+    def _abort(self, upload_id: str) -> None:
+        try:
+            with Call(self._url, self._options.for_check()) as call:
+                self._request("DELETE", self._url, query={"uploadId": upload_id}, call=call)
+        except errors.RemoteError as error:
+            log.warning("%s: the parts of an upload that failed are still there: %s", canonical(self._url), error)
+
+
+def _combined_etag(parts: list[str]) -> str:
+    """The ETag that S3 derives from those of an object's parts."""
+    try:
+        sums = b"".join(bytes.fromhex(part.strip('"')) for part in parts)
+    except ValueError:
+        return ""
+    return f"{hashlib.md5(sums, usedforsecurity=False).hexdigest()}-{len(parts)}"
+
+
+def _exactly(path: str | os.PathLike[str], size: int, bodies: Iterator[bytes]) -> Iterator[bytes]:
+    """``bodies``. Raises `SourceChanged` as soon as they exceed ``size`` bytes, or where they end before."""
+    done = 0
+    for body in bodies:
+        done += len(body)
+        if done > size:
+            raise errors.SourceChanged.of(os.fspath(path))
+        yield body
+    if done < size:
+        raise errors.SourceChanged.of(os.fspath(path))
