@@ -1162,12 +1162,12 @@ MUTANTS = (
     # 13. A directory has one job
     Mutant(
         13, "two programs of one step are one job", "claims/jobs.py",
-        "_launched(world) if world.ranks_per_node > 1 else None", "_launched(world)",
+        "(_launched(world) if world.ranks_per_node > 1 else None)", "_launched(world)",
         f"{JOBS}test_a_rank_alone_is_its_process",
     ),
     Mutant(
         13, "whoever started the ranks' launcher names their job", "claims/jobs.py",
-        " and said.num_ranks == world.num_ranks:", ":",
+        " and info.num_ranks == world.num_ranks:", ":",
         f"{JOBS}test_a_launcher_of_something_else_does_not_name_the_job",
     ),
     Mutant(
@@ -1177,7 +1177,7 @@ MUTANTS = (
     ),
     Mutant(
         13, "a directory that another job has is not looked at", "claims/registry.py",
-        "records.may_meet(found, asked)", "False",
+        "records.may_overlap(data, queried)", "False",
         f"{REGISTRY}test_the_error_has_both_claims_as_values",
     ),
     Mutant(
@@ -1187,12 +1187,12 @@ MUTANTS = (
     ),
     Mutant(
         13, "marks forget what lies above", "claims/records.py",
-        "frozenset(places | above)", "frozenset(places)",
+        "frozenset(own | above)", "frozenset(own)",
         "tests/claims/test_dirs.py::test_marks_miss_nothing",
     ),
     Mutant(
         13, "a number that was used again is still the old directory", "claims/conflicts.py",
-        " and meets(stream.place, _now(theirs, other.place))", "",
+        "if meets(mine.directory, _current(theirs, other.directory)):", "if True:",
         f"{REGISTRY}test_a_directory_that_was_removed_and_its_number_given_away_is_no_conflict",
     ),
     Mutant(
@@ -1207,12 +1207,12 @@ MUTANTS = (
     ),
     Mutant(
         13, "ranks wait for a leader that was refused", "claims/registry.py",
-        "ledger.refuse(wanted, found.error)", "pass",
+        "locked.refuse(request, obstructed.error)", "pass",
         f"{REGISTRY}test_the_other_ranks_are_told_of_a_conflict_at_once",
     ),
     Mutant(
         13, "a child goes on as its parent", "claims/members.py",
-        "os.close(kept)  # never unlocked: that lock is the parent's", "pass",
+        "os.close(parents_fd)  # never unlocked: that lock is the parent's", "pass",
         f"{MEMBERS}test_a_child_holds_nothing_of_its_parents",
     ),
     Mutant(
@@ -1227,7 +1227,7 @@ MUTANTS = (
     ),
     Mutant(
         13, "what is beside a claim stays", "claims/registry.py",
-        "claim_files.remove_beside(directory)", "pass",
+        "claim_files.remove_external(directory)", "pass",
         "tests/crash/test_claims.py::test_what_is_beside_a_claim_goes_with_it",
     ),
     Mutant(
@@ -1247,7 +1247,7 @@ MUTANTS = (
     ),
     Mutant(
         13, "a barrier lets through who waits with the dead", "claims/barriers.py",
-        "if 0 not in seats and self._all_are_in(seats):", "if 0 not in seats:",
+        "if 0 not in seats and self._all_live(seats):", "if 0 not in seats:",
         f"{BARRIERS}test_those_who_come_later_know_nothing_of_the_dead",
     ),
     Mutant(
@@ -1257,7 +1257,7 @@ MUTANTS = (
     ),
     Mutant(
         13, "who died on his way to a barrier is waited for", "claims/barriers.py",
-        "found = [*dead, *crowd.sitting(seat for seat in before if not seat & GONE)]", "found = [*dead]",
+        "missed = [*dead, *snapshot.occupants(seat for seat in previous if not seat & DEAD)]", "missed = [*dead]",
         f"{BARRIERS}test_one_that_crossed_is_killed_on_its_way",
     ),
     Mutant(
@@ -1267,12 +1267,12 @@ MUTANTS = (
     ),
     Mutant(
         13, "a barrier is usable before all know that it was broken", "claims/barriers.py",
-        "if not unaware and not self._late(crowd):", "if not unaware:",
+        " and not self._latecomers(snapshot):\n            state.next_round_locked()", ":\n            state.next_round_locked()",
         f"{BARRIERS}test_the_late_are_told_and_then_it_is_usable",
     ),
     Mutant(
         13, "who gives up is counted", "claims/barriers.py",
-        "if found is None and self._seat >= 0:", "if False:",
+        "if arrival is None and self._seat >= 0:", "if False:",
         f"{BARRIERS}test_a_timeout_names_who_has_not_come_and_disturbs_nobody",
     ),
     Mutant(
@@ -1283,17 +1283,17 @@ MUTANTS = (
     ),
     Mutant(
         13, "a thread waits for itself", "claims/shared.py",
-        "if known.threads.get(offset) == me:", "if False:",
+        "if claim_locks.threads.get(offset) == me:", "if False:",
         "tests/claims/test_locks.py::test_a_thread_cannot_enter_twice",
     ),
     Mutant(
         13, "shared memory has holes", "claims/shared.py",
-        "host.allocate(fd, 0, whole)", "host.truncate(fd, whole)",
+        "host.allocate(fd, 0, size)", "host.truncate(fd, size)",
         "tests/claims/test_memory.py::test_memory_is_there_before_it_is_used",
     ),
     Mutant(
         13, "who comes to shared memory believes what it asked for", "claims/shared.py",
-        "if known != told:", "if False:",
+        "if stored != header:", "if False:",
         "tests/claims/test_memory.py::test_another_says_something_else",
     ),
 )  # fmt: skip

@@ -51,7 +51,7 @@ def broken(barrier: Barrier, parties: int | None = None) -> tuple[list[str], flo
 
 def comes_to_wait(house: ClaimContext, count: int, name: str = NAME) -> None:
     """Until so many wait."""
-    board = barriers.board_of(house, name)
+    board = barriers.state_of(house, name)
     deadline = time.monotonic() + LONG
     while sum(map(bool, board.seats())) < count:
         assert time.monotonic() < deadline, f"{board.seats()} after {LONG} s"
@@ -125,7 +125,7 @@ def test_two_names_are_two_barriers(place: Path, house: ClaimContext, crew: Crew
 
 
 def test_the_first_says_how_many(house: ClaimContext) -> None:
-    with pytest.raises(errors.ConfigError, match="say how many"):
+    with pytest.raises(errors.ConfigError, match="pass the number of parties"):
         Barrier(house, NAME).wait()
 
 
@@ -296,7 +296,7 @@ def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, house: 
 @pytest.mark.parametrize("end", ["killed", "left"])
 def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, house: ClaimContext, crew: Crew, end: str) -> None:
     go = Gate()
-    late = crew(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), barrier._house.members.leave())))
+    late = crew(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), barrier._context.members.leave())))
     killed = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
     barrier = Barrier(house, NAME)
     barrier.wait(3, LONG)
@@ -339,7 +339,7 @@ def test_but_it_is_at_one_where_the_dead_took_part(place: Path, house: ClaimCont
     crossed = Barrier(house, "another")
 
     def take_part(barrier: Barrier) -> None:
-        Barrier(barrier._house, "another").wait(2, LONG)
+        Barrier(barrier._context, "another").wait(2, LONG)
         barrier.wait(2, LONG)
 
     killed = crew(lambda: rank(place, 1, take_part))
@@ -391,7 +391,7 @@ def test_who_waits_and_is_stopped_is_told_later(place: Path, house: ClaimContext
 
 
 def test_an_exit_breaks_nothing(place: Path, house: ClaimContext, crew: Crew) -> None:
-    left = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), barrier._house.members.leave())))
+    left = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), barrier._context.members.leave())))
     barrier = Barrier(house, NAME)
     barrier.wait(2, LONG)
     left.result()
@@ -411,8 +411,8 @@ def test_who_leaves_the_claim_while_a_thread_waits(place: Path, house: ClaimCont
 
         thread = threading.Thread(target=wait)
         thread.start()
-        comes_to_wait(barrier._house, 1)
-        barrier._house.members.leave()
+        comes_to_wait(barrier._context, 1)
+        barrier._context.members.leave()
         thread.join()
         return str(caught[0])
 
@@ -470,7 +470,7 @@ def test_killed_at_every_step_of_a_crossing(quick_path: Path, crew: Crew) -> Non
 
 
 def house_member(house: ClaimContext, child: Child) -> str:
-    return next(member.describe() for member in house.members.records() if member.pid == child.pid)
+    return next(member.describe() for member in house.members.everyone() if member.pid == child.pid)
 
 
 def test_killed_at_every_step_of_telling(quick_path: Path) -> None:
@@ -591,7 +591,7 @@ def test_a_timeout_names_who_left(place: Path, house: ClaimContext, crew: Crew) 
 def test_ctrl_c_takes_the_arrival_back(place: Path, house: ClaimContext, crew: Crew) -> None:
     def pressed(barrier: Barrier) -> int:
         def seats() -> int:
-            return sum(map(bool, barriers.board_of(barrier._house, NAME).seats()))
+            return sum(map(bool, barriers.state_of(barrier._context, NAME).seats()))
 
         def press() -> None:
             until(lambda: seats() == 1)
@@ -663,7 +663,7 @@ def test_a_claim_that_is_dropped_is_not_kept(place: Path, house: ClaimContext) -
     def drop(house: ClaimContext) -> list[bool]:
         other = houses.join(place)
         Barrier(other, NAME).wait(1)
-        known = weakref.ref(other), weakref.ref(barriers.board_of(other, NAME))
+        known = weakref.ref(other), weakref.ref(barriers.state_of(other, NAME))
         shared.close(other)
         other.members.leave()
         del other

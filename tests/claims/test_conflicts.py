@@ -52,8 +52,8 @@ def test_a_conflict_is_the_first_pair_that_meets(
     for _ in range(200):
         ours, theirs = places(3), places(4)
         first = next((pair for pair in itertools.product(ours, theirs) if meets(*pair)), None)
-        said = conflicts.conflict(record(ours), record(theirs), equal_only=equal_only)
-        assert (said and tuple(stream.place for stream in said)) == first
+        said = conflicts.find_conflict(record(ours), record(theirs), equal_only=equal_only)
+        assert (said and tuple(stream.directory for stream in said)) == first
         found += first is not None
     assert 0 < found < 200
 
@@ -67,13 +67,13 @@ def test_what_is_repeated_is_told_with_the_first_that_is_the_same(places: Callab
 
 def test_many_directories_are_not_compared_each_with_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[ClaimedPath] = []
-    common = records._common
+    common = records._below_common
 
     def counted(a: ClaimedPath, b: ClaimedPath) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         compared.append(a)
         return common(a, b)
 
-    monkeypatch.setattr(records, "_common", counted)
+    monkeypatch.setattr(records, "_below_common", counted)
     first, other = ([tmp_path / f"{job}{number}" for number in range(MANY)] for job in "ab")
     with forebay.claim(first, [REMOTE] * MANY, alone(), job="a"):
         forebay.claim(other, [REMOTE] * MANY, alone(), job="b").close()
@@ -90,7 +90,7 @@ def test_each_repeat_is_named_once(tmp_path: Path) -> None:
 
 
 def test_a_text_that_is_no_path_says_so() -> None:
-    with pytest.raises(errors.ConfigError, match="cannot be looked at: surrogates not allowed"):
+    with pytest.raises(errors.ConfigError, match="cannot be read: surrogates not allowed"):
         forebay.claim("/local/\ud800", world=alone())
 
 
@@ -108,7 +108,7 @@ def test_a_conflict_of_a_process_with_itself_is_true_for_whoever_reads_it(tmp_pa
         (lambda place: forebay.claim(place, REMOTE, alone(), timeout=0), "{place} is taken by claim 000000 of another job on this node"),
         (
             lambda place: forebay.claim(place, REMOTE, rank(0, 2), name="a", job="job", timeout=0),
-            "was process {leader}, which has gone",
+            "was process {leader}, which ended",
         ),
     ],
 )

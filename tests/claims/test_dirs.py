@@ -143,7 +143,7 @@ def places(draw: st.DrawFn) -> ClaimedPath:
 
 @given(places(), places())
 def test_marks_miss_nothing(a: ClaimedPath, b: ClaimedPath) -> None:
-    assert not marks([a]).asked.isdisjoint(marks([b]).told) or not overlap(a, b)
+    assert not marks([a]).queried.isdisjoint(marks([b]).stored) or not overlap(a, b)
 
 
 @given(places(), places())

@@ -25,7 +25,7 @@ from tests.kernel.children import Child, Line, fork_in_c
 
 
 def states(house: ClaimContext) -> list[str]:
-    return [member.state for member in house.members.records()]
+    return [member.state for member in house.members.everyone()]
 
 
 def joined(place: Path, line: Line) -> None:
@@ -42,7 +42,7 @@ def other(place: Path) -> Child:
 
 
 def test_the_leader_is_the_first(house: ClaimContext) -> None:
-    (only,) = house.members.records()
+    (only,) = house.members.everyone()
     assert (only.slot, only.pid, only.rank, only.worker, only.state) == (0, os.getpid(), 0, None, "in")
     assert only.describe() == f"rank 0 (process {os.getpid()})"
     assert house.members.live() == [only]
@@ -162,7 +162,7 @@ def test_who_becomes_another_program_has_left(place: Path, house: ClaimContext) 
         while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
             pass
         # The kernel names the new program a moment before it closes the old one's files.
-        until(lambda: [member.state for member in house.members.records() if member.pid == child.pid][-1] == "left")
+        until(lambda: [member.state for member in house.members.everyone() if member.pid == child.pid][-1] == "left")
         child.kill()
 
 
@@ -203,7 +203,7 @@ def test_after_leaving_every_call_says_so(house: ClaimContext) -> None:
     house.members.leave()
     house.members.leave()
     assert house.members.has_left
-    for call in (house.check, house.members.records, house.members.live, lambda: house.members.is_in(0)):
+    for call in (house.check, house.members.everyone, house.members.live, lambda: house.members.is_in(0)):
         with pytest.raises(errors.Closed):
             call()
 
@@ -285,7 +285,7 @@ def test_a_worker_of_multiprocessing_leaves(
     worker = multiprocessing.get_context(method).Process(target=work, args=(own,))
     worker.start()
     worker.join()
-    found = [member for member in house.members.records() if member.pid == worker.pid]
+    found = [member for member in house.members.everyone() if member.pid == worker.pid]
     assert [member.state for member in found] == ["left"]
 
 
@@ -293,10 +293,10 @@ def test_who_died_before_is_known(place: Path, house: ClaimContext) -> None:
     with other(place) as child:
         child.hear()
         child.kill()
-    dead = house.members.records()[-1]
+    dead = house.members.everyone()[-1]
     assert dead.state == "vanished"
-    assert dead.identity not in house.members.before
-    with Child(lambda line: line.say(dead.identity in Members.attach(place).before)) as later:
+    assert dead.identity not in house.members.dead_before
+    with Child(lambda line: line.say(dead.identity in Members.attach(place).dead_before)) as later:
         assert later.hear()
 
 
@@ -322,7 +322,7 @@ def test_forks_of_many_threads(house: ClaimContext, crew: Crew) -> None:
     for _ in range(8):
         done.open()
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in born] == [0] * 8
-    assert len({member.slot for member in house.members.records()}) == 9
+    assert len({member.slot for member in house.members.everyone()}) == 9
 
 
 def test_words_of_another_namespace() -> None:

@@ -280,7 +280,7 @@ def test_memory_is_there_before_it_is_used(place: Path, house: ClaimContext) -> 
 
 
 def test_more_than_there_is(house: ClaimContext) -> None:
-    with pytest.raises(errors.NoSpace, match=r"bytes wanted, .* are free .*FOREBAY_CLAIMS") as caught:
+    with pytest.raises(errors.NoSpace, match=r"bytes needed, .* are free .*FOREBAY_CLAIMS") as caught:
         shared.buffer(house, "b", 1 << 60)
     assert (caught.value.errno, caught.value.hopeless) == (errno.ENOSPC, True)
     assert caught.value.need > 1 << 60 > caught.value.budget >= caught.value.free
@@ -294,7 +294,7 @@ def test_it_is_full_in_the_middle(place: Path, house: ClaimContext, step: str) -
 
     host.on_step(full)
     try:
-        with pytest.raises(errors.NoSpace, match="bytes wanted"):
+        with pytest.raises(errors.NoSpace, match="bytes needed"):
             shared.buffer(house, "b", 1000)
     finally:
         host.on_step(None)

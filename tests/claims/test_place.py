@@ -57,10 +57,10 @@ def test_the_holder_of_the_lock_is_named_where_proc_does_not_tell(tmp_path: Path
     place.prepare(registry)
     monkeypatch.setattr(locks, "holders", lambda path, offset: ())
     with (
-        place._locked(registry, 5),
+        place.lock_all(registry, 5),
         pytest.raises(errors.WaitTimeout, match=rf"process {os.getpid()} on .* of user {os.geteuid()}"),
     ):
-        with place._locked(registry, 0.01):
+        with place.lock_all(registry, 0.01):
             raise AssertionError
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from forebay import errors
 from forebay.claims import records
 from forebay.claims.processes import masked, own_command, shortened
-from forebay.claims.records import Beside, ClaimedStream, Record, load
+from forebay.claims.records import ClaimedStream, ExternalFiles, Record, load
 
 RECORD = Record(
     3, "train", "job=", "0", 1000, "node", 17, 4026531836, 99, 4026531840, 1.5, "python train.py",
     (ClaimedStream(records.canonical("/local/train"), "s3://bucket/train", True), ClaimedStream(records.canonical("/local/eval"), None)),
-    {"rank": 0}, Beside(("/dev/shm/a",), "/dev/shm/b"),
+    {"rank": 0}, ExternalFiles(("/dev/shm/a",), "/dev/shm/b"),
 )  # fmt: skip
 
 
@@ -66,19 +66,19 @@ def test_a_field_of_another_kind_is_damage(field: str, value: Any) -> None:
 def test_damage_is_nobodys_error(data: bytes) -> None:
     assert load(data) is None
     assert load(RECORD.dump()[:12] + data) is None
-    assert isinstance(records.may_meet(data, asked("/local/train")), bool)
-    assert isinstance(records.may_meet(RECORD.dump()[:12] + data, asked("/local/train")), bool)
+    assert isinstance(records.may_overlap(data, asked("/local/train")), bool)
+    assert isinstance(records.may_overlap(RECORD.dump()[:12] + data, asked("/local/train")), bool)
 
 
 def asked(path: str) -> frozenset[int]:
-    return records.marks([records.canonical(path)]).asked
+    return records.marks([records.canonical(path)]).queried
 
 
 def test_a_record_that_is_cut_short_may_be_anything() -> None:
-    assert not records.may_meet(RECORD.dump(), asked("/elsewhere"))
-    assert records.may_meet(RECORD.dump()[:24], asked("/elsewhere"))
-    assert records.may_meet(RECORD.dump(), asked("/local/train/deep"))
-    assert records.may_meet(RECORD.dump(), asked("/local"))
+    assert not records.may_overlap(RECORD.dump(), asked("/elsewhere"))
+    assert records.may_overlap(RECORD.dump()[:24], asked("/elsewhere"))
+    assert records.may_overlap(RECORD.dump(), asked("/local/train/deep"))
+    assert records.may_overlap(RECORD.dump(), asked("/local"))
 
 
 @pytest.mark.parametrize(
@@ -129,5 +129,5 @@ def test_a_long_command_shows_its_program_and_its_last_arguments() -> None:
 
 def test_of_too_many_directories_a_claim_is_refused() -> None:
     many = RECORD._replace(streams=(ClaimedStream(records.canonical("/local/" + "x" * 200), None),) * 40_000)
-    with pytest.raises(errors.ConfigError, match=r"40,000 directories: .* at most 16,777,216 are read"):
+    with pytest.raises(errors.ConfigError, match=r"40,000 directories .* more than the 16,777,216 that a claim may have"):
         many.dump()

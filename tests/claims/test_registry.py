@@ -173,7 +173,7 @@ def test_each_gets_the_lowest_number_that_is_free(node: Registry, crew: Crew) ->
     born[2].kill()
     with claim("/local/mine") as first, claim("/local/other") as second:
         assert (first.prefix, second.prefix) == (1, 2)
-        assert [seen.prefix for seen in node.look()] == [0, 1, 2, 3]
+        assert [seen.prefix for seen in node.states()] == [0, 1, 2, 3]
 
 
 def test_a_claim_says_what_it_is(node: Registry, tmp_path: Path) -> None:
@@ -244,13 +244,13 @@ def test_a_directory_that_was_removed_and_its_number_given_away_is_no_conflict(n
     first = tmp_path / "first"
     first.mkdir()
     held(crew, first)
-    theirs = node.look()[0]
+    theirs = node.states()[0]
     assert theirs.record is not None
     first.rmdir()
     second = tmp_path / "second"
     second.mkdir()
     stream = theirs.record.streams[0]
-    same_number = stream.place._replace(levels=(*stream.place.levels[:-1], records.canonical(second).levels[-1]))
+    same_number = stream.directory._replace(levels=(*stream.directory.levels[:-1], records.canonical(second).levels[-1]))
     record = theirs.record._replace(streams=(ClaimedStream(same_number, REMOTE),))
     (theirs.directory / "claim").write_bytes(record.dump())
     with claim(second):
@@ -703,10 +703,10 @@ def test_the_dead_of_another_user_stay_and_are_in_nobodys_way(node: Registry, re
     child.kill()
     with claim("/local") as found:
         assert found.prefix == 1  # what it left under its number is still there
-    assert [seen.uid for seen in node.look()] == [65534]
+    assert [seen.uid for seen in node.states()] == [65534]
     assert forebay.prune_claims() == []
     assert [info.prefix for info in in_child(as_user(65534, forebay.prune_claims))] == [0]
-    assert node.look() == []
+    assert node.states() == []
 
 
 @pytest.mark.root
@@ -743,8 +743,8 @@ def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registr
     planted = registry / f"000000.{tag}"
 
     def join() -> str:
-        assert node.look()[0].tag == ClaimRequest("job", "job=", "0", ()).tag
-        assert node.look()[0].members() == []
+        assert node.states()[0].tag == ClaimRequest("job", "job=", "0", ()).tag
+        assert node.states()[0].members() == []
         for work in (lambda: members.Members.attach(planted), lambda: members.MemberTable(planted)):
             with pytest.raises(claim_files.Gone):
                 work()
@@ -836,7 +836,7 @@ def test_a_process_of_another_pid_namespace_is_as_any_other(node: Registry, regi
     assert line.split() == ["1", "0"]  # number 1 there is another process here
     with pytest.raises(errors.ClaimConflict):
         claim("/local/x", timeout=0)
-    (seen,) = node.look()
+    (seen,) = node.states()
     assert not seen.is_ending()
     assert "another PID namespace" in seen.members()[0].describe()
     started.kill()

@@ -20,7 +20,7 @@ from forebay.claims import inspect
 from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.inspect import ClaimState
 from forebay.claims.members import Member
-from forebay.claims.registry import InTheWay, Registry
+from forebay.claims.registry import ClaimObstructed, Registry
 from tests.claiming import REMOTE, alone, rank
 from tests.harness import Crew
 
@@ -52,14 +52,14 @@ def test_a_child_that_dies_while_it_is_looked_at(registry: Path, monkeypatch: py
     os.kill(leader, signal.SIGKILL)
     os.waitpid(leader, 0)
     (name,) = [name for name in os.listdir(registry) if inspect.parse([name])]
-    found = inspect.look_at(registry, name)
+    found = inspect.read_state(registry, name)
     assert found is not None
     assert found.led
     members = ClaimState.members
 
     def later(self: ClaimState) -> list[Member]:
         os.kill(child, signal.SIGKILL)
-        while (again := inspect.look_at(registry, name)) is not None and again.live:
+        while (again := inspect.read_state(registry, name)) is not None and again.live:
             os.sched_yield()
         return members(self)
 
@@ -151,15 +151,15 @@ def test_a_directory_that_is_moved_in_the_middle_of_a_call(registry: Path, monke
             return lock(self, offset, exclusive=exclusive)
 
         monkeypatch.setattr(LockFile, "try_lock", moving)
-        with pytest.raises(errors.Closed, match="somebody removed"):
+        with pytest.raises(errors.Closed, match=r"is lost: .* was removed"):
             claim.array("a", 3, "int64")
     shutil.rmtree(registry)
 
 
 def test_what_is_in_the_way_survives_pickling() -> None:
     wanted = ClaimRequest("job", "name", "0", ())
-    again = pickle.loads(pickle.dumps(InTheWay(wanted, errors.ClaimConflict("taken"))))
-    assert (type(again), str(again), str(again.error), again.seen, again._wanted) == (InTheWay, "taken", "taken", None, wanted)
+    again = pickle.loads(pickle.dumps(ClaimObstructed(wanted, errors.ClaimConflict("taken"))))
+    assert (type(again), str(again), str(again.error), again.state, again._request) == (ClaimObstructed, "taken", "taken", None, wanted)
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -168,5 +168,5 @@ def test_a_directory_that_somebody_removed_is_told(registry: Path, used: bool) -
         if used:
             claim.scalar("used", "int64")
         shutil.rmtree(claim.path)
-        with pytest.raises(errors.Closed, match=f"somebody removed {claim.path}"):
+        with pytest.raises(errors.Closed, match=f"its directory {claim.path} was removed"):
             claim.array("a", 3, "int64")

@@ -136,7 +136,7 @@ def test_a_rank_that_joins(registry: Path, tmp_path: Path) -> None:  # noqa: F81
     def lead(stay: Callable[[], None]) -> list[str]:
         with forebay.claim(tmp_path, REMOTE, rank(0, 2), "job") as claim:
             stay()
-            assert claim._members.live() == [member for member in claim._members.records() if member.slot == 0]
+            assert claim._members.live() == [member for member in claim._members.everyone() if member.slot == 0]
             return left(registry)
 
     def join() -> None:
@@ -172,10 +172,10 @@ class Beside:
     def __init__(self, place: Path) -> None:
         self._place = place
 
-    def free(self, prefix: int) -> bool:
-        return not any(os.path.lexists(name) for name in self.names(prefix))
+    def is_free(self, prefix: int) -> bool:
+        return not any(os.path.lexists(name) for name in self.paths(prefix))
 
-    def names(self, prefix: int) -> Sequence[str]:
+    def paths(self, prefix: int) -> Sequence[str]:
         return [str(self._place / f"{prefix}_{name}") for name in ("locals", "barrier", "lock")]
 
     def content(self, prefix: int) -> bytes:
@@ -188,7 +188,7 @@ def test_what_is_beside_a_claim_goes_with_it(registry: Path, tmp_path: Path, els
     outside.mkdir(exist_ok=True)
 
     def have() -> None:
-        wanted = ClaimRequest("job", "job=", "0", (ClaimedStream(records.canonical(tmp_path), REMOTE),), outside=Beside(outside))
+        wanted = ClaimRequest("job", "job=", "0", (ClaimedStream(records.canonical(tmp_path), REMOTE),), external=Beside(outside))
         held = Registry().register(wanted, 0)
         assert held.record.prefix == 0
         assert (outside / "0_locals").read_bytes() == b"text"

@@ -1,6 +1,6 @@
 """Claims: which local directories and which shared memory belong to which job of this node.
 
-A claim lives as long as any process that has it, and is freed by itself. It needs no cache: `forebay.claim`.
+A claim lives as long as any process has it, and is then freed without any action. It needs no cache: call `forebay.claim`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forebay.claims.inspect import ClaimState
 from forebay.claims.jobs import identify
 from forebay.claims.members import ClaimContext
 from forebay.claims.records import ClaimedPath, ClaimedStream, Record
-from forebay.claims.registry import Held, Registry
+from forebay.claims.registry import HeldClaim, Registry
 from forebay.claims.registry import default as default_registry
 from forebay.remote import urls
 from forebay.world import World as World
@@ -34,134 +34,131 @@ if TYPE_CHECKING:
     from forebay.claims.shared import NamedLock, Scalar
 
 PathLike: TypeAlias = str | os.PathLike[str]
-# Of both tables each use is one call, which needs no lock: a child of a fork would inherit it held.
-# By rank: who was forked may be another one than the parent, and comes to its first claim with what the parent has.
-_counts: dict[tuple[Path, str, int], itertools.count[int]] = {}  # how many claims without a name this process asked for
-_open: dict[tuple[str, str, int], Claim] = {}  # those that this process has: kept, since what was made of one may be in use
+# Each use of these tables is a single call, which needs no lock: a forked child could inherit a held one.
+# Their keys include the rank, since a forked process may be another rank than its parent, and inherits the parent's tables.
+_counts: dict[tuple[Path, str, int], itertools.count[int]] = {}  # numbers of the claims without a name
+_open: dict[tuple[str, str, int], Claim] = {}  # this process's claims; kept, since arrays made from one may be in use
 
 
 def claim(
     dirs: PathLike | Sequence[PathLike], remotes: str | Sequence[str | None] | None = None, world: World | None = None,
     job: str | None = None, *, name: str | None = None, shared: bool = False, timeout: float | None = 60.0,
 ) -> Claim:  # fmt: skip
-    """Register what this job uses on this node; all its ranks call this, and have one claim together.
+    """Register what this job uses on this node. All ranks of the job call this, and get one common claim.
 
-    ``dirs``: the local working directories, which need not be there yet; none for shared memory alone. ``remotes``: where each is
-    filled from, or None: only a directory that has one must be the job's alone. ``world``: which rank this is (default:
-    `World.detect`). ``job``: what the ranks of this job have in common, where no launcher says it. ``name``: which of the job's claims
-    this is (default: the first call of each rank makes or finds the first one, and so on). ``shared``: the directories are only read
-    here, and may be those of others of the same remote. ``timeout``: seconds for which a rank waits for the first rank of
-    its node, or anybody for a job that is ending.
+    ``dirs``: the local working directories, which need not exist yet; none for shared memory alone. ``remotes``: where each is filled
+    from, or None: only a directory with a remote must be used by this job alone. ``world``: which rank this is (default:
+    `World.detect`). ``job``: a name that the ranks of this job have in common, needed if no launcher provides one. ``name``: which of
+    the job's claims this is (default: the first call of each rank means the first claim, and so on). ``shared``: this job only reads
+    the directories, and shares them with jobs that read the same remote. ``timeout``: seconds to wait for the first rank of the node,
+    or for a job that is ending.
 
-    Raises `ClaimConflict` (a ValueError) where another claim that lives has such a directory, or one above or below it;
-    `ClaimMismatch` (a RuntimeError) where a rank says something else than the first one; `Closed` where somebody removes the claim's
-    directory meanwhile; `ConfigError`, `WaitTimeout`, `NoSpace`, `RootRefused`. It is freed when the last process that has it closes it,
-    or ends, however."""
+    Raises `ClaimConflict` (a ValueError) if another live claim has such a directory, or one above or below it; `ClaimMismatch` (a
+    RuntimeError) if the arguments of a rank differ from those of the first one; `Closed` if the claim's directory is removed meanwhile;
+    `ConfigError`, `WaitTimeout`, `NoSpace`, `RootRefused`. The claim is freed when the last process that has it closes it or ends, in
+    whatever way."""
     streams = _streams(dirs, remotes, shared)
     world = World.detect() if world is None else world
     if not isinstance(world, World):
         raise errors.ConfigError(f"world={world!r}: must be a World, or None", name="world", value=repr(world))
-    patience = _config.parse_timeout(timeout)
-    known = identify(job, world)
+    seconds = _config.parse_timeout(timeout)
+    identified = identify(job, world)
     registry = Registry()
-    key = _ordinal(registry, known.id, world.rank) if name is None else _named(name)
-    wanted = ClaimRequest(known.id, known.how, key, streams, world.to_json(), world.rank, name=known.name)
-    held = registry.register(wanted, patience) if world.is_local_leader else registry.join(wanted, patience)
+    key = _next_number(registry, identified.id, world.rank) if name is None else _named(name)
+    request = ClaimRequest(identified.id, identified.how, key, streams, world.to_json(), world.rank, name=identified.name)
+    held = registry.register(request, seconds) if world.is_local_leader else registry.join(request, seconds)
     return opened(registry, held, world)
 
 
-def _ordinal(registry: Registry, job: str, rank: int) -> str:
+def _next_number(registry: Registry, job: str, rank: int) -> str:
     return str(next(_counts.setdefault((registry.path, job, rank), itertools.count())))
 
 
 def _named(name: str) -> str:
     if not isinstance(name, str) or not name:
-        raise errors.ConfigError(f"name={name!r}: must be a text that is not empty", name="name", value=repr(name))
+        raise errors.ConfigError(f"name={name!r}: must be a non-empty text", name="name", value=repr(name))
     return f"named {name}"
 
 
 def _streams(
     dirs: PathLike | Sequence[PathLike], remotes: PathLike | Sequence[PathLike | None] | None, shared: bool
 ) -> tuple[ClaimedStream, ...]:
-    listed = _listed(dirs, "dirs")
-    wanted = [_place(path) for path in listed]
-    given = [None] * len(wanted) if remotes is None else _listed(remotes, "remotes")
-    if len(given) != len(wanted):
+    paths = _listed(dirs, "dirs")
+    directories = [_directory(path) for path in paths]
+    sources = [None] * len(directories) if remotes is None else _listed(remotes, "remotes")
+    if len(sources) != len(directories):
         raise errors.ConfigError(
-            f"{len(wanted)} directories, but {len(given)} remotes: one each, or None", name="remotes", value=len(given)
+            f"{len(directories)} directories, but {len(sources)} remotes: one each, or None", name="remotes", value=len(sources)
         )
-    again = [f"{listed[first]} and {listed[other]}" for first, other in conflicts.repeated(wanted)]
-    if again:
-        message = f"each directory may appear once in a claim, but these are repeated: {', '.join(again)}"
-        raise errors.ConfigError(message, name="dirs", value=again)
-    return tuple(ClaimedStream(place, _redacted(remote), shared) for place, remote in zip(wanted, given, strict=True))
+    repeated = [f"{paths[first]} and {paths[other]}" for first, other in conflicts.repeated(directories)]
+    if repeated:
+        message = f"each directory may appear once in a claim, but these are repeated: {', '.join(repeated)}"
+        raise errors.ConfigError(message, name="dirs", value=repeated)
+    return tuple(
+        ClaimedStream(directory, None if remote is None else urls.canonical(_text(remote, "remotes")), shared)
+        for directory, remote in zip(directories, sources, strict=True)
+    )
 
 
-def _listed(given: Any, name: str) -> list[Any]:
-    """One, or several."""
-    if isinstance(given, str | os.PathLike):
-        return [given]
-    if isinstance(given, bytes) or not isinstance(given, Iterable):
-        raise _nonsense(name, given)
-    return list(given)
+def _listed(value: Any, name: str) -> list[Any]:
+    """Return one value, or several, as a list."""
+    if isinstance(value, str | os.PathLike):
+        return [value]
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        raise _wrong_type(name, value)
+    return list(value)
 
 
-def _text(given: Any, name: str) -> str:
-    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+def _text(value: Any, name: str) -> str:
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise _nonsense(name, given)
+        raise _wrong_type(name, value)
     return text
 
 
-def _place(given: Any) -> ClaimedPath:
-    path = _text(given, "dirs")
+def _directory(value: Any) -> ClaimedPath:
+    path = _text(value, "dirs")
     if urls.is_url(path):
         raise errors.ConfigError(
-            f"dirs: {path!r} is a URL: local directories come first, then what they are filled from", name="dirs", value=path
+            f"dirs: {path!r} is a URL: pass the local directories first, then the remotes they are filled from", name="dirs", value=path
         )
     try:
         return records.canonical(os.path.expanduser(path))
     except (OSError, UnicodeEncodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error.reason
-        message = f"dirs: {path[:100]!r} cannot be looked at: {why}"
+        message = f"dirs: {path[:100]!r} cannot be read: {why}"
         raise errors.ConfigError(message, name="dirs", value=path) from error
 
 
-def _nonsense(name: str, value: Any) -> errors.ConfigError:
-    what = "local directories: paths as text, or one alone" if name == "dirs" else "a URL or None for each directory"
-    return errors.ConfigError(f"{name}: {value!r} makes no sense: wanted are {what}", name=name, value=repr(value))
+def _wrong_type(name: str, value: Any) -> errors.ConfigError:
+    what = "a local directory or several, as text or paths" if name == "dirs" else "a URL or None for each directory"
+    return errors.ConfigError(f"{name}: {value!r} is invalid: must be {what}", name=name, value=repr(value))
 
 
-def _redacted(remote: Any) -> str | None:
-    if remote is None:
-        return None
-    return urls.canonical(_text(remote, "remotes"))
+def opened(registry: Registry, held: HeldClaim, world: World) -> Claim:
+    """Return this process's `Claim` for what the registry returned."""
+    new = Claim(registry, held, world)
+    existing = _open.setdefault(new._identity, new)
+    if existing is not new:
+        held.members.leave()  # another thread unpickled it at the same moment
+    return existing
 
 
-def opened(registry: Registry, held: Held, world: World) -> Claim:
-    """What the registry gave, as a `Claim` of this process."""
-    found = Claim(registry, held, world)
-    kept = _open.setdefault(found._identity, found)
-    if kept is not found:
-        held.members.leave()  # another thread unpickled it in the same moment
-    return kept
-
-
-def _arrive(registry: str, identity: tuple[str, str, int], world: World) -> Claim:
-    """A claim that came by pickle: that of this process, if it has it, else it joins now."""
-    found = _open.get(identity)
-    if found is not None:
-        return found
+def _unpickle(registry: str, identity: tuple[str, str, int], world: World) -> Claim:
+    """Return this process's claim if it has it; else join it now."""
+    existing = _open.get(identity)
+    if existing is not None:
+        return existing
     at = Registry(registry)
     held = at.attach(at.path / identity[0], rank=world.rank)
     if _token(held.record) != identity[1]:
         held.members.leave()
-        raise errors.Closed(f"claim {identity[0]} was freed, and its number is another one's by now", what="claim")
+        raise errors.Closed(f"claim {identity[0]} was freed, and another claim has its number now", what="claim")
     return opened(at, held, world)
 
 
 def _token(record: Record) -> str:
-    """Tells a claim from one that had, or will have, its name."""
+    """Tell a claim from earlier and later ones of its name."""
     return f"{record.pid} {record.start}"
 
 
@@ -169,101 +166,101 @@ class Claim:
     """What a job uses on this node: its directories, and shared memory, barriers and locks for its processes. Made by `claim`.
 
     ``prefix``: a small number that no other live claim of the node has. ``path``: of its directory, in memory. ``job``, ``name``;
-    ``directories`` (links resolved), ``remotes`` (free of secrets), ``shared``; ``world``: as this process was told, or found;
-    ``is_leader``: whether it made the claim.
+    ``directories`` (links resolved), ``remotes`` (without secrets), ``shared``; ``world``: as given or detected in this process;
+    ``is_leader``: whether this process created the claim.
 
-    Callable from any thread. A forked child has the claim as well, and so has who unpickles it, at once. An open claim stays, whoever
-    refers to it, until `close` or the end of the process: arrays made of it may be in use."""
+    Callable from any thread. A forked child has the claim at once, and so has a process that unpickles it. An open claim stays until
+    `close` or the end of the process, even if nothing refers to it: arrays made from it may be in use."""
 
-    def __init__(self, registry: Registry, held: Held, world: World) -> None:
+    def __init__(self, registry: Registry, held: HeldClaim, world: World) -> None:
         record = held.record
         self._registry, self._record, self._members = registry, record, held.members
-        self._house = ClaimContext(held.members, f"claim {record.prefix:06} of {record.owner}", self)
+        self._context = ClaimContext(held.members, f"claim {record.prefix:06} of {record.owner}", self)
         self._identity = (held.members.directory.name, _token(record), world.rank)
         self.prefix, self.path, self.job, self.world = record.prefix, held.members.directory, record.job, world
         self.name = record.key.removeprefix("named ")
-        self.directories = tuple(stream.place.path for stream in record.streams)
+        self.directories = tuple(stream.directory.path for stream in record.streams)
         self.remotes = tuple(stream.remote for stream in record.streams)
         self.shared = all(stream.shared for stream in record.streams)
         self.is_leader = world.is_local_leader
 
     def array(self, name: str, shape: int | Sequence[int], dtype: Any) -> numpy.ndarray[Any, Any]:
-        """An array in shared memory, which all processes that have the claim see under this name: of zeros at first.
+        """Return the array in shared memory that has this name in all processes of the claim; zeros at first.
 
-        Raises `ClaimMismatch` where another shape or dtype was asked for before, `NoSpace` where /dev/shm is full, `MissingExtra`
-        without NumPy. It stays good after `close`, and after the claim was freed."""
+        Raises `ClaimMismatch` if another shape or dtype was requested before, `NoSpace` if /dev/shm is full, `MissingExtra` without
+        NumPy. The array stays valid after `close`, and after the claim is freed."""
         from forebay.claims import shared
 
-        return shared.array(self._house, name, shape, dtype)
+        return shared.array(self._context, name, shape, dtype)
 
     def scalar(self, name: str, dtype: Any) -> Scalar:
-        """One value in shared memory, with ``get()`` and ``set(value)``: see `array`."""
+        """Return one value in shared memory, with ``get()`` and ``set(value)``: see `array`."""
         from forebay.claims import shared
 
-        return shared.scalar(self._house, name, dtype)
+        return shared.scalar(self._context, name, dtype)
 
     def buffer(self, name: str, size: int) -> memoryview:
-        """``size`` bytes of shared memory, writable: see `array`."""
+        """Return ``size`` writable bytes of shared memory: see `array`."""
         from forebay.claims import shared
 
-        return shared.buffer(self._house, name, size)
+        return shared.buffer(self._context, name, size)
 
     def barrier(self, name: str) -> Barrier:
-        """Where ``parties`` processes or threads wait for each other: ``wait(parties, timeout=None)``, any number of times."""
+        """Return a barrier, where ``parties`` processes or threads wait for each other: ``wait(parties, timeout=None)``, any number of
+        times."""
         from forebay.claims.barriers import Barrier
 
-        return Barrier(self._house, name)
+        return Barrier(self._context, name)
 
     def lock(self, name: str, timeout: float | None = None) -> NamedLock:
-        """A lock for a ``with``, which one thread of one process has at a time; death frees it. ``timeout``: then `WaitTimeout`."""
+        """Return a lock for a ``with`` block, held by one thread of one process at a time, and released if its holder dies. Entering
+        raises `WaitTimeout` after ``timeout`` seconds."""
         from forebay.claims.shared import NamedLock
 
-        return NamedLock(self._house, name, _config.parse_timeout(timeout))
-
-    # -- life ------------------------------------------------------------------------------------------------------
+        return NamedLock(self._context, name, _config.parse_timeout(timeout))
 
     @property
     def closed(self) -> bool:
-        """Whether this process gave the claim back."""
+        """Whether this process closed the claim."""
         return self._members.has_left
 
     def close(self) -> None:
-        """Give the claim back, of this process alone: the last one frees it. What was made of it stays good."""
+        """Close the claim in this process alone; the last process frees it. Arrays and buffers made from it stay valid."""
         _open.pop(self._identity, None)
         if not self.closed:
             from forebay.claims import shared
 
-            shared.close(self._house)
+            shared.close(self._context)
             self._members.leave()
 
     def let_go(self) -> None:
-        """The same for finalizers, which may run inside anything: never waits."""
+        """Close the claim without ever waiting, for finalizers, which may run inside anything."""
         _open.pop(self._identity, None)
         self._members.leave_soon()
 
     def __enter__(self) -> Self:
-        self._house.check()
+        self._context.check()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._house.check()
-        return _arrive, (str(self._registry.path), self._identity, self.world)
+        self._context.check()
+        return _unpickle, (str(self._registry.path), self._identity, self.world)
 
     def __repr__(self) -> str:
         return f"<forebay.Claim {self.prefix:06} of {', '.join(self.directories)}{' closed' if self.closed else ''}>"
 
 
-# -- of all jobs -------------------------------------------------------------------------------------------------------
+# -- all claims of the node --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimInfo:
-    """A claim of the node. ``pids``: who has it now, and ``leader``, who made it, as far as we may know. ``started``: seconds since 1970;
-    ``age``: seconds. ``bytes``: of its shared memory; None where that is not shown to us. ``live``: somebody has it. What a damaged
-    one does not tell is empty, 0, or None."""
+    """A claim of the node. ``pids``: the processes that have it now, and ``leader``, the one that created it, as far as this user may
+    know. ``started``: seconds since 1970; ``age``: seconds. ``bytes``: of its shared memory; None if that is hidden from this user.
+    ``live``: whether any process has it. Of a damaged claim the unknown fields are empty, 0, or None."""
 
     prefix: int
     job: str
@@ -283,55 +280,53 @@ class ClaimInfo:
 
 
 def list_claims() -> list[ClaimInfo]:
-    """The claims of this node, of all users and jobs, live and dead, by their number. Raises `RootError`."""
-    with _looking():
-        registry = _known()
-        return [] if registry is None else [_info(seen) for seen in registry.look()]
+    """Return the claims of this node, of all users and jobs, live and dead, by their number. Raises `RootError`."""
+    with _reading():
+        registry = _existing_registry()
+        return [] if registry is None else [_info(state) for state in registry.states()]
 
 
 def prune_claims() -> list[ClaimInfo]:
-    """Free now what dead jobs of this user left; the user's next claim would do the same. Gives what was freed; a claim that any living
-    process has is never touched. Raises `RootError`, `WaitTimeout`."""
-    with _looking():
-        registry = _known()
+    """Free what dead jobs of this user left, as the user's next claim would, and return the freed claims. A claim that any live process
+    has is never touched. Raises `RootError`, `WaitTimeout`."""
+    with _reading():
+        registry = _existing_registry()
         if registry is None:
             return []
-        dead = [_info(seen) for seen in registry.look() if not seen.live]
-        freed = {(seen.prefix, seen.uid) for seen in registry.prune()}
+        dead = [_info(state) for state in registry.states() if not state.live]
+        freed = {(state.prefix, state.uid) for state in registry.prune()}
         return [info for info in dead if (info.prefix, info.uid) in freed]
 
 
 @contextmanager
-def _looking() -> Iterator[None]:
-    """What the system refuses, such as one more open file, as a `RootError`."""
+def _reading() -> Iterator[None]:
+    """Turn an OSError, such as too many open files, into a `RootError`."""
     try:
         yield
     except OSError as error:
         if isinstance(error, errors.ForebayError):
             raise
         path = str(default_registry())
-        raise errors.RootError(f"the claims in {path} cannot be looked at: {error.strerror}", path=path) from error
+        raise errors.RootError(f"the claims in {path} cannot be read: {error.strerror}", path=path) from error
 
 
-def _known() -> Registry | None:
-    """The registry of the node; None where nobody has claimed yet: looking makes nothing."""
+def _existing_registry() -> Registry | None:
+    """Return the registry of the node; None if there is none yet, since listing creates nothing."""
     return Registry() if os.path.lexists(default_registry()) else None
 
 
-def _info(seen: ClaimState) -> ClaimInfo:
-    from forebay.claims.records import user_name
-
-    record = seen.record
-    told: dict[str, Any] = {
-        "prefix": seen.prefix, "uid": seen.uid, "user": user_name(seen.uid), "pids": tuple(seen.pids()), "bytes": seen.memory(),
-        "live": seen.live,
+def _info(state: ClaimState) -> ClaimInfo:
+    record = state.record
+    fields: dict[str, Any] = {
+        "prefix": state.prefix, "uid": state.uid, "user": records.user_name(state.uid), "pids": tuple(state.pids()),
+        "bytes": state.memory(), "live": state.live,
     }  # fmt: skip
     if record is None:
-        nothing: dict[str, Any] = {"job": "", "name": "", "leader": None, "started": 0.0, "age": 0.0, "directories": (), "remotes": ()}
-        return ClaimInfo(**told, **nothing, shared=False, command="")
+        unknown: dict[str, Any] = {"job": "", "name": "", "leader": None, "started": 0.0, "age": 0.0, "directories": (), "remotes": ()}
+        return ClaimInfo(**fields, **unknown, shared=False, command="")
     return ClaimInfo(
-        **told, job=record.job, name=record.key.removeprefix("named "), leader=record.pid, started=record.start,
-        age=max(time.time() - record.start, 0.0), directories=tuple(stream.place.path for stream in record.streams),
+        **fields, job=record.job, name=record.key.removeprefix("named "), leader=record.pid, started=record.start,
+        age=max(time.time() - record.start, 0.0), directories=tuple(stream.directory.path for stream in record.streams),
         remotes=tuple(stream.remote for stream in record.streams), shared=all(stream.shared for stream in record.streams),
         command=record.command,
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""Barriers of a claim: its processes wait for each other, and for nobody who died.
+"""Barriers of a claim: its processes wait for each other, but never for a process that died.
 
-What the processes at a barrier share is a row of seats for a round, and one for the round before. A round has as many seats as parties.
-Who comes takes the lowest free one; who takes the last begins the next round, and that is what the others wait for. Two rows of seats
-are used in turn, so the row of the round before still tells who crossed then.
+The processes at a barrier share a row of seats for the current round, and one for the round before. A round has as many seats as
+parties. A process that arrives takes the lowest free seat; the one that takes the last seat begins the next round, and that is what the
+others wait for. The two rows alternate, so the row of the previous round still says who crossed then.
 
-Every change is made under a lock that falls with its holder, and each step of it is one word: a seat taken or left, or the state, last.
-So a process that is killed in between leaves seats that are its own, or a row that is cleared again.
+Every change is made under a lock that is released when its holder dies, and each step of it stores one word: a seat is taken or freed,
+or the state changes, which comes last. So a process that is killed in between leaves seats that are its own, or a row that is cleared
+again.
 """
 
 from __future__ import annotations
@@ -19,26 +20,31 @@ from typing import Any, NoReturn, SupportsIndex, cast
 from forebay import _config, errors
 from forebay._kernel import host, mappings, waits
 from forebay.claims.members import ClaimContext, Identity, Member
-from forebay.claims.shared import NamedLock, number, share, with_state, words_of
+from forebay.claims.shared import NamedLock, map_shared, name_hash, words_of
 
 SEATS = 1024
-"""As many parties as a barrier can have."""
-SEEN = 1 << 63
-"""In a seat of a round that is broken: who sits here knows, or is who died."""
-GONE = 1 << 15
+"""The largest number of parties."""
+INFORMED = 1 << 63
+"""In a seat of a broken round: its process knows that the round is broken, or is the one that died."""
+DEAD = 1 << 15
 """The latter."""
 _TAKEN = 1 << 62
-_STATE, _BROKEN_AT, _PARTIES = 0, 1, 2  # words; of _PARTIES one for each row
+_STATE, _BROKEN_AT, _PARTIES = 0, 1, 2  # words; _PARTIES has one for each row
 _HEAD = 8
-_BROKEN = 1  # in the state: the round times two, and this
+_BROKEN = 1  # added to twice the round in the state
 
-# A seat: seen, taken, slot (10 bits), pid (22), the low bits of the start (14), gone, and which visit of that process (15).
-VISIT = GONE - 1
-_OWNER = (SEEN - 1) & ~(GONE | VISIT)
+# A seat: informed, taken, slot (10 bits), pid (22), the low bits of the start (14), dead, and the number of this process's visit (15).
+VISIT = DEAD - 1
+_OWNER = (INFORMED - 1) & ~(DEAD | VISIT)
+
+_LOCK_TIMEOUT = 0.5
+_WOKEN_WITHIN = 10.0
+_MOST_NAMES = 8
+_YIELDS = 20
 
 
-def owner(who: Identity) -> int:
-    slot, pid, start = who
+def owner_bits(process: Identity) -> int:
+    slot, pid, start = process
     return _TAKEN | (slot & 0x3FF) << 52 | (pid & 0x3FFFFF) << 30 | (start & 0x3FFF) << 16
 
 
@@ -46,20 +52,20 @@ def slot_of(seat: int) -> int:
     return seat >> 52 & 0x3FF
 
 
-def is_of(seat: int, who: Identity) -> bool:
-    return seat & _OWNER == owner(who)
+def belongs_to(seat: int, process: Identity) -> bool:
+    return seat & _OWNER == owner_bits(process)
 
 
-class Board:
-    """The mapped state of a barrier, as this process has it. Methods that end in ``_locked``: the caller holds `mutex`."""
+class BarrierState:
+    """The mapped state of a barrier. Methods that end in ``_locked`` require that the caller holds `mutex`."""
 
-    def __init__(self, house: ClaimContext, name: str) -> None:
-        self.name, self.what = name, f"the barrier {name!r} of {house.name}"
-        self._words = mappings.words(share(house, "barrier", name, (_HEAD + 2 * SEATS) * 8))
-        self.mutex = NamedLock(house, name, kind="barrier")
-        self.futex, self.index = words_of(house), number("barrier wait", name) % waits.COUNT
-        self.told: set[Identity] = set()  # whose death this process was told of here
-        self.heard: set[Identity] = house.parts.setdefault(Identity, set())  # and at any barrier of the claim
+    def __init__(self, context: ClaimContext, name: str) -> None:
+        self.name, self.label = name, f"the barrier {name!r} of {context.name}"
+        self._words = mappings.words(map_shared(context, "barrier", name, (_HEAD + 2 * SEATS) * 8))
+        self.mutex = NamedLock(context, name, kind="barrier")
+        self.futex, self.index = words_of(context), name_hash("barrier wait", name) % waits.COUNT
+        self.reported: set[Identity] = set()  # deaths that this process reported at this barrier
+        self.reported_anywhere: set[Identity] = context.parts.setdefault(Identity, set())  # at any barrier of the claim
         self.visits = 0
 
     @property
@@ -83,122 +89,120 @@ class Board:
         return self._words[_PARTIES + self.round % 2]
 
     def seats(self) -> list[int]:
-        """This round's, 0 where one is free."""
+        """Return the seats of this round, 0 for a free one."""
         return self._row(self.round)
 
-    def seats_before(self) -> list[int]:
-        """Those of the round before."""
+    def previous_seats(self) -> list[int]:
+        """Return the seats of the previous round."""
         return self._row(self.round + 1)
 
-    def _row(self, which: int) -> list[int]:
-        first = _HEAD + which % 2 * SEATS
-        return self._words[first : first + self._words[_PARTIES + which % 2]].tolist()
+    def _row(self, number: int) -> list[int]:
+        first = _HEAD + number % 2 * SEATS
+        return self._words[first : first + self._words[_PARTIES + number % 2]].tolist()
 
     def set_seat_locked(self, seat: int, value: int) -> None:
         host.set_word(self._words, _HEAD + self.round % 2 * SEATS + seat, value)
 
     def set_parties_locked(self, parties: int) -> None:
-        """Caller: nobody waits."""
+        """Set the number of parties while no process waits."""
         self._clear_locked(self.round)
         host.set_word(self._words, _PARTIES + self.round % 2, parties)
 
     def next_round_locked(self) -> None:
-        """Begin it: who waits has crossed. Caller: calls `wake` after."""
+        """Begin the next round: the waiting processes have crossed. The caller calls `wake` after."""
         after = self.round + 1
         parties = self.parties
         self._clear_locked(after)
         host.set_word(self._words, _PARTIES + after % 2, parties)
         host.set_word(self._words, _STATE, after << 1)
 
-    def _clear_locked(self, which: int) -> None:
-        for seat, value in enumerate(self._row(which), _HEAD + which % 2 * SEATS):
+    def _clear_locked(self, number: int) -> None:
+        for word, value in enumerate(self._row(number), _HEAD + number % 2 * SEATS):
             if value:
-                host.set_word(self._words, seat, 0)
+                host.set_word(self._words, word, 0)
 
     def break_locked(self) -> None:
-        """Have everybody who waits told. Caller: calls `wake` after."""
+        """Mark the round as broken. The caller calls `wake` after."""
         host.set_word(self._words, _BROKEN_AT, time.monotonic_ns())
         host.set_word(self._words, _STATE, self.state | _BROKEN)
 
     def wake(self) -> None:
-        """Wake who waits: they have crossed, or are told."""
+        """Wake the waiting processes: the round is over or broken."""
         self.futex.bump(self.index)
 
 
-def board_of(house: ClaimContext, name: str) -> Board:
-    """One a process: what it was told, it was told in all its threads."""
-    house.check()
-    found = house.parts.get((Board, name))
-    if found is None:
-        found = house.parts.setdefault((Board, name), Board(house, name))
-    return cast(Board, found)
+def state_of(context: ClaimContext, name: str) -> BarrierState:
+    """Return the state of a barrier, one object per process: a death is reported to the process, not to each of its threads."""
+    context.check()
+    state = context.parts.get((BarrierState, name))
+    if state is None:
+        state = context.parts.setdefault((BarrierState, name), BarrierState(context, name))
+    return cast(BarrierState, state)
 
 
 class MemberSnapshot:
-    """The members of a claim, as they were at one look."""
+    """The members of a claim at one moment."""
 
     def __init__(self, members: list[Member]) -> None:
         self.members = members
         self.live = [member for member in members if member.state == "in"]
-        self._owners = {owner(member.identity): member for member in members}
+        self._by_owner = {owner_bits(member.identity): member for member in members}
 
-    def who(self, seat: int) -> Member | None:
-        """Who sits there; None where nobody does, or one who left."""
-        return self._owners.get(seat & _OWNER)
+    def occupant(self, seat: int) -> Member | None:
+        """Return the member in a seat; None if it is free, or its process left."""
+        return self._by_owner.get(seat & _OWNER)
 
-    def sitting(self, seats: Iterable[int]) -> list[Member]:
-        """Who sits in some of these."""
-        return [member for member in map(self.who, seats) if member is not None]
+    def occupants(self, seats: Iterable[int]) -> list[Member]:
+        """Return the members in these seats."""
+        return [member for member in map(self.occupant, seats) if member is not None]
 
     def joined(self, slot: int) -> float:
         return next((member.joined for member in self.live if member.slot == slot), 0.0)
 
 
-_LOCK_AGAIN = 0.5
-_WOKEN_WITHIN = 10.0
-_NAMED = 8
-_YIELDS = 20
+# -- waiting -----------------------------------------------------------------------------------------------------------
 
 
 class Barrier:
-    """A barrier of a claim, for processes and their threads: each call of `wait` is one who came.
+    """A barrier of a claim, for processes and their threads: each call of `wait` is one arrival.
 
-    Callable from any thread, and in forked children; who unpickles it has the same barrier."""
+    Callable from any thread, and in forked children; unpickling gives the same barrier."""
 
-    def __init__(self, house: ClaimContext, name: str) -> None:
+    def __init__(self, context: ClaimContext, name: str) -> None:
         """Raises ConfigError, NoSpace, Closed."""
         self.name = name
-        self._house = house
-        self._board = board_of(house, name)
+        self._context = context
+        self._state = state_of(context, name)
 
     def __repr__(self) -> str:
-        return f"<the barrier {self.name!r} of {self._house.name}>"
+        return f"<the barrier {self.name!r} of {self._context.name}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Barrier, (self._house, self.name)
+        return Barrier, (self._context, self.name)
 
     def wait(self, parties: SupportsIndex | None = None, timeout: float | None = None) -> int:
-        """Wait until ``parties`` have come; gives which of them this was, from 0 on, each number once.
+        """Wait until ``parties`` have arrived. Returns the number of this arrival, from 0 on, each number once.
 
-        ``parties`` is learned at the first call; a call with another number changes it while nobody waits, else it is a `ConfigError`.
-        Raises `BarrierBroken`, 0.1 s later, where a process died that waited here, or crossed this barrier the last time, or, before the
-        first crossing, may have been one of the parties: each survivor gets that once, then the barrier can be used again. Raises
-        `WaitTimeout` after ``timeout`` seconds: it names who has not come, and disturbs nobody else; so does Ctrl-C. A process that
-        ends by itself, or leaves the claim, breaks nothing."""
-        board = self._board
-        visit = _Visit(self._house, board, self._count(parties), _config.parse_timeout(timeout))
+        The first call sets ``parties``; a later call with another number changes it if no process waits, else raises `ConfigError`.
+
+        Raises `BarrierBroken`, within 0.1 s, if a process died that waited here, or that crossed this barrier the last time, or that,
+        before the first crossing, may have been one of the parties. Each survivor gets that once; then the barrier can be used again.
+        Raises `WaitTimeout` after ``timeout`` seconds: it names the missing processes, and disturbs no other process; neither does
+        Ctrl-C. A process that ends in order, or leaves the claim, breaks nothing."""
+        state = self._state
+        visit = _Visit(self._context, state, self._checked(parties), _config.parse_timeout(timeout))
         try:
-            return waits.wait_for(visit.attempt, board.futex, board.index, what=visit.whom, timeout=timeout, by="missing:")
+            return waits.wait_for(visit.attempt, state.futex, state.index, what=visit.describe_missing, timeout=timeout, by="missing:")
         except errors.WaitTimeout:
-            crossed = visit.take_back(timed_out=True)
-            if crossed is None:
+            arrival = visit.take_back(timed_out=True)
+            if arrival is None:
                 raise
-            return crossed
+            return arrival
         except BaseException:
             visit.take_back()
             raise
 
-    def _count(self, parties: SupportsIndex | None) -> int | None:
+    def _checked(self, parties: SupportsIndex | None) -> int | None:
         if parties is None:
             return None
         if isinstance(parties, SupportsIndex) and not isinstance(parties, bool) and 0 < operator.index(parties) <= SEATS:
@@ -209,262 +213,272 @@ class Barrier:
 class _Visit:
     """One call of `Barrier.wait`."""
 
-    def __init__(self, house: ClaimContext, board: Board, parties: int | None, timeout: float | None) -> None:
-        self._house, self._board, self._parties = house, board, parties
+    def __init__(self, context: ClaimContext, state: BarrierState, parties: int | None, timeout: float | None) -> None:
+        self._context, self._state, self._parties = context, state, parties
         self._began, self._timeout = time.monotonic(), timeout
         self._round = self._seat = -1
-        self._mark = 0  # what stands in our seat
-        board.visits += 1
+        self._mark = 0  # the value of our seat
+        state.visits += 1
 
     def attempt(self) -> int | None:
-        """The number of this arrival, once the round is over."""
-        board = self._board
+        """Return the number of this arrival once the round is over."""
+        state = self._state
         if self._seat < 0:
-            found = self._locked(self._arrive_locked, self._left())
-            return found if found is not None or self._seat < 0 else self._linger()
-        if board.round != self._round:
+            arrival = self._locked(self._arrive_locked, self._remaining())
+            return arrival if arrival is not None or self._seat < 0 else self._linger()
+        if state.round != self._round:
             return self._seat
-        if board.is_broken or self._is_suspect():
-            return self._locked(self._look_locked, self._left())
+        if state.is_broken or self._is_suspect():
+            return self._locked(self._check_round_locked, self._remaining())
         return None
 
     def _linger(self) -> int | None:
-        """Let others run for a moment: often the last one comes before we would be asleep."""
-        board, state = self._board, self._round << 1
+        """Let other processes run for a moment: often the last party arrives before this process could fall asleep."""
+        state, before = self._state, self._round << 1
         for _ in range(_YIELDS):
-            if board.state != state:
+            if state.state != before:
                 break
             os.sched_yield()
-        return self._seat if board.round != self._round else None
+        return self._seat if state.round != self._round else None
 
-    def _left(self) -> float | None:
+    def _remaining(self) -> float | None:
         return None if self._timeout is None else max(0.0, self._began + self._timeout - time.monotonic())
 
     def _locked(self, work: Callable[[], int | None], timeout: float | None) -> int | None:
-        board = self._board
-        before = board.state
+        state = self._state
+        before = state.state
         try:
-            with board.mutex.within(timeout):
+            with state.mutex.within(timeout):
                 return work()
         finally:
-            if board.state != before:
-                board.wake()  # not earlier: who wakes comes again, and would have to wait for our lock
+            if state.state != before:
+                state.wake()  # not earlier: a woken process that arrives again would have to wait for our lock
 
-    # -- coming ----------------------------------------------------------------------------------------------------
+    # -- arriving --------------------------------------------------------------------------------------------------
 
     def _arrive_locked(self) -> int | None:
-        board = self._board
-        if board.is_broken:
+        state = self._state
+        if state.is_broken:
             self._settle_locked()
-        if board.is_broken and self._others_are_about_to_know():
+        if state.is_broken and self._others_are_being_informed():
             return None
-        if board.is_broken:
-            self._be_told_locked()
+        if state.is_broken:
+            self._raise_broken_locked()
         self._agree_locked()
-        if board.is_broken:
-            self._be_told_locked()
-        seats = board.seats()
+        if state.is_broken:
+            self._raise_broken_locked()
+        seats = state.seats()
         if 0 not in seats:
-            self._judge_locked()
-            if board.is_broken:
-                self._be_told_locked()
-            seats = board.seats()
+            self._find_deaths_locked()
+            if state.is_broken:
+                self._raise_broken_locked()
+            seats = state.seats()
             if 0 not in seats:
-                return None  # more have come than parties: for the next round
+                return None  # more processes than parties arrived: wait for the next round
         self._sit_locked(seats.index(0))
         if seats.count(0) > 1:
             return None
-        return self._look_locked()
+        return self._check_round_locked()
 
     def _sit_locked(self, seat: int) -> None:
-        # First noted here, then there: Ctrl-C in between takes back what is not there.
-        self._mark = owner(self._house.members.identity) | self._board.visits & VISIT
-        self._round, self._seat = self._board.round, seat
-        self._board.set_seat_locked(seat, self._mark)
+        # First noted here, then stored: Ctrl-C in between takes back an arrival that was never stored.
+        self._mark = owner_bits(self._context.members.identity) | self._state.visits & VISIT
+        self._round, self._seat = self._state.round, seat
+        self._state.set_seat_locked(seat, self._mark)
 
     def _agree_locked(self) -> None:
-        """On the number of parties."""
-        board, wanted = self._board, self._parties
-        if wanted is None and not board.parties:
-            raise errors.ConfigError(f"{board.what} is used for the first time: say how many parties it is for")
-        if wanted is None or wanted == board.parties:
+        """Agree on the number of parties."""
+        state, parties = self._state, self._parties
+        if parties is None and not state.parties:
+            raise errors.ConfigError(f"{state.label} is used for the first time: pass the number of parties")
+        if parties is None or parties == state.parties:
             return
-        if any(board.seats()):
-            self._judge_locked()
-        waiting = len(board.seats()) - board.seats().count(0)
-        if waiting and not board.is_broken:
-            raise errors.ConfigError(f"{board.what}: {waiting} of {board.parties} parties wait, so it cannot be for {wanted} now")
+        if any(state.seats()):
+            self._find_deaths_locked()
+        waiting = len(state.seats()) - state.seats().count(0)
+        if waiting and not state.is_broken:
+            raise errors.ConfigError(f"{state.label}: {waiting} of {state.parties} parties wait, so it cannot be for {parties} now")
         if not waiting:
-            board.set_parties_locked(wanted)
+            state.set_parties_locked(parties)
 
-    def _look_locked(self) -> int | None:
-        """After we have come: the round may be whole, or broken."""
-        board = self._board
-        if board.round != self._round:
+    def _check_round_locked(self) -> int | None:
+        """Check, after our arrival, whether the round is complete or broken."""
+        state = self._state
+        if state.round != self._round:
             return self._seat
-        if not board.is_broken:
-            seats = board.seats()
-            if 0 not in seats and self._all_are_in(seats):
-                board.next_round_locked()
+        if not state.is_broken:
+            seats = state.seats()
+            if 0 not in seats and self._all_live(seats):
+                state.next_round_locked()
                 return self._seat
-            self._judge_locked()
-        if board.is_broken:
-            self._be_told_locked()
-        if board.seats()[self._seat] != self._mark:  # others took us for gone: our lock on the claim had been lost
+            self._find_deaths_locked()
+        if state.is_broken:
+            self._raise_broken_locked()
+        if state.seats()[self._seat] != self._mark:  # others took us for dead: our lock on the claim had been lost
             self._seat = -1
             return self._arrive_locked()
         return None
 
     # -- deaths ----------------------------------------------------------------------------------------------------
 
-    def _all_are_in(self, seats: list[int]) -> bool:
-        """Whether all who sit here live."""
-        members = self._house.members
-        return all((who := members.occupant(slot_of(seat))) is not None and is_of(seat, who) for seat in seats)
-
-    def _mourns(self, member: Member) -> bool:
-        """Whether its death is news to this process. Who had died before it came is others' affair."""
-        who = member.identity
-        return member.state == "vanished" and who not in self._board.told and who not in self._house.members.before
+    def _all_live(self, seats: list[int]) -> bool:
+        """Whether all processes in these seats live."""
+        members = self._context.members
+        return all((process := members.occupant(slot_of(seat))) is not None and belongs_to(seat, process) for seat in seats)
 
     def _is_suspect(self) -> bool:
-        """Whether there is something to judge."""
-        crowd, seats = MemberSnapshot(self._house.members.records()), self._board.seats()
-        owners = [crowd.who(value) for value in seats if value]
-        gone = any(member is None or member.state != "in" for member in owners)
-        return gone or 0 not in seats or any(map(self._mourns, crowd.members))
+        """Whether a process that sits here is gone, the round may be complete, or a member died."""
+        snapshot, seats = self._snapshot(), self._state.seats()
+        occupants = [snapshot.occupant(value) for value in seats if value]
+        gone = any(member is None or member.state != "in" for member in occupants)
+        return gone or 0 not in seats or any(map(self._is_news, snapshot.members))
 
-    def _judge_locked(self) -> None:
-        """Free the seats of those who left, and break the round where somebody died whom it misses."""
-        board, crowd = self._board, MemberSnapshot(self._house.members.records())
+    def _snapshot(self) -> MemberSnapshot:
+        return MemberSnapshot(self._context.members.everyone())
+
+    def _is_news(self, member: Member) -> bool:
+        """Whether a member's death is to be reported to this process: not if it died before this process joined."""
+        process = member.identity
+        return member.state == "vanished" and process not in self._state.reported and process not in self._context.members.dead_before
+
+    def _find_deaths_locked(self) -> None:
+        """Free the seats of processes that left, and break the round if a process died that it misses."""
+        state, snapshot = self._state, self._snapshot()
         waiting, dead = [], {}
-        for seat, value in enumerate(board.seats()):
-            member = crowd.who(value)
+        for seat, value in enumerate(state.seats()):
+            member = snapshot.occupant(value)
             if member is not None and member.state == "in":
                 waiting.append(member)
             elif member is not None and member.state == "vanished":
                 dead[seat] = member
             elif value:
-                board.set_seat_locked(seat, 0)
-        if missed := self._missed(crowd, waiting, list(dead.values())):
+                state.set_seat_locked(seat, 0)
+        if missed := self._missed(snapshot, waiting, list(dead.values())):
             self._break_locked(missed, dead)
-        elif all(crowd.joined(self._house.members.slot) <= member.joined for member in waiting):
-            for seat in dead:  # nobody who waits was there when they died
-                board.set_seat_locked(seat, 0)
+        elif all(snapshot.joined(self._context.members.slot) <= member.joined for member in waiting):
+            for seat in dead:  # no waiting process was a member when they died
+                state.set_seat_locked(seat, 0)
 
-    def _missed(self, crowd: MemberSnapshot, waiting: list[Member], dead: list[Member]) -> list[Member]:
-        """Who died that waited, or crossed the last time. Where nobody can know yet who is to come, also who stands as high as those who
-        wait, as ranks do, and workers among themselves; and anybody, if now there are too few; unless another barrier told us already."""
-        board = self._board
-        before, parties = board.seats_before(), self._parties or board.parties
-        found = [*dead, *crowd.sitting(seat for seat in before if not seat & GONE)]  # those are told already
-        if len(before) - before.count(0) < parties:
-            may_come = {member.slot for member in crowd.live} - {member.slot for member in waiting}
-            depths = {self._house.members.depth, *(member.depth for member in waiting)}
+    def _missed(self, snapshot: MemberSnapshot, waiting: list[Member], dead: list[Member]) -> list[Member]:
+        """Return the dead members that waited here, or crossed the last time.
+
+        While it is not known which processes are the parties, also the dead at the same depth as the waiting processes (such as all
+        ranks, or all workers), and any dead member if too few are left; except those that another barrier reported already."""
+        state = self._state
+        previous, parties = state.previous_seats(), self._parties or state.parties
+        missed = [*dead, *snapshot.occupants(seat for seat in previous if not seat & DEAD)]  # the others are informed already
+        if len(previous) - previous.count(0) < parties:
+            may_come = {member.slot for member in snapshot.live} - {member.slot for member in waiting}
+            depths = {self._context.members.depth, *(member.depth for member in waiting)}
             too_few = len(waiting) + len(may_come) < parties
-            may_miss = [member for member in crowd.members if too_few or member.depth in depths]
-            found += [member for member in may_miss if member.identity not in board.heard]
-        return list(dict.fromkeys(filter(self._mourns, found)))
+            possible = [member for member in snapshot.members if too_few or member.depth in depths]
+            missed += [member for member in possible if member.identity not in state.reported_anywhere]
+        return list(dict.fromkeys(filter(self._is_news, missed)))
 
     def _break_locked(self, missed: list[Member], dead: dict[int, Member]) -> None:
-        """Each who is missed gets a seat, so that those who are told later know whom; what is free then is for who comes late."""
-        board, seats = self._board, self._board.seats()
+        """Break the round. Each missed member gets a seat, so that processes that are informed later can name it; the seats that are still
+        free are for processes that arrive late."""
+        state, seats = self._state, self._state.seats()
         free = [seat for seat, value in enumerate(seats) if not value]
         for member in missed:
             if member not in dead.values() and free:
-                board.set_seat_locked(free.pop(), owner(member.identity) | SEEN | GONE)
+                state.set_seat_locked(free.pop(), owner_bits(member.identity) | INFORMED | DEAD)
         for seat in dead:
-            board.set_seat_locked(seat, seats[seat] | SEEN | GONE)
-        board.break_locked()
+            state.set_seat_locked(seat, seats[seat] | INFORMED | DEAD)
+        state.break_locked()
 
-    def _be_told_locked(self) -> NoReturn:
-        """Raise `BarrierBroken`, and note that this visitor knows."""
-        board, crowd = self._board, MemberSnapshot(self._house.members.records())
-        seats = board.seats()
+    def _raise_broken_locked(self) -> NoReturn:
+        """Raise `BarrierBroken`, and note that this process is informed."""
+        state, snapshot = self._state, self._snapshot()
+        seats = state.seats()
         if self._seat >= 0:
-            board.set_seat_locked(self._seat, self._mark | SEEN)
-        elif 0 in seats and any(member.slot == self._house.members.slot for member in self._late(crowd)):
-            board.set_seat_locked(seats.index(0), owner(self._house.members.identity) | SEEN)
+            state.set_seat_locked(self._seat, self._mark | INFORMED)
+        elif 0 in seats and any(member.slot == self._context.members.slot for member in self._latecomers(snapshot)):
+            state.set_seat_locked(seats.index(0), owner_bits(self._context.members.identity) | INFORMED)
         self._seat = -1
-        missing = [member for member in crowd.sitting(seats) if member.state == "vanished"]
-        for known in (board.told, board.heard):
-            known.update(member.identity for member in missing)
+        missing = [member for member in snapshot.occupants(seats) if member.state == "vanished"]
+        for reported in (state.reported, state.reported_anywhere):
+            reported.update(member.identity for member in missing)
         self._settle_locked()
         names = [member.describe() for member in missing]
         raise errors.BarrierBroken(
-            f"{board.what} is broken: {_listed(names) or 'one who took part'} died",
-            barrier=self._board.name, missing=names, waited=time.monotonic() - self._began,
+            f"{state.label} is broken: {_listed(names) or 'a process that took part'} died",
+            barrier=self._state.name, missing=names, waited=time.monotonic() - self._began,
         )  # fmt: skip
 
     def _settle_locked(self) -> None:
-        """Begin anew where all who live know that the round is broken."""
-        board, crowd = self._board, MemberSnapshot(self._house.members.records())
-        unaware = [member for member in crowd.sitting(value for value in board.seats() if not value & SEEN) if member.state == "in"]
-        if not unaware and not self._late(crowd):
-            board.next_round_locked()
+        """Begin a new round if all live processes know that this one is broken."""
+        state, snapshot = self._state, self._snapshot()
+        uninformed = snapshot.occupants(value for value in state.seats() if not value & INFORMED)
+        if not any(member.state == "in" for member in uninformed) and not self._latecomers(snapshot):
+            state.next_round_locked()
 
-    def _others_are_about_to_know(self) -> bool:
-        """Whether it is only for those who were woken, and need a moment: one who was told and comes again is not told twice for that."""
-        crowd = MemberSnapshot(self._house.members.records())
-        unaware = crowd.sitting(seat for seat in self._board.seats() if not seat & SEEN)
-        return (
-            time.monotonic() - self._began < _WOKEN_WITHIN and not self._late(crowd) and not any(member.is_stopped() for member in unaware)
-        )
+    def _others_are_being_informed(self) -> bool:
+        """Whether the round stays broken only for woken processes that need a moment: one that arrives again is not informed twice."""
+        snapshot = self._snapshot()
+        uninformed = snapshot.occupants(seat for seat in self._state.seats() if not seat & INFORMED)
+        in_time = time.monotonic() - self._began < _WOKEN_WITHIN
+        return in_time and not self._latecomers(snapshot) and not any(member.is_stopped() for member in uninformed)
 
-    def _late(self, crowd: MemberSnapshot) -> list[Member]:
-        """Who may still come to a broken round, and has to be told."""
-        board, seats = self._board, self._board.seats()
+    def _latecomers(self, snapshot: MemberSnapshot) -> list[Member]:
+        """Return the members that may still arrive at a broken round, and have to be informed."""
+        state, seats = self._state, self._state.seats()
         if 0 not in seats:
             return []
-        here, before = crowd.sitting(seats), board.seats_before()
-        late = [member for member in crowd.live if member not in here and member.joined < board.broken_at]
-        if before.count(0) or len(before) < board.parties:
-            return [member for member in late if member.depth in {member.depth for member in here}]
-        return [member for member in late if member in crowd.sitting(before)]
+        present, previous = snapshot.occupants(seats), state.previous_seats()
+        absent = [member for member in snapshot.live if member not in present and member.joined < state.broken_at]
+        if previous.count(0) or len(previous) < state.parties:
+            return [member for member in absent if member.depth in {member.depth for member in present}]
+        return [member for member in absent if member in snapshot.occupants(previous)]
 
-    # -- going -----------------------------------------------------------------------------------------------------
+    # -- leaving ---------------------------------------------------------------------------------------------------
 
     def take_back(self, *, timed_out: bool = False) -> int | None:
-        """Not to have come. Gives the number of the arrival if the round was whole before that.
+        """Undo this arrival. Returns its number if the round was complete before that.
 
-        ``timed_out``: raises `BarrierBroken` if it was broken before."""
+        ``timed_out``: raises `BarrierBroken` if the round was broken before."""
         if self._seat < 0:
             return None
-        board = self._board
+        state = self._state
         try:
-            return self._locked(self._give_up_locked if timed_out else self._leave_locked, _LOCK_AGAIN)
-        except errors.WaitTimeout:  # who has the lock stands still
-            if board.round == self._round:
-                self._leave_locked()  # nobody else stores to our seat, but he may have counted it
+            return self._locked(self._give_up_locked if timed_out else self._leave_locked, _LOCK_TIMEOUT)
+        except errors.WaitTimeout:  # the holder of the lock is stopped
+            if state.round == self._round:
+                self._leave_locked()  # no other process stores to our seat, but the holder may have counted it
         return None
 
     def _give_up_locked(self) -> int | None:
-        found = self._look_locked()
-        if found is None and self._seat >= 0:
+        arrival = self._check_round_locked()
+        if arrival is None and self._seat >= 0:
             self._leave_locked()
-        return found
+        return arrival
 
     def _leave_locked(self) -> None:
-        board = self._board
-        if board.round != self._round or board.seats()[self._seat] != self._mark:
+        state = self._state
+        if state.round != self._round or state.seats()[self._seat] != self._mark:
             return
-        board.set_seat_locked(self._seat, self._mark | SEEN if board.is_broken else 0)
-        if board.is_broken:
+        state.set_seat_locked(self._seat, self._mark | INFORMED if state.is_broken else 0)
+        if state.is_broken:
             self._settle_locked()
 
-    def whom(self) -> tuple[str, str]:
-        """What is waited for, and who has not come, in words."""
-        board, crowd = self._board, MemberSnapshot(self._house.members.records())
-        seats = board.seats()
-        here, before = crowd.sitting(seats), crowd.sitting(board.seats_before())
-        absent, left = [member for member in crowd.live if member not in here], [member for member in before if member.state == "left"]
-        expected = [member for member in absent if member in before] or ([] if left else absent)
-        names = [*map(with_state, expected), *(f"{member.describe()}, which left" for member in dict.fromkeys(left))]
+    def describe_missing(self) -> tuple[str, str]:
+        """Return what is waited for, and who is missing."""
+        state, snapshot = self._state, self._snapshot()
+        seats = state.seats()
+        present, previous = snapshot.occupants(seats), snapshot.occupants(state.previous_seats())
+        absent = [member for member in snapshot.live if member not in present]
+        left = [member for member in previous if member.state == "left"]
+        expected = [member for member in absent if member in previous] or ([] if left else absent)
+        names = [
+            *(member.describe_with_state() for member in expected),
+            *(f"{member.describe()}, which left" for member in dict.fromkeys(left)),
+        ]
         lacking = seats.count(0) - len(names)
-        more = f"{lacking} who have not joined the claim" if lacking > 0 else ""
-        return f"{board.what}, where {len(seats) - seats.count(0)} of {len(seats)} are", " and ".join(filter(None, [_listed(names), more]))
+        others = f"{lacking} who have not joined the claim" if lacking > 0 else ""
+        arrived = f"{state.label}, where {len(seats) - seats.count(0)} of {len(seats)} are"
+        return arrived, " and ".join(filter(None, [_listed(names), others]))
 
 
 def _listed(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""What is asked of the registry, whether two claims can stand side by side, and in which words it is told if they cannot."""
+"""Requests for claims, whether two claims may exist side by side, and the messages if they may not."""
 
 from __future__ import annotations
 
@@ -12,29 +12,38 @@ from typing import Any, NamedTuple, Protocol
 
 from forebay import errors
 from forebay.claims import processes, records
-from forebay.claims.records import Beside, ClaimedPath, ClaimedStream, Record
+from forebay.claims.records import ClaimedPath, ClaimedStream, ExternalFiles, Record
+
+_LONGEST = 300  # characters of a command
+_MOST = 16  # directories of a claim that a message lists
+_ADVICE = "give this job a directory of its own, wait until the other one ends, or, if both only read the same remote, pass shared=True"
+_ADVICE_SAME_PROCESS = (
+    "give each claim a directory of its own, close the other first, or, if both only read the same remote, pass shared=True"
+)
+_ADVICE_RANKS = "; if both are ranks of one job, tell each which it is (world=), or initialise torch.distributed first"
 
 
-class Outside(Protocol):
-    """What a claim is to have outside of its directory. Called under the registry's lock."""
+class ExternalLayout(Protocol):
+    """The files that a claim is to have outside its directory. Called under the registry's lock."""
 
-    def free(self, prefix: int) -> bool:
-        """Whether a claim may have this number. Raises `ClaimConflict` where a directory is taken by what is no claim."""
+    def is_free(self, prefix: int) -> bool:
+        """Whether a claim may have this number. Raises `ClaimConflict` if something other than a claim uses a directory."""
         ...
 
-    def names(self, prefix: int) -> Sequence[str]:
-        """Absolute paths of the files that go with the claim. The first is the landmark, which comes with it too."""
+    def paths(self, prefix: int) -> Sequence[str]:
+        """Return the absolute paths of the files that are removed with the claim. The first is the landmark, which is also created
+        with it."""
         ...
 
     def content(self, prefix: int) -> bytes:
-        """What the landmark holds."""
+        """Return the contents of the landmark."""
         ...
 
 
 class ClaimRequest(NamedTuple):
-    """``key``: the name or number of the claim in its ``job``, which is known by ``how``, and to people as ``name``. ``equal_only``: that a
-    directory lies inside of another is no conflict. ``patience``: seconds for which a conflict is hoped to pass. ``spared``: claims, by
-    the names of their directories, whose working directories this process gave up."""
+    """A request for a claim. ``key``: the name or number of the claim in its ``job``, which was taken from ``how`` and which messages call
+    ``name``. ``equal_only``: a directory inside another one is no conflict. ``conflict_timeout``: seconds for which a conflict may pass.
+    ``spared``: claims, by the names of their directories, whose working directories this process gave up."""
 
     job: str
     how: str
@@ -44,119 +53,149 @@ class ClaimRequest(NamedTuple):
     rank: int | None = None
     worker: int | None = None
     equal_only: bool = False
-    outside: Outside | None = None
-    patience: float = 0.0
+    external: ExternalLayout | None = None
+    conflict_timeout: float = 0.0
     name: str = ""
     spared: frozenset[str] = frozenset()
 
     @property
     def owner(self) -> str:
-        """The job in words for people."""
+        """The job as messages name it."""
         return records.owner(self.name or self.job)
 
     @property
     def tag(self) -> str:
-        """Ends the name of the claim's directory: the same in all ranks, and in no other user's."""
+        """The suffix of the name of the claim's directory: equal in all ranks, different for other users."""
         return hashlib.blake2b(f"{os.geteuid()}\0{self.job}\0{self.key}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
     def record(self, prefix: int) -> Record:
-        """What the claim tells of itself, with this number."""
+        """Return what the claim publishes about itself, with this number."""
         beside = None
-        if self.outside is not None and prefix >= 0:
-            landmark, *paths = self.outside.names(prefix)
-            beside = Beside(tuple(paths), landmark)
+        if self.external is not None and prefix >= 0:
+            landmark, *paths = self.external.paths(prefix)
+            beside = ExternalFiles(tuple(paths), landmark)
         return Record(
             prefix, self.name or self.job, self.how, self.key, os.geteuid(), socket.gethostname(), os.getpid(), processes.pid_space(),
             processes.own_start(), processes.mount_space(), time.time(), processes.own_command(), self.streams, self.world, beside,
         )  # fmt: skip
 
 
-_LONGEST = 300  # of a command
-_MOST = 16  # directories of a claim that are told
-_WHAT_TO_DO = "give this job a directory of its own, wait until the other one ends, or, if both only read the same remote, say shared=True"
-_WHAT_TO_DO_ALONE = "give each claim a directory of its own, close the other first, or, if both only read the same remote, say shared=True"
-_OR_RANKS = "; if both are ranks of one job, tell each which it is (world=), or initialise torch.distributed first"
+# -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def conflict(ours: Record, theirs: Record, *, equal_only: bool = False) -> tuple[ClaimedStream, ClaimedStream] | None:
-    """A directory of ours that is to be filled from a remote, and the one of theirs that it overlaps with; None where there is none.
+def find_conflict(ours: Record, theirs: Record, *, equal_only: bool = False) -> tuple[ClaimedStream, ClaimedStream] | None:
+    """Return a directory of ours that is to be filled from a remote, and the one of theirs that it overlaps; None if there is none.
 
     ``equal_only``: directories one inside the other do not count."""
     meets = records.same if equal_only else records.overlap
-    for stream, other in _near([stream for stream in ours.streams if stream.remote is not None], theirs.streams):
-        if meets(stream.place, other.place) and not _both_only_read(stream, other) and meets(stream.place, _now(theirs, other.place)):
-            return stream, other
+    for mine, other in _candidates([stream for stream in ours.streams if stream.remote is not None], theirs.streams):
+        if not meets(mine.directory, other.directory) or _both_only_read(mine, other):
+            continue
+        if meets(mine.directory, _current(theirs, other.directory)):
+            return mine, other
     return None
 
 
-def _near(ours: Sequence[ClaimedStream], theirs: Sequence[ClaimedStream]) -> Iterator[tuple[ClaimedStream, ClaimedStream]]:
-    """The pairs that may overlap. To compare each with each takes 3 us, which of many directories is a second."""
-    seen, above = defaultdict(list), defaultdict(list)
+def _candidates(ours: Sequence[ClaimedStream], theirs: Sequence[ClaimedStream]) -> Iterator[tuple[ClaimedStream, ClaimedStream]]:
+    """Yield the pairs that may overlap. Comparing each with each takes 3 us a pair, a second for many directories."""
+    exact, above = defaultdict(list), defaultdict(list)
     for number, other in enumerate(theirs):
-        for level, names in _seen(other.place):
-            seen[level, names].append(number)
+        for level, names in _views(other.directory):
+            exact[level, names].append(number)
             for depth in range(len(names) + 1):
                 above[level, names[:depth]].append(number)
     for stream in ours:
-        found: set[int] = set()
-        for level, names in _seen(stream.place):
-            found.update(above.get((level, names), ()))
-            found.update(*(seen.get((level, names[:depth]), ()) for depth in range(len(names))))
-        yield from ((stream, theirs[number]) for number in sorted(found))
+        numbers: set[int] = set()
+        for level, names in _views(stream.directory):
+            numbers.update(above.get((level, names), ()))
+            numbers.update(*(exact.get((level, names[:depth]), ()) for depth in range(len(names))))
+        yield from ((stream, theirs[number]) for number in sorted(numbers))
 
 
-def _seen(place: ClaimedPath) -> Iterator[tuple[records.Level, tuple[str, ...]]]:
-    """A place as each directory that is there sees it, of itself and those above."""
-    return ((level, place.names[depth:]) for depth, level in enumerate(place.levels))
+def _views(directory: ClaimedPath) -> Iterator[tuple[records.Level, tuple[str, ...]]]:
+    """Yield a directory as seen from itself and from each existing directory above it."""
+    return ((level, directory.names[depth:]) for depth, level in enumerate(directory.levels))
 
 
-def repeated(places: Sequence[ClaimedPath]) -> list[tuple[int, int]]:
-    """The numbers of those places that are the same as one before, after that one's."""
+def repeated(directories: Sequence[ClaimedPath]) -> list[tuple[int, int]]:
+    """Return the index of each directory that equals an earlier one, after the index of the earlier one."""
     first: dict[tuple[records.Level, tuple[str, ...]], int] = {}
-    found = []
-    for number, place in enumerate(places):
-        before = min((first[seen] for seen in _seen(place) if seen in first), default=None)
-        if before is not None:
-            found.append((before, number))
-        first |= {seen: number for seen in _seen(place) if seen not in first}
-    return found
+    pairs = []
+    for number, directory in enumerate(directories):
+        earlier = min((first[view] for view in _views(directory) if view in first), default=None)
+        if earlier is not None:
+            pairs.append((earlier, number))
+        first |= {view: number for view in _views(directory) if view not in first}
+    return pairs
 
 
 def _both_only_read(ours: ClaimedStream, theirs: ClaimedStream) -> bool:
-    return ours.shared and ours.remote == theirs.remote and records.same(ours.place, theirs.place)
+    return ours.shared and ours.remote == theirs.remote and records.same(ours.directory, theirs.directory)
 
 
-def _now(record: Record, place: ClaimedPath) -> ClaimedPath:
-    """Where their directory is now: it may have been removed, and its number given to another. Their names for it may not be ours, if
-    they see other file systems."""
+def _current(record: Record, directory: ClaimedPath) -> ClaimedPath:
+    """Return where their directory is now: it may have been removed and its inode reused. Their paths mean nothing here if their process
+    has another mount namespace."""
     if record.mounts != processes.mount_space():
-        return place
+        return directory
     try:
-        return records.canonical(place.path)
+        return records.canonical(directory.path)
     except OSError:
-        return place
+        return directory
 
 
 def mismatch(ours: tuple[ClaimedStream, ...], leaders: tuple[ClaimedStream, ...]) -> str | None:
-    """What a rank says otherwise than its leader, in words; None where they agree."""
+    """Describe how the arguments of a rank differ from its leader's; None if they agree."""
     if len(ours) != len(leaders):
         return f"{len(ours)} directories here, {len(leaders)} there"
     for number, (mine, other) in enumerate(zip(ours, leaders, strict=True)):
         which = f"directory {number}" if len(ours) > 1 else "the directory"
-        if mine.place.path != other.place.path and not records.same(mine.place, other.place):
-            return f"{which} is {mine.place.path} here, {other.place.path} there"
+        if mine.directory.path != other.directory.path and not records.same(mine.directory, other.directory):
+            return f"{which} is {mine.directory.path} here, {other.directory.path} there"
         if mine.remote != other.remote:
-            return f"the remote of {mine.place.path} is {mine.remote} here, {other.remote} there"
+            return f"the remote of {mine.directory.path} is {mine.remote} here, {other.remote} there"
         if mine.shared != other.shared:
             return f"shared={mine.shared} here, shared={other.shared} there"
     return None
 
 
-def facts(record: Record, pids: list[int]) -> dict[str, Any]:
-    """A claim in plain values."""
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def conflict_error(ours: Record, theirs: Record, pids: list[int], conflict: tuple[ClaimedStream, ClaimedStream]) -> errors.ClaimConflict:
+    """Return the error for two claims of one directory. ``pids``: the processes that have the other claim."""
+    mine, other = (stream.directory.path for stream in conflict)
+    what = f"{mine} is taken" if mine == other else f"{mine} overlaps with {other}, which is taken"
+    same_process = ours.pid in pids and (ours.pid, ours.ticks, ours.space) == (theirs.pid, theirs.ticks, theirs.space)
+    advice = _ADVICE_SAME_PROCESS if same_process else _ADVICE
+    if ours.job != theirs.job and ours.how == theirs.how and "only rank" in ours.how:
+        advice += _ADVICE_RANKS
+    job = "the same job" if ours.job == theirs.job else "another job"
+    holder = f"the same process, by claim {theirs.prefix:06}" if same_process else f"claim {theirs.prefix:06} of {job} on this node"
+    return _error(f"{what} by {holder}", ours, theirs, pids, advice)
+
+
+def two_leaders_error(ours: Record, theirs: Record, pids: list[int]) -> errors.ClaimConflict:
+    """Return the error for two ranks that both say that they are the first of their node."""
+    state = f"is process {theirs.pid} already"
+    advice = "give each process its rank (world=), or each job a name of its own (job=)"
+    if theirs.pid not in pids:
+        state, advice = f"was process {theirs.pid}, which ended before others of its job", "wait until they end, or end them"
+    return _error(
+        f"the first rank of this node for claim {ours.key} of {ours.owner} (known by {ours.how}) {state}", ours, theirs, pids, advice
+    )
+
+
+def _error(what: str, ours: Record, theirs: Record, pids: list[int], advice: str) -> errors.ClaimConflict:
+    message = f"{what}\n  requested by {describe(ours, [ours.pid])}\n  held by {describe(theirs, pids)}\n{advice}"
+    return errors.ClaimConflict(message, ours=_facts(ours, [ours.pid]), theirs=_facts(theirs, pids))
+
+
+def _facts(record: Record, pids: list[int]) -> dict[str, Any]:
+    """Return a claim as plain values."""
     return {
         "job": record.job,
-        "directories": [stream.place.path for stream in record.streams],
+        "directories": [stream.directory.path for stream in record.streams],
         "remotes": [stream.remote for stream in record.streams],
         "pids": pids,
         "user": record.user,
@@ -165,43 +204,13 @@ def facts(record: Record, pids: list[int]) -> dict[str, Any]:
     }
 
 
-def in_conflict(ours: Record, theirs: Record, pids: list[int], found: tuple[ClaimedStream, ClaimedStream]) -> errors.ClaimConflict:
-    """The error of two claims that want the same."""
-    mine, other = (stream.place.path for stream in found)
-    what = f"{mine} is taken" if mine == other else f"{mine} overlaps with {other}, which is taken"
-    alone = ours.pid in pids and (ours.pid, ours.ticks, ours.space) == (theirs.pid, theirs.ticks, theirs.space)
-    todo = _WHAT_TO_DO_ALONE if alone else _WHAT_TO_DO
-    if ours.job != theirs.job and ours.how == theirs.how and "only rank" in ours.how:
-        todo += _OR_RANKS
-    job = "the same job" if ours.job == theirs.job else "another job"
-    whom = f"the same process, by claim {theirs.prefix:06}" if alone else f"claim {theirs.prefix:06} of {job} on this node"
-    return errors.ClaimConflict(_told(f"{what} by {whom}", ours, theirs, pids, todo), **_facts(ours, theirs, pids))
-
-
-def claimed_twice(ours: Record, theirs: Record, pids: list[int]) -> errors.ClaimConflict:
-    """The error of two ranks that both say they lead."""
-    who = f"is process {theirs.pid} already"
-    todo = "give each process its rank (world=), or each job a name of its own (job=)"
-    if theirs.pid not in pids:
-        who, todo = f"was process {theirs.pid}, which has gone before others of its job", "wait until they end, or end them"
-    what = f"the first rank of this node for claim {ours.key} of {ours.owner} (known by {ours.how}) {who}"
-    return errors.ClaimConflict(_told(what, ours, theirs, pids, todo), **_facts(ours, theirs, pids))
-
-
-def _told(what: str, ours: Record, theirs: Record, pids: list[int], todo: str) -> str:
-    return f"{what}\n  wanted by {describe(ours, [ours.pid])}\n  held by {describe(theirs, pids)}\n{todo}"
-
-
-def _facts(ours: Record, theirs: Record, pids: list[int]) -> dict[str, Any]:
-    return {"ours": facts(ours, [ours.pid]), "theirs": facts(theirs, pids)}
-
-
 def describe(record: Record, pids: list[int]) -> str:
-    """A claim in one line."""
-    streams = [f"{s.place.path} from {s.remote}" if s.remote is not None else s.place.path for s in record.streams[:_MOST]]
+    """Return a claim in one line. ``pids``: the processes that have it."""
+    streams = [f"{s.directory.path} from {s.remote}" if s.remote is not None else s.directory.path for s in record.streams[:_MOST]]
     if len(record.streams) > _MOST:
         streams.append(f"{len(record.streams) - _MOST:,} more")
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.start))
-    who = f"{'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}" if pids else f"process {record.pid}, which ended"
+    ended = f"process {record.pid}, which ended"
+    holders = f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}" if pids else ended
     command = processes.shortened(record.command, _LONGEST) or "?"
-    return f"{record.owner}: {who} of {record.user} on {record.host} since {started}, for {', '.join(streams)}: {command}"
+    return f"{record.owner}: {holders} of {record.user} on {record.host} since {started}, for {', '.join(streams)}: {command}"

@@ -1,4 +1,4 @@
-"""A claim as it is seen from outside, by who may have nothing to do with it."""
+"""The state of a claim as any process of the node sees it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from forebay.claims.members import Member, MemberTable
 from forebay.claims.records import Record
 
 _NAME = re.compile(r"(?<![^/])(([0-9]{6,15})\.([0-9a-f]{16}))(?![^/])")
-_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # anybody may have put a FIFO there
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # any user may have put a FIFO there
 _MEMORY = "/dev/shm/"
-_GLANCE = 1024  # bytes: the marks of a few directories
-_OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))  # these say nothing of what was to be opened
-_APART = frozenset((CLAIM, TABLE, LOCKS, WORDS, LANDMARK))
+_FIRST_READ = 1024  # bytes: the marks of a few directories
+_OWN_LIMITS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))  # these say nothing about the file that was to be opened
+_NOT_SHARED_MEMORY = frozenset((CLAIM, TABLE, LOCKS, WORDS, LANDMARK))
 
 
 class ClaimState(NamedTuple):
-    """``tag``: tells job and key. ``live``: somebody has it; ``led``: who registered it does. ``record``: None where it is damaged."""
+    """``tag``: identifies job and key. ``live``: some process has the claim; ``led``: the process that registered it does. ``record``: None
+    if it is damaged."""
 
     directory: Path
     prefix: int
@@ -36,7 +37,7 @@ class ClaimState(NamedTuple):
     record: Record | None
 
     def members(self) -> list[Member]:
-        """Who has it, or had; none where it is another user's."""
+        """Return the processes that have, or had, the claim; none if it is another user's."""
         fd = _open(self.directory)
         if fd is None:
             return []
@@ -48,46 +49,46 @@ class ClaimState(NamedTuple):
             os.close(fd)
 
     def pids(self) -> list[int]:
-        """Who has it now, as far as we may know."""
+        """Return the processes that have the claim now, as far as this user may know."""
         if self.uid == os.geteuid():
-            there = (member.pid for member in self.members() if member.state == "in")
-            return list(dict.fromkeys(there))  # one that was forked may have it twice, as its parent's child and as a rank
+            pids = (member.pid for member in self.members() if member.state == "in")
+            return list(dict.fromkeys(pids))  # a forked process may have it twice, as its parent's child and as a rank
         return [self.record.pid] if self.led and self.record is not None else []
 
     def is_ending(self) -> bool:
-        """Whether who has it is about to let go: its leader is gone, or was killed, or all who have it were."""
+        """Whether the claim is about to be freed: its leader has gone or was killed, or all its processes were."""
         if not self.led or self._is_leader_dying():
             return True
-        there = [member for member in self.members() if member.state == "in"]
-        return all(member.is_dying() for member in there) if there else self._is_led_no_more()
+        members = [member for member in self.members() if member.state == "in"]
+        return all(member.is_dying() for member in members) if members else self._has_lost_leader()
 
     def _is_leader_dying(self) -> bool:
-        told = self.record
-        if told is None or told.space != processes.pid_space():
+        record = self.record
+        if record is None or record.space != processes.pid_space():
             return False
-        if processes.status(told.pid) is not None:
-            return processes.is_dying(told.pid, told.ticks)
-        return self._is_led_no_more()  # /proc hides it from us, or it went this moment
+        if processes.status(record.pid) is not None:
+            return processes.is_dying(record.pid, record.ticks)
+        return self._has_lost_leader()  # /proc hides it from this user, or it just ended
 
-    def _is_led_no_more(self) -> bool:
-        """By a second look: a child that its leader forked, and that was killed with it, may have had its lock for another moment."""
-        now = look_at(self.directory.parent, self.directory.name)
+    def _has_lost_leader(self) -> bool:
+        """Look again: a child forked by the leader and killed with it may have held its lock for another moment."""
+        now = read_state(self.directory.parent, self.directory.name)
         return now is None or not now.led
 
     def memory(self) -> int | None:
-        """Bytes of shared memory that are the claim's, what it has beside its directory too; None where that is not shown to us."""
-        beside = self.record.beside.paths if self.record is not None and self.record.beside is not None else ()
+        """Return the bytes of shared memory of the claim, including its files outside its directory; None if they are hidden from this
+        user."""
+        external = self.record.beside.paths if self.record is not None and self.record.beside is not None else ()
         try:
-            names = set(os.listdir(self.directory)) - _APART
-            own = [f"{self.directory}/{name}" for name in names]
-            return sum(map(_blocks, [*own, *(path for path in beside if path.startswith(_MEMORY))]))
+            own = [f"{self.directory}/{name}" for name in set(os.listdir(self.directory)) - _NOT_SHARED_MEMORY]
+            return sum(map(_allocated, [*own, *(path for path in external if path.startswith(_MEMORY))]))
         except PermissionError:
             return None
         except OSError:
             return 0  # it was freed meanwhile
 
 
-def _blocks(path: str) -> int:
+def _allocated(path: str) -> int:
     try:
         return os.lstat(path).st_blocks * 512
     except FileNotFoundError:
@@ -95,58 +96,61 @@ def _blocks(path: str) -> int:
 
 
 def _open(path: str | Path, registry: int | None = None) -> int | None:
-    """The file of a claim, to be read; None where it is none, or not ours to read. Raises OSError where this process can open nothing."""
+    """Open the file of a claim for reading; None if there is none, or this user may not read it. Raises OSError if this process cannot
+    open any file."""
     try:
         return os.open(f"{path}/{CLAIM}", _TO_READ, dir_fd=registry)
     except OSError as error:
-        if error.errno in _OUR_OWN:
-            raise  # taken for dead, its directories would be given away
+        if error.errno in _OWN_LIMITS:
+            raise  # taken for dead, the claim would be given away
         return None
 
 
 def parse(names: Iterable[str]) -> list[tuple[str, int, str]]:
-    """Of names in the registry those that claims' directories have, with the number and tag of each."""
-    return [(name, int(prefix), tag) for name, prefix, tag in _NAME.findall("/".join(names))]  # at once: 0.3 us a name, alone 1
+    """Return the names of claims' directories among those of the registry, with the number and tag of each."""
+    return [(name, int(prefix), tag) for name, prefix, tag in _NAME.findall("/".join(names))]  # in one call: 0.3 us a name instead of 1
 
 
-def glance(directory: str, registry: int | None = None) -> bytes | None:
-    """The beginning of what a claim says of itself, with its marks, if anybody has it; else None. ``registry``: a descriptor of what the
-    path begins at. Takes 6 us. Raises OSError where this process can open nothing."""
+def read_live_marks(directory: str, registry: int | None = None) -> bytes | None:
+    """Return the beginning of a claim's file with its marks if any process has the claim; else None. Takes 6 us.
+
+    ``registry``: a descriptor that the path is relative to. Raises OSError if this process cannot open any file."""
     fd = _open(directory, registry)
     if fd is None:
         return None
     try:
         if locks.locked_at(fd, 0, SLOTS) is None:
             return None
-        data = os.pread(fd, _GLANCE, 0)
+        data = os.pread(fd, _FIRST_READ, 0)
         end = records.length_of_marks(data)
         return data if end <= len(data) else os.pread(fd, min(end, records.LARGEST), 0)
     except OSError:
-        return None  # it is a directory, or the like
+        return None  # not a regular file
     finally:
         os.close(fd)
 
 
-def look_at(registry: Path, name: str) -> ClaimState | None:
-    """The claim of this name; None where there is none, or it was freed meanwhile. Raises OSError where this process can open nothing."""
-    if not (found := parse([name])):
+def read_state(registry: Path, name: str) -> ClaimState | None:
+    """Return the state of the claim of this name; None if there is none, or it was freed meanwhile. Raises OSError if this process cannot
+    open any file."""
+    if not (parsed := parse([name])):
         return None
-    told, directory = found[0][1:], registry / name
+    (_, prefix, tag), directory = parsed[0], registry / name
     fd = _open(directory)
     if fd is None:
-        return _damaged(directory, *told)
+        return _damaged(directory, prefix, tag)
     try:
         live = locks.locked_at(fd, 0, SLOTS) is not None
         led = live and locks.locked_at(fd, LEADER) is not None
-        return ClaimState(directory, *told, os.fstat(fd).st_uid, live, led, records.load(claim_files.read(fd)))
+        return ClaimState(directory, prefix, tag, os.fstat(fd).st_uid, live, led, records.load(claim_files.read(fd)))
     except OSError:
-        return _damaged(directory, *told)
+        return _damaged(directory, prefix, tag)
     finally:
         os.close(fd)
 
 
 def _damaged(directory: Path, prefix: int, tag: str) -> ClaimState | None:
-    """One whose file cannot be looked at: nobody can have it. Its name is taken all the same. None for what is no directory."""
+    """Return the state of a claim with an unreadable file: no process can have it, but its name is taken. None if it is no directory."""
     try:
         status = os.lstat(directory)
     except FileNotFoundError:

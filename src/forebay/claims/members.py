@@ -1,7 +1,7 @@
-"""The processes that have a claim: each holds a kernel lock on a byte of the claim's file, and tells of itself in a mapped table.
+"""The processes that have a claim: each locks a byte of the claim's file and describes itself in a mapped table.
 
-A record says ``in`` only after its byte was locked. So a record that says ``in`` while its byte is free is of a process that died, and
-one that says ``left`` is of a process that went by itself.
+An entry of the table says ``in`` only after its byte was locked. So an entry that says ``in`` while its byte is free belongs to a
+process that died, and one that says ``left`` to a process that left in order.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from forebay._kernel import host, locks, mappings
 from forebay._logs import logger
 from forebay.claims import claim_files, processes
 from forebay.claims.claim_files import CLAIM, LEADER, SLOTS, TABLE, TABLE_BYTES, Gone
-from forebay.claims.processes import passing
+from forebay.claims.processes import inherited_fds
 
 log = logger("forebay.claims")
 
-
-_WORDS = 8  # of 8 bytes, a record
+_WORDS = 8  # of 8 bytes, an entry of the table
 FREE, IN, LEFT = range(3)
 _PID, _START = 0, 2
-_TOLD = 7  # words: pid, PID namespace, start, rank, worker, when it joined, depth
+_USED_WORDS = 7  # pid, PID namespace, start, rank, worker, when it joined, depth
+_RETRY_PAUSE, _RETRIES = 0.001, 100
 
 Identity: TypeAlias = tuple[int, int, int]
-"""Which process of a claim: its slot, pid, and start. It stays the same where a lost lock is taken anew."""
+"""A process of a claim: its slot, pid, and start. It stays the same if a lost lock is taken again."""
+OnLeft: TypeAlias = Callable[[Path], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Member:
     rank: int | None
     worker: int | None
     joined: float  # seconds of the monotonic clock
-    depth: int  # 0; of a child of a member one more
+    depth: int  # 0; one more than its parent's for a child of a member
     state: Literal["in", "left", "vanished"]
 
     @property
@@ -56,22 +57,29 @@ class Member:
         return self.slot, self.pid, self.start
 
     def describe(self) -> str:
-        """In words for people: ``rank 1 (process 123)``."""
+        """Return the process as messages name it: ``rank 1 (process 123)``."""
         worker = f"worker {self.worker} of " if self.worker is not None else ""
-        who = f"process {self.pid}{'' if self._is_visible() else ' of another PID namespace'}"
-        return f"{worker}rank {self.rank} ({who})" if self.rank is not None else who
+        process = f"process {self.pid}{'' if self._is_visible() else ' of another PID namespace'}"
+        return f"{worker}rank {self.rank} ({process})" if self.rank is not None else process
+
+    def describe_with_state(self) -> str:
+        """The same, with a note if the process is stopped."""
+        text = self.describe()
+        if not self.is_stopped():
+            return text
+        return f"{text[:-1]}, stopped)" if text.endswith(")") else f"{text} (stopped)"
 
     def is_stopped(self) -> bool:
-        """Whether it stands still, by SIGSTOP or in a debugger, as far as can be seen from here."""
-        found = processes.status(self.pid) if self._is_visible() else None
-        return found is not None and found.start == self.start and found.stopped
+        """Whether it is stopped, by SIGSTOP or in a debugger, as far as this process can see."""
+        process = processes.status(self.pid) if self._is_visible() else None
+        return process is not None and process.start == self.start and process.stopped
 
     def is_dying(self) -> bool:
-        """Whether it is gone, or was killed and has not let go of everything yet, as far as can be seen from here."""
+        """Whether it ended, or was killed and still holds something, as far as this process can see."""
         return self._is_visible() and processes.is_dying(self.pid, self.start)
 
     def is_alive(self) -> bool:
-        """Whether it goes on, as far as can be seen from here."""
+        """Whether it is running, as far as this process can see."""
         return self._is_visible() and not processes.is_dying(self.pid, self.start)
 
     def _is_visible(self) -> bool:
@@ -79,22 +87,22 @@ class Member:
 
 
 class MemberTable:
-    """The records of a claim's members, mapped: a byte each for their states, then what they tell."""
+    """The mapped table of a claim's members: a byte each for their states, then their entries."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises OSError; `Gone` where the file is another user's, or not a whole one."""
+        """Raises OSError; `Gone` if the file is another user's, or too short."""
         fd = claim_files.open_write(directory, TABLE)
         try:
             if os.fstat(fd).st_size < TABLE_BYTES:
                 raise Gone(f"{directory / TABLE} is cut short")
-            whole = mappings.map_file(fd, TABLE_BYTES, writable=True)
-            self._states, self._words = whole[:SLOTS], mappings.words(whole[SLOTS:])
-            self._vanished: dict[int, int] = {}  # slot -> when it had joined: so that /proc is asked once
+            view = mappings.map_file(fd, TABLE_BYTES, writable=True)
+            self._states, self._words = view[:SLOTS], mappings.words(view[SLOTS:])
+            self._vanished: dict[int, int] = {}  # slot -> when its process had joined: /proc is asked once
         finally:
             os.close(fd)
 
     def states(self) -> bytes:
-        """Of all that were ever used, in order of the slots."""
+        """Return the state of each slot up to the last that was ever used."""
         return self._states.tobytes().rstrip(b"\0")
 
     def state(self, slot: int) -> int:
@@ -104,109 +112,108 @@ class MemberTable:
         host.set_byte(self._states, slot, state)
 
     def write(self, slot: int, rank: int | None, worker: int | None, depth: int) -> Identity:
-        """Tell of this process; gives which it is. Caller: has locked the byte of ``slot``."""
-        told = (os.getpid(), processes.pid_space(), processes.own_start(), _number(rank), _number(worker), time.monotonic_ns(), depth)
+        """Write the entry of this process and return its identity. The caller has locked the byte of ``slot``."""
+        entry = (os.getpid(), processes.pid_space(), processes.own_start(), _encoded(rank), _encoded(worker), time.monotonic_ns(), depth)
         host.step("set_words", slot)
-        self._words[slot * _WORDS : slot * _WORDS + _TOLD] = memoryview(array("Q", told))
-        self.set_state(slot, IN)  # last: until then it is of nobody
-        return slot, told[0], told[2]
+        self._words[slot * _WORDS : slot * _WORDS + _USED_WORDS] = memoryview(array("Q", entry))
+        self.set_state(slot, IN)  # last: until then the entry belongs to no process
+        return slot, entry[0], entry[2]
 
     def identity(self, slot: int) -> Identity:
         words = self._words
         return slot, words[slot * _WORDS + _PID], words[slot * _WORDS + _START]
 
     def read(self, slot: int, *, is_locked: bool) -> Member:
-        pid, space, start, rank, worker, joined, depth = self._words[slot * _WORDS : slot * _WORDS + _TOLD].tolist()
-        seen = (pid, space, start, _known(rank), _known(worker), joined / 1e9, depth)
+        pid, space, start, rank, worker, joined, depth = self._words[slot * _WORDS : slot * _WORDS + _USED_WORDS].tolist()
+        entry = (pid, space, start, _decoded(rank), _decoded(worker), joined / 1e9, depth)
         if self._states[slot] == LEFT:
-            return Member(slot, *seen, "left")
+            return Member(slot, *entry, "left")
         if is_locked:
-            return Member(slot, *seen, "in")
-        gone = Member(slot, *seen, "vanished")
+            return Member(slot, *entry, "in")
+        vanished = Member(slot, *entry, "vanished")
         if self._vanished.get(slot) != joined:
-            if gone.is_alive():
-                return Member(slot, *seen, "left")  # it became another program (exec), which let go of its lock
+            if vanished.is_alive():
+                return Member(slot, *entry, "left")  # it became another program (exec), which dropped its lock
             self._vanished[slot] = joined
-        return gone
+        return vanished
 
     def members(self, fd: int, own: int = -1) -> list[Member]:
-        """All, in order of their slots. ``fd``: of the claim's file, with ``own`` locked through it."""
-        told = [slot for slot, state in enumerate(self.states()) if state != FREE]
-        return [self.read(slot, is_locked=slot == own or locks.locked_at(fd, slot) is not None) for slot in told]
+        """Return all members in order of their slots. ``fd``: of the claim's file, with ``own`` locked through it."""
+        used = [slot for slot, state in enumerate(self.states()) if state != FREE]
+        return [self.read(slot, is_locked=slot == own or locks.locked_at(fd, slot) is not None) for slot in used]
 
-    def places(self) -> Iterator[int]:
-        """Where a process may go, the best first: over those that vanished, of whom others may still want to know, last."""
+    def slots_to_try(self) -> Iterator[int]:
+        """Yield slots that a process may take, the best first. Slots of vanished processes, whose deaths others may not have noticed
+        yet, come last."""
         states = self._states.tobytes()
-        for wanted in (LEFT, FREE, IN):
-            at = states.find(wanted, LEADER + 1)
-            while at >= 0:
-                yield at
-                at = states.find(wanted, at + 1)
+        for state in (LEFT, FREE, IN):
+            slot = states.find(state, LEADER + 1)
+            while slot >= 0:
+                yield slot
+                slot = states.find(state, slot + 1)
 
     def is_full(self) -> bool:
-        """Whether nobody left, and every place was used."""
+        """Whether every slot was used and no process left in order."""
         states = self._states.tobytes()[LEADER + 1 :]
         return FREE not in states and LEFT not in states
 
 
-def _number(value: int | None) -> int:
+def _encoded(value: int | None) -> int:
     return 0 if value is None else value + 1
 
 
-def _known(number: int) -> int | None:
+def _decoded(number: int) -> int | None:
     return number - 1 if number else None
 
 
-OnLeft: TypeAlias = Callable[[Path], None]
-
-_MOMENT, _TURNS = 0.001, 100
+# -- membership --------------------------------------------------------------------------------------------------------
 
 
 class Members:
-    """This process among those that have a claim. Callable from any thread.
+    """The membership of this process in a claim, and the other members. Callable from any thread.
 
-    A forked child is one of them as soon as `os.fork` returns: its parent locks a byte for it before. One that C code forked
-    becomes one at its next call. If the job closes our descriptor, the byte is taken anew at the next call."""
+    A forked child is a member as soon as `os.fork` returns: its parent locks a byte for it before the fork. A child forked by C code
+    becomes one at its next call. If the program closes the descriptor, the byte is locked again at the next call."""
 
     _mutex: threading.RLock  # guards what follows; held over a fork
-    _fd: int  # through which the byte `slot` is locked; -1: it left, or is a child that found no place yet
-    _second: tuple[int, int] | None  # from before_fork on: a child's own description, and the slot that is locked there
+    _fd: int  # holds the lock on the byte `slot`; -1: this process left, or is a child without a slot yet
+    _for_child: tuple[int, int] | None  # from before_fork on: a description for the child, and the slot locked through it
     _dead_before_fork: frozenset[Identity]
-    _leaves = False  # since `leave_soon`, which could not
+    _leaves = False  # `leave_soon` was called, and could not leave
     has_left = False
     _pid = -1
     identity: Identity
-    before: frozenset[Identity]
-    """Who had died before this process joined."""
+    dead_before: frozenset[Identity]
+    """The members that had died before this process joined."""
     depth = 0
 
     def __init__(
         self, directory: Path, fd: int, slot: int, rank: int | None, worker: int | None, on_left: OnLeft | None = None
     ) -> None:  # fmt: skip
-        """``fd``: of the claim's file, with the byte ``slot`` locked; it belongs to this object from now on. ``on_left`` is called with the
-        directory when a process leaves by itself."""
+        """``fd``: of the claim's file, with the byte ``slot`` locked; this object owns it from now on. ``on_left`` is called with the
+        directory when a process leaves in order."""
         self.directory, self.rank, self.worker, self._on_left = directory, rank, worker, on_left
-        self._mutex, self._second = threading.RLock(), None
+        self._mutex, self._for_child = threading.RLock(), None
         self._table = MemberTable(directory)
-        self._settle(fd, slot)
-        _present.add(self)
+        self._take_slot(fd, slot)
+        _memberships.add(self)
         host.at_fork(self)
         leave_at_exit()
 
     @classmethod
     def attach(cls, directory: Path, *, rank: int | None = None, worker: int | None = None, on_left: OnLeft | None = None) -> Self:
-        """Join those who have the claim. Raises `Gone` where it was freed meanwhile, or is another user's, `NoSpace` where all 1,024
-        places are taken."""
-        fd = passing.take_in(lambda: _open(directory))
+        """Join the processes that have the claim. Raises `Gone` if it was freed meanwhile or belongs to another user, `NoSpace` if all
+        1,024 slots are taken."""
+        fd = inherited_fds.register(lambda: _open(directory))
         try:
-            slot = _lock_a_place(fd, directory, MemberTable(directory))
-            return passing.hand_over(fd, lambda fd: cls(directory, fd, slot, rank, worker, on_left))
+            slot = _lock_slot(fd, directory, MemberTable(directory))
+            return inherited_fds.hand_over(fd, lambda fd: cls(directory, fd, slot, rank, worker, on_left))
         finally:
-            passing.close(fd)
+            inherited_fds.close(fd)
 
-    def _settle(self, fd: int, slot: int, before: frozenset[Identity] | None = None) -> None:
+    def _take_slot(self, fd: int, slot: int, dead_before: frozenset[Identity] | None = None) -> None:
         if self._pid != os.getpid():
-            self.before = self._dead(fd, slot) if before is None else before
+            self.dead_before = self._dead(fd, slot) if dead_before is None else dead_before
             self.depth = self._depth(fd, slot)
         self._fd, self._file, self._pid, self.slot = fd, locks.file_of(fd), os.getpid(), slot
         self.identity = self._table.write(slot, self.rank, self.worker, self.depth)
@@ -215,71 +222,74 @@ class Members:
         return frozenset(member.identity for member in self._table.members(fd, slot) if member.state == "vanished")
 
     def _depth(self, fd: int, slot: int) -> int:
-        """How many members stand above this process: its parent, if it is one, and those above that."""
+        """Return how many of this process's ancestors are members."""
         if self._pid >= 0:
-            return self.depth + 1  # forked: the parent may be gone by now
-        above = [member.depth for member in self._table.members(fd, slot) if member.pid == os.getppid() and member.state == "in"]
-        return above[0] + 1 if above else 0
+            return self.depth + 1  # forked: the parent may have ended
+        parents = [member.depth for member in self._table.members(fd, slot) if member.pid == os.getppid() and member.state == "in"]
+        return parents[0] + 1 if parents else 0
 
-    # -- who is there ----------------------------------------------------------------------------------------------
+    # -- members ---------------------------------------------------------------------------------------------------
 
-    def records(self) -> list[Member]:
-        """All who have, or had, the claim, until their places are used again; this process too."""
+    def everyone(self) -> list[Member]:
+        """Return all processes that have, or had, the claim, until their slots are used again; this process too."""
         self.check()
         return self._table.members(self._fd, self.slot)
 
     def live(self) -> list[Member]:
-        """Who has the claim now; this process too."""
+        """Return the processes that have the claim now; this process too."""
         self.check()
-        told = [slot for slot, state in enumerate(self._table.states()) if state == IN]
-        return [self._table.read(slot, is_locked=True) for slot in told if slot == self.slot or locks.locked_at(self._fd, slot) is not None]
+        slots = [slot for slot, state in enumerate(self._table.states()) if state == IN]
+        return [
+            self._table.read(slot, is_locked=True) for slot in slots if slot == self.slot or locks.locked_at(self._fd, slot) is not None
+        ]
 
     def is_in(self, slot: int) -> bool:
-        """Whether the one in ``slot`` has the claim now."""
+        """Whether the process in ``slot`` has the claim now."""
         self.check()
         return self._table.state(slot) == IN and (slot == self.slot or locks.locked_at(self._fd, slot) is not None)
 
     def occupant(self, slot: int) -> Identity | None:
-        """Who has the claim in this slot now."""
+        """Return the process that has the claim in this slot now."""
         return self._table.identity(slot) if self.is_in(slot) else None
 
     def check(self) -> None:
-        """Have the lock that makes this process a member: called first by whatever works with a claim. Raises `Closed` after `leave`, or
-        where the claim was lost, `NoSpace` in a child that found no place."""
+        """Make sure that this process holds its lock. Everything that uses a claim calls this first.
+
+        Raises `Closed` after `leave`, or if the claim was lost, `NoSpace` in a child that gets no slot."""
         if self.has_left:
             raise errors.Closed.of("claim")
         if self._pid != os.getpid() or locks.file_of(self._fd) != self._file:
             with self._mutex:
-                self._come_back_locked()
+                self._rejoin_locked()
             self._leave_if_asked()
 
-    def _come_back_locked(self) -> None:
-        """After a fork by C code, or where the job closed our descriptor: the number may be another file's by now."""
+    def _rejoin_locked(self) -> None:
+        """Join again after a fork by C code, or if the program closed the descriptor, whose number may be another file's by now."""
         forked = self._pid != os.getpid()
         if not forked and locks.file_of(self._fd) == self._file:
             return
         if not forked:
-            log.warning("the descriptor of %s was closed by this process's own code: it joins anew", self.directory)
-        kept, file, fd = self._fd, self._file, -1
+            log.warning("the descriptor of %s was closed by this process's own code: joining again", self.directory)
+        old_fd, old_file, fd = self._fd, self._file, -1
         try:
             fd = _open(self.directory)
-            slot = self.slot if not forked and locks.take(fd, self.slot) else _lock_a_place(fd, self.directory, self._table)
-            self._settle(fd, slot)
+            slot = self.slot if not forked and locks.take(fd, self.slot) else _lock_slot(fd, self.directory, self._table)
+            self._take_slot(fd, slot)
         except Gone:
             raise errors.Closed(f"the claim {self.directory} was freed: its lock was lost", what="claim") from None
         finally:
-            if self._fd != fd:  # it did not come so far: the next call tries again
+            if self._fd != fd:  # it failed: the next call tries again
                 self._fd = -1
                 if fd >= 0:
                     os.close(fd)
-            if kept not in (self._fd, fd) and kept >= 0 and locks.file_of(kept) == file:
-                os.close(kept)  # the parent's, never unlocked; only now: until then its lock was ours too
+            if old_fd not in (self._fd, fd) and old_fd >= 0 and locks.file_of(old_fd) == old_file:
+                os.close(old_fd)  # the parent's, never unlocked; only now: until here its lock was also ours
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Be none of them any more, by will. Does nothing a second time."""
-        _present.discard(self)
+        """Give up membership. Does nothing the second time."""
+        _memberships.discard(self)
         with self._mutex:
             self._leaves, self.has_left = False, True
             fd, self._fd = self._fd, -1
@@ -290,13 +300,13 @@ class Members:
                 self._table.set_state(self.slot, LEFT)
             if not is_lost:
                 if is_ours:
-                    locks.give_back(fd, self.slot)  # a child that C code forked has this description too
+                    locks.give_back(fd, self.slot)  # a child forked by C code shares this description
                 os.close(fd)
         if is_ours and self._on_left is not None:
             self._on_left(self.directory)
 
     def leave_soon(self) -> None:
-        """Leave without ever waiting: for finalizers, which may run inside anything. At once, unless something here is in progress."""
+        """Leave without ever waiting, for finalizers, which may run inside anything: at once, or when the call in progress ends."""
         self._leaves = True
         self._leave_if_asked()
 
@@ -310,140 +320,138 @@ class Members:
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        leave_at_exit()  # again: `multiprocessing` may have been loaded since
+        leave_at_exit()  # again: `multiprocessing` may have been imported since
         self._mutex.acquire()
         if self._fd >= 0:
-            self._second = self._place_for_child()
-            self._dead_before_fork = self._dead(self._fd, self.slot)  # not later: the child is there as soon as it is forked
+            self._for_child = self._reserve_slot()
+            self._dead_before_fork = self._dead(self._fd, self.slot)  # not later: the child is a member as soon as it is forked
 
-    def _place_for_child(self) -> tuple[int, int] | None:
+    def _reserve_slot(self) -> tuple[int, int] | None:
         fd = -1
         try:
             fd = _open(self.directory)
-            return fd, _lock_a_place(fd, self.directory, self._table)
+            return fd, _lock_slot(fd, self.directory, self._table)
         except (OSError, errors.NoSpace) as error:
-            log.warning("%s: a forked child joins the claim at its first call only", str(error))
+            log.warning("%s: a forked child joins the claim only at its first call", str(error))
             if fd >= 0:
                 os.close(fd)
             return None
 
     def after_fork_parent(self) -> None:
-        second, self._second = self._second, None
+        reserved, self._for_child = self._for_child, None
         self._mutex.release()
-        if second is not None:
-            os.close(second[0])  # the child's now; if the fork failed, nobody's
+        if reserved is not None:
+            os.close(reserved[0])  # now the child's; nobody's if the fork failed
         self._leave_if_asked()
 
     def after_fork_child(self) -> None:
-        second, self._second = self._second, None
+        reserved, self._for_child = self._for_child, None
         self._mutex = threading.RLock()
         if self.has_left or self._pid == os.getpid():
             return
-        if second is None:
-            self._come_back_quietly()
+        if reserved is None:
+            with contextlib.suppress(OSError, errors.ForebayError):  # the first call reports what is wrong
+                self._rejoin_locked()
             return
-        kept = self._fd
-        self._settle(*second, self._dead_before_fork)
-        os.close(kept)  # never unlocked: that lock is the parent's
+        parents_fd = self._fd
+        self._take_slot(*reserved, self._dead_before_fork)
+        os.close(parents_fd)  # never unlocked: that lock is the parent's
         self._leave_if_asked()
-
-    def _come_back_quietly(self) -> None:
-        with contextlib.suppress(OSError, errors.ForebayError):  # the first call says what is wrong
-            self._come_back_locked()
 
 
 def _open(directory: Path) -> int:
     return host.out_of_the_way(claim_files.open_write(directory, CLAIM))
 
 
-def _lock_a_place(fd: int, directory: Path, table: MemberTable) -> int:
-    """Lock a byte that nobody has; gives its number."""
-    for turn in range(_TURNS):
-        for slot in table.places():
+def _lock_slot(fd: int, directory: Path, table: MemberTable) -> int:
+    """Lock a free byte and return its number. Raises `Gone`, `NoSpace`."""
+    for turn in range(_RETRIES):
+        for slot in table.slots_to_try():
             if locks.take(fd, slot):
-                if not is_same(fd, directory):  # who frees it locked all, renamed it, and let go before we came
+                if not _has_name(fd, directory):  # another process locked all bytes, renamed the directory, and unlocked before
                     raise Gone(f"{directory} was freed")
                 if table.state(slot) == IN:
-                    table.set_state(slot, LEFT)  # of one that vanished, and must not seem to be back
+                    table.set_state(slot, LEFT)  # of a vanished process, which must not seem to be back
                 return slot
-        if not is_same(fd, directory):
+        if not _has_name(fd, directory):
             raise Gone(f"{directory} was freed")
         if turn > 0 and table.is_full():
             break
-        time.sleep(_MOMENT)  # somebody has locked all, to see whether it can be freed
-    raise errors.NoSpace(f"{directory}: a claim has {SLOTS:,} places, one for each process, and all are taken", key=str(directory))
+        time.sleep(_RETRY_PAUSE)  # another process has locked all bytes to see whether the claim can be freed
+    raise errors.NoSpace(f"{directory}: all {SLOTS:,} slots of the claim are taken, one for each process", key=str(directory))
 
 
-def is_same(fd: int, directory: Path) -> bool:
-    """Whether the claim that is open here is the one that has this name."""
+def _has_name(fd: int, directory: Path) -> bool:
+    """Whether the claim that is open here is the one with this name."""
     try:
-        there = os.stat(directory / CLAIM)
+        named = os.stat(directory / CLAIM)
     except OSError:
         return False
-    return locks.file_of(fd) == (there.st_dev, there.st_ino)
+    return locks.file_of(fd) == (named.st_dev, named.st_ino)
 
 
 # -- the end of the process --------------------------------------------------------------------------------------------
 
-_present: set[Members] = set()
-"""Held until they leave: what was made of a claim may be in use though nobody refers to the claim."""
+_memberships: set[Members] = set()
+"""Kept until they leave: arrays made from a claim may be in use though nothing refers to the claim."""
 
 
-at_the_end: list[Callable[[], None]] = []
-"""What else is to be done then."""
+exit_hooks: list[Callable[[], None]] = []
+"""What else to call when the process ends."""
 
 
 def leave_all() -> None:
-    """Leave every claim: the process ends by itself."""
-    for leave in [*(members.leave for members in _present), *at_the_end]:
+    """Leave every claim because the process ends in order."""
+    for leave in [*(members.leave for members in _memberships), *exit_hooks]:
         with contextlib.suppress(OSError):
             leave()
 
 
-class _Exit:
-    """To be told that this process ends: by `atexit`, and by `multiprocessing`, whose forked children end without that."""
+class _LeaveAtExit:
+    """Has `leave_all` called by `multiprocessing`, whose forked children end without `atexit`."""
 
-    is_known = False
+    is_registered = False
 
     def __call__(self) -> None:
         util = sys.modules.get("multiprocessing.util")
-        if util is not None and not self.is_known:
-            self.is_known = True
-            util.register_after_fork(self, _Exit.tell)  # a child forgets what its parent wanted to be told
-            self.tell()
+        if util is not None and not self.is_registered:
+            self.is_registered = True
+            util.register_after_fork(self, _LeaveAtExit.register)  # a child forgets the finalizers of its parent
+            self.register()
 
-    def tell(self) -> None:
+    def register(self) -> None:
         sys.modules["multiprocessing.util"].Finalize(None, leave_all, exitpriority=-100)
 
 
-leave_at_exit = _Exit()
+leave_at_exit = _LeaveAtExit()
 atexit.register(leave_all)
 
 
 class ClaimContext:
-    """What works below a claim gets: where it lies, what it is called, and who is there. ``parts``: what that keeps of it here.
+    """What locks, memory and barriers know about their claim: its directory, its name, and its members. ``parts``: their objects in this
+    process.
 
-    It goes to other processes with its claim, which has it as ``_house``."""
+    It is pickled together with its claim, which has it as ``_context``."""
 
     def __init__(self, members: Members, name: str, claim: object = None) -> None:
         self.members, self.name, self.parts = members, name, dict[Any, Any]()
         self._claim = claim
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _house_of, (self._claim,)
+        return _context_of, (self._claim,)
 
     @property
     def directory(self) -> Path:
         return self.members.directory
 
     def check(self) -> None:
-        """Raises `Closed` after the claim was left."""
+        """Raises `Closed` after the claim was closed."""
         self.members.check()
 
     def lost(self) -> errors.Closed:
-        """What to raise where its files are missing while it lives."""
-        return errors.Closed(f"{self.name} is lost: somebody removed {self.directory}", what="claim")
+        """Return the error for missing files of a live claim."""
+        return errors.Closed(f"{self.name} is lost: its directory {self.directory} was removed", what="claim")
 
 
-def _house_of(claim: Any) -> Any:
-    return claim._house
+def _context_of(claim: Any) -> Any:
+    return claim._context

@@ -1,6 +1,7 @@
-"""What /proc says of a process, the command line of this one, and descriptors with locks that no child may inherit.
+"""What /proc says about a process, the masked command line of this one, and descriptors that no forked child may keep.
 
-/proc is asked for people's sake, and to tell a process that is dying from one that stays; who lives is decided by locks alone."""
+/proc serves messages and tells a dying process from a running one. Only kernel locks decide which process is alive.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ T = TypeVar("T")
 
 _LONGEST_COMMAND = 500
 _USER = re.compile(r"://[^/\s@]*@")
-_TAKES_VALUE = re.compile("[cmWX]")  # of the letters of Python's own options, which may stand together: -uc
+_TAKES_VALUE = re.compile("[cmWX]")  # Python's own one-letter options with a value; letters may be combined: -uc
 _QUERY = re.compile(r"(://[^\s?]*)\?\S*")
 _EXITING = 0x4  # PF_EXITING
-_KILLED = 1 << 8  # SIGKILL, in a mask of signals
+_KILLED = 1 << 8  # SIGKILL in a mask of signals
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """``state``: the kernel's letter; ``start``: in clock ticks since the boot, so that a number used again is told apart."""
+    """``state``: the kernel's letter; ``start``: clock ticks since the boot, which tell processes with a reused number apart."""
 
     state: str
     exiting: bool
@@ -40,7 +41,7 @@ class Status:
 
 
 def read(path: str) -> bytes:
-    """A short file of /proc, in a third of the time that `open` takes. Raises OSError."""
+    """Return a short file of /proc, in a third of the time that `open` takes. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 1 << 16)
@@ -49,18 +50,18 @@ def read(path: str) -> bytes:
 
 
 def status(pid: int) -> Status | None:
-    """None where there is no such process, or it is not shown to us."""
+    """Return the status of a process; None if it does not exist or is hidden from this user."""
     try:
-        words = read(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()
-        return Status(words[0], bool(int(words[6]) & _EXITING) or words[0] in "ZX", int(words[19]), int(words[1]))
+        fields = read(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()
+        return Status(fields[0], bool(int(fields[6]) & _EXITING) or fields[0] in "ZX", int(fields[19]), int(fields[1]))
     except (OSError, ValueError, IndexError):
         return None
 
 
 def is_dying(pid: int, start: int) -> bool:
-    """Whether the process that began at ``start`` is gone, or was killed and is on its way."""
-    found = status(pid)
-    if found is None or found.start != start or found.exiting:
+    """Whether the process that began at ``start`` has ended, or was killed and is about to end."""
+    process = status(pid)
+    if process is None or process.start != start or process.exiting:
         return True
     try:
         lines = read(f"/proc/{pid}/status").splitlines()
@@ -71,24 +72,29 @@ def is_dying(pid: int, start: int) -> bool:
 
 
 def own_start() -> int:
-    """When this process began, in clock ticks since the boot; 0 where /proc is not this machine's."""
+    """Return when this process began, in clock ticks since the boot; 0 if /proc is not this machine's."""
     return _start_of(os.getpid())
 
 
 @functools.lru_cache(1)
 def _start_of(pid: int) -> int:
-    found = status(pid)
-    return found.start if found is not None else 0
+    process = status(pid)
+    return process.start if process is not None else 0
 
 
 def pid_space() -> int:
-    """The PID namespace of this process: numbers of processes mean something within it only."""
+    """Return the PID namespace of this process: process numbers are valid only within it."""
     return _space_of(os.getpid())
 
 
 @functools.lru_cache(1)
 def _space_of(pid: int) -> int:
     return _inode("/proc/self/ns/pid")
+
+
+def mount_space() -> int:
+    """Return the mount namespace of this process: paths are valid only within it."""
+    return _inode("/proc/self/ns/mnt")
 
 
 def _inode(path: str) -> int:
@@ -98,13 +104,11 @@ def _inode(path: str) -> int:
         return 0
 
 
-def mount_space() -> int:
-    """The mount namespace of this process: paths mean something within it only."""
-    return _inode("/proc/self/ns/mnt")
+# -- command lines -----------------------------------------------------------------------------------------------------
 
 
 def own_command() -> str:
-    """The command line of this process, without the values of its arguments: anybody may read it."""
+    """Return the command line of this process without the values of its arguments, since every user may read it."""
     return _command_of(os.getpid())
 
 
@@ -118,19 +122,20 @@ def _command_of(pid: int) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """A text without its middle where it is too long: of a command, its program and its last arguments tell the most."""
+    """Cut the middle out of a text that is too long: the program and the last arguments say most about a command."""
     head, tail = longest // 2, longest - longest // 2 - 3
     return text if len(text) <= longest else f"{text[:head]}...{text[-tail:]}"
 
 
 def masked(words: list[str]) -> str:
-    """A command line that everybody may read: program, script or module, and the names of options. No value is shown, whatever its name:
-    ``-p hush`` is a secret as well as ``--token=hush``."""
-    program, left = os.path.basename(words[0]) if words else "", iter(words[1:])
+    """Reduce a command line to the program, the script or module, and the names of options.
+
+    All values are hidden, whatever their option is called: ``-p hush`` is as secret as ``--token=hush``."""
+    program, rest = os.path.basename(words[0]) if words else "", iter(words[1:])
     shown = [program]
     if program.startswith(("python", "pypy")):
-        shown += _up_to_script(left)
-    for word in left:
+        shown += _interpreter_options(rest)
+    for word in rest:
         if word.startswith("--"):
             name, sign, _ = word.partition("=")
             shown.append(f"{name}=*" if sign else name)
@@ -141,8 +146,8 @@ def masked(words: list[str]) -> str:
     return _QUERY.sub(r"\1", _USER.sub("://", " ".join(" ".join(shown).split())))
 
 
-def _up_to_script(words: Iterator[str]) -> list[str]:
-    """The interpreter's own options, without their values, and the script or module. Takes all of that from ``words``."""
+def _interpreter_options(words: Iterator[str]) -> list[str]:
+    """Consume the interpreter's own options, whose values are hidden, and the script or module."""
     shown: list[str] = []
     for word in words:
         if not word.startswith("-") or word == "-":
@@ -165,51 +170,54 @@ def _up_to_script(words: Iterator[str]) -> list[str]:
     return shown
 
 
-# -- descriptors that are of one process alone -----------------------------------------------------------------------
+# -- descriptors that belong to one process ----------------------------------------------------------------------------
 
 
-class _Passing:
-    """What is on its way to who will own it, or is kept for good. Callable from any thread."""
+class InheritedFds:
+    """Descriptors with locks that a forked child closes: otherwise the locks would outlive the parent.
+
+    Keeps a descriptor until an object that handles forks itself takes it over, or until it is closed. Callable from any thread."""
 
     def __init__(self) -> None:
-        self._gate = threading.RLock()  # guards _open; held over a fork, so that none is opened and not yet told of
+        self._mutex = threading.RLock()  # guards _open; held over a fork, so that every open descriptor is registered
         self._open: set[int] = set()
         host.at_fork(self)
 
-    def take_in(self, opening: Callable[[], int]) -> int:
-        """The descriptor that ``opening`` gives."""
-        with self._gate:
+    def register(self, opening: Callable[[], int]) -> int:
+        """Return the descriptor that ``opening`` returns, and close it in forked children from now on."""
+        with self._mutex:
             fd = opening()
             self._open.add(fd)
             return fd
 
-    def hand_over(self, fd: int, owning: Callable[[int], T]) -> T:
-        """Give it to an owner that knows of forks itself; gives the owner."""
-        with self._gate:
-            owner = owning(fd)
+    def hand_over(self, fd: int, owner_of: Callable[[int], T]) -> T:
+        """Return the owner that ``owner_of`` makes for the descriptor; it handles forks from now on."""
+        with self._mutex:
+            owner = owner_of(fd)
             self._open.discard(fd)
             return owner
 
     def close(self, fd: int, *, unlocking: int = 0) -> None:
-        """Close it, if this process still has it. ``unlocking``: so many bytes first, for a child that C code forked has it too."""
-        with self._gate:
+        """Close the descriptor if this process still owns it. ``unlocking``: the number of bytes to unlock first, because a child
+        forked by C code shares the locks."""
+        with self._mutex:
             if fd in self._open:
                 self._open.discard(fd)
-                with contextlib.suppress(OSError):  # the job closed it
+                with contextlib.suppress(OSError):  # the program closed it
                     if unlocking:
                         locks.give_back(fd, 0, unlocking)
                     os.close(fd)
 
     def before_fork(self) -> None:
-        self._gate.acquire()
+        self._mutex.acquire()
 
     def after_fork_parent(self) -> None:
-        self._gate.release()
+        self._mutex.release()
 
     def after_fork_child(self) -> None:
-        self._gate = threading.RLock()
+        self._mutex = threading.RLock()
         for fd in list(self._open):
             self.close(fd)  # never unlocked: the locks are the parent's
 
 
-passing = _Passing()
+inherited_fds = InheritedFds()

@@ -1,7 +1,7 @@
-"""What a claim tells of itself to everybody on the node: who has it, and which directories it takes.
+"""What a claim publishes to every process of the node: who has it, and which directories it takes.
 
-A directory is known by what the kernel calls it: two that are one, or lie one inside the other, are found whatever they are called,
-so links, bind mounts and letter case cost nothing.
+Directories are compared by device and inode, so two names of one directory, or of one inside the other, are recognised in spite of
+links, bind mounts and letter case.
 """
 
 from __future__ import annotations
@@ -21,14 +21,22 @@ from typing import Any, NamedTuple, TypeAlias
 
 from forebay import errors
 
+VERSION = 1
+LARGEST = 1 << 24  # bytes of a record that are read: any user may write one
 _GET_FLAGS = 0x80086601  # FS_IOC_GETFLAGS
 _CASEFOLD = 0x40000000
+_HEAD = struct.Struct("=8sI")  # the kind of file, and the number of marks that follow
+_MAGIC = b"claim 1\n"
+_PROCESS = re.compile(r"process \d+")
 Level: TypeAlias = tuple[int, int]  # device and inode
 
 
+# -- directories -------------------------------------------------------------------------------------------------------
+
+
 class ClaimedPath(NamedTuple):
-    """A directory that may not be there yet. ``path``: absolute, links resolved; ``names``: its parts, in lower case where the file
-    system makes no difference; ``levels``: device and inode of the root and of each part that is there, from the top."""
+    """A directory that may not exist yet. ``path``: absolute, links resolved; ``names``: its parts, in lower case where the file
+    system ignores case; ``levels``: device and inode of the root and of each part that exists, from the top."""
 
     path: str
     names: tuple[str, ...]
@@ -36,7 +44,7 @@ class ClaimedPath(NamedTuple):
 
 
 def canonical(path: str | os.PathLike[str]) -> ClaimedPath:
-    """The place that a path means now. Raises OSError for a name that cannot be."""
+    """Return the directory that a path means now. Raises OSError for an impossible name."""
     whole = os.path.realpath(os.path.abspath(os.fspath(path)))
     names = tuple(name for name in whole.split("/") if name)
     levels = _levels(names)
@@ -46,14 +54,14 @@ def canonical(path: str | os.PathLike[str]) -> ClaimedPath:
 
 
 def _levels(names: tuple[str, ...]) -> tuple[Level, ...]:
-    found, path = [_level("/")], ""
+    levels, path = [_level("/")], ""
     for name in names:
         path += "/" + name
         try:
-            found.append(_level(path))
+            levels.append(_level(path))
         except (FileNotFoundError, NotADirectoryError, PermissionError):
-            break  # what we may not look at is told by its name
-    return tuple(found)
+            break  # the rest is compared by name
+    return tuple(levels)
 
 
 def _level(path: str) -> Level:
@@ -62,7 +70,7 @@ def _level(path: str) -> Level:
 
 
 def _folded(names: tuple[str, ...], levels: tuple[Level, ...]) -> tuple[str, ...]:
-    """The names, those in lower case that lie in a directory which makes no difference."""
+    """Return the names, in lower case where their directory ignores case."""
     deepest = "/" + "/".join(names[: len(levels) - 1])
     parts, folds, path = [], False, "/"
     for name in names:
@@ -74,94 +82,94 @@ def _folded(names: tuple[str, ...], levels: tuple[Level, ...]) -> tuple[str, ...
 
 
 def _ignores_case(directory: str) -> bool:
-    """Whether a name in it may be spelled in capitals: because it says so, or because the directory itself may."""
+    """Whether names in the directory ignore case: according to its flags, or because its own name does."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        return False  # not ours to read: names are taken as they are
+        return False  # unreadable: names are compared as they are
     try:
         flags: int = struct.unpack("l", fcntl.ioctl(fd, _GET_FLAGS, bytes(struct.calcsize("l"))))[0]
     except OSError:
-        flags = 0  # this file system has no such flags
+        flags = 0  # the file system has no such flags
     finally:
         os.close(fd)
     if flags & _CASEFOLD:
         return True
-    above, name = os.path.split(directory)
-    other = name.swapcase()
+    parent, name = os.path.split(directory)
+    swapped = name.swapcase()
     try:
-        return other != name and os.path.samefile(directory, os.path.join(above, other))
+        return swapped != name and os.path.samefile(directory, os.path.join(parent, swapped))
     except OSError:
         return False
 
 
 class Marks(NamedTuple):
-    """Numbers that show quickly where places cannot overlap. ``told``: of the places (even), and of what is above them as each directory
-    above sees it (odd). ``asked``: the same with the last bit turned: where two overlap, what one tells is among what the other asks."""
+    """Hashes that rule out quickly that directories overlap. ``stored``: of the directories (even), and of what is above them as each
+    directory above sees it (odd). ``queried``: the same with the last bit flipped. If two sets of directories overlap, the stored marks
+    of each intersect the queried marks of the other."""
 
-    told: frozenset[int]
-    asked: frozenset[int]
+    stored: frozenset[int]
+    queried: frozenset[int]
 
 
-def marks(wanted: Iterable[ClaimedPath]) -> Marks:
-    """The marks of places. Above each is itself too."""
-    places, above = set(), set()
-    for place in wanted:
-        for depth, level in enumerate(place.levels):
+def marks(directories: Iterable[ClaimedPath]) -> Marks:
+    """Return the marks of directories. Each directory counts as above itself."""
+    own, above = set(), set()
+    for directory in directories:
+        for depth, level in enumerate(directory.levels):
             mark = zlib.crc32(b"%d:%d" % level)
             above.add(mark | 1)
-            for name in place.names[depth:]:
+            for name in directory.names[depth:]:
                 mark = zlib.crc32(os.fsencode(name) + b"/", mark)
                 above.add(mark | 1)
-            places.add(mark & ~1)
-    told = frozenset(places | above)
-    return Marks(told, frozenset(mark ^ 1 for mark in told))
+            own.add(mark & ~1)
+    stored = frozenset(own | above)
+    return Marks(stored, frozenset(mark ^ 1 for mark in stored))
 
 
 def overlap(a: ClaimedPath, b: ClaimedPath) -> bool:
     """Whether they are one directory, or one lies inside the other."""
-    return any(rest[: len(other)] == other[: len(rest)] for rest, other in _common(a, b))
+    return any(rest[: len(other)] == other[: len(rest)] for rest, other in _below_common(a, b))
 
 
 def same(a: ClaimedPath, b: ClaimedPath) -> bool:
     """Whether they are one directory."""
-    return any(rest == other for rest, other in _common(a, b))
+    return any(rest == other for rest, other in _below_common(a, b))
 
 
-def _common(a: ClaimedPath, b: ClaimedPath) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """What each has below the directories that both have above them, or are."""
+def _below_common(a: ClaimedPath, b: ClaimedPath) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Return the parts of both paths below each directory that both have in common."""
     if a.levels[-1:] == b.levels[-1:]:
         return [(a.names[len(a.levels) - 1 :], b.names[len(b.levels) - 1 :])]
-    there = {level: depth for depth, level in enumerate(b.levels)}
-    return [(a.names[depth:], b.names[there[level] :]) for depth, level in enumerate(a.levels) if level in there]
+    depths = {level: depth for depth, level in enumerate(b.levels)}
+    return [(a.names[depth:], b.names[depths[level] :]) for depth, level in enumerate(a.levels) if level in depths]
 
 
-VERSION = 1
-LARGEST = 1 << 24  # bytes of a record that are looked at: anybody may write one
-_HEAD = struct.Struct("=8sI")  # of what kind, and how many marks of its places follow
-_MAGIC = b"claim 1\n"
-_PROCESS = re.compile(r"process \d+")
+# -- records -----------------------------------------------------------------------------------------------------------
 
 
 class ClaimedStream(NamedTuple):
-    """One directory of a claim. ``remote``: where its files come from, free of secrets. ``shared``: it is only read."""
+    """One directory of a claim. ``remote``: where its files come from, without secrets. ``shared``: the job only reads it."""
 
-    place: ClaimedPath
+    directory: ClaimedPath
     remote: str | None
     shared: bool = False
 
 
-class Beside(NamedTuple):
-    """What a claim has outside of its directory, to be removed with it. ``landmark``: the file that must still be ours for that, which is
-    another name or a copy of the file ``landmark`` in the claim's directory. ``paths``: the other files."""
+class ExternalFiles(NamedTuple):
+    """Files of a claim outside its directory, which are removed with it. ``landmark``: a link to, or a copy of, the file ``landmark`` in
+    the claim's directory; the files are removed only if it is still the claim's. ``paths``: the other files."""
 
     paths: tuple[str, ...]
     landmark: str
 
 
 class Record(NamedTuple):
-    """``job`` as people know it, and ``how`` we do; ``key``: the name or number of the claim in it. ``pid``, ``space`` (PID namespace),
-    ``ticks`` (its start), ``mounts`` (mount namespace), ``host``, ``command``: of who registered it, at ``start`` (seconds since 1970)."""
+    """The published description of a claim. The names of the fields are the keys of the file.
+
+    ``job``: its name for people; ``how``: where the job was taken from; ``key``: the name or number of the claim in the job. ``pid``,
+    ``space`` (PID namespace), ``ticks`` (its start), ``mounts`` (mount namespace), ``host`` and ``command`` describe the process that
+    registered the claim, at ``start`` (seconds since 1970)."""
 
     prefix: int
     job: str
@@ -177,82 +185,82 @@ class Record(NamedTuple):
     command: str
     streams: tuple[ClaimedStream, ...]
     world: dict[str, Any] | None
-    beside: Beside | None = None
+    beside: ExternalFiles | None = None
     version: int = VERSION
 
     @property
     def owner(self) -> str:
-        """The job in words for people."""
+        """The job as messages name it."""
         return owner(self.job)
 
     @property
     def user(self) -> str:
-        """The user's name here; the number where it has none."""
+        """The user's name on this machine; the number if there is none."""
         return user_name(self.uid)
 
     def dump(self) -> bytes:
-        """As it is kept: marks of its places, by which others see quickly that it does not concern them, then JSON. Raises `ConfigError`
-        for more than others would read."""
-        told = marks(stream.place for stream in self.streams).told
+        """Return the contents of the file: the marks of its directories, which spare other processes parsing the rest, then JSON.
+        Raises `ConfigError` if that is more than other processes would read."""
+        stored = marks(stream.directory for stream in self.streams).stored
         text = json.dumps(self._asdict(), separators=(",", ":"), allow_nan=False).encode()
-        data = _HEAD.pack(_MAGIC, len(told)) + array("I", told).tobytes() + text
+        data = _HEAD.pack(_MAGIC, len(stored)) + array("I", stored).tobytes() + text
         if len(data) > LARGEST:
             raise errors.ConfigError(
-                f"{len(self.streams):,} directories: what a claim tells of them takes {len(data):,} bytes, at most {LARGEST:,} are read: "
-                "claim a directory above them", name="dirs", value=len(self.streams),
+                f"the description of {len(self.streams):,} directories takes {len(data):,} bytes, more than the {LARGEST:,} that a claim "
+                "may have: claim a directory above them", name="dirs", value=len(self.streams),
             )  # fmt: skip
         return data
 
 
 def length_of_marks(data: bytes) -> int:
-    """Up to where the marks go in what begins like this."""
+    """Return where the marks end in a record that begins with ``data``."""
     return _HEAD.size + 4 * int.from_bytes(data[_HEAD.size - 4 : _HEAD.size], sys.byteorder)
 
 
-def may_meet(data: bytes, asked: frozenset[int]) -> bool:
-    """Whether a place of the record could overlap with one whose marks ask. False is certain. ``data``: its beginning."""
+def may_overlap(data: bytes, queried: frozenset[int]) -> bool:
+    """Whether a directory of the record that begins with ``data`` may overlap one with the queried marks. False is certain."""
     end = length_of_marks(data)
     if not data.startswith(_MAGIC) or len(data) < end:
         return True
-    return not asked.isdisjoint(memoryview(data)[_HEAD.size : end].cast("I"))
+    return not queried.isdisjoint(memoryview(data)[_HEAD.size : end].cast("I"))
 
 
 def load(data: bytes) -> Record | None:
-    """The record; None where it is damaged, or of a version that is not known."""
+    """Parse a record; None if it is damaged or of an unknown version."""
     try:
-        magic, marks = _HEAD.unpack_from(data)
+        magic, count = _HEAD.unpack_from(data)
         if magic != _MAGIC:
             return None
-        found = json.loads(data[_HEAD.size + 4 * marks :])
-        if found["version"] != VERSION:
+        fields = json.loads(data[_HEAD.size + 4 * count :])
+        if fields["version"] != VERSION:
             return None
-        found["streams"] = tuple(_stream(*stream) for stream in found["streams"])
-        if found["beside"] is not None:
-            paths, landmark = found["beside"]
-            found["beside"] = Beside(tuple(map(os.fspath, paths)), os.fspath(landmark))
-        record = Record(**found)
+        fields["streams"] = tuple(_stream(*stream) for stream in fields["streams"])
+        if fields["beside"] is not None:
+            paths, landmark = fields["beside"]
+            fields["beside"] = ExternalFiles(tuple(map(os.fspath, paths)), os.fspath(landmark))
+        record = Record(**fields)
     except (struct.error, ValueError, TypeError, KeyError, IndexError, RecursionError):
         return None
     return record if _is_sound(record) else None
 
 
 def owner(job: str) -> str:
-    """A job in words for people."""
+    """Return a job as messages name it."""
     return f"the job of {job}" if _PROCESS.match(job) else f"job {job}"
 
 
-def _stream(place: Any, remote: Any, shared: Any) -> ClaimedStream:
-    path, names, levels = place
+def _stream(directory: Any, remote: Any, shared: Any) -> ClaimedStream:
+    path, names, levels = directory
     if not (isinstance(path, str) and (remote is None or isinstance(remote, str)) and all(isinstance(name, str) for name in names)):
         raise ValueError("not a stream")
     return ClaimedStream(ClaimedPath(path, tuple(names), tuple((int(dev), int(ino)) for dev, ino in levels)), remote, bool(shared))
 
 
 def _is_sound(record: Record) -> bool:
-    words = (record.job, record.how, record.key, record.host, record.command)
+    texts = (record.job, record.how, record.key, record.host, record.command)
     numbers = (record.prefix, record.uid, record.pid, record.space, record.ticks, record.mounts)
     return (
-        all(type(word) is str for word in words)
+        all(type(text) is str for text in texts)
         and all(type(number) is int for number in numbers)
         and isinstance(record.start, float | int)
         and (record.world is None or isinstance(record.world, dict))

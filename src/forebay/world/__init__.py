@@ -13,23 +13,23 @@ __all__ = ["World"]
 
 
 class World:
-    """The nodes, ranks and workers of a job, and which of them this process is. All counts are those of the whole job.
+    """The nodes, ranks and workers of a job, and which of them this process is. All counts are for the whole job.
 
     A job runs on ``num_nodes`` nodes, each with ``ranks_per_node`` ranks, each with ``workers_per_rank`` DataLoader workers; a rank
-    without workers counts as one worker. All are numbered through, node by node and rank by rank: ``worker`` says which this is.
+    without workers counts as one worker. All workers are numbered, node by node and rank by rank: ``worker`` is the number of this one.
     ``node``, ``rank`` and the like follow from that. ``is_leader``: the first of all; ``is_local_leader``: the first of its node.
 
-    Worlds that say the same are equal. They can be pickled. Raises `ConfigError` for numbers that cannot be."""
+    Worlds with the same numbers are equal. They can be pickled. Raises `ConfigError` for impossible numbers."""
 
     def __init__(self, num_nodes: int, ranks_per_node: int, workers_per_rank: int, worker: int) -> None:
-        given = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node, "workers_per_rank": workers_per_rank, "worker": worker}
-        num_nodes, ranks_per_node, workers_per_rank, worker = (_number(name, value) for name, value in given.items())
+        numbers = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node, "workers_per_rank": workers_per_rank, "worker": worker}
+        num_nodes, ranks_per_node, workers_per_rank, worker = (_number(name, value) for name, value in numbers.items())
         workers_per_node = ranks_per_node * workers_per_rank
         for name, value in (("num_nodes", num_nodes), ("ranks_per_node", ranks_per_node), ("workers_per_rank", workers_per_rank)):
             if value < 1:
                 raise ConfigError(f"{name}={value}: there must be at least one", name=name, value=value)
         if not 0 <= worker < num_nodes * workers_per_node:
-            message = f"worker={worker}: there are {num_nodes * workers_per_node}, with {_said(given)}"
+            message = f"worker={worker}: there are {num_nodes * workers_per_node}, with {_formatted(numbers)}"
             raise ConfigError(message, name="worker", value=worker)
         self.node = worker // workers_per_node
         self.num_nodes = num_nodes
@@ -49,31 +49,32 @@ class World:
 
     @classmethod
     def detect(cls) -> Self:
-        """The world as the launcher of this process has it: torch.distributed if it is initialised, Ray Train, torchrun, MPI, SLURM;
-        one rank alone if there is none. In a DataLoader worker it is that worker's.
+        """Return the world according to the launcher of this process: torch.distributed if it is initialised, Ray Train, torchrun, MPI,
+        SLURM; a single rank if there is none. In a DataLoader worker it is that worker's.
 
-        Nothing is imported for it. Where the ranks were started by `torch.multiprocessing.spawn`, initialise torch.distributed
-        first: nothing else knows of them; then every rank must call this once, for they ask each other how many a node has.
-        A worker that was spawned does not know what its rank knows: give it the rank's world, and ask that to `detect_workers()`.
-        Raises `ConfigError` where the variables of the environment contradict each other, or nodes have different numbers of ranks;
-        `WaitTimeout`, after a minute, where ranks must ask each other and one does not."""
+        Nothing is imported. If `torch.multiprocessing.spawn` started the ranks, initialise torch.distributed first, since nothing else
+        knows them; then every rank must call this once, because the ranks ask each other how many a node has. A spawned worker does
+        not know what its rank knows: pass it the rank's world, and call its `detect_workers()`.
+
+        Raises `ConfigError` if environment variables contradict each other, or nodes have different numbers of ranks; `WaitTimeout`,
+        after a minute, if the ranks must ask each other and one does not."""
         num_nodes, ranks_per_node, rank = ranks()
         return cls(num_nodes, ranks_per_node, 1, rank).detect_workers()
 
     def detect_workers(self) -> Self:
-        """The same rank; which of its workers this is, and how many it has, as PyTorch says in this process."""
+        """Return the same rank, with its workers as PyTorch reports them in this process."""
         worker, workers = dataloader_worker() or (0, 1)
         return type(self)(self.num_nodes, self.ranks_per_node, workers, self.rank * workers + worker)
 
     def copy(self) -> Self:
-        """Another one, equal to this."""
+        """Return an equal world."""
         return type(self)(*self._key())
 
     def replicate(self, replication: int) -> Self:
-        """The world in which ``replication`` ranks that follow each other are one: they are to see the same samples.
+        """Return the world in which ``replication`` consecutive ranks count as one, so that they see the same samples.
 
-        Where the ranks that are left do not fill the nodes, all count as those of one node.
-        Raises `ConfigError` unless ``replication`` is positive and divides the number of ranks."""
+        If the remaining ranks do not fill the nodes, all count as ranks of one node. Raises
+        `ConfigError` unless ``replication`` is positive and divides the number of ranks."""
         times = _number("replication", replication)
         if times < 1:
             raise ConfigError(f"replication={times}: Replication factor must be positive", name="replication", value=times)
@@ -86,7 +87,7 @@ class World:
         return type(self)(num_nodes, num_ranks // num_nodes, self.workers_per_rank, worker)
 
     def to_json(self) -> dict[str, Any]:
-        """All its numbers, by name."""
+        """Return all its numbers by name."""
         return dict(vars(self))
 
     def _key(self) -> tuple[int, int, int, int]:
@@ -100,11 +101,11 @@ class World:
 
     def __repr__(self) -> str:
         names = ("num_nodes", "ranks_per_node", "workers_per_rank", "worker")
-        return f"World({_said(dict(zip(names, self._key(), strict=True)))})"
+        return f"World({_formatted(dict(zip(names, self._key(), strict=True)))})"
 
 
-def _said(given: dict[str, int]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in given.items())
+def _formatted(numbers: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in numbers.items())
 
 
 def _number(name: str, value: Any) -> int:

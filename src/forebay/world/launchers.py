@@ -1,6 +1,6 @@
-"""What the launchers say of this process: its rank, how many there are, and which job they belong to.
+"""What the launchers know about this process: its rank, the number of ranks, and their job.
 
-Nothing is imported to find out: a framework that is not loaded yet has nothing to say.
+Nothing is imported to find out: a framework that is not loaded yet knows nothing.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from forebay.errors import ConfigError
 
 TORCH, ENVIRONMENT = "torch.distributed", "the environment"
-_BY_HAND = "LOCAL_WORLD_SIZE"  # how many ranks a node has, where the launcher does not say it
-_SPECIAL_STEPS = 0xFFFFFFF0  # SLURM numbers the batch script and its like from here on: they are no step with ranks
-_RANDOM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # the name of a run that nobody named
+_BY_HAND = "LOCAL_WORLD_SIZE"  # ranks per node, if the launcher does not set them
+_SPECIAL_STEPS = 0xFFFFFFF0  # SLURM numbers the batch script and the like from here on: they have no ranks
+_RANDOM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # the generated name of a run
 _GROUPS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherInfo:
-    """What one launcher says of this process; None where it does not say. ``job``: whom the ranks belong to, the same in each of
-    them; ``name``: the same for people; ``how``: what it was taken from. ``facts``: what all else was read from."""
+    """What one launcher knows about this process; None for what it does not know. ``job``: identifies the job, equal in all its ranks;
+    ``name``: its name in messages; ``how``: where both were taken from. ``facts``: the values that everything else was read from."""
 
     launcher: str
     rank: int
@@ -39,22 +39,22 @@ class LauncherInfo:
     facts: dict[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return _words(self.launcher, self.facts)
+        return _formatted(self.launcher, self.facts)
 
     def agrees(self, other: LauncherInfo) -> bool:
-        """Whether both speak of the same ranks."""
+        """Whether both describe the same ranks."""
         return (self.rank, self.num_ranks) == (other.rank, other.num_ranks)
 
 
 class Variables:
-    """Variables of the environment that one launcher sets. ``names``: what each may be called; the first that is not empty counts."""
+    """Environment variables of one launcher. ``names``: for each value the variables that may hold it; the first non-empty one counts."""
 
     def __init__(self, launcher: str, **names: str) -> None:
         self.launcher = launcher
-        self.facts: dict[str, object] = {}  # by their names, for people
+        self.facts: dict[str, object] = {}  # by variable, for messages
         self._values: dict[str, str] = {}
-        for what, choice in names.items():
-            for name in choice.split():
+        for what, variables in names.items():
+            for name in variables.split():
                 if what not in self._values and (value := os.environ.get(name, "").strip()):
                     self._values[what] = self.facts[name] = value
 
@@ -62,40 +62,40 @@ class Variables:
         return self._values.get(what)
 
     def number(self, what: str) -> int | None:
-        """Raises `ConfigError` if it is none."""
+        """Return a value as a number. Raises `ConfigError` if it is none."""
         value = self.text(what)
         if value is not None and not (value.isascii() and value.isdigit()):
-            raise wrong(self, f"{value!r} is no number")
+            raise contradiction(self, f"{value!r} is not a number")
         return None if value is None else int(value)
 
-    def said(self, rank: int, num_ranks: int, **others: Any) -> LauncherInfo:
-        """All that Said has of them."""
-        found = {name: self.number(name) for name in ("rank_of_node", "ranks_per_node", "node", "num_nodes")}
-        return LauncherInfo(self.launcher, rank, num_ranks, facts=self.facts, **{**found, **others})
+    def info(self, rank: int, num_ranks: int, **others: Any) -> LauncherInfo:
+        """Return everything that the variables say."""
+        numbers = {name: self.number(name) for name in ("rank_of_node", "ranks_per_node", "node", "num_nodes")}
+        return LauncherInfo(self.launcher, rank, num_ranks, facts=self.facts, **{**numbers, **others})
 
     def __str__(self) -> str:
-        return _words(self.launcher, self.facts)
+        return _formatted(self.launcher, self.facts)
 
 
-def _words(launcher: str, facts: dict[str, object]) -> str:
+def _formatted(launcher: str, facts: dict[str, object]) -> str:
     return f"{launcher} says {', '.join(f'{name}={value}' for name, value in facts.items())}"
 
 
-def wrong(said: LauncherInfo | Variables | str, why: str) -> ConfigError:
-    """What is said cannot be. Names all of it."""
-    return ConfigError(f"{said}: {why}; set it right, or give the ranks as world=forebay.World(...)", name="world", value=str(said))
+def contradiction(info: LauncherInfo | Variables | str, why: str) -> ConfigError:
+    """Return the error for impossible values, which names all of them."""
+    return ConfigError(f"{info}: {why}; correct it, or pass the ranks as world=forebay.World(...)", name="world", value=str(info))
 
 
 def _has(*names: str) -> bool:
-    """Whether a launcher may have something to say: reading all of its variables takes ten times as long."""
+    """Whether any of these variables is set: reading all variables of a launcher takes ten times as long."""
     return any(name in os.environ for name in names)
 
 
-# -- one by one --------------------------------------------------------------------------------------------------------
+# -- the launchers -----------------------------------------------------------------------------------------------------
 
 
 def from_torch() -> LauncherInfo | None:
-    """torch.distributed, where it is initialised."""
+    """Read torch.distributed if it is initialised."""
     dist = torch_distributed()
     if dist is None:
         return None
@@ -104,12 +104,12 @@ def from_torch() -> LauncherInfo | None:
 
 
 def from_ray() -> LauncherInfo | None:
-    """Ray Train, within its training function."""
+    """Read Ray Train within its training function."""
     ray, train = sys.modules.get("ray"), sys.modules.get("ray.train")
     if ray is None or train is None or not ray.is_initialized():
         return None
     running = ray.get_runtime_context()
-    if running.get_actor_id() is None:  # its workers are actors: this is the driver
+    if running.get_actor_id() is None:  # its workers are actors; this is the driver
         return None
     try:
         context = train.get_context()
@@ -126,107 +126,107 @@ def from_ray() -> LauncherInfo | None:
 
 
 def from_torchrun() -> LauncherInfo | None:
-    """The variables of torchrun, which other launchers set too."""
+    """Read the variables of torchrun, which other launchers set too."""
     if not _has("RANK", "WORLD_SIZE"):
         return None
-    said = Variables(
+    variables = Variables(
         ENVIRONMENT, rank="RANK", num_ranks="WORLD_SIZE", rank_of_node="LOCAL_RANK", ranks_per_node="LOCAL_WORLD_SIZE LOCAL_SIZE",
         node="GROUP_RANK", num_nodes="GROUP_WORLD_SIZE",
     )  # fmt: skip
-    rank, num_ranks = said.number("rank"), said.number("num_ranks")
+    rank, num_ranks = variables.number("rank"), variables.number("num_ranks")
     if rank is None and num_ranks in (None, 1):
         return None
     if rank is None or num_ranks is None:
-        raise wrong(said, f"there is no {'RANK' if rank is None else 'WORLD_SIZE'}")
+        raise contradiction(variables, f"there is no {'RANK' if rank is None else 'WORLD_SIZE'}")
     run, restart = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     job = f"torchrun {run} {address()} restart {restart}" if run else None
     chosen = run if run != "none" and not _RANDOM.fullmatch(run or "") else ""
-    return said.said(rank, num_ranks, job=job, name=f"torchrun {chosen} at {address()}".replace("  ", " "), how="torchrun's run")
+    return variables.info(rank, num_ranks, job=job, name=f"torchrun {chosen} at {address()}".replace("  ", " "), how="torchrun's run")
 
 
 def from_mpi() -> LauncherInfo | None:
-    """The variables of Open MPI's mpirun, and of MPICH's and Intel's."""
+    """Read the variables of Open MPI's mpirun, and of MPICH's and Intel's."""
     if not _has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK"):
         return None
-    said = Variables(
+    variables = Variables(
         "MPI", rank="OMPI_COMM_WORLD_RANK PMI_RANK", num_ranks="OMPI_COMM_WORLD_SIZE PMI_SIZE",
         rank_of_node="OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID",
         ranks_per_node=f"OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS {_BY_HAND}",
     )  # fmt: skip
-    rank, num_ranks = said.number("rank"), said.number("num_ranks")
+    rank, num_ranks = variables.number("rank"), variables.number("num_ranks")
     if rank is None or num_ranks is None:
         if _has("OMPI_COMM_WORLD_RANK") or (num_ranks or 1) > 1:
-            raise wrong(said, f"there is no OMPI_COMM_WORLD_{'RANK' if rank is None else 'SIZE'}")
+            raise contradiction(variables, f"there is no OMPI_COMM_WORLD_{'RANK' if rank is None else 'SIZE'}")
         return None
     run = os.environ.get("PMIX_NAMESPACE")
-    return said.said(rank, num_ranks, job=f"mpi {run}" if run else None, name=f"MPI {run}", how="MPI's job")
+    return variables.info(rank, num_ranks, job=f"mpi {run}" if run else None, name=f"MPI {run}", how="MPI's job")
 
 
 def from_slurm() -> LauncherInfo | None:
-    """The variables of SLURM, within a step; or handed on to a container, which may leave out the step."""
+    """Read the variables of SLURM within a step, or in a container, which may get them without the step."""
     if not _has("SLURM_PROCID"):
         return None
-    said = Variables(
+    variables = Variables(
         "SLURM", job="SLURM_JOB_ID SLURM_JOBID", step="SLURM_STEP_ID SLURM_STEPID", rank="SLURM_PROCID", rank_of_node="SLURM_LOCALID",
         num_ranks="SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NPROCS", tasks="SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE",
         ranks_per_node=f"SLURM_NTASKS_PER_NODE {_BY_HAND}", node="SLURM_NODEID",
         num_nodes="SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
     )  # fmt: skip
-    step, rank, num_ranks = said.number("step"), said.number("rank"), said.number("num_ranks")
+    step, rank, num_ranks = variables.number("step"), variables.number("rank"), variables.number("num_ranks")
     if rank is None or _is_batch_script(step, rank, num_ranks):
         return None
     if num_ranks is None:
-        raise wrong(said, "there is no SLURM_STEP_NUM_TASKS")
-    job, tasks = said.text("job"), said.text("tasks")
+        raise contradiction(variables, "there is no SLURM_STEP_NUM_TASKS")
+    job, tasks = variables.text("job"), variables.text("tasks")
     run = f"{job}.{step}" if step is not None else job
-    per_node = said.number("ranks_per_node") if tasks is None else _even(said, tasks)
-    return said.said(
+    per_node = variables.number("ranks_per_node") if tasks is None else _even(variables, tasks)
+    return variables.info(
         rank, num_ranks, ranks_per_node=per_node, job=f"slurm {run}" if run else None, name=f"SLURM {run}", how="the step of SLURM"
     )
 
 
 def _is_batch_script(step: int | None, rank: int, num_ranks: int | None) -> bool:
-    """It has the variables of rank 0, and runs once. Of what SLURM itself starts it alone has no number of a step."""
+    """Whether this is the batch script, which has the variables of rank 0 and runs once. Of what SLURM starts it alone has no step."""
     if step is not None:
         return step >= _SPECIAL_STEPS
     return rank == 0 and (num_ranks is None or _has("SLURMD_NODENAME"))
 
 
-def _even(said: Variables, groups: str) -> int:
-    """How many ranks each node has, of SLURM's ``4(x2)``: four on each of two. 0 if not all have the same number."""
-    found = [_GROUPS.fullmatch(group) for group in groups.split(",")]
-    if None in found:
-        raise wrong(said, f"{groups!r} is no list of tasks per node")
-    counts = {int(group[1]) for group in found if group}
+def _even(variables: Variables, groups: str) -> int:
+    """Return the ranks per node from SLURM's ``4(x2)``: four on each of two nodes. 0 if the numbers differ."""
+    matches = [_GROUPS.fullmatch(group) for group in groups.split(",")]
+    if None in matches:
+        raise contradiction(variables, f"{groups!r} is not a list of tasks per node")
+    counts = {int(group[1]) for group in matches if group}
     return counts.pop() if len(counts) == 1 else 0
 
 
 SOURCES: tuple[Callable[[], LauncherInfo | None], ...] = (from_torch, from_ray, from_torchrun, from_mpi, from_slurm)
-"""What the process itself knows comes before what it was told, and the inner launcher before the outer one, whose variables it inherits."""
+"""What the process itself knows comes before its environment, and an inner launcher before the outer one, whose variables it inherits."""
 
 
-def told() -> Iterator[LauncherInfo]:
-    """What each launcher says, the nearest first. Raises `ConfigError` for variables that make no sense."""
-    return (said for ask in SOURCES if (said := ask()) is not None)
+def detected() -> Iterator[LauncherInfo]:
+    """Yield what each launcher knows, the innermost first. Raises `ConfigError` for contradictory variables."""
+    return (info for read in SOURCES if (info := read()) is not None)
 
 
-# -- what others ask -----------------------------------------------------------------------------------------------------
+# -- other facts -------------------------------------------------------------------------------------------------------
 
 
 def torch_distributed() -> Any:
-    """torch.distributed where it is initialised, else None."""
+    """Return torch.distributed if it is initialised, else None."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and getattr(dist, "is_initialized", bool)() else None
 
 
 def worker() -> tuple[int, int] | None:
-    """Which DataLoader worker this is, and of how many; None in all other processes."""
+    """Return the number of this DataLoader worker, and how many there are; None in all other processes."""
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     return None if info is None else (info.id, info.num_workers)
 
 
 def address() -> str:
-    """Where the ranks meet, as the environment has it; empty if it has none."""
-    found, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    return f"{found}:{port}" if found and port else ""
+    """Return the address of the ranks' rendezvous from the environment; empty if there is none."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return f"{host}:{port}" if host and port else ""

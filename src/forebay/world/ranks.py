@@ -1,4 +1,4 @@
-"""Of what the launchers say: on how many nodes the ranks are, how many each has, and which this is."""
+"""The number of nodes and of ranks per node, and the rank of this process, from what the launchers know."""
 
 from __future__ import annotations
 
@@ -10,71 +10,75 @@ from typing import Any
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay.errors import WaitTimeout
-from forebay.world.launchers import ENVIRONMENT, TORCH, LauncherInfo, told, torch_distributed, wrong
+from forebay.world.launchers import ENVIRONMENT, TORCH, LauncherInfo, contradiction, detected, torch_distributed
 
 log = logger("forebay.world")
 
-PATIENCE, SAY_AFTER = 60.0, 5.0  # seconds that ranks wait for each other's World.detect(), and between two lines that say so
+TIMEOUT, LOG_EVERY = 60.0, 5.0  # seconds that ranks wait for each other's World.detect(), and between two log lines about it
 LONGEST_PAUSE = 0.2
 
 
 def ranks() -> tuple[int, int, int]:
-    """``(num_nodes, ranks_per_node, rank)`` of this process: ``(1, 1, 0)`` where no launcher says otherwise.
+    """Return ``(num_nodes, ranks_per_node, rank)`` of this process: ``(1, 1, 0)`` without a launcher.
 
-    Raises `ConfigError` where what is said cannot be. Where torch.distributed alone knows the ranks, and not how many a node has,
-    they tell each other through its store: `WaitTimeout` if one does not ask within a minute."""
-    said = _relevant()
-    if not said:
+    Raises `ConfigError` for impossible values. If only torch.distributed knows the ranks, but not how many a node has, they exchange
+    their nodes through its store: `WaitTimeout` if one does not call this within a minute."""
+    infos = _relevant()
+    if not infos:
         return 1, 1, 0
-    first = said[0]
-    per_node, num_nodes = _merged(said, "ranks_per_node"), _merged(said, "num_nodes")
+    first = infos[0]
+    per_node, num_nodes = _merged(infos, "ranks_per_node"), _merged(infos, "num_nodes")
     if per_node is None and num_nodes:
         per_node = 0 if first.num_ranks % num_nodes else first.num_ranks // num_nodes
     if per_node is None:
-        per_node = 1 if first.num_ranks == 1 else _together(first)
-    _check(said, per_node)
+        per_node = 1 if first.num_ranks == 1 else _exchanged(first)
+    _check(infos, per_node)
     return first.num_ranks // per_node, per_node, first.rank
 
 
 def _relevant() -> list[LauncherInfo]:
-    """What the nearest launcher says, and those further out that speak of the same ranks, until one knows how many a node has."""
-    found: list[LauncherInfo] = []
-    for each in told():
-        if found and not each.agrees(found[0]):
-            if found[0].launcher == TORCH and each.launcher == ENVIRONMENT:  # which torch.distributed should have taken its ranks from
-                raise wrong(f"{found[0]}, {each}", "they contradict each other")
+    """Return what the innermost launcher knows, and the outer ones with the same ranks, up to one that knows the ranks per node."""
+    infos: list[LauncherInfo] = []
+    for info in detected():
+        if infos and not info.agrees(infos[0]):
+            if infos[0].launcher == TORCH and info.launcher == ENVIRONMENT:  # torch.distributed should have taken its ranks from it
+                raise contradiction(f"{infos[0]}, {info}", "they contradict each other")
             continue
-        found.append(each)
-        if each.ranks_per_node is not None:
+        infos.append(info)
+        if info.ranks_per_node is not None:
             break
-    return found
+    return infos
 
 
-def _merged(said: list[LauncherInfo], name: str) -> int | None:
-    """A fact, of the nearest that knows it."""
-    return next((value for each in said if (value := getattr(each, name)) is not None), None)
+def _merged(infos: list[LauncherInfo], name: str) -> int | None:
+    """Return a number from the innermost launcher that knows it."""
+    return next((value for info in infos if (value := getattr(info, name)) is not None), None)
 
 
-def _check(said: list[LauncherInfo], per_node: int) -> None:
-    first, what = said[0], ", ".join(map(str, said))
+def _check(infos: list[LauncherInfo], per_node: int) -> None:
+    first, what = infos[0], ", ".join(map(str, infos))
     if not 0 <= first.rank < first.num_ranks:
-        raise wrong(what, f"there is no rank {first.rank} among {first.num_ranks}")
+        raise contradiction(what, f"there is no rank {first.rank} among {first.num_ranks}")
     if per_node < 1 or first.num_ranks % per_node:
-        raise wrong(what, f"a World has the same number of ranks on each node, and {first.num_ranks} ranks here are uneven")
+        raise contradiction(
+            what, f"every node of a World has the same number of ranks, and {first.num_ranks} ranks cannot be divided evenly here"
+        )
     num_nodes, (node, rank_of_node) = first.num_ranks // per_node, divmod(first.rank, per_node)
-    if _merged(said, "num_nodes") not in (None, num_nodes):
-        raise wrong(what, f"{first.num_ranks} ranks, {per_node} on each node, are on {num_nodes} nodes")
-    if _merged(said, "rank_of_node") not in (None, rank_of_node) or _merged(said, "node") not in (None, node):
-        raise wrong(what, f"rank {first.rank} should be number {rank_of_node} on node {node}: the ranks of a node must follow each other")
+    if _merged(infos, "num_nodes") not in (None, num_nodes):
+        raise contradiction(what, f"{first.num_ranks} ranks, {per_node} on each node, make {num_nodes} nodes")
+    if _merged(infos, "rank_of_node") not in (None, rank_of_node) or _merged(infos, "node") not in (None, node):
+        raise contradiction(
+            what, f"rank {first.rank} should be number {rank_of_node} on node {node}: the ranks of a node must be consecutive"
+        )
 
 
-# -- where only torch.distributed knows ---------------------------------------------------------------------------------
+# -- if only torch.distributed knows the ranks -------------------------------------------------------------------------
 
 
-class _Together:
-    """How many ranks each node has, as the ranks of torch.distributed tell each other: once for each default process group.
+class _RankExchange:
+    """The ranks per node, exchanged between the ranks of torch.distributed once for each default process group.
 
-    Through its store and not by a collective: ranks may ask at any moment, whatever else they send each other."""
+    It uses the store and no collective, so that ranks may call it at any moment, whatever else they send each other."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -83,11 +87,11 @@ class _Together:
     def __call__(self, first: LauncherInfo) -> int:
         dist = torch_distributed()
         if dist is None:
-            raise wrong(first, "nothing says how many ranks this node has: set LOCAL_WORLD_SIZE")
+            raise contradiction(first, "the number of ranks on this node is unknown: set LOCAL_WORLD_SIZE")
         group = dist.group.WORLD
         if group not in self._known:
             if group in self._inherited:
-                raise wrong(first, "how many a node has, only its ranks can ask each other: World.detect() there, before they fork")
+                raise contradiction(first, "only its ranks can find out how many a node has: call World.detect() there before they fork")
             self._known[group] = _count(first, _exchange(dist.distributed_c10d._get_default_store(), first))
         return self._known[group]
 
@@ -101,37 +105,37 @@ class _Together:
             self._inherited.add(dist.group.WORLD)
 
 
-_together = _Together()
-host.at_fork(_together)
+_exchanged = _RankExchange()
+host.at_fork(_exchanged)
 
 
 def _exchange(store: Any, first: LauncherInfo) -> list[str]:
-    """The node of each rank, by rank. Raises `WaitTimeout`."""
+    """Return the node of each rank. Raises `WaitTimeout`."""
     keys = [f"forebay/node/{rank}" for rank in range(first.num_ranks)]
-    store.set(keys[first.rank], here())
-    began, pause, say_at = time.monotonic(), 0.001, SAY_AFTER
-    while not store.check(keys):  # its own wait prints a warning for each time that was over
+    store.set(keys[first.rank], own_node())
+    began, pause, log_at = time.monotonic(), 0.001, LOG_EVERY
+    while not store.check(keys):  # its own wait prints a warning for each timeout
         time.sleep(pause)
         pause, waited = min(2 * pause, LONGEST_PAUSE), time.monotonic() - began
-        if waited >= min(say_at, PATIENCE):
+        if waited >= min(log_at, TIMEOUT):
             missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-            what = f"World.detect() of rank {missing or 'none'}: all must call it, for no launcher says how many a node has"
-            if waited >= PATIENCE:
+            what = f"World.detect() of rank {missing or 'none'}: all ranks must call it, since no launcher knows how many a node has"
+            if waited >= TIMEOUT:
                 raise WaitTimeout(f"waited {waited:.0f} s for {what}", what=what, waited=waited, holder=f"rank {missing}")
             log.warning("rank %d has waited %.0f s for %s", first.rank, waited, what)
-            say_at += SAY_AFTER
+            log_at += LOG_EVERY
     return [store.get(key).decode() for key in keys]
 
 
-def here() -> str:
-    """This node: the processes that share its /dev/shm."""
+def own_node() -> str:
+    """Identify this node: the processes that share its /dev/shm."""
     return f"{os.uname().nodename} {host.boot_id()} {os.stat('/dev/shm').st_dev}"
 
 
 def _count(first: LauncherInfo, names: list[str]) -> int:
-    """How many ranks each node has. Raises `ConfigError` unless it is the same for all, and a node's ranks follow each other."""
+    """Return the ranks per node. Raises `ConfigError` unless all nodes have the same number, and their ranks are consecutive."""
     per_node = names.count(names[0])
     if any(names[rank] != names[rank - rank % per_node] or names.count(name) != per_node for rank, name in enumerate(names)):
         where = ", ".join(f"{rank} on {name.split()[0]}" for rank, name in enumerate(names))
-        raise wrong(first, f"a World has the same number of ranks on each node, one node after the other, and here are {where}")
+        raise contradiction(first, f"a World has the same number of consecutive ranks on each node, but here the ranks are {where}")
     return per_node

@@ -91,14 +91,14 @@ class _Outside:
         self._wanted = {path for path, remote in zip(directories, remotes, strict=True) if remote is not None}
         self._is_checked = False
 
-    def free(self, prefix: int) -> bool:
+    def is_free(self, prefix: int) -> bool:
         """Raises `ClaimConflict` where a job that does not use Forebay has one of the directories."""
         if not self._is_checked:
             self._check()
             self._is_checked = True
         return names.is_free(prefix)
 
-    def names(self, prefix: int) -> list[str]:
+    def paths(self, prefix: int) -> list[str]:
         return names.paths_of(prefix)
 
     def content(self, prefix: int) -> bytes:
@@ -135,7 +135,7 @@ def get_shm_prefix(
     _counts[count] += 1
     wanted = ClaimRequest(
         job.id, job.how, f"of Streaming, {_counts[count] - 1}", streams, here.to_json(), here.rank,
-        equal_only=True, outside=_Outside(streams_local, streams_remote, registry), patience=retry * TICK,
+        equal_only=True, external=_Outside(streams_local, streams_remote, registry), conflict_timeout=retry * TICK,
         name=job.name, spared=_spared(registry),
     )  # fmt: skip
     try:
