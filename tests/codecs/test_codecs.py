@@ -260,7 +260,7 @@ def test_what_no_tree_can_hold_is_refused(value: Any, where: str) -> None:
 
 def test_what_lies_in_a_value_many_times_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time it is written out, and a few lists would make a tree without end."""
-    monkeypatch.setattr("forebay.codecs.pytree.MOST_AGAIN", 1000)
+    monkeypatch.setattr("forebay.codecs.plain.MAX_REPEATED", 1000)
     row = [1.0, 2.0]
     assert there_and_back("pytree", [row] * 501) == [row] * 501
     with pytest.raises(errors.ConfigError, match=r"value\[501\] is once more a list .* codec='pickle'"):
@@ -275,8 +275,8 @@ def test_what_lies_in_a_value_many_times_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_to_name_the_codec_that_fits_copies_nothing(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
-    monkeypatch.setattr("forebay.codecs.arrays.taken_apart", None)
-    monkeypatch.setattr("forebay.codecs.arrays.tensor_apart", None)
+    monkeypatch.setattr("forebay.codecs.arrays.split_array", None)
+    monkeypatch.setattr("forebay.codecs.arrays.split_tensor", None)
     for value in ([np.zeros((3, 4))[:, 1]], [torch.zeros(9)[::2], b"x"]):
         with pytest.raises(errors.ConfigError, match="use codec='pytree'"):
             codec("numpy").encode(value)

@@ -1,7 +1,7 @@
-"""Codecs: a value as bytes that lie one behind the other in a record, and back.
+"""Codecs: a value as the bytes of one payload, and back.
 
-A payload begins at a multiple of 64 in its mapping, and arrays lie at multiples of 64 in it: what `decode` gives are views, not copies.
-Codecs hold no state of their own: callable from any thread, usable after a fork, picklable as far as a custom one is.
+A payload begins at a multiple of 64 in its mapping, and arrays at multiples of 64 in the payload: `decode` returns views, not copies.
+Codecs have no state of their own: callable from any thread, usable after a fork; a custom one can be pickled if its object can.
 NumPy, PyTorch, PyArrow and cloudpickle are optional, and imported only where a value needs them.
 """
 
@@ -24,13 +24,12 @@ from forebay.codecs.base import ALIGNMENT as ALIGNMENT
 from forebay.codecs.base import Codec as Codec
 from forebay.codecs.base import Named
 from forebay.codecs.base import damaged as _damaged
-from forebay.codecs.plain import Arrow, Json, needs_pyarrow
-from forebay.codecs.pytree import Pytree, fitting
+from forebay.codecs.plain import Arrow, Json, Pytree, fitting, needs_pyarrow
 
 
 def codec(which: str | object) -> Codec:
     """The codec named ``raw``, ``numpy``, ``pytree``, ``arrow``, ``json`` or ``pickle``, or one over any object with ``encode(value)`` ->
-    bytes-like and ``decode(memoryview)`` -> value. The name of such a one is its ``name`` if that is a str, else that of its class.
+    bytes-like and ``decode(memoryview)`` -> value. The name of the latter is its ``name`` if that is a str, else its class.
     Raises `ConfigError` for anything else, `MissingExtra` for ``numpy`` without NumPy and ``arrow`` without PyArrow."""
     if isinstance(which, (Named, _Custom)):
         return cast(Codec, which)
@@ -52,7 +51,7 @@ def codec(which: str | object) -> Codec:
 
 
 def default_codec(*, others_can_write: bool) -> Codec:
-    """The one for any values: ``pickle``; in a root that others can write to ``pytree``: a pickle of theirs would run as this user."""
+    """``pickle``, which stores any value; ``pytree`` in a root that other users can write to: their pickles would run as this user."""
     return _NAMED["pytree" if others_can_write else "pickle"]
 
 
@@ -101,14 +100,14 @@ class _Custom:
         return self._inner.decode(data)
 
 
-# Arrays
+# -- arrays ------------------------------------------------------------------------------------------------------------
 
 
 _BLOCK = struct.Struct("64s")
 
 
 class _Numpy(Named):
-    """One byte: the head's length in blocks; the head, filled up with spaces; the array's memory."""
+    """One byte: the head's length in blocks; the head, padded with spaces; the array's memory."""
 
     name = "numpy"
 
@@ -118,12 +117,12 @@ class _Numpy(Named):
             kind = f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
             raise _refused(f"codec='numpy' stores one numpy.ndarray, and the value is {kind}", value)
         try:
-            head, memory = arrays.taken_apart(value)
-        except arrays.Odd as odd:
-            raise _refused(f"codec='numpy' cannot store {odd}", value) from odd
+            head, memory = arrays.split_array(value)
+        except arrays.CannotEncode as error:
+            raise _refused(f"codec='numpy' cannot store {error}", value) from error
         blocks = -(-(1 + len(head)) // _BLOCK.size)
         if blocks > 255:
-            what = f"an array whose dtype and shape take {len(head):,} bytes to tell"
+            what = f"an array whose dtype and shape take {len(head):,} bytes to describe"
             raise errors.ConfigError(f"codec='numpy' cannot store {what}: use codec='pickle'", name="codec", value="numpy")
         return bytes((blocks,)) + head.ljust(blocks * _BLOCK.size - 1), memory
 
@@ -133,17 +132,17 @@ class _Numpy(Named):
         except struct.error as error:
             raise _damaged("it has no head") from error
         length = len(block) * block[0]
-        ndarray, shape, dtype, order, size = arrays.parsed(block[1:] if block[0] == 1 else bytes(data[1:length]))
+        ndarray, shape, dtype, order, size = arrays.parse_head(block[1:] if block[0] == 1 else bytes(data[1:length]))
         if len(data) != length + size:
             raise _damaged(f"an array of {size:,} bytes has {len(data) - length:,}")
         return ndarray(shape, dtype, data, length, None, order)
 
 
-def _refused(why: str, value: Any) -> errors.ConfigError:
-    return errors.ConfigError(f"{why}: use codec={fitting(value)!r}", name="codec", value=type(value).__name__)
+def _refused(reason: str, value: Any) -> errors.ConfigError:
+    return errors.ConfigError(f"{reason}: use codec={fitting(value)!r}", name="codec", value=type(value).__name__)
 
 
-# Objects
+# -- objects -----------------------------------------------------------------------------------------------------------
 
 
 _WITHOUT_BUFFERS = frozenset({type(None), bool, int, float, str, bytes})
@@ -152,12 +151,12 @@ _MARK = b"fbp1"
 
 
 def framed(stream: Buffer) -> bytes:
-    """What the codec ``pickle`` makes of an object whose pickle, without buffers, is ``stream``. Nothing is unpickled."""
+    """The payload that the codec ``pickle`` writes for an object whose pickle, without buffers, is ``stream``. Unpickles nothing."""
     return _FRONT.pack(_MARK, 0, len(stream)) + stream
 
 
 class _Pickle(Named):
-    """The front; for each buffer 8 bytes, twice its length, one more if its readers write into it; the pickle; the buffers, each
+    """The front; for each buffer 8 bytes with twice its length, plus one if its readers may write into it; the pickle; the buffers, each
     at a multiple of 64."""
 
     name = "pickle"
@@ -208,17 +207,17 @@ class _Pickle(Named):
 class _Pickler(pickle.Pickler):
     """Puts the memory of arrays and tensors out of band.
 
-    The pickle gets an empty buffer in place of each: of a read-only one it would remember that, and no copy of it would be writable."""
+    The pickle gets an empty buffer in place of each: it would record that a buffer is read-only, and no copy of it would be writable."""
 
     def __init__(self, stream: io.BytesIO) -> None:
-        self._seen: list[pickle.PickleBuffer] = []
-        self._memory: dict[int, tuple[memoryview, bool]] = {}  # by the id of the empty buffer, which _seen keeps
-        self._kinds = _kinds()
-        super().__init__(stream, 5, buffer_callback=self._seen.append)
+        self._buffers: list[pickle.PickleBuffer] = []
+        self._memory: dict[int, tuple[memoryview, bool]] = {}  # by the id of the empty buffer, which _buffers keeps alive
+        self._reducers = _reducers()
+        super().__init__(stream, 5, buffer_callback=self._buffers.append)
 
     def buffers(self) -> list[tuple[memoryview, bool]]:
-        """The memory that lies out of band, in order; with each, whether its readers write into it."""
-        return [self._memory.get(id(b)) or (b.raw(), False) for b in self._seen]
+        """The memory that is out of band, in order; with each, whether its readers may write into it."""
+        return [self._memory.get(id(b)) or (b.raw(), False) for b in self._buffers]
 
     def out_of_band(self, memory: memoryview, *, private: bool) -> pickle.PickleBuffer:
         buffer = pickle.PickleBuffer(bytearray())
@@ -226,14 +225,14 @@ class _Pickler(pickle.Pickler):
         return buffer
 
     def reducer_override(self, value: Any) -> Any:
-        reduce = self._kinds.get(type(value))
+        reduce = self._reducers.get(type(value))
         if reduce is not None:
             return reduce(self, value)
         return by_value.reduce(value) if by_value.of_the_program(value) else NotImplemented
 
 
 def _pickled(value: Any) -> tuple[io.BytesIO, _Pickler]:
-    """The pickle of a value, and who knows its buffers: by cloudpickle where pickle cannot. Raises what pickle raises."""
+    """The pickle of a value, and the pickler that holds its buffers; by cloudpickle where pickle fails. Raises what pickle raises."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     try:
@@ -251,7 +250,7 @@ def _pickled(value: Any) -> tuple[io.BytesIO, _Pickler]:
 def _cloud_pickler() -> type[_Pickler]:
     class CloudPickler(_Pickler, by_value.cloudpickle().Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, io.TextIOBase):  # which it would make a text in memory
+            if isinstance(value, io.TextIOBase):  # cloudpickle would turn it into a text in memory
                 raise TypeError(f"cannot pickle {type(value).__name__!r} object")
             reduced = _Pickler.reducer_override(self, value)
             return super(_Pickler, self).reducer_override(value) if reduced is NotImplemented else reduced
@@ -262,19 +261,19 @@ def _cloud_pickler() -> type[_Pickler]:
 _Reduce = Callable[[_Pickler, Any], Any]
 
 
-def _kinds() -> dict[type, _Reduce]:
-    """What is pickled our way. Whoever has an array has imported NumPy: nothing is imported here, and a module may be half imported."""
+def _reducers() -> dict[type, _Reduce]:
+    """The reducers by type. A value of a package implies that it is imported, perhaps only in part: nothing is imported here."""
     numpy, torch, ray = sys.modules.get("numpy"), sys.modules.get("torch"), sys.modules.get("ray")
     parameter = getattr(getattr(torch, "nn", None), "Parameter", None)
     tensors = getattr(torch, "Tensor", None), parameter
-    passing = getattr(ray, "ObjectRef", None), getattr(getattr(ray, "actor", None), "ActorHandle", None)
-    return _kinds_of(getattr(numpy, "ndarray", None), tensors, passing)
+    ray_types = getattr(ray, "ObjectRef", None), getattr(getattr(ray, "actor", None), "ActorHandle", None)
+    return _reducers_of(getattr(numpy, "ndarray", None), tensors, ray_types)
 
 
 @functools.lru_cache(8)
-def _kinds_of(array: type | None, tensors: tuple[type | None, ...], passing: tuple[type | None, ...]) -> dict[type, _Reduce]:
+def _reducers_of(array: type | None, tensors: tuple[type | None, ...], ray_types: tuple[type | None, ...]) -> dict[type, _Reduce]:
     reducers = {array: _reduce_array, **dict.fromkeys(tensors, _reduce_tensor)} if array else {}
-    return {kind: reducer for kind, reducer in (reducers | dict.fromkeys(passing, _refuse)).items() if kind}
+    return {kind: reducer for kind, reducer in (reducers | dict.fromkeys(ray_types, _refuse)).items() if kind}
 
 
 def _refuse(pickler: _Pickler, value: Any) -> Any:
@@ -285,21 +284,21 @@ def _reduce_array(pickler: _Pickler, array: Any) -> Any:
     if array.dtype.metadata:
         return NotImplemented
     try:
-        head, memory = arrays.taken_apart(array)
-    except arrays.Odd:
+        head, memory = arrays.split_array(array)
+    except arrays.CannotEncode:
         return NotImplemented  # a dtype that NumPy pickles better
     return _array, (head, pickler.out_of_band(memory, private=False))
 
 
 def _array(head: bytes, memory: Any) -> Any:
     """Named in stored pickles: neither the name nor the arguments may change."""
-    ndarray, shape, dtype, order, _ = arrays.parsed(head)
+    ndarray, shape, dtype, order, _ = arrays.parse_head(head)
     return ndarray(shape, dtype, memory, 0, None, order)
 
 
 def _reduce_tensor(pickler: _Pickler, tensor: Any) -> Any:
-    apart = arrays.tensor_apart(tensor)
-    return NotImplemented if apart is None else (_tensor, (pickler.out_of_band(apart[1], private=True), *apart[0]))
+    split = arrays.split_tensor(tensor)
+    return NotImplemented if split is None else (_tensor, (pickler.out_of_band(split[1], private=True), *split[0]))
 
 
 def _tensor(memory: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool, parameter: bool) -> Any:

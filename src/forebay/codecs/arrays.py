@@ -1,4 +1,4 @@
-"""Arrays and tensors as a head that describes them and their memory. NumPy and PyTorch are imported only where a value needs them."""
+"""Arrays and tensors, each as a head that describes it and its memory. NumPy and PyTorch are imported only where a value needs them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from forebay import errors
 from forebay.codecs.base import damaged
 
-# Smaller tensors are copied: the page faults of a private mapping take longer than that (150 KB read: 60 us, copied and read: 20).
+# Smaller tensors are copied: the page faults of a private mapping take longer than a copy (150 KB read: 60 us, copied and read: 20).
 MAPPED_FROM = 512 * 1024
 
 
-class Odd(Exception):
-    """What cannot be stored, such as an array that no head can describe. The text says which. ``path``: how it is reached in the value,
-    from the inside."""
+class CannotEncode(Exception):
+    """A part of a value cannot be stored, such as an array that no head can describe. The text names it. ``path``: its position in the
+    value, innermost first."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -24,12 +24,12 @@ class Odd(Exception):
 
 
 def head_of(array: Any) -> bytes:
-    """What describes an array. Raises `Odd`."""
+    """The description of an array. Raises `CannotEncode`."""
     return _head(array.dtype, array.shape, _order_of(array))
 
 
-def taken_apart(array: Any) -> tuple[bytes, memoryview]:
-    """Head and memory of an array, which is copied if it is not contiguous. Raises `Odd`."""
+def split_array(array: Any) -> tuple[bytes, memoryview]:
+    """Head and memory of an array, which is copied if it is not contiguous. Raises `CannotEncode`."""
     head = head_of(array)
     return head, memoryview(array.ravel(_order_of(array)).view("u1")) if array.nbytes else memoryview(b"")
 
@@ -42,26 +42,26 @@ def _order_of(array: Any) -> str:
 def _head(dtype: Any, shape: tuple[int, ...], order: str) -> bytes:
     try:
         descr = dtype.str if dtype.names is None else dtype.descr
-        known = numpy().lib.format.descr_to_dtype(descr) == dtype
+        is_described = numpy().lib.format.descr_to_dtype(descr) == dtype
     except (ValueError, TypeError) as error:
-        raise Odd(f"an array of dtype {dtype}") from error
-    # Fields may lie out of order, and the dtypes of other packages tell themselves as plain bytes.
-    if dtype.hasobject or not known:
-        raise Odd(f"an array of dtype {dtype}")
+        raise CannotEncode(f"an array of dtype {dtype}") from error
+    # Fields may be out of order, and the dtypes of other packages describe themselves as plain bytes.
+    if dtype.hasobject or not is_described:
+        raise CannotEncode(f"an array of dtype {dtype}")
     return repr((descr, shape, order)).encode()
 
 
 @functools.lru_cache(1024)
-def parsed(head: bytes) -> tuple[Any, tuple[int, ...], Any, str, int]:
-    """The class ndarray; shape, dtype and order for it; an array's bytes. Remembered: to parse a head takes 20 times the rest."""
+def parse_head(head: bytes) -> tuple[Any, tuple[int, ...], Any, str, int]:
+    """The class ndarray; shape, dtype and order for it; the size of the array in bytes. Cached: parsing a head takes 20 times the rest."""
     np = numpy()
     try:
         descr, shape, order = ast.literal_eval(head.decode().rstrip())
         dtype = np.lib.format.descr_to_dtype(descr)
-        # NumPy would take pointers of objects from a buffer.
+        # NumPy would read pointers to objects from a buffer.
         if dtype.hasobject or order not in ("C", "F") or any(type(n) is not int for n in shape):
             raise ValueError("not what encode writes")
-        # One element seen everywhere: what NumPy refuses in a shape it refuses here.
+        # An array of this shape over a single element: it raises if NumPy refuses the shape.
         np.ndarray(shape, dtype, bytes(dtype.itemsize), 0, (0,) * len(shape))
     except (ValueError, TypeError, SyntaxError, KeyError, IndexError, MemoryError, RecursionError) as error:
         raise damaged(f"no array begins with {head[:80]!r}") from error
@@ -89,12 +89,12 @@ def torch() -> Any:
     return torch
 
 
-About = tuple[str, tuple[int, ...], tuple[int, ...], bool, bool]
-"""Of a tensor: dtype, shape, strides, whether it requires a gradient, whether it is a parameter."""
+TensorHead = tuple[str, tuple[int, ...], tuple[int, ...], bool, bool]
+"""The description of a tensor: dtype, shape, strides, whether it requires a gradient, whether it is a parameter."""
 
 
-def tensor_apart(tensor: Any) -> tuple[About, memoryview] | None:
-    """What describes a tensor, and its memory; None where only its own pickle can tell it."""
+def split_tensor(tensor: Any) -> tuple[TensorHead, memoryview] | None:
+    """Head and memory of a tensor; None if only its own pickle can describe it."""
     if not is_plain(tensor):
         return None
     lib = torch()
@@ -108,12 +108,12 @@ def tensor_apart(tensor: Any) -> tuple[About, memoryview] | None:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether not only its own pickle can tell a tensor."""
+    """Whether a `TensorHead` can describe a tensor."""
     return not (tensor.device.type != "cpu" or tensor.layout != torch().strided or tensor.is_quantized or tensor.__dict__)
 
 
 def _dense(tensor: Any) -> bool:
-    """Whether its elements lie side by side in some order of the dimensions, so that its strides can be kept."""
+    """Whether its elements are contiguous in some order of the dimensions, so that its strides can be kept."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -123,7 +123,7 @@ def _dense(tensor: Any) -> bool:
 
 
 def tensor_of(memory: Any, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool, parameter: bool) -> Any:
-    """The tensor over writable memory."""
+    """A tensor over writable memory."""
     lib = torch()
     kind = getattr(lib, dtype)
     tensor = lib.frombuffer(memory, dtype=kind) if len(memory) else lib.empty(0, dtype=kind)

@@ -1,4 +1,4 @@
-"""What all codecs share."""
+"""The protocol of a codec, and what the built-in ones share."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ ALIGNMENT = 64
 
 
 class Codec(Protocol[Item]):
-    """How values are stored. ``name`` is stored with them: another name is another codec."""
+    """How values are stored. ``name`` is stored with them: a codec with another name cannot read them."""
 
     name: str
 
     def encode(self, value: Item) -> Sequence[Buffer]:
         """The pieces of the payload, in order, padding included. They may be views of ``value``: write them before it changes.
-        Raises `ConfigError` for a value that this codec cannot store, and whatever the value's own code raises."""
+        Raises `ConfigError` for a value that this codec cannot store, and what the value's own code raises."""
 
     def decode(self, data: memoryview, private: Callable[[], memoryview]) -> Item:
-        """The value of a payload. What lies over ``data`` is read-only where ``data`` is.
+        """The value of a payload. Its views of ``data`` are read-only if ``data`` is.
 
-        ``private``: gives the same payload writable, with stores that stay with this value; called at most once, where needed.
-        Raises `Damaged` for bytes that `encode` did not make."""
+        ``private``: returns a writable copy-on-write view of the same payload; called at most once, if needed.
+        Raises `Damaged` for bytes that `encode` did not write."""
 
 
 class Named:
-    """A codec without a state of its own: one object of each class is enough."""
+    """A codec without state: each class has one instance."""
 
     name: str
-    _only: ClassVar[Any] = None
+    _instance: ClassVar[Any] = None
 
     def __new__(cls) -> Self:
-        if cls._only is None:
-            cls._only = super().__new__(cls)
-        return cls._only  # type: ignore[no-any-return]
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+        return cls._instance  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()

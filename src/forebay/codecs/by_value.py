@@ -1,4 +1,4 @@
-"""What pickle cannot say by a name: functions made in functions, and what the program that runs has defined itself."""
+"""Classes and functions that pickle cannot refer to by name: those of the running program, and those that functions define."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import types
 import weakref
 from typing import Any
 
-MAINS = frozenset({"__main__", "__mp_main__"})  # the second is the first, as children of multiprocessing call it
-_MOST = 64 << 10
+MAINS = frozenset({"__main__", "__mp_main__"})  # the second is what children of multiprocessing call the first
+_MAX_CODE = 64 << 10
 """Bytes of a class or function that are stored with each value that needs it."""
 
-_known: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()
+_codes: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def cloudpickle() -> Any:
-    """The package, or None where it is not installed."""
+    """The package; None if it is not installed."""
     try:
         import cloudpickle
     except ModuleNotFoundError:
@@ -28,28 +28,28 @@ def cloudpickle() -> Any:
 
 
 def of_the_program(value: Any) -> bool:
-    """Whether this is a class or function of the program that runs, or of the one that sent it here: another may have none of its name."""
+    """Whether ``value`` is a class or function of the running program, or of the one that sent it: another may have none of its name."""
     if not isinstance(value, (type, types.FunctionType)) or value.__module__ not in MAINS or "<" in value.__qualname__:
         return False
-    return _named(value.__qualname__) in (value, None)
+    return _in_main(value.__qualname__) in (value, None)
 
 
 def reduce(value: Any) -> tuple[Any, ...]:
-    """For pickle: by name where the reader has one of this name, else by its code."""
+    """For pickle: the reader uses its own object of this name if it has one, else the code."""
     return by_name, (value.__qualname__, _code_of(value))
 
 
 def by_name(name: str, code: bytes) -> Any:
     """Named in stored pickles: neither the name nor the arguments may change."""
-    found = _named(name)
-    if found is None and code:
+    value = _in_main(name)
+    if value is None and code:
         return pickle.loads(code)
-    if found is None:
+    if value is None:
         raise AttributeError(f"this program has no {name!r}, which the program that stored the value had")
-    return found
+    return value
 
 
-def _named(name: str) -> Any:
+def _in_main(name: str) -> Any:
     try:
         return operator.attrgetter(name)(sys.modules["__main__"])
     except (AttributeError, KeyError):
@@ -57,14 +57,14 @@ def _named(name: str) -> Any:
 
 
 def _code_of(value: Any) -> bytes:
-    """Empty where there is none, or it would be large: a function brings the globals that it uses."""
-    code = _known.get(value)
+    """Empty if there is none, or it would be large: the code of a function includes the globals that it uses."""
+    code = _codes.get(value)
     if code is None:
         cloud = cloudpickle()
         try:
             code = cloud.dumps(value, 5) if cloud is not None and value.__module__ == "__main__" else b""
-        except Exception:  # noqa: BLE001  # of whatever the function refers to: then there is its name
+        except Exception:  # noqa: BLE001  # raised by anything the function refers to: then only its name is stored
             code = b""
-        code = code if len(code) <= _MOST else b""
-        _known[value] = code
+        code = code if len(code) <= _MAX_CODE else b""
+        _codes[value] = code
     return code
