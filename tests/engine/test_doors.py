@@ -169,7 +169,7 @@ def test_a_tree_keeps_its_files_and_frees_them_when_it_goes(tmp_path: Path) -> N
     for name in ("one", "two"):
         store.put("urls", name, name.encode() * 20_000)
     leases = [(f"dir/{name}.bin", store.lease("urls", name)) for name in ("one", "two")]
-    tree = store.plant("trees", "model", [(name, lease) for name, lease in leases if lease], validator="v1")
+    tree = store.publish_tree("trees", "model", [(name, lease) for name, lease in leases if lease], validator="v1")
     for _, lease in leases:
         assert lease is not None
         lease.close()
@@ -191,7 +191,7 @@ def test_a_tree_refuses_names_that_leave_it(store: Store) -> None:
     assert lease is not None
     with lease:
         with pytest.raises(ValueError, match="name"):
-            store.plant("trees", "bad", [("../escape", lease)])
+            store.publish_tree("trees", "bad", [("../escape", lease)])
     assert store.entry("trees", "bad") is None
 
 
@@ -289,7 +289,7 @@ def test_a_tree_that_somebody_changed_is_found_and_set_aside(store: Store, harm:
     lease = store.lease("urls", "one")
     assert lease is not None
     with lease:
-        tree = store.plant("trees", "model", [("dir/one.bin", lease)])
+        tree = store.publish_tree("trees", "model", [("dir/one.bin", lease)])
         with tree:
             folder = Path(tree.path) / "dir"
     assert store.check() == []

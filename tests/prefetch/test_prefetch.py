@@ -16,7 +16,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay._engine.write.reservations import Credit
+from forebay._engine.write.reservations import SpaceReservation
 from forebay.prefetch import Prefetcher, loader
 from forebay.prefetch.loads import State
 from forebay.prefetch.pools import PassThrough
@@ -953,16 +953,16 @@ def test_until_it_is_published_it_is_served_from_memory(cache: forebay.Cache, so
     groups: list[int] = []
     keepers: set[str] = set()
     go, begun = threading.Event(), threading.Event()
-    keep = Credit.keep
+    keep = SpaceReservation.keep
 
-    def slow(self: Credit, items: Any, **how: Any) -> Any:
+    def slow(self: SpaceReservation, items: Any, **how: Any) -> Any:
         groups.append(len(items))
         keepers.add(threading.current_thread().name)
         begun.set()
         assert go.wait(60)
         return keep(self, items, **how)
 
-    monkeypatch.setattr(Credit, "keep", slow)
+    monkeypatch.setattr(SpaceReservation, "keep", slow)
     with cache.prefetcher(source, workers=6) as pool:
         first = pool.get_lazy("k0")
         assert begun.wait(60)
@@ -980,14 +980,14 @@ def test_until_it_is_published_it_is_served_from_memory(cache: forebay.Cache, so
 def test_faults_of_the_cache_reach_nobody(cache: forebay.Cache, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the engine raises while it keeps items: they are served, one warning is told, and later ones are kept again."""
     bad = [True]
-    keep = Credit.keep
+    keep = SpaceReservation.keep
 
-    def broken(self: Credit, items: Any, **how: Any) -> Any:
+    def broken(self: SpaceReservation, items: Any, **how: Any) -> Any:
         if bad[0]:
             raise errors.CacheFault("the disk went away")
         return keep(self, items, **how)
 
-    monkeypatch.setattr(Credit, "keep", broken)
+    monkeypatch.setattr(SpaceReservation, "keep", broken)
     with cache.prefetcher(source) as pool:
         assert pool.get_many(KEYS) == [body(key) for key in KEYS]
         assert pool.count == 0

@@ -11,7 +11,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.spaces import Spaces
 from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import SMALL
-from forebay._engine.write.reservations import Credit, Item
+from forebay._engine.write.reservations import Item, SpaceReservation
 from forebay._model import Buffer
 
 
@@ -22,12 +22,12 @@ class Reservations:
         self.engine, self._spaces = engine, spaces
 
     @recover_and_retry
-    def open(self, space: str) -> Credit:
+    def open(self, space: str) -> SpaceReservation:
         """An empty reservation in a space, for one loader."""
         engine = self.engine
         engine.check_usable(writing=True)
         row = self._spaces.ensure(space)
-        return Credit(engine.catalog, engine.budget, engine.publisher, engine.leases, engine.intent, row)
+        return SpaceReservation(engine.catalog, engine.budget, engine.publisher, engine.leases, engine.intent, row)
 
     def spill(self, space: str, key: str, data: Buffer) -> Lease:
         """Keep bytes for as long as the returned lease, or a copy of it after a fork, is held. Raises `CacheFault`."""

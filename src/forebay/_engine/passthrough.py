@@ -189,7 +189,7 @@ class PassThrough:
     def counts(self) -> dict[str, int]:
         return dict(self._counts)
 
-    def hitter(self, space: str) -> Hit:
+    def hot_lookup(self, space: str) -> Hit:
         return no_hit
 
     def finder(self, space: str) -> Find:

@@ -10,7 +10,7 @@ from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
 from forebay._engine.index import counters
-from forebay._engine.space.eviction import Doomed
+from forebay._engine.space.eviction import EvictionVictim
 from forebay._engine.space.room import SpaceRequest
 from forebay._engine.space.settings import keep
 from forebay._logs import logger
@@ -124,7 +124,7 @@ class Spaces:
         with faults(name):
             page = engine.stats.page(space, None)
             while page:
-                unpinned = [(e.id, e.slot, Doomed(e.id, e.kind, e.suffix)) for e in page if e.life != "pinned"]
+                unpinned = [(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in page if e.life != "pinned"]
                 for at in range(0, len(unpinned), _AT_ONCE):
                     removed += len(engine.eviction.remove(unpinned[at : at + _AT_ONCE]))
                 page = engine.stats.page(space, page[-1].key)

@@ -25,7 +25,7 @@ from forebay._engine.key_locks import KeyLocks
 from forebay._engine.loading import Reservations
 from forebay._engine.locks.leases import Lease
 from forebay._engine.pack_handles import Packs
-from forebay._engine.space.eviction import Doomed
+from forebay._engine.space.eviction import EvictionVictim
 from forebay._engine.space.room import SpaceRequest
 from forebay._engine.space.settings import Settings as Settings
 from forebay._engine.spaces import Spaces
@@ -114,9 +114,9 @@ class Store:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def hitter(self, space: str) -> Hit:
-        """See `Memo.hitter`. In a read-only root there is nothing to touch: every hit goes the long way."""
-        return self.engine.memo.hitter(space, self.engine.counters) if not self.root.read_only else no_hit
+    def hot_lookup(self, space: str) -> Hit:
+        """See `Memo.hot_lookup`. In a read-only root there is nothing to touch: every hit goes the long way."""
+        return self.engine.memo.hot_lookup(space, self.engine.counters) if not self.root.read_only else no_hit
 
     def finder(self, space: str) -> Find:
         """See `Memo.finder`. In a read-only root there is nothing to touch: every look goes the long way."""
@@ -277,7 +277,7 @@ class Store:
         return found
 
     @recover_and_retry
-    def plant(
+    def publish_tree(
         self, space: str, key: str, members: Sequence[tuple[str, Lease]], *, life: str = "cached", meta: str = "",
         validator: str | None = None,
     ) -> Lease:  # fmt: skip
@@ -287,7 +287,7 @@ class Store:
         self.engine.check_usable(writing=True)
         place = self.spaces.ensure(space)
         label = Label(place.id, place.name, key, life=life, meta=meta)
-        tree = self.engine.linker.plant(label, [(name, lease.entry) for name, lease in members], self.engine.leases, validator)
+        tree = self.engine.linker.publish_tree(label, [(name, lease.entry) for name, lease in members], self.engine.leases, validator)
         self.engine.reading.note_tree(tree)
         return tree
 
@@ -360,7 +360,7 @@ class Store:
     @recover_and_retry
     def _remove(self, wanted: Sequence[Victim], trees: bool) -> set[int]:
         rows = entries.by_ids(self.engine.catalog, [victim.id for victim in wanted])
-        mine = [(e.id, e.slot, Doomed(e.id, e.kind, e.suffix)) for e in rows if (e.kind == "tree") is trees]
+        mine = [(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in rows if (e.kind == "tree") is trees]
         with faults("entries to remove"):
             removed = {doomed.id for doomed in self.engine.eviction.remove(mine)} if mine else set()
         self.engine.counters.add(counters.EVICTIONS, len(removed))
@@ -369,7 +369,7 @@ class Store:
     def drop(self, wanted: Sequence[Entry]) -> int:
         """Remove entries that nobody holds any more; gives how many went."""
         with faults("what nobody holds"):
-            return len(self.engine.eviction.remove([(e.id, e.slot, Doomed(e.id, e.kind, e.suffix)) for e in wanted]))
+            return len(self.engine.eviction.remove([(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in wanted]))
 
     @recover_and_retry
     def discard(self, entry: Entry) -> bool:

@@ -94,7 +94,7 @@ class Cache(Upkeep):
             self.offline, self._max_age, self._timeout, Reopening(*how) if enabled and isinstance(store, PassThrough) else None,
         )  # fmt: skip
         self._passes = self._origin.reopening is not None
-        self._hit = store.hitter(URLS)
+        self._hit = store.hot_lookup(URLS)
         self.closed = False
         self._values = Space(self._origin, VALUES)
         self._opened: weakref.WeakSet[Samples[Any] | Prefetcher[Any] | NoPrefetch[Any]] = weakref.WeakSet()
@@ -388,7 +388,7 @@ class Cache(Upkeep):
         if self._passes:
             store = self._origin.current()
             if isinstance(store, Store):
-                self._passes, self.path, self._hit = False, store.root.path, store.hitter(URLS)
+                self._passes, self.path, self._hit = False, store.root.path, store.hot_lookup(URLS)
 
     def _open_space(self, space: Space) -> Space:
         self._check_open()

@@ -30,7 +30,7 @@ class Space:
     def _bind(self) -> None:
         self._bound = self._origin.current()
         self._passes = self._origin.reopening is not None  # and looks again at each call
-        self._quick = self._bound.hitter(self.name)
+        self._quick = self._bound.hot_lookup(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (self._home, self.name)

@@ -284,7 +284,7 @@ class _Tree:
                 raise errors.RemoteChanged(f"{self._key}: it changed while it was fetched", url=self._key)
             found = [(file.name, leases[file.name]) for file in wanted.files]
             life = "pinned" if self._ask.pin else "cached"
-            return self._store.plant(DIRECTORIES, self._key, found, life=life, meta=_meta(listing, wanted), validator=wanted.version)
+            return self._store.publish_tree(DIRECTORIES, self._key, found, life=life, meta=_meta(listing, wanted), validator=wanted.version)
 
     # -- its files -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from forebay import errors
 from forebay._engine.catalog import CatalogBroken
 from forebay._engine.locks.leases import Lease
 from forebay._engine.write.publish import SMALL
-from forebay._engine.write.reservations import NOTHING, Credit, Item, Need
+from forebay._engine.write.reservations import NOTHING, Item, Need, SpaceReservation
 from forebay._logs import logger
 from forebay._model import Entry, Policy
 from forebay.prefetch.load_queue import LoadQueue, PrefetchConfig
@@ -35,7 +35,7 @@ class ItemWriter:
 
     def __init__(self, job: PrefetchConfig) -> None:
         self._job, self._store = job, job.store
-        self._credit: Credit = job.store.reservations.open(job.space)
+        self._credit: SpaceReservation = job.store.reservations.open(job.space)
         used, entries = self._store.spaces.usage(job.space)
         limit, policy = self._store.spaces.limits(job.space)
         self._waits = policy == Policy.WAIT

@@ -81,7 +81,7 @@ class Samples(Generic[Item]):
         """`get` of each."""
         get = self.get
         found = [get(i) for i in indices]
-        self._pack.tell()
+        self._pack.flush_counts()
         return found
 
     def get_or_put(self, i: int, fn: Callable[[], Item | Buffer], *, timeout: float | None = None) -> Item:
@@ -118,7 +118,7 @@ class Samples(Generic[Item]):
             return ran[0][0] if ran else self._as_read(fn())
 
     def _look(self, i: int) -> tuple[Item] | None:
-        return self._decoded(i, self._pack.look(i, self._copy))
+        return self._decoded(i, self._pack.peek(i, self._copy))
 
     def _decoded(self, i: int, data: memoryview | None) -> tuple[Item] | None:
         """In a tuple, since what is stored may be None."""

@@ -143,7 +143,7 @@ def test_no_row_of_ours_is_in_doubt(place: Path, caplog: pytest.LogCaptureFixtur
         store.put("values", "small", b"small")
         lease = store.lease("urls", "k19")
         assert lease is not None
-        store.plant("directories", "d", [("inner/file", lease)]).close()
+        store.publish_tree("directories", "d", [("inner/file", lease)]).close()
         lease.close()
         pack = store.packs.make("arrays", "a", 10)
         pack.put(3, lambda value: [value], b"x" * 5000)
@@ -181,7 +181,7 @@ def test_the_name_of_a_file_in_a_tree_leads_not_out_of_it(place: Path, name: str
         fill(store, 1)
         lease = store.lease("urls", "k0")
         assert lease is not None
-        store.plant("directories", "d", [("inner/file", lease)]).close()
+        store.publish_tree("directories", "d", [("inner/file", lease)]).close()
         lease.close()
     forge(place, "UPDATE links SET name = ?", name)
     with opened(place, BUDGET) as store:
@@ -368,7 +368,7 @@ def test_a_link_in_the_place_of_trees_or_packs_leads_nowhere(place: Path, where:
         store: Any = cache._store
         fill(store)
         lease = store.lease("urls", "k0")
-        store.plant("directories", "d", [("inner/file", lease)]).close()
+        store.publish_tree("directories", "d", [("inner/file", lease)]).close()
         with cache.samples("pack", 4) as samples:
             samples.put(0, b"sample" * 100)
         moved = place.parent / "moved"
@@ -378,7 +378,7 @@ def test_a_link_in_the_place_of_trees_or_packs_leads_nowhere(place: Path, where:
         assert len(before) >= 2
         calls: list[Callable[[], object]] = [
             lambda: store.lease("directories", "d").close(),
-            lambda: store.plant("directories", "another", [("file", lease)]).close(),
+            lambda: store.publish_tree("directories", "another", [("file", lease)]).close(),
             lambda: cache.samples("pack", 4).get(0),
             lambda: cache.samples("another", 4).put(0, b"sample"),
             lambda: cache.check(deep=True),

@@ -13,7 +13,7 @@ from forebay._engine.catalog.connection import Rows, Txn
 class Reservation:
     """Bytes promised to one write. Its id becomes the entry's. ``owner`` None: a partial that waits for a successor.
 
-    ``rows``: how many entries it is for. One whose ``keyhash`` is 0 has no files: see `Credit`."""
+    ``rows``: how many entries it is for. One whose ``keyhash`` is 0 has no files: see `SpaceReservation`."""
 
     id: int
     owner: int | None

@@ -77,7 +77,7 @@ class Memo:
     def _of(self, space: str) -> dict[str, Remembered]:
         return self._known.setdefault(space, {})
 
-    def hitter(self, space: str, counters: Counters) -> Hit:
+    def hot_lookup(self, space: str, counters: Counters) -> Hit:
         """A function that serves one space's hits: ``hit(name, max_age)``, the age in nanoseconds; None: go the long way.
 
         No lock and no system call, and no attribute that a local can be: this is the path that is taken a million times a second."""

@@ -55,7 +55,7 @@ class Pack:
         self._mapped = Mapped(root, self.id)
         self._view = self._mapped.view
         self._finder: weakref.ref[Finder] | None = None
-        self._hits = self._misses = self._bytes = self._stored = 0  # since they were told: see `tell`
+        self._hits = self._misses = self._bytes = self._stored = 0  # since they were told: see `flush_counts`
         self._read_only = False
         self._refused = 0.0, 0, 0  # until when, how much, at which eviction
         self.closed = False
@@ -108,10 +108,10 @@ class Pack:
         self._hits += 1
         self._bytes += self._ends[slot] - self._starts[slot]
         if self._hits > MANY_HITS:
-            self.tell()
-        return self.look(slot, copy)
+            self.flush_counts()
+        return self.peek(slot, copy)
 
-    def look(self, slot: int, copy: bool = False) -> memoryview | None:
+    def peek(self, slot: int, copy: bool = False) -> memoryview | None:
         """The same as `find`, counted as neither hit nor miss."""
         slot = self._checked(slot)
         if not self._ends[slot] and not self._locate(slot):
@@ -253,7 +253,7 @@ class Pack:
         """A segment with room, in place of the one that is full; None where there was none a moment ago."""
         if self._is_refused(need):
             return None
-        self.tell()
+        self.flush_counts()
         room = SegmentRequest(self.id, self._space, self._words[pack_files.QUOTA] or None)
         full, self._appender = self._appender, None
         try:
@@ -334,7 +334,7 @@ class Pack:
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def tell(self) -> None:
+    def flush_counts(self) -> None:
         """Add what was found and stored since the last time to the counters of the process."""
         hits, size = self.finder().take()
         counts = (HITS, self._hits + hits), (MISSES, self._misses), (BYTES_HIT, self._bytes + size), (BYTES_STORED, self._stored)
@@ -351,7 +351,7 @@ class Pack:
             return
         self.closed = True
         self.finder().shut()
-        self.tell()
+        self.flush_counts()
         try:
             with self._appending, faults(f"pack {self.id:x}"):
                 if self._can_append():
@@ -409,7 +409,7 @@ class NoPack:
     def count(self) -> int:
         return len(self.filled())
 
-    def look(self, slot: int, copy: bool = False) -> memoryview | None:
+    def peek(self, slot: int, copy: bool = False) -> memoryview | None:
         return self.find(slot)
 
     def put(self, slot: int, encode: Callable[[Any], Any], value: Any) -> bool:
@@ -421,7 +421,7 @@ class NoPack:
     def bad_slots(self) -> list[int]:
         return self.filled()
 
-    def tell(self) -> None:
+    def flush_counts(self) -> None:
         """Nothing was counted."""
 
     def close(self) -> None:
@@ -439,4 +439,4 @@ def _tell_at_exit(pack: Pack) -> None:
 def _tell(found: weakref.ref[Pack]) -> None:
     pack = found()
     if pack is not None and not pack.closed:
-        pack.tell()
+        pack.flush_counts()

@@ -18,8 +18,8 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.counters import EVICTIONS, Counters
 from forebay._engine.index.memo import Memo
 from forebay._engine.locks.owners import Owners
-from forebay._engine.space.eviction import SPACE_WORD, Doomed, Eviction
-from forebay._engine.space.ranking import Cold, Ranking, Scope
+from forebay._engine.space.eviction import SPACE_WORD, Eviction, EvictionVictim
+from forebay._engine.space.ranking import EvictionCandidate, Ranking, Scope
 from forebay._engine.space.room import Room, SpaceDeficit, SpaceRequest
 from forebay._engine.space.segment_tails import SegmentTails
 from forebay._kernel import locks, waits
@@ -44,7 +44,7 @@ class _Reserving:
 
     me: int
     id: int = 0
-    doomed: list[Doomed] = field(default_factory=list)
+    doomed: list[EvictionVictim] = field(default_factory=list)
     partials: list[Reservation] = field(default_factory=list)
     picks: Counter[Scope] = field(default_factory=Counter)  # since the last victim of the scope
     pick: set[Scope] = field(default_factory=set)
@@ -66,7 +66,7 @@ class _Freed:
     charge: int = 0
     count: int = 0
 
-    def add(self, cold: Cold) -> None:
+    def add(self, cold: EvictionCandidate) -> None:
         self.size, self.charge, self.count = self.size + cold.size, self.charge + cold.charge, self.count + 1
 
     def meets(self, need: _Freed) -> bool:
@@ -178,7 +178,7 @@ class Budget:
             self._ranking.pick(scope)
             attempt.picks[scope] += 1
         attempt.pick = set()
-        doomed: list[Doomed] = []
+        doomed: list[EvictionVictim] = []
         partials: list[Reservation] = []
         id, owed = attempt.id, tuple(self._owed)
 
@@ -260,7 +260,7 @@ class Budget:
         want: SpaceRequest | None,
         attempt: _Reserving,
         short: SpaceDeficit,
-        doomed: list[Doomed],
+        doomed: list[EvictionVictim],
         partials: list[Reservation],
     ) -> None:
         """Choose who goes: for a quota the space's own, for the root the coldest of all, after what dead fetches left."""
@@ -294,7 +294,14 @@ class Budget:
             attempt.stuck = short
 
     def _doom(
-        self, txn: Txn, scope: Scope, want: SpaceRequest | None, attempt: _Reserving, freed: _Freed, doomed: list[Doomed], need: _Freed
+        self,
+        txn: Txn,
+        scope: Scope,
+        want: SpaceRequest | None,
+        attempt: _Reserving,
+        freed: _Freed,
+        doomed: list[EvictionVictim],
+        need: _Freed,
     ) -> None:
         left = AT_ONCE
         while left > 0 and not freed.meets(need):
@@ -313,7 +320,7 @@ class Budget:
             left -= len(locked)
             for cold in self._eviction.doom_many(txn, locked):
                 attempt.picks[scope] = 0
-                doomed.append(Doomed(cold.id, cold.kind, cold.suffix))
+                doomed.append(EvictionVictim(cold.id, cold.kind, cold.suffix))
                 freed.add(cold)
 
     def _take_partials(

@@ -21,7 +21,7 @@ from forebay._engine.files import blobs, pack_files, trees
 from forebay._engine.files.root import Root
 from forebay._engine.index.slots import Slots
 from forebay._engine.locks.leases import Leases
-from forebay._engine.space.ranking import Cold
+from forebay._engine.space.ranking import EvictionCandidate
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Entry
@@ -34,7 +34,7 @@ _LISTED_AT_ONCE = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Doomed:
+class EvictionVictim:
     """An entry that is being removed. Who has this object holds its exclusive lock."""
 
     id: int
@@ -63,7 +63,7 @@ class Eviction:
         self._slots.clear(slot, id)
         return True
 
-    def doom_many(self, txn: Txn, locked: Sequence[Cold]) -> list[Cold]:
+    def doom_many(self, txn: Txn, locked: Sequence[EvictionCandidate]) -> list[EvictionCandidate]:
         """`doom`, for several whose exclusive lock the caller has taken: those that are doomed. The others' locks are let go."""
         try:
             ids = entries.doom_many(txn, [cold.id for cold in locked])
@@ -79,7 +79,7 @@ class Eviction:
                 self._leases.evicted(cold.id)
         return gone
 
-    def unlink(self, doomed: Iterable[Doomed]) -> None:
+    def unlink(self, doomed: Iterable[EvictionVictim]) -> None:
         """The files go. Under no lock but the entries' own."""
         for one in doomed:
             if one.kind == "blob":
@@ -90,10 +90,10 @@ class Eviction:
             elif one.kind == "pack":
                 pack_files.remove(self._root, one.id)
 
-    def delete(self, txn: Txn, doomed: Iterable[Doomed]) -> None:
+    def delete(self, txn: Txn, doomed: Iterable[EvictionVictim]) -> None:
         entries.delete_many(txn, [(one.id, one.kind) for one in doomed])
 
-    def release(self, doomed: Sequence[Doomed]) -> None:
+    def release(self, doomed: Sequence[EvictionVictim]) -> None:
         """After the commit of `delete`, or of a `doom` that came to nothing."""
         for one in doomed:
             self._leases.evicted(one.id)
@@ -113,9 +113,9 @@ class Eviction:
             self._slots.clear(slot, id)  # P1 locks, and looks at the slot / P2 drops it: P1 has its lease before, or finds it empty
             return True
 
-    def remove(self, wanted: Sequence[tuple[int, int, Doomed]]) -> list[Doomed]:
+    def remove(self, wanted: Sequence[tuple[int, int, EvictionVictim]]) -> list[EvictionVictim]:
         """Remove these entries, given as (id, slot, what it has on the disk); gives those that went."""
-        doomed: list[Doomed] = []
+        doomed: list[EvictionVictim] = []
 
         def doom(txn: Txn) -> None:
             self.release(doomed)  # of a first attempt that was rolled back
@@ -141,13 +141,13 @@ class Eviction:
                 break
         return gone
 
-    def _sweep(self) -> list[Doomed]:
+    def _sweep(self) -> list[EvictionVictim]:
         self._leases.drain()
-        rows = [(id, slot, Doomed(id, kind, suffix)) for id, slot, kind, suffix, _ in entries.leaving(self._catalog)]
-        rows += [(entry.id, entry.slot, Doomed(entry.id, entry.kind, entry.suffix)) for entry in self._some_held()]
+        rows = [(id, slot, EvictionVictim(id, kind, suffix)) for id, slot, kind, suffix, _ in entries.leaving(self._catalog)]
+        rows += [(entry.id, entry.slot, EvictionVictim(entry.id, entry.kind, entry.suffix)) for entry in self._some_held()]
         mine = [(id, slot, what) for id, slot, what in rows if self._leases.try_evict(id)]
         taken = [what for _, _, what in mine]
-        going: list[Doomed] = []
+        going: list[EvictionVictim] = []
         try:
             if mine:
                 with self._catalog.write() as txn:
@@ -169,7 +169,7 @@ class Eviction:
         self._held_after = rows[-1].id if len(rows) == HELD_A_TURN else 0
         return rows
 
-    def _finish(self, doomed: Sequence[Doomed]) -> None:
+    def _finish(self, doomed: Sequence[EvictionVictim]) -> None:
         if not doomed:
             return
         self.unlink(doomed)
@@ -181,16 +181,16 @@ class Eviction:
         One listing of names. A file that is being published has a reservation; it is no orphan."""
         removed = 0
         found = chain(
-            ((id, Doomed(id, "blob", path.name.removeprefix(f"{id:016x}"))) for id, path in blobs.list_blobs(self._root)),
-            ((id, Doomed(id, "tree", "")) for id in trees.list_trees(self._root)),
-            ((id, Doomed(id, "pack", "")) for id in pack_files.list_packs(self._root)),
+            ((id, EvictionVictim(id, "blob", path.name.removeprefix(f"{id:016x}"))) for id, path in blobs.list_blobs(self._root)),
+            ((id, EvictionVictim(id, "tree", "")) for id in trees.list_trees(self._root)),
+            ((id, EvictionVictim(id, "pack", "")) for id in pack_files.list_packs(self._root)),
         )
         while some := list(islice(found, _LISTED_AT_ONCE)):
             unnamed = entries.unnamed(self._catalog, [(id, what.kind, what.suffix) for id, what in some])
             removed += sum(self._remove_orphan(id, what) for id, what in some if (id, what.kind, what.suffix) in unnamed)
         return removed
 
-    def _remove_orphan(self, id: int, what: Doomed) -> bool:
+    def _remove_orphan(self, id: int, what: EvictionVictim) -> bool:
         if entries.is_known(self._catalog, id):
             return self._remove_beside(id, what)
         with self._leases.evicting(id) as free, self._catalog.writer():
@@ -201,7 +201,7 @@ class Eviction:
             self.unlink([what])
             return True
 
-    def _remove_beside(self, id: int, what: Doomed) -> bool:
+    def _remove_beside(self, id: int, what: EvictionVictim) -> bool:
         """What has the id of an entry and is not its file: nobody has a lease on that."""
         with self._catalog.writer():
             if not entries.unnamed(self._catalog, [(id, what.kind, what.suffix)]):

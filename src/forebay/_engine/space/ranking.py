@@ -48,7 +48,7 @@ class Scope(NamedTuple):
         return space == 0 or (space != self.but and self.only in (None, space))
 
 
-class Cold(NamedTuple):
+class EvictionCandidate(NamedTuple):
     """An entry that may be evicted."""
 
     used: int
@@ -98,7 +98,7 @@ class _Picked:
 
     def __init__(self) -> None:
         self.cold: deque[tuple[int, int, int]] = deque()
-        self.ready: deque[Cold] = deque()
+        self.ready: deque[EvictionCandidate] = deque()
         self.look: _TableLook | None = None
         self.spared: dict[int, int] = {}  # slot -> id: pinned, or linked from a tree, when its row was read
         self.spared_until = 0.0
@@ -194,7 +194,7 @@ class Ranking:
         with self._mutex:
             some = {id: (used, slot) for used, slot, id in (picked.cold.popleft() for _ in range(min(count, len(picked.cold))))}
         found = {row[0]: row for row in entries.victims(self._catalog, list(some))}
-        ready = [Cold(used, *found[id]) for id, (used, _) in some.items() if id in found]
+        ready = [EvictionCandidate(used, *found[id]) for id, (used, _) in some.items() if id in found]
         with self._mutex:
             picked.spared.update((slot, id) for id, (_, slot) in some.items() if id not in found)
             picked.ready.extend(ready)
@@ -216,7 +216,7 @@ class Ranking:
 
     # -- taking ----------------------------------------------------------------------------------------------------
 
-    def coldest(self, scope: Scope, *, exact: bool = True) -> Iterator[Cold]:
+    def coldest(self, scope: Scope, *, exact: bool = True) -> Iterator[EvictionCandidate]:
         """Those that are still there and, if ``exact``, as cold as when they were found, coldest first; each is given once."""
         picked = self._of(scope)
         self._keep_up(scope, picked)  # only here: what was given and is not gone yet would be found once more
@@ -236,7 +236,7 @@ class Ranking:
                 picked.taken += 1
                 yield cold
 
-    def give_back(self, scope: Scope, cold: Cold) -> None:
+    def give_back(self, scope: Scope, cold: EvictionCandidate) -> None:
         """The last one that `coldest` gave was not taken."""
         with self._mutex:
             self._of(scope).ready.appendleft(cold)

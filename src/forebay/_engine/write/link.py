@@ -25,7 +25,7 @@ class Linker:
     def __init__(self, root: Root, catalog: Catalog, slots: Slots, budget: Budget, publisher: Publisher) -> None:
         self._root, self._catalog, self._slots, self._budget, self._publisher = root, catalog, slots, budget, publisher
 
-    def plant(self, label: Label, members: Sequence[tuple[str, Entry]], leases: Leases, validator: str | None = None) -> Lease:
+    def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], leases: Leases, validator: str | None = None) -> Lease:
         """A tree of entries: its directories cost room, its files are theirs. Caller: holds leases on the members, and is alone at the
         tree's key."""
         keyhash = hash_of(label.space, label.key)

@@ -73,7 +73,7 @@ class Item(NamedTuple):
         return self.data.note if isinstance(self.data, Noted) else ""
 
 
-class Credit:
+class SpaceReservation:
     """What one loader has been promised in one space. One thread at a time; a forked child begins with none."""
 
     def __init__(
