@@ -130,7 +130,7 @@ def test_the_default_place() -> None:
 def test_a_default_place_on_a_network_moves_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_config, "_said", set())
+    monkeypatch.setattr(_config, "_warned_roots", set())
     monkeypatch.setattr("os.getuid", lambda: 1234)
     home, slurm, tmp = (tmp_path / name for name in ("home", "slurm", "tmp"))
     for place in (home, slurm, tmp):
@@ -165,5 +165,5 @@ def test_a_share_that_is_hardly_anything_is_no_budget() -> None:
     assert parse_budget("1%", total=80 << 30) == (80 << 30) // 100
     assert parse_budget("50%", total=100 << 20) == 50 << 20  # a small disk
     for text in ("0.0001%", "0%"):
-        with pytest.raises(ConfigError, match="hardly meant"):
+        with pytest.raises(ConfigError, match="probably a mistake"):
             parse_budget(text, total=80 << 30)

@@ -277,7 +277,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "a verb that looks sets the budget", "cli/options.py",
-        "    with with_limits_unsaid(Cache, path, shared=", "    with (lambda make, path, **how: make(path))(Cache, path, shared=",
+        "    with without_limits(Cache, path, shared=", "    with (lambda make, path, **how: make(path))(Cache, path, shared=",
         "tests/cli/test_looking_changes_nothing.py::test_every_looking_verb[closed]",
     ),
     Mutant(
@@ -557,7 +557,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "what is noted of an entry is believed", "_model.py",
-        "    return found if sound and all(", "    return found if found or all(",
+        "    return content if sound and all(", "    return content if content or all(",
         "tests/engine/catalog/test_forged_rows.py::test_what_is_noted_of_an_entry_is_not_believed[other types]",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Sizes, ages and settings: read from arguments and the environment, checked once, told in words when they make no sense."""
+"""Sizes, ages and settings: parsed from arguments and the environment, and checked once, with a clear error for an invalid value."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from forebay.errors import ConfigError
 log = logger("forebay.config")
 
 DEFAULT_MAX_AGE = 300.0
-"""Seconds for which an entry is served unasked after it was validated."""
+"""Seconds for which an entry is served without asking the remote again after it was validated."""
 
 LEAST_BUDGET = 64 << 20
-"""Text that means a smaller budget is taken for a slip."""
+"""A smaller budget, given as text, is taken for a typing error."""
 
 _SIZE = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%|[a-z]*)", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -37,7 +37,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 8
 _SHA256 = re.compile("[0-9a-fA-F]{64}")
 
 T = TypeVar("T")
-_unsaid: contextvars.ContextVar[bool] = contextvars.ContextVar("forebay_limits_unsaid", default=False)
+_limits_ignored: contextvars.ContextVar[bool] = contextvars.ContextVar("forebay_limits_ignored", default=False)
 
 _TRUE = frozenset({"1", "on", "yes", "true"})
 _FALSE = frozenset({"", "0", "off", "no", "false"})
@@ -51,7 +51,7 @@ def parse_size(value: int | str, *, total: int | None = None, name: str = "size"
     """
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
-            raise _wrong(name, value, "a size is not negative")
+            raise _wrong(name, value, "a size must not be negative")
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     unit = match[2].lower() if match else ""
@@ -66,26 +66,26 @@ def parse_size(value: int | str, *, total: int | None = None, name: str = "size"
 
 
 def parse_budget(value: int | str, *, total: int | None = None, name: str = "budget") -> int:
-    """The bytes of a root's budget: as `parse_size` reads them, but text needs a unit and means at least `LEAST_BUDGET`; a share of a
-    small disk at least a hundredth of it.
+    """The budget of a root in bytes: as `parse_size`, but text needs a unit and must be at least `LEAST_BUDGET`; a share of a small disk
+    at least a hundredth of it.
 
-    ``"500"``, where 500 GB were meant, would empty the cache of every process. Raises `ConfigError`."""
+    ``"500"`` instead of ``"500GB"`` would empty the cache of every process. Raises `ConfigError`."""
     size = parse_size(value, total=total, name=name)
     if isinstance(value, str):
         text = value.strip()
         if not text.endswith("%") and not text[-1].isalpha():
             meant = f"{text}GB" if len(text) < 6 else f"{text}B"
-            raise _wrong(name, value, f'a budget needs a unit: say "{meant}" if that is meant')
+            raise _wrong(name, value, f'a budget needs a unit, such as "{meant}"')
         if size < (min(LEAST_BUDGET, (total or 0) // 100) if text.endswith("%") else LEAST_BUDGET):
-            raise _wrong(name, value, f"less than 64 MiB is hardly meant: if it is, Cache(budget={size}) takes it as an int")
+            raise _wrong(name, value, f"less than 64 MiB is probably a mistake: if not, pass it as an int, Cache(budget={size})")
     return size
 
 
 def _share(percent: float, total: int | None, name: str, value: object) -> int:
     if total is None:
-        raise _wrong(name, value, "a share of the disk makes no sense here: give bytes")
+        raise _wrong(name, value, "a share of the disk is not allowed here: give bytes")
     if percent > 100:
-        raise _wrong(name, value, "more than the whole disk")
+        raise _wrong(name, value, "it exceeds the whole disk")
     return int(total * percent / 100)
 
 
@@ -106,7 +106,7 @@ def parse_age(value: float | str, *, name: str = "age") -> float:
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if math.isnan(value) or value < 0:
-            raise _wrong(name, value, "an age is not negative")
+            raise _wrong(name, value, "an age must not be negative")
         return float(value)
     text = value.strip().lower() if isinstance(value, str) else ""
     if text in ("forever", "inf"):
@@ -118,14 +118,14 @@ def parse_age(value: float | str, *, name: str = "age") -> float:
 
 
 def parse_timeout(value: float | None, *, name: str = "timeout") -> float | None:
-    """Seconds to wait, or None: as long as it takes. Raises `ConfigError` for what is no number, or below zero."""
+    """Seconds to wait, or None for no limit. Raises `ConfigError` for anything but a number that is at least 0."""
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0):
         return value
-    raise _wrong(name, value, "a timeout is seconds as a number that is not negative, or None")
+    raise _wrong(name, value, "a timeout is a number of seconds that is at least 0, or None")
 
 
 def parse_sha256(value: str, *, name: str = "sha256") -> str:
-    """A SHA-256 as 64 hexadecimal digits, in lower case. Raises `ConfigError` for anything else."""
+    """A SHA-256 as 64 lower-case hexadecimal digits. Raises `ConfigError` for anything else."""
     if isinstance(value, str) and _SHA256.fullmatch(value):
         return value.lower()
     raise _wrong(name, value, "a SHA-256 is 64 hexadecimal digits")
@@ -140,7 +140,7 @@ def format_age(seconds: float) -> str:
 
 
 def parse_flag(value: str, *, name: str) -> bool:
-    """``1 on yes true`` and ``0 off no false`` (or nothing), in any case. Raises `ConfigError` for anything else."""
+    """``1 on yes true`` or ``0 off no false`` (or empty), in any case. Raises `ConfigError` for anything else."""
     word = value.strip().lower()
     if word not in _TRUE | _FALSE:
         raise _wrong(name, value, "use 1 or 0")
@@ -148,15 +148,15 @@ def parse_flag(value: str, *, name: str) -> bool:
 
 
 def _wrong(name: str, value: object, why: str) -> ConfigError:
-    return ConfigError(f"{name}={value!r} makes no sense: {why}", name=name, value=str(value))
+    return ConfigError(f"{name}={value!r} is not valid: {why}", name=name, value=str(value))
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSettings:
-    """What the environment asks for. None: not said.
+    """The settings in the environment. None: not set.
 
-    ``budget`` and ``min_free`` stay text, since a share of the disk needs the disk; `parse_size` took them once.
-    ``progress``: False silences bars, True draws them without a terminal. ``verbosity``: a level of `logging`.
+    ``budget`` and ``min_free`` stay text, since a share depends on the disk; `parse_size` has accepted them.
+    ``progress``: False hides progress bars, True draws them without a terminal too. ``verbosity``: a level of `logging`.
     """
 
     home: Path | None = None
@@ -170,9 +170,10 @@ class EnvironmentSettings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> EnvironmentSettings:
-        """Read and check the ``FOREBAY_*`` variables now. Empty counts as unset; without ``limits`` so do budget and free space.
+        """Read and check the ``FOREBAY_*`` variables now. An empty variable counts as unset; without ``limits``, so do budget and free
+        space.
 
-        Raises `ConfigError` naming variable and value."""
+        Raises `ConfigError`, which names the variable and its value."""
         settings, faults = cls.with_faults(environ, limits=limits)
         if faults:
             raise faults[0]
@@ -180,18 +181,18 @@ class EnvironmentSettings:
 
     @classmethod
     def with_faults(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> tuple[EnvironmentSettings, list[ConfigError]]:
-        """As `from_environment`, but what makes no sense counts as unset, and is told beside."""
+        """As `from_environment`, but an invalid variable counts as unset, and its error is returned."""
         names = {
             name: text
             for name, text in (os.environ if environ is None else environ).items()
             if name.startswith("FOREBAY_") and text.strip()
         }
-        if not _unsaid.get():
+        if not _limits_ignored.get():
             _warn_of_unknown(names)
         values, faults = {}, []
         for field, read in _READERS.items():
             name = f"FOREBAY_{field.upper()}"
-            if name in names and (field not in _LIMITS or (limits and not _unsaid.get())):
+            if name in names and (field not in _LIMITS or (limits and not _limits_ignored.get())):
                 try:
                     values[field] = read(names[name], name)
                 except ConfigError as error:
@@ -203,29 +204,29 @@ KNOWN = frozenset({
     *("HOME", "BUDGET", "MIN_FREE", "MAX_AGE", "OFFLINE", "SHARED", "PROGRESS", "VERBOSITY", "CLAIMS", "S3_ANONYMOUS"),
     *("CONNECT_TIMEOUT", "READ_TIMEOUT", "TOTAL_TIMEOUT", "ATTEMPTS", "CONNECTIONS", "STREAMS"),
 })  # fmt: skip
-"""The variables that anything of Forebay reads, after ``FOREBAY_``."""
+"""The names of all variables that Forebay reads, without ``FOREBAY_``."""
 
-_warned: set[str] = set()  # variables that were warned of in this process, and in those that it was forked from
+_warned: set[str] = set()  # variables that this process, or one that it was forked from, has warned of
 
 
 def _warn_of_unknown(names: Iterable[str]) -> None:
-    import difflib  # wanted by the few who have mistyped one
+    import difflib  # seldom needed
 
     for name in names:
         word = name.removeprefix("FOREBAY_")
         if word not in KNOWN and name not in _warned:
             _warned.add(name)
             near = difflib.get_close_matches(word, KNOWN, 1)
-            log.warning("the variable %s is not known%s", name, f": was FOREBAY_{near[0]} meant?" if near else ", and ignored")
+            log.warning("the variable %s is unknown and ignored%s", name, f": did you mean FOREBAY_{near[0]}?" if near else "")
 
 
-def with_limits_unsaid(make: Callable[..., T], *args: Any, **how: Any) -> T:
-    """Call ``make``, for which the environment says nothing of limits: a handle that arrives in a process sets none for everybody."""
-    token = _unsaid.set(True)
+def without_limits(make: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call ``make`` while the limits in the environment count as unset: a handle that is unpickled must not set them for every process."""
+    token = _limits_ignored.set(True)
     try:
-        return make(*args, **how)
+        return make(*args, **kwargs)
     finally:
-        _unsaid.reset(token)
+        _limits_ignored.reset(token)
 
 
 def _level(text: str, name: str) -> str:
@@ -234,8 +235,8 @@ def _level(text: str, name: str) -> str:
     return text.strip().upper()
 
 
-def _sensible(text: str, name: str, parse: Callable[..., int]) -> str:
-    """The text, which ``parse`` takes."""
+def _checked(text: str, name: str, parse: Callable[..., int]) -> str:
+    """The text, which ``parse`` accepts."""
     parse(text, total=1, name=name)
     return text
 
@@ -243,42 +244,44 @@ def _sensible(text: str, name: str, parse: Callable[..., int]) -> str:
 _LIMITS = ("budget", "min_free")
 _READERS: dict[str, Callable[[str, str], Any]] = {
     "home": lambda text, name: Path(text).expanduser(),
-    "budget": lambda text, name: _sensible(text, name, parse_budget),
-    "min_free": lambda text, name: _sensible(text, name, parse_size),
+    "budget": lambda text, name: _checked(text, name, parse_budget),
+    "min_free": lambda text, name: _checked(text, name, parse_size),
     "max_age": lambda text, name: parse_age(text, name=name),
     "offline": lambda text, name: parse_flag(text, name=name),
     "shared": lambda text, name: parse_flag(text, name=name),
     "progress": lambda text, name: parse_flag(text, name=name),
     "verbosity": _level,
 }
-"""What makes a setting of a variable's text and name."""
+"""By setting: makes its value from the text and the name of the variable."""
 
 
 def default_root(*, is_network: Callable[[Path], bool], environ: Mapping[str, str] | None = None) -> Path:
-    """Where a cache lies if nobody said: ``$XDG_CACHE_HOME/forebay``, else ``~/.cache/forebay``.
+    """The default directory of the cache: ``$XDG_CACHE_HOME/forebay``, else ``~/.cache/forebay``.
 
-    Where that is on a network file system (``is_network`` is asked of the nearest directory that exists):
-    ``forebay-<uid>`` in ``$SLURM_TMPDIR``, else ``$TMPDIR``, else the system's temporary directory, with one warning a process.
+    If that is on a network file system (``is_network`` is asked about the nearest directory that exists): ``forebay-<uid>`` in
+    ``$SLURM_TMPDIR``, else ``$TMPDIR``, else the system's temporary directory; each process logs one warning then.
     """
     environ = os.environ if environ is None else environ
     usual = _user_cache(environ) / "forebay"
     if not is_network(_nearest(usual)):
         return usual
-    places = [Path(text) for name in ("SLURM_TMPDIR", "TMPDIR") if (text := environ.get(name))] + [Path(tempfile.gettempdir())]
-    local = [directory for directory in places if directory.is_dir() and not is_network(directory)] or places[-1:]
+    temporary = [Path(text) for name in ("SLURM_TMPDIR", "TMPDIR") if (text := environ.get(name))] + [Path(tempfile.gettempdir())]
+    local = [directory for directory in temporary if directory.is_dir() and not is_network(directory)] or temporary[-1:]
     root = local[0] / f"forebay-{os.getuid()}"
-    if root not in _said:
-        _said.add(root)
-        log.warning("%s is on a network file system, the cache is in %s: set FOREBAY_HOME to choose a local place", usual, root)
+    if root not in _warned_roots:
+        _warned_roots.add(root)
+        log.warning(
+            "%s is on a network file system, so the cache is in %s: set FOREBAY_HOME to choose another local directory", usual, root
+        )
     return root
 
 
-_said: set[Path] = set()  # places that were warned of in this process
+_warned_roots: set[Path] = set()  # roots that this process has warned of
 
 
 def _user_cache(environ: Mapping[str, str]) -> Path:
     given = environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(given):  # the XDG standard: relative paths are to be ignored
+    if os.path.isabs(given):  # the XDG standard says to ignore relative paths
         return Path(given)
     try:
         return Path(environ.get("HOME") or Path.home()) / ".cache"

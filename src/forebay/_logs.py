@@ -1,4 +1,4 @@
-"""The loggers of Forebay. What others can choose (keys, names in listings, answers of servers) cannot forge a line or move a cursor."""
+"""The loggers of Forebay. Text from outside (keys, names in listings, server responses) cannot forge a log line or move the cursor."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import traceback
 
 
 def logger(name: str) -> logging.Logger:
-    """The logger of this name, with its messages escaped, whatever handlers they reach. Each module of ours takes its own from here."""
+    """Returns the logger of this name; its messages are escaped for every handler. Each module of Forebay gets its logger here."""
     result = logging.getLogger(name)
     result.addFilter(_ESCAPING)  # idempotent
     return result
 
 
 def escaped(text: str) -> str:
-    """``text`` on one line: line breaks, control characters, lone surrogates and what else cannot be printed stand as escapes."""
+    """``text`` on one line: line breaks, control characters, lone surrogates and other unprintable characters are escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class _Escaping(logging.Filter):
-    """A message that is printable as it is keeps its template and arguments, for handlers that look at those."""
+    """Escapes messages. A printable one keeps its template and arguments, for handlers that use those."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             message = record.getMessage()
-        except Exception:  # noqa: BLE001 (the handler formats it once more, and reports what is wrong)
+        except Exception:  # noqa: BLE001 (the handler formats it again, and reports the error)
             return True
         if not message.isprintable():
             record.msg, record.args = escaped(message), None
         if record.exc_info and record.exc_info[1] is not None and not record.exc_text:
-            record.exc_text = _told(record.exc_info[1])  # what formatters take where it is there
+            record.exc_text = _formatted(record.exc_info[1])  # formatters use it if it is set
         return True
 
 
-def _told(error: BaseException) -> str:
-    """The traceback of an error, with no line in it that the text of an error made."""
+def _formatted(error: BaseException) -> str:
+    """The traceback of an error; no message in it can add lines."""
     formatted = traceback.TracebackException.from_exception(error)
     left, seen = [formatted], set[int]()
     while left:
@@ -49,7 +49,7 @@ def _told(error: BaseException) -> str:
 
 def _escape_text(formatted: traceback.TracebackException) -> None:
     plain = formatted.format_exception_only
-    # On the object: those of causes are made by Python, of its own class.
+    # Replaced on the object, not in a subclass: Python makes those of causes, of its own class.
     formatted.format_exception_only = lambda *args, **kwargs: (  # type: ignore[method-assign]
         escaped(line.removesuffix("\n")) + "\n" for line in plain(*args, **kwargs)
     )

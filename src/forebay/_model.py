@@ -1,4 +1,4 @@
-"""The words that all rooms share: frozen types, and the two protocols between the engine and the remotes."""
+"""The types that all packages share: frozen dataclasses, and the protocols between the engine, the sources and the remotes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checka
 from forebay.errors import ConfigError
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # every type checker has it; defaults came into `typing` with Python 3.13
+    from typing_extensions import TypeVar  # type checkers bundle it; `typing.TypeVar` has defaults from Python 3.13 on
 
     Item = TypeVar("Item", default=Any)
     Item_co = TypeVar("Item_co", default=Any, covariant=True)
@@ -24,11 +24,11 @@ else:
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Content: TypeAlias = Buffer | str | os.PathLike[str]
-"""What is written: bytes, or the path of a local file."""
+"""The content of a write: bytes, or the path of a local file."""
 
 
 def is_text(value: str) -> bool:
-    """Whether a str is whole Unicode: without lone surrogates, which UTF-8, and so a key, cannot hold."""
+    """Whether a str has no lone surrogates: UTF-8, and so a key, cannot hold them."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -42,18 +42,18 @@ class Policy(enum.StrEnum):
     LRU = "lru"
     """Evict its least recently used entries."""
     FREEZE = "freeze"
-    """Evict none of its own, admit nothing more."""
+    """Evict none of its own entries; admit nothing more."""
     WAIT = "wait"
-    """Evict what nobody holds, least recently used first; wait while all is held."""
+    """Evict entries without a lease, least recently used first; wait while all are leased."""
 
     @property
     def evicts_own(self) -> bool:
-        """Whether a new entry may take the place of an older one of the same space."""
+        """Whether a new entry may evict an older one of the same space."""
         return self is not Policy.FREEZE
 
     @classmethod
     def parse(cls, name: str) -> Policy:
-        """The policy that is called ``name``. Raises `ConfigError`."""
+        """The policy with this name. Raises `ConfigError`."""
         try:
             return cls(name.lower())
         except ValueError as error:
@@ -61,16 +61,16 @@ class Policy(enum.StrEnum):
 
 
 class Codec(Protocol[Item]):
-    """A codec of a program's own, for `Cache.samples`, `Cache.tasks` and `Cache.prefetcher`.
+    """A program's own codec, for `Cache.samples`, `Cache.tasks` and `Cache.prefetcher`.
 
-    ``name``, if it has one that is a str, is stored with the values, else the name of its class: another name is another codec. It is
-    called from any thread, and pickled along with what uses it."""
+    Its ``name``, if it has one that is a str, is stored with the values, else the name of its class: another name is another codec. It is
+    called from any thread, and pickled together with the object that uses it."""
 
     def encode(self, value: Item, /) -> Buffer:
-        """The bytes that are stored for a value."""
+        """Returns the bytes to store for a value."""
 
     def decode(self, data: memoryview, /) -> Item:
-        """The value of such bytes. ``data`` is read-only and stays good as long as anything refers to it."""
+        """Returns the value of such bytes. ``data`` is read-only, and stays valid as long as anything refers to it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -88,7 +88,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a remote says of an object.
+    """A remote's description of an object.
 
     ``size``: bytes, None where the remote does not say. ``validator``: the ETag as sent (quotes and ``W/`` included), else
     ``mtime-size``, else None. ``strong``: equal validators mean equal bytes, so a partial can be resumed.
@@ -104,7 +104,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What an earlier fetch left: a fetch may go on from it while the remote still has this validator and this size."""
+    """The part that an earlier fetch left. A fetch may resume it while the object still has this validator and this size."""
 
     size: int
     validator: str
@@ -113,7 +113,7 @@ class Partial:
 
 @dataclass(slots=True)
 class Transfer:
-    """What a remote did for one call: counted, and shown to the user."""
+    """What a remote did for one call, for the counters and for the user."""
 
     requests: int = 0
     received: int = 0
@@ -134,65 +134,66 @@ class SourceInfo:
 
 
 class Source(Protocol):
-    """Items under string keys, as bytes. Any object with these two is one; it must be callable from several threads, and picklable
-    where spawned workers are to use it.
+    """Items as bytes under string keys. Any object with these two members is a source. It must be callable from several threads, and
+    picklable if spawned workers use it.
 
-    What else it may have, and what for:
+    Optional members:
 
-    - ``version``: str or None. Other items under the same keys have another one. Items of a source without it, and without
-      ``version_of``, are kept no longer than the processes that use them.
-    - ``version_of(key)``: str or None. The version of one item, where that is cheap to tell.
+    - ``version``: str or None. Different items under the same keys have different versions. Items of a source with neither this nor
+      ``version_of`` are kept no longer than the processes that use them.
+    - ``version_of(key)``: str or None. The version of one item, where that is cheap to find out.
     - ``size(key)``: int or None. The bytes of an item, so that room is reserved before it is read.
     - ``info(key)``: `SourceInfo`.
-    - ``lease(key)``: a `Lease` on the item's bytes where the cache has them as they are, from `Cache.read` or a `pull`; else None. They
-      are given a second name then, and not read.
-    - ``fetch(key)``: as ``source[key]``, asked for what ``lease`` has not given.
-    - ``bind(origin)``: called once with the cache's own `Origin`, before the first item is asked for."""
+    - ``lease(key)``: a `Lease` on the item's bytes where the cache has exactly these, from `Cache.read` or a `pull`; else None. The bytes
+      get a second name then, and are not read.
+    - ``fetch(key)``: as ``source[key]``, called for items for which ``lease`` returned None.
+    - ``bind(origin)``: called once with the cache's own `Origin`, before the first item is requested."""
 
     @property
     def uri(self) -> str:
-        """Names the dataset, in keys and in provenance. Without secrets."""
+        """Identifies the dataset, in keys and in provenance. Contains no secrets."""
         ...
 
     def __getitem__(self, key: str, /) -> bytes:
-        """The item's bytes. What is raised reaches everybody who asked for it."""
+        """Returns the item's bytes. An error reaches every caller that waits for the item."""
         ...
 
 
 class Sink(Protocol):
-    """Where a remote puts the bytes of one object. Made by the engine or by `PassThrough`; used by one fetch."""
+    """Receives the bytes of one object from a remote. Made by the engine or by `PassThrough`; used by one fetch."""
 
     partial: Partial | None
-    """Set where an earlier fetch left something that can be resumed."""
+    """Set where an earlier fetch left a part that can be resumed."""
 
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
-        """The remote answered: reserve the room and give the spans that are wanted.
+        """Reserve room for the object that the remote has found, and return the spans to fetch.
 
-        Called once per fetch that goes well, again (with the new info) when the object changed meanwhile: what was written
-        before is then void. ``info.size`` None: one span of length -1, the room grows as the bytes come.
-        Raises `NoSpace` when the object cannot be kept: the remote lets it pass."""
+        Called once per successful fetch, and again (with the new info) when the object changed meanwhile: everything written before is
+        void then. ``info.size`` None: returns one span of length -1; the room grows as bytes come.
+        Raises `NoSpace` when the object cannot be stored: the remote passes that on."""
 
     def write(self, offset: int, data: Buffer) -> None:
-        """Put ``data`` at ``offset``. From several threads at once for different spans; in order within a span."""
+        """Store ``data`` at ``offset``. Called from several threads at once for different spans; in order within a span."""
 
 
 @runtime_checkable
 class CloningSink(Sink, Protocol):
-    """A sink that may share the blocks of a file of this host, instead of being given its bytes."""
+    """A sink that may share the blocks of a local file instead of receiving its bytes."""
 
     def clone(self, fd: int) -> bool:
-        """Take all bytes of the open file ``fd``, which has the size that `begin` was told. False where that cannot be: write them."""
+        """Take all bytes of the open file ``fd``, which has the size that `begin` was given. Returns False where that is impossible: the
+        caller writes them."""
 
 
 class BufferSink:
-    """A sink in memory: what a fetch fills where the cache cannot keep the bytes, or need not. ``data``: what came.
+    """A sink in memory, for bytes that the cache cannot store, or need not. ``data``: the bytes so far.
 
     Memory grows as bytes come, whatever size the remote claims. ``most``: returns how many bytes an object may have that comes compressed,
     None for no limit; the code that decompresses it asks. Callable from any thread."""
 
     def __init__(self, most: Callable[[], int] | None = None) -> None:
         self.most = most
-        self._growing = threading.Lock()  # two ranges that come at once may both lie behind the end
+        self._growing = threading.Lock()  # two concurrent ranges may both lie beyond the end
         self.partial: Partial | None = None
         self.info: ObjectInfo | None = None
         self.data = bytearray()
@@ -212,43 +213,44 @@ class BufferSink:
 
 
 class Remote(Protocol):
-    """A kind of place where bytes come from. Callable from several threads and after a fork."""
+    """A kind of storage that objects are fetched from. Callable from several threads and after a fork."""
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
-        """What the remote says of the object; None if its validator is still ``known``. Raises `RemoteError`."""
+        """Returns the remote's description of the object; None if its validator is still ``known``. Raises `RemoteError`."""
 
     def fetch(self, url: str, sink: Sink) -> Transfer:
-        """Bring the whole object (or what `Sink.partial` lacks) into ``sink``. Retries, resumes, checks lengths.
+        """Fetch the whole object (or what `Sink.partial` lacks) into ``sink``. Retries, resumes, checks lengths.
         Raises `RemoteError`, or what ``sink`` raises. Caller: holds no lock but this key's own."""
 
     def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
-        """Exactly the bytes of ``span`` (less only where the object ends); `RemoteChanged` if ``validator`` is given and gone.
+        """Returns exactly the bytes of ``span`` (fewer only where the object ends). Raises `RemoteChanged` if the object no longer has
+        ``validator``.
 
-        ``info``: what the remote said of the object before. Its validator counts as ``validator``, and what else it tells where an answer
-        has nothing to compare a validator with."""
+        ``info``: an earlier description of the object. Its validator counts as ``validator``; its other fields are compared where a
+        response has no validator."""
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """All objects whose URL begins with ``url``, in order of name."""
+        """Yields all objects whose URL begins with ``url``, in order of name."""
 
     def write(
         self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
         on_sent: Callable[[int], None] | None = None, resume: bool = False,
     ) -> ObjectInfo:  # fmt: skip
-        """Put ``source`` there as a whole object, in place of the one that is there. A file is never in memory whole.
+        """Write ``source`` as a whole object, replacing the one that is there. A file is never held in memory as a whole.
 
-        ``if_none_match="*"``: only where there is no object yet; ``if_match``: only over the one with this validator; else `Conflict`,
-        or `Unsupported` where the place knows no such condition. A write whose answer was lost is sent again: under a condition it
-        then fails, though the object is there. ``on_sent`` is told, from any thread, how many bytes are sent so far (fewer than before
-        where some are sent again); what it raises ends the write. ``resume``: where a large object is sent in parts (S3), those that came
-        stay there when the write fails, and the next write of it with ``resume`` goes on from them. Raises `RemoteError`,
-        `SourceChanged`, or what reading the source raises."""
+        ``if_none_match="*"``: only if there is no object yet; ``if_match``: only over the one with this validator; else `Conflict`, or
+        `Unsupported` where the remote has no conditional writes. A write whose response was lost is sent again: under a condition it
+        fails then, though the object was written. ``on_sent`` is called, from any thread, with the number of bytes sent so far (lower
+        than before where some are sent again); an error that it raises ends the write. ``resume``: where a large object is sent in parts
+        (S3), received parts stay there when the write fails, and the next write with ``resume`` continues from them. Raises
+        `RemoteError`, `SourceChanged`, or what reading the source raises."""
 
     def delete(self, url: str) -> None:
-        """Remove the object; that there is none is no error. Raises `RemoteError`."""
+        """Remove the object, if there is one. Raises `RemoteError`."""
 
 
 class Noted(bytes):
-    """The bytes of an item, and a short text that its entry carries beside them: in its row, so that it counts against no quota."""
+    """The bytes of an item, with a short text that is stored in its row, so that it counts against no quota."""
 
     note: str = ""
 
@@ -261,7 +263,7 @@ class Noted(bytes):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One version of one key in one space, with bytes of its own.
+    """One version of one key in one space.
 
     ``size``: bytes stored. ``charge``: bytes counted against the budget (whole blocks). ``kind``: ``blob``, ``value``,
     ``tree`` or ``pack``. ``life``: ``cached``, ``pinned`` or ``held``. ``checksum``: xxh3-128 over the xxh3-128 of
@@ -288,22 +290,22 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """What the command line takes: the URL, or ``space:key``."""
+        """The name on the command line: the URL, or ``space:key``."""
         return self.key if self.space == "urls" else f"{self.space}:{self.key}"
 
 
 def noted(meta: str, **types: type) -> dict[str, Any] | None:
-    """What an entry's ``meta`` says as JSON; None where it is none, or lacks one of the ``wanted`` names with a value of that very type (an
-    int: a count): somebody else wrote it."""
+    """Returns an entry's ``meta`` as JSON; None where it is not JSON, or lacks a name of ``types`` with a value of exactly that type (an
+    int must be a count): another program wrote it."""
     try:
-        found = json.loads(meta)
+        content = json.loads(meta)
     except (ValueError, RecursionError):
         return None
-    if type(found) is not dict:
+    if type(content) is not dict:
         return None
-    values: list[Any] = [found.get(name) for name in types]
+    values: list[Any] = [content.get(name) for name in types]
     sound = all(type(value) is kind for value, kind in zip(values, types.values(), strict=True))
-    return found if sound and all(0 <= value < 1 << 48 for value in values if type(value) is int) else None
+    return content if sound and all(0 <= value < 1 << 48 for value in values if type(value) is int) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +321,8 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What really happened: ``freed`` bytes of ``removed`` entries, and of ``stray_files`` that no entry named; ``spared`` were in use,
-    pinned or gone meanwhile."""
+    """The result of a removal: ``freed`` bytes of ``removed`` entries, and of ``stray_files`` that no entry named; ``spared`` were in use,
+    pinned, or already gone."""
 
     removed: tuple[str, ...] = ()
     spared: tuple[str, ...] = ()
@@ -330,8 +332,8 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Strays:
-    """What lies in a root and is counted by nobody, in blocks of the disk. ``files``, ``bytes``: of Forebay's making, no entry names them;
-    ``foreign``, ``foreign_bytes``: somebody else's, which are left alone."""
+    """Files in a root that no budget counts; bytes are whole blocks. ``files``, ``bytes``: Forebay's own, which no entry names;
+    ``foreign``, ``foreign_bytes``: other programs', which are left alone."""
 
     files: int = 0
     bytes: int = 0
@@ -341,7 +343,7 @@ class Strays:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that the check found. ``kind``: a short word; ``subject``: the file, entry or total; ``found``: in words."""
+    """One result of a check. ``kind``: a short word; ``subject``: the file, entry or total; ``found``: a description."""
 
     kind: str
     subject: str

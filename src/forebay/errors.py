@@ -1,45 +1,45 @@
 """Every error that Forebay raises.
 
     ForebayError
-    ├── ConfigError (ValueError)             an argument or a variable of the environment makes no sense
+    ├── ConfigError (ValueError)             an invalid argument or environment variable
     │   └── NotJson (TypeError)              metadata that JSON cannot hold
     ├── MissingExtra (ImportError)           an optional package is needed for this URL or front
     ├── Closed (ValueError, RuntimeError)    a call after close()
-    ├── RootError (OSError)                  this directory cannot be a cache
-    │   ├── RootRefused                      another user's, on a network file system, or with foreign files
+    ├── RootError (OSError)                  this directory cannot be used as a cache
+    │   ├── RootRefused                      another user's, on a network file system, or holding foreign files
     │   └── NewerFormat                      written by a newer Forebay
-    ├── CacheFault (OSError)                 the cache itself failed; calls are served past it
+    ├── CacheFault (OSError)                 the cache itself failed; calls are served from the source
     │   ├── WriterBusy                       another process writes to the catalog, or was stopped while it did
     │   ├── NoSpace                          (ENOSPC) no room, with need, free and budget
     │   ├── ReadOnly                         (EROFS) this root may only be read
     │   └── Damaged                          stored bytes differ from what was stored
-    ├── WaitTimeout (TimeoutError)           what was waited for, how long, who holds it
-    ├── Offline (FileNotFoundError)          not in the cache, and asking the remote is forbidden
-    ├── NotCached (KeyError)                 a key that the cache does not hold
-    │   └── Ambiguous                        a name that means several entries
+    ├── WaitTimeout (TimeoutError)           a lock, key or room was not free in time; names its holder
+    ├── Offline (FileNotFoundError)          not in the cache, and offline mode forbids asking the remote
+    ├── NotCached (KeyError)                 the cache does not hold this key
+    │   └── Ambiguous                        a name that matches several entries
     ├── ChecksumMismatch (ValueError)        the source's bytes are not those the caller expected
     ├── ClaimConflict (ValueError)           a directory belongs to another job, or to another claim of this one
-    ├── ClaimMismatch (RuntimeError)         a rank says something else than its leader, or than who made the shared memory
+    ├── ClaimMismatch (RuntimeError)         processes of one job disagree about directories or shared memory
     ├── BarrierBroken (BrokenBarrierError)   a participant died: the barrier cannot be crossed this time
     ├── FillFailed (RuntimeError)            another process's function raised an error that cannot be rebuilt here
-    ├── Foreign (FileExistsError)            a file that is not ours stands where one of ours is to go
-    ├── SourceChanged (RuntimeError)         a local file was changed while it was sent
+    ├── Foreign (FileExistsError)            a file that is not Forebay's stands where Forebay would write one
+    ├── SourceChanged (RuntimeError)         a local file changed while it was being uploaded
     └── RemoteError (OSError)                the source failed
         ├── NotFound (FileNotFoundError)
         ├── AccessDenied (PermissionError)
         ├── RemoteTimeout (TimeoutError)
-        ├── RemoteUnavailable (ConnectionError)   retries are used up
-        ├── RemoteChanged                    the object became another one while it was read
+        ├── RemoteUnavailable (ConnectionError)   all retries failed
+        ├── RemoteChanged                    the object changed while it was being read
         ├── Conflict (FileExistsError)       a conditional write found another object there
-        ├── Unsupported (NotImplementedError)     this kind of place cannot do that
-        ├── RemoteProtocolError              an answer that HTTP or S3 does not allow
-        ├── BadArchive                       a tar that is cut short, damaged, or none
-        ├── BadListing                       a name that no file below the directory can have
-        ├── NotADirectory (NotADirectoryError)    an object where a directory is wanted
+        ├── Unsupported (NotImplementedError)     this kind of remote does not support the operation
+        ├── RemoteProtocolError              a response that HTTP or S3 does not allow
+        ├── BadArchive                       a tar file that is truncated, damaged, or not a tar file
+        ├── BadListing                       a remote name that cannot be a file name below the directory
+        ├── NotADirectory (NotADirectoryError)    an object where a directory was expected
         └── Incomplete                       an upload to this directory has begun and not ended
 
-Each is pickled and rebuilt with its message, its facts, its notes and what led to it, so that one raised in a worker reaches the main
-process. A cause that cannot be pickled arrives as a `RemoteCause` that names its class and has its text.
+Each error is pickled and rebuilt with its message, facts, notes and causes, so that one raised in a worker reaches the main process. A
+cause that cannot be pickled arrives as a `RemoteCause` that holds its class name and its text.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ EXTRAS = {
     "ray": ("ray[train]",),
     "streaming": ("mosaicml-streaming",),
 }
-"""The extras of Forebay, and the packages that each brings."""
+"""The extras of Forebay, and the packages that each installs."""
 
 
-_DEEPEST = 32  # errors that led to one another
+_DEEPEST = 32  # causes of causes
 
 
 class ForebayError(Exception):
     """Base of all errors of Forebay.
 
-    ``facts`` holds what the message was made of; each fact is an attribute too.
+    ``facts`` holds the values that the message was formatted from; each is also an attribute.
     """
 
     facts: dict[str, Any]
@@ -87,11 +87,11 @@ class ForebayError(Exception):
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), _portable(self.facts), _others_of(self), _story_of(self, set()))
+        return _rebuild, (type(self), str(self), _portable(self.facts), _others_of(self), _history_of(self, set()))
 
 
 def _rebuild(
-    cls: type[ForebayError], message: str, facts: dict[str, Any], others: dict[str, Any] | None = None, story: _Story | None = None
+    cls: type[ForebayError], message: str, facts: dict[str, Any], others: dict[str, Any] | None = None, history: _History | None = None
 ) -> ForebayError:  # fmt: skip
     # Not `cls.__new__`: of a class of two errors that is the first one's, and may not be the one that makes its instances.
     base: type | None = cls
@@ -101,25 +101,25 @@ def _rebuild(
     ForebayError.__init__(error, message, **facts)
     for name, value in (others or {}).items():
         setattr(error, name, value)
-    if story is not None:
-        _tell_again(error, story)
+    if history is not None:
+        _restore_history(error, history)
     return error
 
 
 def _others_of(error: ForebayError) -> dict[str, Any]:
-    """What was noted in an error beside its facts."""
+    """Attributes that were set on an error besides its facts."""
     return _portable({name: value for name, value in vars(error).items() if name not in error.facts and name not in ("facts", "__notes__")})
 
 
 class RemoteCause(Exception):
-    """Stands for an error of another process that cannot be pickled. Its text names the class of that one, and what it said."""
+    """Replaces an error of another process that cannot be pickled. Its text holds the name of that error's class, and its message."""
 
 
-_Story = tuple[Any, Any, bool, list[str]]  # cause, context, whether that is hidden, notes
+_History = tuple[Any, Any, bool, list[str]]  # cause, context, whether that is hidden, notes
 
 
-def _story_of(error: BaseException, visited: set[int]) -> _Story | None:
-    """What led to an error, as far as it can be pickled; None: nothing did."""
+def _history_of(error: BaseException, visited: set[int]) -> _History | None:
+    """The causes and notes of an error, as far as they can be pickled; None if it has none."""
     visited.add(id(error))
     notes = [str(note) for note in getattr(error, "__notes__", ())]
     is_silenced = error.__cause__ is None and error.__suppress_context__  # `from None`: its text may hold a secret
@@ -129,106 +129,106 @@ def _story_of(error: BaseException, visited: set[int]) -> _Story | None:
     return cause, None if error.__context__ is error.__cause__ else context, error.__suppress_context__, notes
 
 
-def _tell_again(error: BaseException, story: _Story) -> None:
-    cause, context, hidden, notes = story
-    cause, context = (reason.told() if isinstance(reason, _Retold | _Carried) else reason for reason in (cause, context))
+def _restore_history(error: BaseException, history: _History) -> None:
+    cause, context, hidden, notes = history
+    cause, context = (reason.rebuilt() if isinstance(reason, _WithHistory | _Carried) else reason for reason in (cause, context))
     error.__cause__, error.__context__, error.__suppress_context__ = cause, context or cause, hidden
     if notes:
         error.__notes__ = notes  # an error of another package may have brought them itself
 
 
-class _Retold:
-    """Carries an error together with what led to it, which is not in its own pickle."""
+class _WithHistory:
+    """An error together with its causes, which its own pickle does not contain."""
 
-    def __init__(self, error: BaseException, story: _Story) -> None:
-        self._error, self._story = error, story
+    def __init__(self, error: BaseException, history: _History) -> None:
+        self._error, self._history = error, history
 
-    def told(self) -> BaseException:
-        _tell_again(self._error, self._story)
+    def rebuilt(self) -> BaseException:
+        _restore_history(self._error, self._history)
         return self._error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _told_of, (self._error, self._story)
+        return _with_history, (self._error, self._history)
 
 
-def _told_of(error: BaseException, story: _Story) -> BaseException:
-    return _Retold(error, story).told()
+def _with_history(error: BaseException, history: _History) -> BaseException:
+    return _WithHistory(error, history).rebuilt()
 
 
 class _Carried:
-    """Carries an error of another package in its own pickle: where its class is not known, as of another program's ``__main__``, what is
-    unpickled around it must come all the same. ``data``: empty where it cannot be pickled."""
+    """An error of another package, pickled by itself: where its class cannot be imported (it may be of another program's ``__main__``),
+    the rest of the outer pickle must still load. ``data``: empty where the error cannot be pickled."""
 
-    def __init__(self, data: bytes, text: str, story: _Story | None) -> None:
-        self._data, self._text, self._story = data, text, story
+    def __init__(self, data: bytes, text: str, history: _History | None) -> None:
+        self._data, self._text, self._history = data, text, history
 
-    def told(self) -> BaseException:
+    def rebuilt(self) -> BaseException:
         error: BaseException = RemoteCause(self._text)
         try:
             known = pickle.loads(self._data)
-        except Exception:  # noqa: BLE001  whatever its class, not ours, makes of it
+        except Exception:  # noqa: BLE001  another package's class may raise anything
             known = None
         if isinstance(known, BaseException):
             error = known
-        if self._story is not None:
-            _tell_again(error, self._story)
+        if self._history is not None:
+            _restore_history(error, self._history)
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _carried, (self._data, self._text, self._story)
+        return _carried, (self._data, self._text, self._history)
 
 
-def _carried(data: bytes, text: str, story: _Story | None) -> BaseException:
-    return _Carried(data, text, story).told()
+def _carried(data: bytes, text: str, history: _History | None) -> BaseException:
+    return _Carried(data, text, history).rebuilt()
 
 
 def _stand_in(reason: BaseException | None, visited: set[int]) -> Any:
-    """``reason`` itself where it can be pickled and comes back as it was, else its text. None where it was told before: errors may form
-    a ring."""
+    """``reason`` itself where it can be pickled and comes back unchanged, else its text. None where it was visited before: causes may form
+    a cycle."""
     if reason is None or id(reason) in visited or len(visited) > _DEEPEST:
         return None
-    story = _story_of(reason, visited)
-    if isinstance(reason, ForebayError):  # one that knows nothing of what led to it: its story is told here, where rings are seen
+    history = _history_of(reason, visited)
+    if isinstance(reason, ForebayError):  # a copy without causes: they are added here, where cycles are detected
         copy: BaseException = _rebuild(type(reason), str(reason), _portable(reason.facts), _others_of(reason))
-        return copy if story is None else _Retold(copy, story)
+        return copy if history is None else _WithHistory(copy, history)
     text = f"{type(reason).__module__}.{type(reason).__qualname__}: {reason}"
     try:
         data = pickle.dumps(reason)
         copy = pickle.loads(data)
         sound = type(copy) is type(reason) and str(copy) == str(reason)
-    except Exception:  # noqa: BLE001  whatever its class, not ours, makes of it
+    except Exception:  # noqa: BLE001  another package's class may raise anything
         sound = False
-    return _Carried(data if sound else b"", text, story)
+    return _Carried(data if sound else b"", text, history)
 
 
 def _portable(facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts as they can be pickled, and come back: of others the text."""
+    """The facts that survive pickling; the others are replaced by their ``repr``."""
     portable = {}
     for name, value in facts.items():
         try:
             pickle.loads(pickle.dumps(value))
             portable[name] = value
-        except Exception:  # noqa: BLE001  whatever its class makes of it
+        except Exception:  # noqa: BLE001  its class may raise anything
             portable[name] = repr(value)
     return portable
 
 
 class ConfigError(ForebayError, ValueError):
-    """An argument or a variable of the environment that makes no sense."""
+    """An invalid argument or environment variable."""
 
 
 class NotJson(ConfigError, TypeError):
-    """Metadata that JSON cannot hold: what `json.dumps` refuses, or no dict."""
+    """Metadata that JSON cannot hold: not a dict, or refused by `json.dumps`."""
 
 
 class MissingExtra(ForebayError, ImportError):
-    """An optional package is missing. ``extra``: the extra of Forebay that brings it."""
+    """An optional package is missing. ``extra``: the extra of Forebay that installs it."""
 
     extra: str
 
     @classmethod
     def of(cls, what: str, extra: str) -> MissingExtra:
-        packages = " ".join(map(shlex.quote, EXTRAS.get(extra, (extra,))))  # a shell may take brackets for a pattern
+        packages = " ".join(map(shlex.quote, EXTRAS.get(extra, (extra,))))  # a shell may expand brackets
         return cls(f"{what} needs the extra {extra!r} of Forebay, which is not installed: pip install {packages}", extra=extra)
 
 
@@ -247,7 +247,7 @@ class RootError(ForebayError, OSError):
 
 
 class RootRefused(RootError):
-    """The directory is another user's, lies on a file system that cannot hold a cache, has foreign files, or cannot be made."""
+    """The directory belongs to another user, lies on a file system that cannot hold a cache, holds foreign files, or cannot be created."""
 
 
 class NewerFormat(RootError):
@@ -258,11 +258,11 @@ class NewerFormat(RootError):
 
 
 class CacheFault(ForebayError, OSError):
-    """The cache itself failed. Calls that can do without it are served from the source."""
+    """The cache itself failed. Calls that do not need it are served from the source."""
 
 
 class WriterBusy(CacheFault):
-    """The catalog cannot be written to now: another process is writing, or was stopped while it did. ``waited``: seconds; ``holder``: the
+    """The catalog cannot be written now: another process is writing, or was stopped while writing. ``waited``: seconds; ``holder``: that
     process, with its pid and command."""
 
     waited: float
@@ -270,8 +270,8 @@ class WriterBusy(CacheFault):
 
 
 class NoSpace(CacheFault):
-    """No room in the cache, nor on the disk. ``need``, ``free``, ``budget``: bytes. ``hopeless``: it would not fit into an empty cache.
-    ``limit``: what is used up: ``budget``, ``disk`` or ``quota``, which ``budget`` then is."""
+    """No room in the cache or on the disk. ``need``, ``free``, ``budget``: bytes. ``hopeless``: it would not fit into an empty cache.
+    ``limit``: which limit was reached: ``budget``, ``disk`` or ``quota``; ``budget`` holds the bytes of that limit."""
 
     errno = errno.ENOSPC
     need: int
@@ -285,34 +285,35 @@ class NoSpace(CacheFault):
         cls, key: str, need: int, free: int, budget: int, todo: str = "raise the budget, or see `forebay ls --leased`",
         *, hopeless: bool = False, limit: str = "budget", charge: int = 0,
     ) -> NoSpace:  # fmt: skip
-        """``charge``: what ``need`` bytes take on the disk, where that is what the limit counts."""
+        """``charge``: bytes on the disk for ``need`` bytes of data, where the limit counts those."""
         what = "quota" if limit == "quota" else "budget"
-        takes = f", which take {charge:,} on the disk" if charge > need else ""
+        takes = f" ({charge:,} on the disk)" if charge > need else ""
         return cls(
-            f"no room for {key!r}: {need:,} bytes wanted{takes}, {max(free, 0):,} of the {what} of {budget:,} can be had: {todo}",
+            f"no room for {key!r}: it needs {need:,} bytes{takes}, {max(free, 0):,} of the {what} of {budget:,} are available: {todo}",
             key=key, need=need, free=free, budget=budget, hopeless=hopeless, limit=limit,
         )  # fmt: skip
 
 
 class ReadOnly(CacheFault):
-    """This root was opened to be read, or may only be read. ``path``: the root."""
+    """The root was opened read-only, or this user may only read it. ``path``: the root."""
 
     errno = errno.EROFS
     path: str
 
     @classmethod
     def of(cls, path: object) -> ReadOnly:
-        return cls(f"{path} is read-only here: its owner can do that, without read_only=True", path=str(path))
+        return cls(f"{path} is open read-only: do this as its owner, without read_only=True", path=str(path))
 
 
 class Damaged(CacheFault):
-    """Stored bytes are not what was stored. ``key``: whose; the entry is set aside and fetched again."""
+    """Stored bytes differ from what was stored. ``key``: of the entry, which is set aside and fetched again."""
 
     key: str
 
 
 class WaitTimeout(ForebayError, TimeoutError):
-    """``what`` was waited for, ``waited`` seconds long, while ``holder`` had it, or did not come."""
+    """A wait ended without success. ``what``: what was waited for; ``waited``: seconds; ``holder``: the process that held it, or did not
+    arrive."""
 
     what: str
     waited: float
@@ -324,13 +325,13 @@ class WaitTimeout(ForebayError, TimeoutError):
 
 
 class Offline(ForebayError, FileNotFoundError):
-    """The URL is not in the cache and asking the remote is forbidden. ``url``."""
+    """The URL is not in the cache, and offline mode forbids asking the remote. ``url``."""
 
     url: str
 
     @classmethod
     def of(cls, url: str) -> Offline:
-        return cls(f"{url} is not in the cache, and offline mode forbids to fetch it: unset FOREBAY_OFFLINE, or fetch it first", url=url)
+        return cls(f"{url} is not in the cache, and offline mode forbids fetching it: unset FOREBAY_OFFLINE, or fetch it first", url=url)
 
 
 class NotCached(ForebayError, KeyError):
@@ -344,41 +345,41 @@ class NotCached(ForebayError, KeyError):
 
 
 class Ambiguous(NotCached):
-    """The name means several entries. Nothing was done. ``key``: the name; ``names``: what each is called in full."""
+    """The name matches several entries. Nothing was done. ``key``: the name; ``names``: the full name of each entry."""
 
     names: list[str]
 
     @classmethod
     def of(cls, key: str, names: Sequence[str] = ()) -> Ambiguous:
-        return cls(f"{key!r} may mean {' or '.join(map(repr, names))}: say which one", key=key, names=list(names))
+        return cls(f"{key!r} may mean {' or '.join(map(repr, names))}: use one of these names", key=key, names=list(names))
 
 
 class ChecksumMismatch(ForebayError, ValueError):
-    """The source's bytes are not those that the caller expected. ``wanted``, ``found``."""
+    """The source's bytes are not those that the caller expected. ``wanted``, ``found``: the two checksums."""
 
     wanted: str
     found: str
 
     @classmethod
     def of(cls, url: str, wanted: str, found: str) -> ChecksumMismatch:
-        return cls(f"{url}: {found} came where {wanted} was expected: nothing was kept", url=url, wanted=wanted, found=found)
+        return cls(f"{url}: received {found}, expected {wanted}: nothing was stored", url=url, wanted=wanted, found=found)
 
 
 class ClaimConflict(ForebayError, ValueError):
-    """A directory that was claimed overlaps with one of another live claim. ``ours``, ``theirs``: the two claims in plain values:
-    job, directories, remotes, pids, user, started (seconds since 1970), command. Nothing was claimed."""
+    """A requested directory overlaps one of another live claim. Nothing was claimed. ``ours``, ``theirs``: the two claims as plain values:
+    job, directories, remotes, pids, user, started (seconds since 1970), command."""
 
     ours: dict[str, Any]
     theirs: dict[str, Any]
 
 
 class ClaimMismatch(ForebayError, RuntimeError):
-    """Two processes of a job say different things of what they share: directories, or the shape or type of shared memory."""
+    """Two processes of a job disagree about what they share: the directories, or the shape or type of shared memory."""
 
 
 class BarrierBroken(ForebayError, threading.BrokenBarrierError):
-    """A participant died while others waited at this ``barrier``. ``missing``: who did not come, in words. Once every survivor has
-    seen it, the barrier can be used again."""
+    """A participant died while others waited at this ``barrier``. ``missing``: a description of each process that did not arrive. Once
+    every survivor has received this error, the barrier can be used again."""
 
     barrier: str
     missing: list[str]
@@ -391,93 +392,94 @@ class FillFailed(ForebayError, RuntimeError):
 
 
 class Foreign(ForebayError, FileExistsError):
-    """A file that is not ours, or was changed, stands where one of ours is to go. Nothing was written. ``path``: the file."""
+    """A file that is not Forebay's, or was modified, stands where Forebay would write one. Nothing was written. ``path``: the file."""
 
     path: str
     errno = errno.EEXIST
 
 
 class SourceChanged(ForebayError, RuntimeError):
-    """A local file was changed, or removed, while it was sent. ``path``. Send it again when it is at rest."""
+    """A local file was changed or removed while it was being uploaded. ``path``: the file. Upload it again once nothing changes it."""
 
     path: str
 
     @classmethod
     def of(cls, path: object) -> SourceChanged:
-        return cls(f"{path} was changed while it was sent: send it again when it is at rest", path=str(path))
+        return cls(f"{path} changed while it was being uploaded: upload it again once nothing changes it", path=str(path))
 
 
 class RemoteError(ForebayError, OSError):
-    """The source failed. ``url``; ``status``: the answer's HTTP status, if there was one."""
+    """The source failed. ``url``; ``status``: the HTTP status of the response, if there was one."""
 
     url: str
     status: int | None = None
 
 
 class NotFound(RemoteError, FileNotFoundError):
-    """There is no such object. Never remembered: the next call asks again."""
+    """There is no such object. This is never cached: the next call asks again."""
 
     errno = errno.ENOENT
 
 
 class AccessDenied(RemoteError, PermissionError):
-    """The remote refuses to show this object with these credentials."""
+    """The remote denies access to this object with these credentials."""
 
     errno = errno.EACCES
 
 
 class RemoteTimeout(RemoteError, TimeoutError):
-    """Nothing came for too long. ``done``: bytes that had come; ``attempts``: 0 where the remote was not even asked."""
+    """The remote sent nothing for too long. ``done``: bytes received before; ``attempts``: 0 where the remote was not even asked."""
 
     done: int = 0
     attempts: int = 1
 
 
 class RemoteUnavailable(RemoteError, ConnectionError):
-    """Every attempt failed. ``attempts``; ``done``: bytes that had come."""
+    """Every attempt failed. ``attempts``: their number; ``done``: bytes received."""
 
     attempts: int = 1
     done: int = 0
 
 
 class RemoteChanged(RemoteError):
-    """The object became another one while it was read."""
+    """The object changed while it was being read."""
 
 
 class Conflict(RemoteError, FileExistsError):
-    """A conditional write found an object there that it must not replace. Nothing was written."""
+    """A conditional write found an object that it must not replace. Nothing was written."""
 
     errno = errno.EEXIST
 
 
 class Unsupported(RemoteError, NotImplementedError):
-    """This kind of place cannot do that: no HTTP server takes our writes, few filesystems know conditional ones. Nothing was written."""
+    """This kind of remote does not support the operation: HTTP servers accept no writes, few filesystems conditional ones. Nothing was
+    written."""
 
 
 class RemoteProtocolError(RemoteError):
-    """An answer that does not fit the question: a wrong range, a body that is too short or too long."""
+    """A response that does not match its request: a wrong range, a body that is too short or too long."""
 
 
 class BadArchive(RemoteError):
-    """A tar that is cut short, damaged, compressed, or none. ``offset``: of the byte where that was seen."""
+    """A tar file that is truncated, damaged, compressed, or not a tar file. ``offset``: of the byte where that was detected."""
 
     offset: int
 
 
 class BadListing(RemoteError):
-    """A remote directory lists a name that no file below a directory here can have. ``name``. Nothing was written."""
+    """A remote directory lists a name that cannot be a local file name below the directory. ``name``. Nothing was written."""
 
     name: str
 
 
 class NotADirectory(RemoteError, NotADirectoryError):
-    """There is an object under this name, and no directory."""
+    """This name is an object, not a directory."""
 
     errno = errno.ENOTDIR
 
 
 class Incomplete(RemoteError):
-    """An upload to this directory has begun and not ended: what is there is not the whole. ``missing``: how many files are not there."""
+    """An upload to this directory has begun and not ended: the directory is incomplete. ``missing``: how many files are missing."""
 
     missing: int
 

@@ -1,4 +1,4 @@
-"""What the cache tells: statistics, progress, plans of what would be removed, and reports of what was done."""
+"""What the cache reports: statistics, progress, plans of removals, and their results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from forebay.errors import ForebayError
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What all processes of the node together did since the counters were last zeroed, and what is stored now.
+    """What all processes of the node have done together since the counters were last zeroed, and what is stored now.
 
-    ``hits`` were served from the cache; ``misses`` asked the remote for bytes, of which ``fills`` were stored; ``fallbacks`` were
-    served past the cache. ``bytes_hit``: bytes given out by hits; ``bytes_remote``: bytes that came over the network, in
-    ``requests`` requests, ``retries`` of them repeated. ``wait_ns_*``: nanoseconds of waiting for the remote, for another process,
-    for room. ``store_failures``: values that could not be kept. ``damaged``: entries that were set aside.
+    ``hits`` were served from the cache; ``misses`` fetched bytes from the remote, of which ``fills`` were stored; ``fallbacks`` were
+    served without the cache. ``bytes_hit``: bytes served by hits; ``bytes_remote``: bytes received over the network, in ``requests``
+    requests, ``retries`` of them repeated. ``wait_ns_*``: nanoseconds spent waiting for the remote, for another process, for room.
+    ``store_failures``: values that could not be stored. ``damaged``: entries that were set aside.
     """
 
     hits: int = 0
@@ -46,7 +46,7 @@ class Stats:
 
     @property
     def hit_rate(self) -> float:
-        """Hits in all calls that wanted bytes; 0.0 before the first."""
+        """Hits as a share of all calls that asked for bytes; 0.0 before the first."""
         calls = self.hits + self.misses + self.fallbacks
         return self.hits / calls if calls else 0.0
 
@@ -57,9 +57,9 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the fetch of one URL is. ``state``: ``waiting`` (for ``holder``, since ``waited`` seconds), ``fetching``, ``done`` or
-    ``direct`` (there was no room: it is not kept); of an upload ``reading`` (what must be sent?), then ``sending``. ``done`` and
-    ``total`` in bytes; total None: not known. ``url``: without its secrets."""
+    """The progress of fetching one URL. ``state``: ``waiting`` (for ``holder``, for ``waited`` seconds so far), ``fetching``, ``done`` or
+    ``direct`` (not stored, since there was no room); of an upload ``reading`` (to find out what to send), then ``sending``. ``done`` and
+    ``total`` in bytes; total None: unknown. ``url``: without its secrets."""
 
     url: str
     done: int = 0
@@ -74,7 +74,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class WarmReport:
-    """What `Cache.warm` did: URLs that are in the cache now, and those that are not, each with the reason."""
+    """The result of `Cache.warm`: the URLs that are in the cache now, and those that are not, each with its error."""
 
     done: tuple[str, ...]
     failed: tuple[tuple[str, ForebayError], ...]
@@ -82,8 +82,8 @@ class WarmReport:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What would be removed, coldest first. `execute` does it and tells what really happened. ``lacking``: bytes that have to go for
-    what was asked; the victims may have fewer."""
+    """Entries to remove, coldest first; `execute` removes them. ``lacking``: bytes that must be freed for what was asked; the victims may
+    have fewer."""
 
     victims: Sequence[Victim]
     _remove: Callable[[Sequence[Victim]], Report]
@@ -91,36 +91,36 @@ class Plan:
 
     @property
     def frees(self) -> int:
-        """Bytes of disk that go if nothing is in use by then."""
+        """Bytes of disk that `execute` frees if none of the victims is in use by then."""
         return sum(victim.charge for victim in self.victims)
 
     def execute(self) -> Report:
-        """Remove. What is in use or pinned by now is spared, and named."""
+        """Remove the victims. Entries that are in use or pinned by now are spared; the report names them."""
         return self._remove(self.victims)
 
 
 class ProgressReporter:
-    """Turns what the engine tells of one fetch into `Progress`."""
+    """Turns the engine's callbacks for one fetch into `Progress`."""
 
-    def __init__(self, url: str, tell: OnProgress | None) -> None:
-        self._url, self._tell = url, tell
-        self.waiting = self._waiting if tell is not None else None
-        self.fetching = self._fetching if tell is not None else None
+    def __init__(self, url: str, report: OnProgress | None) -> None:
+        self._url, self._report = url, report
+        self.waiting = self._waiting if report is not None else None
+        self.fetching = self._fetching if report is not None else None
 
     def say(self, state: str, done: int, total: int | None) -> None:
-        if self._tell is not None:
-            self._tell(Progress(self._url, done, total, state))
+        if self._report is not None:
+            self._report(Progress(self._url, done, total, state))
 
     def _waiting(self, w: Waiting) -> None:
-        if self._tell is not None:
-            self._tell(Progress(self._url, w.done, w.total, "waiting", w.holder, w.since))
+        if self._report is not None:
+            self._report(Progress(self._url, w.done, w.total, "waiting", w.holder, w.since))
 
     def _fetching(self, done: int, total: int | None) -> None:
         self.say("fetching", done, total)
 
 
 def coldest_until(entries: Iterable[Entry], need: int) -> list[Entry]:
-    """As many of the first entries as make up ``need`` bytes; where that is none they are not even looked at."""
+    """As many of the first entries as make up ``need`` bytes. With a need of 0 or less, ``entries`` is not iterated."""
     taken: list[Entry] = []
     for entry in entries if need > 0 else ():
         if need <= 0:

@@ -1,4 +1,4 @@
-"""Public fakes for tests: a server that misbehaves as it is told, and a sink that watches what a remote does."""
+"""Public fakes for tests: a server that misbehaves as scripted, and a sink that checks what a remote does."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ _ONE_RANGE = re.compile(r"bytes=(\d+)-(\d*)\Z")
 
 
 class MemorySink:
-    """A `Sink` in memory that is strict: a byte written twice, outside of the object or of the wanted spans, or before
-    `begin`, is an `AssertionError`. ``data``: what came; ``infos``: what each `begin` was told; ``wanted``: spans to ask for,
-    all if None. Any thread."""
+    """A strict `Sink` in memory: a byte that is written twice, outside of the object or of the requested spans, or before `begin`,
+    raises `AssertionError`. ``data``: the bytes so far; ``infos``: the argument of each `begin`. Callable from any thread."""
 
     def __init__(self, partial: Partial | None = None, data: Buffer = b"") -> None:
         self.partial = partial
@@ -36,7 +35,7 @@ class MemorySink:
         self._missing: set[Span] = set()
 
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
-        """See `Sink.begin`. Goes on from ``partial`` where size and validator are still the same."""
+        """See `Sink.begin`. Resumes from ``partial`` where size and validator are still the same."""
         with self._lock:
             kept = self.partial if not self.infos else None
             self.infos.append(info)
@@ -59,7 +58,7 @@ class MemorySink:
                 self.data += data
                 return
             hole = next((span for span in self._missing if span.start <= offset and end <= span.end), None)
-            assert hole is not None, f"bytes {offset}-{end} are not wanted, or came twice"
+            assert hole is not None, f"bytes {offset}-{end} were not requested, or came twice"
             self._missing.remove(hole)
             left = Span(hole.start, offset - hole.start), Span(end, hole.end - end)
             self._missing.update(span for span in left if span.length)
@@ -67,21 +66,21 @@ class MemorySink:
 
     @property
     def missing(self) -> list[Span]:
-        """What did not come yet."""
+        """The spans that have not arrived yet."""
         with self._lock:
             return sorted(self._missing)
 
 
 @dataclass
 class Served:
-    """One path of a `ScriptedServer`: its bytes, and how it misbehaves. All of it may be changed at any time.
+    """One path of a `ScriptedServer`: its bytes, and how it misbehaves. Every field may be changed at any time.
 
-    ``etag``: None sends none. ``modified``: seconds since 1970, None sends none. ``statuses``: of the first answers, each
-    used once; with them comes ``retry_after``. ``latency``: seconds before an answer. ``rate``: bytes a second of one
-    connection. ``stall_after``, ``cut_after``: bytes of a body after which it stands still until `ScriptedServer.go` is set,
-    or its connection is closed; for the first ``stalls`` and ``cuts`` bodies that are long enough. ``ranges``,
-    ``conditions``, ``head``: False ignores (or, for HEAD, refuses) them. ``content_range``: sent in place of the right one.
-    ``redirect``: where to. ``require``: headers without which the answer is 401."""
+    ``etag``: None sends none. ``modified``: seconds since 1970; None sends none. ``statuses``: of the first responses, each used once,
+    together with ``retry_after``. ``latency``: seconds before each response. ``rate``: bytes per second of one connection.
+    ``stall_after``, ``cut_after``: bytes of a body after which it stalls until `ScriptedServer.go` is set, or its connection is closed;
+    for the first ``stalls`` and ``cuts`` bodies that are long enough. ``ranges``, ``conditions``, ``head``: False ignores (or, for HEAD,
+    refuses) them. ``content_range``: sent instead of the correct one. ``redirect``: the target. ``require``: headers without which the
+    response is 401."""
 
     body: bytes
     etag: str | None = None
@@ -106,7 +105,7 @@ class Served:
 
 @dataclass
 class Request:
-    """What came, and what it was answered with. ``sent``: bytes of the body so far."""
+    """A request, and the status of its response. ``sent``: bytes of the response's body so far."""
 
     method: str
     path: str
@@ -118,8 +117,8 @@ class Request:
 class ScriptedServer:
     """An HTTP/1.1 server on loopback, with one thread for each connection. A context manager.
 
-    ``stalled`` is set when a body stands still, ``go`` lets all go on. ``rate``: bytes a second of all connections together.
-    ``on_request`` is called with each `Request` before it is answered, in the connection's thread."""
+    ``stalled`` is set when a body stalls; setting ``go`` lets all continue. ``rate``: bytes per second of all connections together.
+    ``on_request`` is called with each `Request` before its response, in the connection's thread."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -142,7 +141,7 @@ class ScriptedServer:
         self.close()
 
     def close(self) -> None:
-        """Close all connections, and end."""
+        """Close all connections and stop the server."""
         self.go.set()
         self._server.shutdown()
         self._server.server_close()
@@ -157,7 +156,7 @@ class ScriptedServer:
             _shut(connection)
 
     def put(self, path: str, body: bytes, *, etag: str | None = "", modified: float | None = 1.6e9, **script: Any) -> str:
-        """Serve ``body`` under ``path`` ("/name"), with the ETag of its content unless another is given; the URL."""
+        """Serve ``body`` under ``path`` ("/name"), with an ETag made from its content unless one is given. Returns the URL."""
         if etag == "":
             etag = f'"{hashlib.blake2s(body, digest_size=8).hexdigest()}"'
         self.objects[path] = Served(body, etag, modified, **script)
@@ -217,7 +216,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is no error."""
+        """Nothing: a client may close its connection."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -237,7 +236,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         super().finish()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the requests are kept."""
+        """Nothing: `ScriptedServer.requests` has them all."""
 
     def do_GET(self) -> None:
         self._serve()
@@ -292,7 +291,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 return self._answer(request, 304, headers)
             if self.headers.get("If-Match", "*") not in ("*", served.etag):
                 return self._refuse(request, 412)
-        span = self._wanted(served, len(body))
+        span = self._requested(served, len(body))
         if span is not None and span.length <= 0:
             return self._answer(request, 416, {"Content-Range": f"bytes */{len(body)}", "Content-Length": "0"})
         status = 200
@@ -316,7 +315,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             headers["Accept-Ranges"] = "bytes"
         return headers
 
-    def _wanted(self, served: Served, size: int) -> Span | None:
+    def _requested(self, served: Served, size: int) -> Span | None:
         match = _ONE_RANGE.match(self.headers.get("Range", ""))
         if not served.ranges or match is None or served.gzip:
             return None
@@ -344,7 +343,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             end = min(at + BLOCK, *(stop for stop in (len(body), stall, cut) if stop is not None and stop > at))
             scripted._pace(end - at, served.rate)
             block = body[at:end]
-            request.sent += len(block)  # before it goes: who has received it finds it counted
+            request.sent += len(block)  # before it is sent: the client that has received it finds it counted
             self.connection.sendall(b"%x\r\n%b\r\n" % (len(block), bytes(block)) if served.chunked else block)
             at = end
         if served.chunked:
@@ -355,4 +354,4 @@ def _shut(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # the client was quicker
+        return  # the client closed it first

@@ -147,7 +147,7 @@ def test_what_has_no_room_says_what_it_takes(run: Run, server: ScriptedServer, h
         pass
     ran = run("pull", server.put("/a", b"8 bytes."))
     assert ran.code == 1
-    found = re.search(r"8 bytes wanted, which take ([\d,]+) on the disk, 10 of the budget of 10 can be had", ran.err)
+    found = re.search(r"8 bytes \(([\d,]+) on the disk\), 10 of the budget of 10 are available", ran.err)
     assert found is not None, ran.err
     assert int(found[1].replace(",", "")) > 10
     caplog.clear()
@@ -161,8 +161,8 @@ def test_a_variable_that_nobody_knows_is_told_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("FOREBAY_BUDGTE", "5GB")
     monkeypatch.setenv("FOREBAY_XYZ", "1")
     err = run("du").err
-    assert "FOREBAY_BUDGTE is not known: was FOREBAY_BUDGET meant?" in err
-    assert "FOREBAY_XYZ is not known, and ignored" in err
+    assert "FOREBAY_BUDGTE is unknown and ignored: did you mean FOREBAY_BUDGET?" in err
+    assert "FOREBAY_XYZ is unknown and ignored" in err
     assert run("du").err == ""
 
 

@@ -365,7 +365,7 @@ def test_a_file_that_changes_while_it_is_sent(cache: forebay.Cache, place: Remot
     place, remote = watched(place)
     name, old = "config.json", FILES["config.json"]
     remote.after = lambda written: change(near, name, b"[]") if written == name else None
-    with pytest.raises(errors.SourceChanged, match=r"config\.json was changed while it was sent"):
+    with pytest.raises(errors.SourceChanged, match=r"config\.json changed while it was being uploaded"):
         upload(place, near)
     assert name not in there(place)  # what was sent may be neither the old nor the new
     with pytest.raises(errors.Incomplete):

@@ -219,7 +219,7 @@ def test_s23_the_version_that_the_caller_expects(root: Path, server: ScriptedSer
     right: dict[str, Any] = {"sha256": hashlib.sha256(body).hexdigest(), "etag": '"v2"'}
     wrong: dict[str, Any] = {"sha256": "0" * 64, "etag": '"v1"'}
     with forebay.Cache(root) as cache:
-        with pytest.raises(forebay.errors.ChecksumMismatch, match="nothing was kept"):
+        with pytest.raises(forebay.errors.ChecksumMismatch, match="nothing was stored"):
             cache.read(url, **{kind: wrong[kind]})
         assert cache.entries() == []
         assert cache.read(url, **{kind: right[kind]}) == body

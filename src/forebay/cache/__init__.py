@@ -430,4 +430,4 @@ def _patterns(given: str | Iterable[str] | None) -> str | tuple[str, ...] | None
 
 
 def _arrive(path: str, how: dict[str, Any]) -> Cache:
-    return _config.with_limits_unsaid(Cache, path, **how)
+    return _config.without_limits(Cache, path, **how)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import forebay
 from forebay import errors
-from forebay._config import KNOWN, LEAST_BUDGET, EnvironmentSettings, format_size, parse_budget, with_limits_unsaid
+from forebay._config import KNOWN, LEAST_BUDGET, EnvironmentSettings, format_size, parse_budget, without_limits
 from forebay._kernel import host, mappings
 
 ENOUGH_FILES = 4096
@@ -189,7 +189,7 @@ def _content(place: Path) -> Iterator[Finding]:
         return
     from forebay.cache import Cache, fault_of
 
-    with with_limits_unsaid(Cache, place, read_only=True) as cache:
+    with without_limits(Cache, place, read_only=True) as cache:
         fault = fault_of(cache)
         stats, problems = cache.stats(), cache.check()
     if fault is not None:

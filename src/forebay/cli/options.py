@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay._config import EnvironmentSettings, default_root, with_limits_unsaid
+from forebay._config import EnvironmentSettings, default_root, without_limits
 from forebay.cli.hints import ABSENT, NoCache, NoSuchSpace
 from forebay.cli.render import Output, say_error, shown_name
 from forebay.errors import CacheFault, ConfigError, NotCached
@@ -86,7 +86,7 @@ def opened(root: Path | None, *, change: bool = False) -> Iterator[Cache]:
     path = existing(root)
     read_only = not (change and os.access(path, os.W_OK))  # an administrator's: what may not be changed says so itself
     # What a group shares may be looked at and removed without a word: no verb runs what others wrote.
-    with with_limits_unsaid(Cache, path, shared=bool(path.stat().st_mode & stat.S_IWGRP), read_only=read_only) as cache:
+    with without_limits(Cache, path, shared=bool(path.stat().st_mode & stat.S_IWGRP), read_only=read_only) as cache:
         fault = fault_of(cache)
         if fault is not None:  # a job reads past it; here "nothing is there" would be a lie
             raise CacheFault(f"the cache in {path} cannot be looked into: {fault}")

@@ -83,7 +83,7 @@ def test_who_can_do_without_does_not_search_in_vain_again_and_again(store: Store
     monkeypatch.setattr(budget, "IN_VAIN", 1000.0)
     found = 0
     for again in (False, True):
-        with pytest.raises(errors.NoSpace, match="can be had"):
+        with pytest.raises(errors.NoSpace, match="are available"):
             fetch(300 * KiB)
         assert (len(searches) > found) is not again
         found = len(searches)
