@@ -916,8 +916,8 @@ MUTANTS = (
         "tests/scenarios/test_prefetch.py::test_s06_thirty_two_want_one_item",
     ),
     Mutant(
-        2, "a failed load is told to nobody else", "prefetch/steps.py",
-        "            self._store.locks.note_failure(self._job.space, mark.name, error)\n", "",
+        2, "a failed load is told to nobody else", "prefetch/loader.py",
+        "            self._store.locks.note_failure(self._config.space, ref.name, error)\n", "",
         "tests/scenarios/test_prefetch.py::test_s06_a_failure_reaches_all_who_wait",
     ),
     Mutant(
@@ -926,7 +926,7 @@ MUTANTS = (
         "tests/prefetch/test_prefetch.py::test_without_a_version_items_go_with_the_processes_that_use_them",
     ),
     Mutant(
-        4, "a size that is told is not reserved", "prefetch/load_queue.py",
+        4, "a size that is told is not reserved", "prefetch/loads.py",
         "        return self.need_of(self.largest if load.size is None else load.size)\n", "        return self.need_of(self.largest)\n",
         "tests/prefetch/test_prefetch.py::test_a_size_that_is_told_is_reserved_before_the_read",
     ),
@@ -937,23 +937,23 @@ MUTANTS = (
     ),
     Mutant(
         9, "a child waits for what its parent was reading", "prefetch/load_queue.py",
-        "            if load.state in (State.QUEUED, State.RUNNING):\n                load.state",
-        "            if load.state is State.QUEUED:\n                load.state",
+        "            elif not load.is_settled:\n                load.state",
+        "            elif load.is_waiting:\n                load.state",
         "tests/scenarios/test_prefetch.py::test_s17_forked_while_loads_are_pending",
     ),
     Mutant(
         9, "a child that only gets keeps nothing", "prefetch/loader.py",
-        "        self._have_threads()  # in a child of a fork there are none, and what is read is to be kept\n", "",
+        "        self._start_threads()  # in a child of a fork there are none, and what is read is to be stored\n", "",
         "tests/scenarios/test_prefetch.py::test_s17_forked_while_loads_are_pending",
     ),
     Mutant(
         11, "nobody is told that a load is done", "prefetch/load_queue.py",
-        "        if state is not State.RUNNING and load.waiting:\n            self.settled.notify_all()\n", "",
+        "        if state is not State.LOADING and load.waiters:\n            self._settled.notify_all()\n", "",
         "tests/prefetch/test_prefetch.py::test_running_it_is_waited_for",
     ),
     Mutant(
-        2, "what is to be read is not looked for under its key's lock", "prefetch/scheduler.py",
-        "[load.name for load in loads])", "[load.name for load in loads if load not in started])",
+        2, "what is to be read is not looked for under its key's lock", "prefetch/writer.py",
+        "[load.name for load in lookup.loads])", "[load.name for load in lookup.loads if load not in lookup.needs])",
         "tests/prefetch/test_prefetch.py::test_each_item_is_read_once_by_two_pools",
     ),
     Mutant(
@@ -982,9 +982,14 @@ MUTANTS = (
         "tests/engine/write/test_credit.py::test_a_session_takes_its_entries_along",
     ),
     Mutant(
-        4, "the room of what is read and not kept is lost", "prefetch/steps.py",
-        "                desk.room = desk.room.plus(brought.promised)\n", "",
+        4, "the room of what is read and not kept is lost", "prefetch/load_queue.py",
+        "                self._room.release(item)\n                self.news.wake()\n", "                self.news.wake()\n",
         "tests/scenarios/test_prefetch.py::test_s30_lazies_dropped_at_random_moments[scratch-hasty-4]",
+    ),
+    Mutant(
+        11, "who waits until an item is stored is not told that it will not be", "prefetch/load_queue.py",
+        "                    self._drop(load, fault, load.data)\n", "                    continue\n",
+        "tests/prefetch/test_prefetch.py::test_warm_ends_though_the_cache_fails_while_it_stores",
     ),
     # 12. A call gets its own output
     Mutant(

@@ -209,13 +209,13 @@ def test_done_it_is_read_from_the_cache(cache: forebay.Cache, pool: Prefetcher, 
 
 
 def test_running_it_is_waited_for(pool: Prefetcher, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "SAY_AFTER", 3600.0)  # who waits looks by himself, too, but not before he says so in the log
+    monkeypatch.setattr(loader, "REPORT_AFTER", 3600.0)  # a waiter wakes by itself too, but not before it says so in the log
     source.stop("a")
     lazy = pool.get_lazy("a")
     source.wait("a")
     assert not lazy.done
     waits = in_thread(lazy.get)
-    until(lambda: lazy._load is not None and lazy._load.waiting == 1)
+    until(lambda: lazy._load is not None and lazy._load.waiters == 1)
     source.go("a")
     assert waits() == body("a")
     assert source.reads == ["a"]
@@ -252,7 +252,7 @@ def test_two_threads_want_one_queued_item(lone: Prefetcher, source: Items) -> No
     first = in_thread(one.get)
     source.wait("a")
     second = in_thread(two.get)
-    until(lambda: two._load is not None and two._load.waiting == 1)
+    until(lambda: two._load is not None and two._load.waiters == 1)
     source.go()
     assert first() == second() == body("a")
     assert source.reads == ["busy", "a"]
@@ -313,7 +313,7 @@ def test_not_even_an_exit_ends_a_worker(lone: Prefetcher, source: Items, fault: 
     lazy = lone.get_lazy("a")
     source.wait("a")
     wait = in_thread(lazy.get)
-    until(lambda: lazy._load is not None and lazy._load.waiting == 1)
+    until(lambda: lazy._load is not None and lazy._load.waiters == 1)
     source.go("a")
     with pytest.raises(fault):
         wait()
@@ -442,6 +442,64 @@ def test_warm_of_what_has_no_room(cache: forebay.Cache, source: Items) -> None:
         report = pool.warm(["a", "huge", "b"])
         assert set(report.done) == {"a", "b"}
         assert [(key, type(error)) for key, error in report.failed] == [("huge", errors.NoSpace)]
+
+
+def fails(*_: object, **__: object) -> NoReturn:
+    raise errors.CacheFault("the disk went away")
+
+
+@pytest.mark.parametrize("size", [2000, 400_000], ids=["small", "large"])
+def test_warm_ends_though_the_cache_fails_while_it_stores(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    source = Items(size)
+    with cache.prefetcher(source, workers=2) as pool:
+        with monkeypatch.context() as patch:
+            for name in ("keep", "keep_large"):
+                patch.setattr(SpaceReservation, name, fails)
+            report = in_thread(lambda: pool.warm(KEYS[:8]))()
+        assert report.done == ()
+        assert [key for key, _ in report.failed] == KEYS[:8]
+        assert all(isinstance(error, errors.CacheFault) for _, error in report.failed)
+        assert any("the disk went away" in str(error) for _, error in report.failed)
+        assert pool.get_many(KEYS) == [source.body(key) for key in KEYS]  # the job goes on
+        assert pool.warm(KEYS[:8]).failed == ()
+
+
+def test_warm_ends_though_the_cache_fails_while_items_wait_for_room(cache: forebay.Cache) -> None:
+    source = Items()
+    source.sizes["grown"] = 60_000
+    with cache.prefetcher(source, budget=70_000, workers=2) as pool:
+        held = [pool.get_lazy(key) for key in KEYS[:8]]
+        until(lambda: pool.count == 8)
+        warm = in_thread(lambda: pool.warm(["grown"]))
+        until(lambda: pool._loader.queue._stalled != [], "the stall")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SpaceReservation, "ask", fails)
+            report = warm()
+        assert [(key, str(error)) for key, error in report.failed] == [("grown", "grown cannot be kept: the disk went away")]
+        assert [one.get() for one in held] == [body(key) for key in KEYS[:8]]
+
+
+def test_warm_ends_when_nothing_is_evicted_for_what_it_read(cache: forebay.Cache) -> None:
+    """Nobody knew how large the items are before they were read."""
+    source = Items()
+    source.sizes["grown"] = 60_000
+    with cache.prefetcher(source, budget=70_000, policy="freeze", workers=1) as pool:
+        assert pool.warm(KEYS[:8]).failed == ()
+        report = in_thread(lambda: pool.warm(["grown"]))()
+        assert [(key, type(error)) for key, error in report.failed] == [("grown", errors.NoSpace)]
+
+
+def test_warm_ends_with_the_prefetcher(cache: forebay.Cache) -> None:
+    source = Items()
+    source.sizes["grown"] = 60_000
+    with cache.prefetcher(source, budget=70_000, workers=1) as pool:
+        held = [pool.get_lazy(key) for key in KEYS[:8]]
+        until(lambda: pool.count == 8)
+        warm = in_thread(lambda: pool.warm(["grown"]))
+        until(lambda: pool._loader.queue._stalled != [], "the stall")
+        pool.close()
+        assert [key for key, _ in warm().failed] == ["grown"]
+        assert [one.get() for one in held] == [body(key) for key in KEYS[:8]]
 
 
 # -- what is kept, and for whom ----------------------------------------------------------------------------------------
@@ -696,7 +754,7 @@ def test_a_get_takes_the_bytes_that_wait_for_room(cache: forebay.Cache) -> None:
         until(lambda: pool.count == 8)
         lazy = pool.get_lazy("grown")
         source.wait("grown")
-        until(lambda: pool._loader._desk.stalled != [], "the stall")
+        until(lambda: pool._loader.queue._stalled != [], "the stall")
         assert lazy.get() == source.body("grown")
         assert source.reads.count("grown") == 1
         assert [one.get() for one in held] == [body(key) for key in KEYS[:8]]
@@ -865,7 +923,7 @@ def test_dropped_inside_the_pools_own_lock(pool: Prefetcher, source: Items) -> N
     """The collector may run anywhere, also in the middle of the pool's work."""
     lazy: Any = pool.get_lazy("a")
     until(lambda: lazy.done)
-    with pool._lock:
+    with pool._loader.queue._lock:
         lazy = None
         gc.collect()
     done = in_thread(lambda: pool.get_lazy("b").get())
@@ -942,22 +1000,22 @@ def test_memory_is_bounded_by_the_workers(cache: forebay.Cache, size: int) -> No
         held = [pool.get_lazy(key) for key in KEYS[:2]]
         until(lambda: pool.count == 2)
         waiting = [pool.get_lazy(key) for key in KEYS[2:]]
-        until(lambda: bool(pool._loader._desk.stuck or pool._loader._desk.stalled), "the stop")
+        until(lambda: bool(pool._loader.queue._full or pool._loader.queue._stalled), "the stop")
         assert len(source.reads) <= 2 + 2 * 3
         held.clear()
         assert [lazy.get() for lazy in waiting] == [source.body(key) for key in KEYS[2:]]
 
 
 def test_until_it_is_published_it_is_served_from_memory(cache: forebay.Cache, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keeper stands still: nobody waits for it. Then it publishes all that came meanwhile, together."""
+    """The writer stands still: nobody waits for it. Then it stores all that was read meanwhile, together."""
     groups: list[int] = []
-    keepers: set[str] = set()
+    writers: set[str] = set()
     go, begun = threading.Event(), threading.Event()
     keep = SpaceReservation.keep
 
     def slow(self: SpaceReservation, items: Any, **how: Any) -> Any:
         groups.append(len(items))
-        keepers.add(threading.current_thread().name)
+        writers.add(threading.current_thread().name)
         begun.set()
         assert go.wait(60)
         return keep(self, items, **how)
@@ -974,7 +1032,7 @@ def test_until_it_is_published_it_is_served_from_memory(cache: forebay.Cache, so
     assert sorted(source.reads) == sorted(KEYS[:10])
     assert sum(groups) == 10
     assert len(groups) < 10
-    assert keepers == {"forebay-prefetch-keeper"}
+    assert writers == {"forebay-prefetch-writer"}
 
 
 def test_faults_of_the_cache_reach_nobody(cache: forebay.Cache, source: Items, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1058,7 +1116,7 @@ def test_what_was_read_past_the_cache_is_kept_when_it_is_asked_for_again(
             lazy = pool.get_lazy("k0")
             held = lazy._load
             assert lazy.get() == body("k0")
-        assert held.state is State.PAST
+        assert held.state is State.DROPPED
         assert pool.get_lazy("k0").get() == body("k0")
         until(lambda: pool.count == 1)
 

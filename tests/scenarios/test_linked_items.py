@@ -49,7 +49,7 @@ def test_objects_that_were_read_are_linked(
             with forebay.Cache(root) as cache, cache.prefetcher(UrlSource(f"{server.url}/data", version=version), keep=keep) as pool:
                 lazies = {name: pool.get_lazy(name) for name in bodies}
                 for lazy in lazies.values():
-                    pool._loader.settle(lazy._load)
+                    pool._loader.wait_until_stored(lazy._load)
                 files = inodes(cache)
                 assert files["prefetch"] == files["urls"]
                 return {name: lazy.get() for name, lazy in lazies.items()}

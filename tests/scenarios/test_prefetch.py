@@ -20,7 +20,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.prefetch import steps
+from forebay.prefetch import load_queue
 from forebay.testing import ScriptedServer
 from tests.harness import fill_the_disk, usage
 from tests.items import Items, Sized, body, files_below, until
@@ -580,7 +580,7 @@ def test_s08_a_get_of_what_is_read_while_later_ones_fill_the_pool(root: Path, ki
         got: list[bytes] = []
         waits = threading.Thread(target=lambda: got.append(first.get()), daemon=True)
         waits.start()
-        until(lambda: first._load is not None and first._load.waiting == 1, "the waiter")
+        until(lambda: first._load is not None and first._load.waiters == 1, "the waiter")
         assert later[-1].get() == source.body("b5")
         source.go()
         waits.join(60)
@@ -632,13 +632,13 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=[pytest.mark.stress, pytest.mark.timeout(300)])])
-@pytest.mark.parametrize("patience", [0.0, 0.25], ids=["hasty", "patient"])
+@pytest.mark.parametrize("direct_wait", [0.0, 0.25], ids=["hasty", "patient"])
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "scratch"])
 def test_s30_lazies_dropped_at_random_moments(
-    seconds: int, keep: bool, patience: float, root: Path, collecting: None, monkeypatch: pytest.MonkeyPatch
+    seconds: int, keep: bool, direct_wait: float, root: Path, collecting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By many threads, while others get and evict: no deadlock, and what nobody holds takes nothing."""
-    monkeypatch.setattr(steps, "PATIENCE", patience)
+    monkeypatch.setattr(load_queue, "DIRECT_WAIT", direct_wait)
     source = Items(4000)
     over = time.monotonic() + seconds
     faults: list[BaseException] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import threading
 import time
 import weakref
 from collections import deque
@@ -23,9 +22,8 @@ from forebay._model import Buffer, Item_co, Noted
 from forebay.codecs import as_bytes
 from forebay.origin import Origin
 from forebay.prefetch.lazies import Lazy, Spilled
-from forebay.prefetch.load_queue import PrefetchConfig
 from forebay.prefetch.loader import Loader, abandon
-from forebay.prefetch.loads import Load
+from forebay.prefetch.loads import Load, PrefetchConfig
 from forebay.prefetch.pools import PassThrough as PassThrough
 from forebay.prefetch.pools import Pool, wrapped
 from forebay.reports import OnProgress, Progress, WarmReport
@@ -60,7 +58,7 @@ class Prefetcher(Pool[Item_co]):
         self._loader = Loader(self._job(session))
         self.identity = f"{self.name}:{self._digest}"
         # Weakly: an error that somebody keeps holds its frames, these a lazy, and a lazy us.
-        weakref.finalize(self, abandon, weakref.ref(self._loader._desk)).atexit = False
+        weakref.finalize(self, abandon, weakref.ref(self._loader.queue)).atexit = False
 
     def _join(self) -> Lease | None:
         """What the names of all items end in: they differ for all that makes other bytes.
@@ -86,7 +84,7 @@ class Prefetcher(Pool[Item_co]):
         return PrefetchConfig(
             store=self._store, space=self.name, workers=self._how["workers"], keep=self._how["keep"], make=self._maker.make,
             size_of=size if self._maker.is_raw else None, lease=self._maker.lease, timeout=self._home._timeout,
-            tell=_FallbackReporter(self._origin, self.name), session=session,
+            report_fault=_FallbackReporter(self._origin, self.name), session=session,
         )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,10 +92,6 @@ class Prefetcher(Pool[Item_co]):
 
     def __repr__(self) -> str:
         return f"<forebay.Prefetcher {self.name!r} of {self.source.uri!r}{' closed' if self.closed else ''}>"
-
-    @property
-    def _lock(self) -> threading.RLock:
-        return self._loader.lock
 
     # -- items -----------------------------------------------------------------------------------------------------
 
@@ -121,7 +115,7 @@ class Prefetcher(Pool[Item_co]):
             return Spilled(self, name, None, obj)
 
     def _spill(self, name: str, data: bytes) -> Lease:
-        self._loader.begin()
+        self._loader.start()
         shown = name.encode("utf-8", "backslashreplace").decode()
         return self._store.reservations.spill(self.name, f"~put/{shown}~{secrets.token_hex(8)}", data)
 
@@ -131,14 +125,12 @@ class Prefetcher(Pool[Item_co]):
             data = memoryview(bytes(data))  # of our own first: others could change it between the look and its use
         if data is None or (seal and _seal(data) != seal):
             raise errors.Damaged(f"the spilled object {lease.entry.key!r} is damaged or gone: make it anew", key=lease.entry.key)
-        value = _PICKLE.decode(data, lambda: memoryview(bytearray(data)))
-        self._let_go(lease)
-        return value
+        return _PICKLE.decode(data, lambda: memoryview(bytearray(data)))
 
     def _let_go(self, lease: Lease) -> None:
         """Of what was spilled. Runs inside anything: nothing here waits."""
         lease.close()
-        self._loader.drop(lease.entry)
+        self._loader.discard(lease.entry)
 
     def warm(self, keys: Iterable[str], on_progress: OnProgress | None = None) -> WarmReport:
         """Have items in the cache, and hold none. ``on_progress`` is told of each that is there. What is there already costs no read: an
@@ -150,7 +142,7 @@ class Prefetcher(Pool[Item_co]):
         def land(count: int) -> None:
             while len(window) > count:
                 key, load = window.popleft()
-                error = self._loader.settle(load)
+                error = self._loader.wait_until_stored(load)
                 if error is not None:
                     failed.append((key, error))
                     continue

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Generic
 
+from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._model import Item_co
 from forebay.prefetch.loads import Load
@@ -18,11 +19,12 @@ class Lazy(Generic[Item_co]):
     Callable from any thread, usable in both processes after a fork; pickled to another process it is asked for there. Hashable: lazies of
     one source and key are equal. Dropped at any time it releases its share of the item, and nothing else."""
 
-    __slots__ = ("__weakref__", "_load", "_pool", "_value", "key")
+    __slots__ = ("__weakref__", "_load", "_pool", "_values", "key")
 
     def __init__(self, pool: Any, key: str, load: Load | None) -> None:
         self._pool, self.key, self._load = pool, key, load
-        self._value: Any = None
+        self._values: list[Any] = []
+        """Its first is the value, whichever thread appended it: that takes no lock, which a fork could leave held."""
 
     def get(self, sample: Any = None) -> Item_co:
         """The item; the same object at each call. From the cache, or from memory if it is just being kept; while it is still queued, or
@@ -32,19 +34,19 @@ class Lazy(Generic[Item_co]):
         item in the cache is let go: the value is the caller's. Raises what the source or the decoder raised, at each call again."""
         load = self._load
         if load is not None:
-            value = self._pool._value_of(load)
-            with self._pool._lock:  # P1 and P2 both take it / P1 sets its value / P2 finds that one
-                if self._load is not None:
-                    self._value, self._load = value, None
+            if not self._values:
+                self._values.append(self._pool._value_of(load))
+            self._load = None  # not before: whoever sees None finds a value
         if sample is not None:
             add_source(sample, self.source)
-        item: Item_co = self._value
+        item: Item_co = self._values[0]
         return item
 
     @property
     def done(self) -> bool:
         """Whether `get` would not wait for a load that runs or is queued."""
-        return self._load is None or self._load.is_settled
+        load = self._load
+        return load is None or load.is_settled
 
     @property
     def source(self) -> SourceInfo:
@@ -72,18 +74,24 @@ class Spilled(Lazy[Item_co]):
 
     def __init__(self, pool: Any, name: str, lease: Lease | None, value: Any = None, seal: bytes = b"") -> None:
         super().__init__(pool, name, None)
-        self._lease, self._value, self._seal = lease, value, seal
+        self._lease, self._seal = lease, seal
+        if lease is None:
+            self._values.append(value)
 
     def get(self, sample: Any = None) -> Item_co:
         """The object; its bytes on the disk go. Nothing is added to ``sample``: it has no source."""
         lease = self._lease
         if lease is not None:
-            value = self._pool._unspill(lease, self._seal)
-            with self._pool._lock:
-                if self._lease is not None:
-                    self._value, self._lease = value, None
-            lease.close()
-        item: Item_co = self._value
+            try:
+                value = self._pool._unspill(lease, self._seal)
+            except errors.Damaged:  # P1 and P2 see the lease / P1 has the value, and closes it / P2 finds it closed
+                if not self._values:
+                    raise
+            else:
+                self._values.append(value)
+                self._lease = None
+                self._pool._let_go(lease)
+        item: Item_co = self._values[0]
         return item
 
     @property
@@ -122,22 +130,21 @@ def add_source(sample: Any, info: SourceInfo) -> None:
 
 
 class Later(Lazy[Item_co]):
-    __slots__ = ("_got",)
+    """An item that `PassThrough` reads at the first `get`."""
+
+    __slots__ = ()
 
     def __init__(self, pool: Any, key: str) -> None:
         super().__init__(pool, key, None)
-        self._got: list[Item_co] = []  # whoever is first in it came first
 
     def get(self, sample: Any = None) -> Item_co:
-        if not self._got:
-            self._got.append(self._pool._read(self.key))
-        if sample is not None:
-            add_source(sample, self.source)
-        return self._got[0]
+        if not self._values:
+            self._values.append(self._pool._read(self.key))
+        return super().get(sample)
 
     @property
     def done(self) -> bool:
-        return bool(self._got)
+        return bool(self._values)
 
 
 def _ask_again(pool: Any, key: str) -> Lazy[Any]:

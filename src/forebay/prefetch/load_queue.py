@@ -1,279 +1,598 @@
-"""What the threads of a prefetcher share: the loads, in which order they are to be done, and the room that was promised for them."""
+"""The loads of one prefetcher: which state each is in, which one comes next, and the room that is promised for them."""
 
 from __future__ import annotations
 
-import queue
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from forebay import errors
+from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
-from forebay._engine.store import Store
 from forebay._engine.write.reservations import NOTHING, Need
+from forebay._logs import logger
 from forebay._model import Buffer, Entry
-from forebay.prefetch.loads import Load, LoadedItem, LoadRef, Prepared, State
+from forebay.prefetch.loads import Load, LoadedItem, LoadRef, Lookup, News, PrefetchConfig, Room, Scheduled, State, Taken
 
+log = logger("forebay.prefetch")
 
-@dataclass(frozen=True, slots=True)
-class PrefetchConfig:
-    """What one prefetcher loads from where to where. ``make`` gives the bytes of an item, as they are stored, and raises what the
-    source raises; ``size_of``, where the source can tell, how many they will be; ``lease``, where the cache may have them already under
-    another name, a lease on them if so."""
-
-    store: Store
-    space: str
-    workers: int
-    keep: bool
-    make: Callable[[str], Buffer]
-    size_of: Callable[[str], int | None] | None
-    lease: Callable[[str], Lease | None] | None
-    timeout: float | None
-    tell: Callable[[Exception, str], None]
-    session: Lease | None = None
+REPORT_AFTER = 5.0
+"""Seconds after which a thread that waits for a load says so in the log, again and again."""
+DIRECT_WAIT = 0.25
+"""Seconds that a caller that loads an item itself, faster than the disk takes it, waits for the writer before its item is not stored."""
+CHECKED_TOGETHER = 64
+STORED_TOGETHER = 16
+STALE = 1.0
+"""Seconds after which a scheduled load that no worker came to is queued again, and its key released: other processes may want it, while
+all workers wait for a source that stalls."""
+IDLE = 0.2
+"""Seconds without news after which the writer gives promised room back."""
+MOMENT = 0.005
+RETRY = 0.1
+"""Seconds until the writer asks for room again where another process may have freed some."""
 
 
 class LoadQueue:
-    """Callable from any thread. Nothing of the engine is called under the lock, and no finalizer takes it."""
+    """State machine of the loads of one prefetcher. It owns their state; all threads change it through these methods only.
 
-    def __init__(self, job: PrefetchConfig, need_of: Callable[[int], Need], limit: int, typical: int) -> None:
-        self.job, self.need_of, self.limit, self.largest = job, need_of, limit, min(typical, limit)
-        self._begin()
+    ======================  ==================================================================================================
+    a caller                `submit`: a new load is QUEUED; `take`: QUEUED, SCHEDULED -> LOADING, and the caller loads it
+    a worker                `next_task`: SCHEDULED -> LOADING; `set_size` of one that is QUEUED
+    a caller or a worker    `loaded`: LOADING -> LOADED, DROPPED (too large), QUEUED (the writer is too busy);
+                            `link`: -> STORED (the cache had it); `fail`: -> FAILED; `drop`: -> DROPPED (the cache failed)
+    the scheduler           `candidates`, then `place`: QUEUED -> STORED, SCHEDULED, FAILED (in another process), DROPPED (too large);
+                            `discarded`: SCHEDULED -> QUEUED, where no worker comes
+    the writer              `store`: LOADED -> STORED; `drop_items`: LOADED -> DROPPED; `stall`: LOADED, with its bytes, until there
+                            is room; `resume`: it goes on; `no_room`, `fault`: QUEUED -> DROPPED
+    any thread              `close`: QUEUED, SCHEDULED -> DROPPED; no load is QUEUED afterwards
+    ======================  ==================================================================================================
 
-    def _begin(self) -> None:
-        self.lock = threading.RLock()  # guards all that follows
-        self.work = threading.Condition(self.lock)
-        self.settled = threading.Condition(self.lock)
-        self.spared = threading.Condition(self.lock)
-        self.marks: dict[str, LoadRef] = {}
-        self.unsized: deque[LoadRef] = deque()
-        """The source is to be asked for their size first, which may take its time: workers do that."""
-        self.asked: deque[LoadRef] = deque()
-        """Not looked for yet."""
-        self.missing: deque[LoadRef] = deque()
-        """Not in the cache: to be read, in this order, as room is promised."""
-        self.ready: deque[Prepared] = deque()
-        """To be read by the next worker that is free."""
-        self.discarded: list[Prepared] = []
-        """Nobody wants them any more: their keys are to be let go."""
-        self.elsewhere: list[LoadRef] = []
-        """Another process is at them."""
-        self.brought: deque[LoadedItem] = deque()
-        """Read, and to be kept."""
-        self.stalled: list[LoadedItem] = []
-        """Read, but there is no room: they wait with their bytes, and no other read begins meanwhile."""
-        self.room = NOTHING
-        """Promised, and not given to any load yet."""
-        self.epoch = 0
-        """Raised when all promises are gone."""
-        self.reading = self.keeping = 0
-        self.watched = self.look_elsewhere = self.stuck = self.jammed = self.closing = False
-        self.drops: deque[Entry] = deque()
-        """Nobody here wants them any more."""
-        self.news: queue.SimpleQueue[LoadRef | None] = queue.SimpleQueue()
-        """Wakes the keeper: a load that is gone, or None. The one thing here that finalizers touch: it may be filled inside anything."""
+    STORED, DROPPED and FAILED are final; but what is stored may prove to be damaged (`drop`). One reentrant lock guards everything. The
+    engine and the source are never called under it. Finalizers take no lock: they touch only `news`.
 
-    # -- loads -----------------------------------------------------------------------------------------------------
+    A fork waits for the lock. In the child no load has a thread or promised room: those that are not settled are QUEUED again, and those
+    that are LOADED are DROPPED with their bytes in memory, since the parent stores them."""
 
-    def load(self, key: str, name: str, bound: bool) -> Load:
-        """The load of this key, queued if there is none, or it failed, or was read past the cache. Raises `Closed`."""
-        with self.lock:
+    def __init__(self, config: PrefetchConfig, need_of: Callable[[int], Need], limit: int, typical: int) -> None:
+        """See `Room`."""
+        self._config, self._workers = config, config.workers
+        self._room = Room(need_of, limit, typical, config.workers)
+        self.news = News()
+        self.closing = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()
+        self._worker_wakeup = threading.Condition(self._lock)
+        self._settled = threading.Condition(self._lock)
+        self._batch_taken = threading.Condition(self._lock)
+        self._refs: dict[str, LoadRef] = {}
+        self._unsized: deque[LoadRef] = deque()  # a worker asks the source for their size first, which may take its time
+        self._unchecked: deque[LoadRef] = deque()  # the scheduler has not looked for them in the cache yet
+        self._missing: deque[LoadRef] = deque()  # not in the cache: to be read in this order, as room is promised
+        self._elsewhere: list[LoadRef] = []  # another process works on them
+        self._ready: deque[Scheduled] = deque()
+        self._discarded: list[Scheduled] = []  # nobody wants them any more: their keys are to be released
+        self._loaded: deque[LoadedItem] = deque()
+        self._stalled: list[LoadedItem] = []  # read, but without room: they wait with their bytes, and no other read begins meanwhile
+        self._loading = self._storing = 0  # reads of workers, and items in the hands of the writer
+        self._watched = self._check_elsewhere = False
+        self._full = False  # the space is full of what is held: the writer waits for room
+        self._jammed = False  # no worker came to what was scheduled: nothing more is, until a read ends
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the space may have."""
+        return self._room.limit
+
+    # -- for callers -----------------------------------------------------------------------------------------------
+
+    def submit(self, key: str, name: str, bound: bool) -> Load:
+        """The load of this key; a new one if there is none, or it failed or was dropped. Raises `Closed`."""
+        with self._lock:
             if self.closing:
                 raise errors.Closed.of("prefetcher")
-            mark = self.marks.get(key)
-            load = mark() if mark is not None else None
-            if load is None or load.state in (State.FAILED, State.PAST):  # an error that somebody keeps may hold it for long
-                load = Load(key, name, bound)
-                load.mark = self.marks[key] = LoadRef(load, self._gone)
-                if self.job.size_of is not None:
-                    self.unsized.append(load.mark)
-                    self.work.notify()
+            ref = self._refs.get(key)
+            load = ref() if ref is not None else None
+            if load is None or load.state in (State.FAILED, State.DROPPED):  # an error that somebody keeps may hold it for long
+                load = Load(key, name, bound, self.news.gone)
+                self._refs[key] = load.ref
+                if self._config.size_of is not None:
+                    self._unsized.append(load.ref)
+                    self._worker_wakeup.notify()
                 else:
-                    self.asked.append(load.mark)
-                    self.news.put(None)
+                    self._unchecked.append(load.ref)
+                    self.news.wake()
             return load
 
-    def _gone(self, mark: LoadRef, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """A load is gone. Runs inside anything: nothing here waits."""
-        if is_finalizing():
-            return
-        if mark.lease is not None:
-            mark.lease.close()
-        self.news.put(mark)
-
-    def set(self, load: Load, state: State, *, data: Buffer | None = None, error: BaseException | None = None) -> None:
-        """Caller: holds the lock."""
-        load.state, load.data, load.error = state, data, error
-        if state is not State.RUNNING and load.waiting:
-            self.settled.notify_all()
-
-    def kept(self, load: Load, lease: Lease) -> None:
-        """It is in the cache. Caller: holds the lock."""
-        assert load.mark is not None
-        load.mark.lease = lease
-        self.set(load, State.KEPT)
-
-    def queue_again(self, load: Load) -> None:
-        """It comes next. Caller: holds the lock."""
-        assert load.mark is not None
-        self.set(load, State.QUEUED)
-        self.missing.appendleft(load.mark)
-        self.news.put(None)
-
-    def wait(self, load: Load, until: float | None, say_after: float) -> bool:
-        """Until the load is not running any more; False if the time is up, or it has lasted ``say_after`` seconds.
-        Caller: holds the lock."""
-        load.waiting += 1
-        try:
-            while load.state is State.RUNNING:
-                left = say_after if until is None else min(say_after, until - time.monotonic())
-                if left <= 0 or not self.settled.wait(left):
-                    return load.state is not State.RUNNING
-            return True
-        finally:
-            load.waiting -= 1
-
-    def wait_for_keeper(self, seconds: float) -> None:
-        """Until fewer are waiting to be kept, at most ``seconds``. Caller: holds the lock."""
+    def take(self, load: Load, seconds: float) -> Taken:
+        """Wait at most ``seconds`` while a thread loads it. A load that no thread works on is LOADING afterwards, though `Taken.state` is
+        QUEUED: the caller must load it."""
         until = time.monotonic() + seconds
-        while len(self.brought) >= 2 * self.job.workers and (left := until - time.monotonic()) > 0:
-            self.spared.wait(left)
+        with self._lock:
+            load.waiters += 1
+            try:
+                while load.state is State.LOADING and (left := until - time.monotonic()) > 0:
+                    self._settled.wait(left)
+            finally:
+                load.waiters -= 1
+            if not load.is_waiting:
+                return Taken(load.state, load.data, load.ref.lease, None)
+            scheduled = load.scheduled
+            self._set(load, State.LOADING)
+            if scheduled is None:
+                return Taken(State.QUEUED, None, None, None)
+            self._ready.remove(scheduled)
+            self._room.give(scheduled.need, scheduled.epoch)
+            return Taken(State.QUEUED, None, None, scheduled.hold)
 
-    # -- what comes next -------------------------------------------------------------------------------------------
+    def wait_until_settled(self, load: Load) -> State:
+        """Wait until nothing more happens to a load: STORED, DROPPED or FAILED."""
+        with self._lock:
+            load.waiters += 1
+            try:
+                while not load.is_settled or load.state is State.LOADED:
+                    if not self._settled.wait(REPORT_AFTER):
+                        log.warning("waiting for %s to be stored", load.key)
+                return load.state
+            finally:
+                load.waiters -= 1
 
-    def next_ready(self) -> Prepared | None:
-        """What a worker is to read now. Caller: holds the lock."""
-        while self.ready and self.keeping + len(self.brought) < 2 * self.job.workers:
-            one = self.ready.popleft()
-            load = one.mark()
-            if len(self.ready) <= self.job.workers:
-                self.news.put(None)
-            if one.taken:
-                continue
-            one.taken = True
-            if load is not None and load.state is State.QUEUED:
-                load.prepared = None
-                self.reading += 1
-                self.set(load, State.RUNNING)
-                return one
-            self.discarded.append(one)
+    def close(self) -> None:
+        """Drop what no thread works on yet. Workers end; the writer ends once all that was read is stored."""
+        with self._lock:
+            self.closing = True
+            for load in self._live(list(self._refs.values())):
+                if load.is_waiting:
+                    self._set(load, State.DROPPED)
+            for waiting in (self._unsized, self._unchecked, self._missing, self._elsewhere):
+                waiting.clear()
+            self._worker_wakeup.notify_all()
+            self.news.wake()
+
+    def abandon(self) -> None:
+        """Have the threads end: nobody has this prefetcher any more. Callable from a finalizer."""
+        self.closing = True
+        self.news.wake()
+
+    # -- for workers -----------------------------------------------------------------------------------------------
+
+    def next_task(self) -> Scheduled | Load | str | None:
+        """Block until there is work: something to read, a load to ask the size of, or the name of an item that another process works on, to
+        wait for. None: the prefetcher is closed."""
+        with self._lock:
+            while not self.closing:
+                task = self._next_ready() or self._next_queued(self._unsized) or self._next_elsewhere()
+                if task is not None:
+                    return task
+                self._worker_wakeup.wait()
+            return None
+
+    def _next_ready(self) -> Scheduled | None:
+        while self._ready and self._storing + len(self._loaded) < 2 * self._workers:
+            scheduled = self._ready.popleft()
+            load = scheduled.ref()
+            if len(self._ready) <= self._workers:
+                self.news.wake()
+            if load is not None and load.state is State.SCHEDULED:
+                self._loading += 1
+                self._set(load, State.LOADING)
+                return scheduled
+            self._discarded.append(scheduled)
         return None
 
-    def discard_ready(self) -> None:
-        """No worker comes any more. Caller: holds the lock."""
-        for one in self.ready:
-            if not one.taken:
-                one.taken = True
-                self.discarded.append(one)
-        self.ready.clear()
-
-    def take_over(self, load: Load) -> Prepared | None:
-        """Somebody reads it who cannot wait. Caller: holds the lock."""
-        one, load.prepared = load.prepared, None
-        self.set(load, State.RUNNING)
-        if one is not None:
-            one.taken = True
-            if one.epoch == self.epoch:
-                self.room = self.room.plus(one.need)
-        return one
-
-    def next_queued(self, queue: deque[LoadRef]) -> Load | None:
-        """The first of these that still is to be done. Caller: holds the lock."""
-        while queue:
-            load = queue.popleft()()
+    def _next_queued(self, refs: deque[LoadRef]) -> Load | None:
+        while refs:
+            load = refs.popleft()()
             if load is not None and load.state is State.QUEUED:
                 return load
         return None
 
-    def wanted(self) -> int:
-        """How many more loads may be made ready. Caller: holds the lock."""
-        if self.stalled or self.jammed:
-            return 0
-        return 3 * self.job.workers - self.reading - len(self.ready)
-
-    def start(self, load: Load) -> Need | None:
-        """Room for a load, out of what is promised; None if there is not enough. Caller: holds the lock."""
-        need = self.need(load)
-        if not self.largest and load.size is None and self.reading + len(self.ready) >= self.job.workers:
-            return None  # nobody knows yet how large they are: not more than one a worker
-        if not self.room.covers(need):
+    def _next_elsewhere(self) -> str | None:
+        """One thread waits for all of them."""
+        if self._watched or not self._elsewhere:
             return None
-        self.room = self.room.minus(need)
-        return need
+        self._elsewhere = [load.ref for load in self._live(self._elsewhere) if load.state is State.QUEUED]
+        self._watched = bool(self._elsewhere)
+        return self._elsewhere[0].name if self._watched else None
 
-    def need(self, load: Load) -> Need:
-        return self.need_of(self.largest if load.size is None else load.size)
+    def watched(self) -> None:
+        """The wait for another process ended: the scheduler looks again for all that other processes were working on."""
+        with self._lock:
+            self._watched, self._check_elsewhere = False, True
+            self.news.wake()
 
-    def lacking(self, times: int) -> Need:
-        """What lacks for the next ``times`` loads. Caller: holds the lock."""
-        total = NOTHING
-        for mark in list(self.missing)[:times]:
-            load = mark()
-            if load is not None and load.state is State.QUEUED:
-                total = total.plus(self.need(load))
-        return total.minus(self.room)
+    def set_size(self, load: Load, size: int | None) -> None:
+        """The source was asked for the size of a load. None: it does not know."""
+        with self._lock:
+            load.size = size
+            if load.state is State.QUEUED:
+                self._unchecked.append(load.ref)
+                self.news.wake()
 
-    def is_supplied(self) -> bool:
-        """Whether the workers have enough to do for now. Asked without the lock: it may be wrong."""
-        return self.reading >= self.job.workers - 1 and len(self.ready) >= self.job.workers and not self.closing
+    def loaded(self, ref: LoadRef, data: Buffer, hold: KeyHold, scheduled: Scheduled | None) -> bool:
+        """The bytes of a load were read. Returns whether the writer stores them and releases its key; else the caller releases it.
 
-    def lacking_soon(self) -> Need:
-        """What lacks for the next loads, once few are left for the workers. Caller: holds the lock."""
-        if self.closing or self.wanted() <= 0:
-            return NOTHING
-        enough = len(self.ready) + self.room.fits(self.need_of(self.largest)) > self.job.workers
-        return NOTHING if enough and self.lacking(1) == NOTHING else self.lacking(self.at_once())
+        ``scheduled``: what a worker took; None for a caller that could not wait."""
+        item = LoadedItem(ref, data, self._room.need_of(len(data)), hold)
+        with self._lock:
+            if scheduled is None:
+                self._loading += 1
+                until = time.monotonic() + DIRECT_WAIT
+                while self._is_writer_behind() and (left := until - time.monotonic()) > 0:
+                    self._batch_taken.wait(left)
+            self._end_read(scheduled)
+            is_too_large = len(data) > self.limit
+            if not is_too_large:
+                self._room.largest = max(self._room.largest, len(data))
+                self._room.claim(item)
+            is_over = scheduled is None and self.closing  # the writer may have ended
+            load = ref()
+            if not (is_too_large or is_over) and (scheduled is not None or not self._is_writer_behind()):
+                if load is not None:
+                    self._set(load, State.LOADED, data=data)
+                self._loaded.append(item)
+                self.news.wake()
+                return True
+            if item.promised != NOTHING:
+                self._room.release(item)
+                self.news.wake()
+            if load is not None and (is_too_large or is_over):
+                self._drop(load, data=data)
+            elif load is not None:
+                self._queue_again(load)
+            return False
 
-    def at_once(self) -> int:
-        """For how many loads room is asked: not for so many that what was loaded before had none."""
-        each = self.need_of(self.largest).size
-        return max(min(3 * self.job.workers, self.limit // (2 * each) if each else 1), 1)
+    def _is_writer_behind(self) -> bool:
+        return len(self._loaded) >= 2 * self._workers
 
-    def ahead(self) -> Need:
-        """What is worth having, if it costs nobody anything. Caller: holds the lock."""
-        times = min(len(self.missing) + len(self.asked) + len(self.unsized), self.at_once())
-        return self.need_of(self.largest).times(times).minus(self.room)
+    def end_read(self, scheduled: Scheduled) -> None:
+        """A worker did not get the bytes of what it took: the room is free again."""
+        with self._lock:
+            self._end_read(scheduled)
+            self.news.wake()
 
-    # -- room ------------------------------------------------------------------------------------------------------
-
-    def settle_room(self, given: Need, epoch: int, size: int | None) -> bool:
-        """A read ended: give back what it had, and take what ``size`` bytes need, if that is there. Caller: holds the lock."""
-        self.reading -= 1
-        self.jammed = False
+    def _end_read(self, scheduled: Scheduled | None) -> None:
+        self._loading -= 1
+        self._jammed = False
         if self.closing:
-            self.news.put(None)
-        if epoch == self.epoch:
-            self.room = self.room.plus(given)
-        if size is None:
+            self.news.wake()
+        if scheduled is not None:
+            self._room.give(scheduled.need, scheduled.epoch)
+
+    def link(self, ref: LoadRef, lease: Lease) -> bool:
+        """The cache has the item that a thread was loading. Returns whether somebody still wants it; else the caller closes the lease."""
+        with self._lock:
+            load = ref()
+            if load is None or load.state is not State.LOADING:
+                return False
+            self._store(load, lease)
+            return True
+
+    def fail(self, ref: LoadRef, error: BaseException) -> None:
+        """The source raised."""
+        with self._lock:
+            load = ref()
+            if load is not None:
+                self._set(load, State.FAILED, error=error)
+
+    def drop(self, ref: LoadRef, fault: Exception | None) -> None:
+        """The cache failed while a thread worked on the load, or its stored bytes are damaged."""
+        with self._lock:
+            load = ref()
+            if load is not None and load.state in (State.LOADING, State.STORED):
+                self._drop(load, fault)
+
+    def queue_again(self, ref: LoadRef) -> None:
+        """The thread that loaded it was interrupted: it comes next."""
+        with self._lock:
+            load = ref()
+            if load is not None:
+                self._queue_again(load)
+
+    # -- for the scheduler and the writer --------------------------------------------------------------------------
+
+    def candidates(self) -> Lookup:
+        """Loads to look for in the cache, with room for as many as can be read if they are not there."""
+        loads: list[Load] = []
+        needs: dict[Load, Need] = {}
+        with self._lock:
+            free = 0 if self._stalled or self._jammed else 3 * self._workers - self._loading - len(self._ready)
+            if self._check_elsewhere:
+                loads += [load for load in self._live(self._elsewhere) if load.state is State.QUEUED]
+                self._check_elsewhere = False
+            unready = list(loads)
+            while len(needs) < free and (load := self._next_queued(self._missing)) is not None:
+                if not self._reserve(load, needs):
+                    self._missing.appendleft(load.ref)
+                    break
+                loads.append(load)
+            while len(loads) < CHECKED_TOGETHER and (load := self._next_queued(self._unchecked)) is not None:
+                loads.append(load)
+                unready.append(load)
+            for load in unready:
+                if self._missing or len(needs) >= free or not self._reserve(load, needs):
+                    break
+            return Lookup(loads, needs, self._room.epoch)
+
+    def _reserve(self, load: Load, needs: dict[Load, Need]) -> bool:
+        """Take room for a load out of what is promised, if there is enough."""
+        need = self._room.need(load)
+        is_guess = not self._room.largest and load.size is None  # nobody knows how large they are: one for each worker
+        if (is_guess and self._loading + len(self._ready) >= self._workers) or not self._room.take(need):
             return False
-        if size <= self.limit:
-            self.largest = max(self.largest, size)
-        need = self.need_of(size)
-        if not self.room.covers(need):
-            return False
-        self.room = self.room.minus(need)
+        needs[load] = need
         return True
 
-    # -- forks -----------------------------------------------------------------------------------------------------
+    def place(self, lookup: Lookup, fault: Exception | None) -> None:
+        """Move loads on that were looked for: each is in the cache, or ready to be read, or in another process's hands, or without room.
+
+        ``fault``: of the cache, for which those that were not found are dropped. The caller releases what is left in ``lookup.holds``."""
+        with self._lock:
+            for load in lookup.loads:
+                need, lease = lookup.needs.get(load), lookup.leases.get(load.name)
+                if load.ref in self._elsewhere:
+                    self._elsewhere.remove(load.ref)
+                is_free = load.state is State.QUEUED and lease is None and load not in lookup.failed and fault is None
+                if is_free and need is not None and load in lookup.holds:
+                    load.scheduled = Scheduled(load.ref, lookup.holds.pop(load), need, lookup.epoch, time.monotonic())
+                    load.state = State.SCHEDULED
+                    self._ready.append(load.scheduled)
+                    continue
+                if need is not None:
+                    self._room.give(need, lookup.epoch)
+                if load.state is not State.QUEUED:
+                    continue
+                if lease is not None:
+                    self._store(load, lease)
+                    lookup.hits.append(lease.entry.size)
+                elif fault is not None:
+                    self._drop(load, fault)
+                elif load in lookup.failed:
+                    self._set(load, State.FAILED, error=lookup.failed[load])
+                elif need is not None or load.busy_since is not None:
+                    load.busy_since = load.busy_since or time.monotonic_ns()
+                    self._elsewhere.append(load.ref)
+                elif load.size is not None and load.size > self.limit:
+                    self._drop(load)
+                    lookup.too_large = lookup.too_large or (load.key, load.size)
+                else:
+                    self._missing.append(load.ref)
+            self._worker_wakeup.notify(len(self._ready) + bool(self._elsewhere))
+
+    def discarded(self) -> list[Scheduled]:
+        """What was scheduled in vain: nobody wants it any more, or no worker came to it. The caller releases its keys."""
+        with self._lock:
+            gone, self._discarded = self._discarded, []
+            is_stale = bool(self._ready) and time.monotonic() - self._ready[0].since > STALE
+            self._jammed = self._jammed or is_stale
+            if is_stale or self.closing:
+                for scheduled in reversed(self._ready):
+                    gone.append(scheduled)
+                    load = scheduled.ref()
+                    if load is not None and load.state is State.SCHEDULED:
+                        self._set(load, State.QUEUED)
+                        self._missing.appendleft(load.ref)
+                self._ready.clear()
+            for scheduled in gone:
+                self._room.give(scheduled.need, scheduled.epoch)
+            return gone
+
+    def wait_for_news(self, asks_soon: bool) -> list[LoadRef]:
+        """Block until the writer has something to do. Returns the loads that are gone. ``asks_soon``: it is to ask for room in a moment."""
+        with self._lock:
+            is_blocked = self._full or bool(self._stalled or self._ready)
+            is_busy = bool(self._loaded) or (self.closing and not self._loading)
+            pause = RETRY if is_blocked else MOMENT if asks_soon else IDLE if self._room.free != NOTHING else None
+        return self.news.wait(0 if is_busy else pause, self._is_supplied)
+
+    def _is_supplied(self) -> bool:
+        """Whether the workers have enough to do for now. Read without the lock: it may be wrong."""
+        return self._loading >= self._workers - 1 and len(self._ready) >= self._workers and not self.closing
+
+    def forget(self, gone: Iterable[LoadRef]) -> list[Entry]:
+        """Forget loads that are gone, and what waited for room for them. Returns the entries that nobody here wants any more."""
+        with self._lock:
+            for ref in gone:
+                if self._refs.get(ref.key) is ref:
+                    del self._refs[ref.key]
+            stalled = [item for item in self._stalled if (load := item.ref()) is not None and load.state is State.LOADED]
+            if len(stalled) < len(self._stalled) or self.closing:
+                self._stalled = stalled
+                self._worker_wakeup.notify_all()
+        unwanted = self.news.unwanted()
+        return unwanted if self._config.keep else unwanted + [ref.lease.entry for ref in gone if ref.lease is not None]
+
+    def next_batch(self) -> tuple[list[LoadedItem], bool]:
+        """What is to be stored now, and whether it is the last: the prefetcher is closed, and no worker reads any more."""
+        with self._lock:
+            batch = [self._loaded.popleft() for _ in range(min(STORED_TOGETHER, len(self._loaded)))]
+            self._storing = len(batch)
+            if batch:
+                self._batch_taken.notify_all()
+            return batch, self.closing and not (batch or self._loading)
+
+    def end_batch(self) -> None:
+        with self._lock:
+            self._storing = 0
+            self._worker_wakeup.notify_all()
+
+    def store(self, items: Sequence[LoadedItem], leases: Sequence[Lease]) -> list[Lease]:
+        """The items are entries now. Returns the leases that nobody holds: the caller closes them."""
+        unheld: list[Lease] = []
+        with self._lock:
+            for item, lease in zip(items, leases, strict=True):
+                load = item.ref()
+                if load is not None and load.state is State.LOADED:
+                    self._store(load, lease)
+                else:
+                    unheld.append(lease)
+                item.promised = NOTHING
+        return unheld
+
+    def drop_items(self, items: Collection[LoadedItem], fault: BaseException | None = None) -> None:
+        """The items are not stored, and their room is for others. Threads that wait for one get it from memory."""
+        with self._lock:
+            for item in items:
+                self._room.release(item)
+                load = item.ref()
+                if load is not None and load.state is State.LOADED:
+                    self._drop(load, fault, load.data)
+            self._stalled = [item for item in self._stalled if item not in items]
+
+    def stall(self, item: LoadedItem) -> None:
+        """The item waits for room with its bytes. Caller: has released its key."""
+        with self._lock:
+            if item not in self._stalled:
+                self._stalled.append(item)
+
+    def stalled(self) -> list[LoadedItem]:
+        """What waits for room with its bytes, in order."""
+        return list(self._stalled)
+
+    def resume(self, item: LoadedItem, hold: KeyHold | None, lease: Lease | None) -> bool:
+        """There is room for a stalled item. Returns whether the caller stores it, with its key locked again.
+
+        Else the cache has it meanwhile, or another process holds its key: then it is queued again."""
+        with self._lock:
+            self._stalled.remove(item)
+            if hold is not None and lease is None:
+                item.hold = hold
+                return True
+            self._room.release(item)
+            load = item.ref()
+            if load is not None and load.state is State.LOADED:
+                self._store(load, lease) if lease is not None else self._queue_again(load)
+            return False
+
+    def claim_room(self, item: LoadedItem) -> Need:
+        """Give the item the room that it needs, if that is promised. Returns what is lacking."""
+        with self._lock:
+            return self._room.claim(item)
+
+    def add_room(self, need: Need) -> None:
+        """The writer was promised so much more: the space is not full."""
+        with self._lock:
+            self._room.give(need, self._room.epoch)
+            self._full = False
+            self._worker_wakeup.notify_all()
+
+    def take_room(self, *, if_idle: bool = False) -> Need:
+        """All room that no load has, for the writer to give back. ``if_idle``: nothing, while anything is to be done."""
+        with self._lock:
+            todo = (self._missing, self._unchecked, self._unsized, self._ready, self._loaded, self._stalled)
+            if if_idle and (self._loading or self._full or any(todo)):
+                return NOTHING
+            free, self._room.free = self._room.free, NOTHING
+            return free
+
+    def lacking(self, times: int) -> Need:
+        """The room that the next ``times`` loads lack."""
+        with self._lock:
+            total = NOTHING
+            for load in self._live(list(self._missing)[:times]):
+                if load.state is State.QUEUED:
+                    total = total.plus(self._room.need(load))
+            return total.minus(self._room.free)
+
+    def lacking_soon(self) -> Need:
+        """The room that the next loads lack, once few are left for the workers."""
+        with self._lock:
+            if self.closing or self._stalled or self._jammed or 3 * self._workers <= self._loading + len(self._ready):
+                return NOTHING
+            is_enough = len(self._ready) + self._room.free.fits(self._room.need_of(self._room.largest)) > self._workers
+            return NOTHING if is_enough and self.lacking(1) == NOTHING else self.lacking(self._room.step())
+
+    @property
+    def step(self) -> int:
+        """For how many loads room is asked at once."""
+        return self._room.step()
+
+    def ahead(self) -> Need:
+        """The room that is worth having, if nothing need be evicted for it."""
+        with self._lock:
+            times = min(len(self._missing) + len(self._unchecked) + len(self._unsized), self._room.step())
+            return self._room.need_of(self._room.largest).times(times).minus(self._room.free)
+
+    @property
+    def is_starving(self) -> bool:
+        """Whether the workers have nothing to read. Read without the lock: it may be wrong."""
+        return not (self._loading or self._ready)
+
+    def no_room(self, fault: Exception, *, waits: bool) -> tuple[str | None, int]:
+        """No room is promised to what is missing: drop the first if it is too large, else wait, or drop all. Returns the key of the first
+        that is dropped, and its size if it is too large."""
+        with self._lock:
+            loads = [load for load in self._live(self._missing) if load.state is State.QUEUED]
+            size = self._room.need(loads[0]).size if loads else 0
+            is_too_large = size > self.limit
+            self._full = waits and not is_too_large
+            dropped = [] if self._full else loads[:1] if is_too_large else loads
+            for load in dropped:
+                self._drop(load, fault)
+            return dropped[0].key if dropped else None, size if is_too_large else 0
+
+    def fault(self, fault: Exception) -> str | None:
+        """The cache cannot be used now: drop what waits for room. All promises are void. Returns the key of the first that is dropped."""
+        with self._lock:
+            loads = [load for load in self._live(self._missing) if load.state is State.QUEUED]
+            for load in loads:
+                self._drop(load, fault)
+            self.drop_items(self._stalled, fault)
+            self._room.void()
+            self._full = False
+            self._worker_wakeup.notify_all()
+            return loads[0].key if loads else None
+
+    def set_limit(self, limit: int) -> None:
+        """The space may have ``limit`` bytes now."""
+        with self._lock:
+            self._room.set_limit(limit)
+
+    # -- steps of a transition; callers hold the lock --------------------------------------------------------------
+
+    @staticmethod
+    def _live(refs: Iterable[LoadRef]) -> list[Load]:
+        return [load for ref in refs if (load := ref()) is not None]
+
+    def _set(self, load: Load, state: State, *, data: Buffer | None = None, error: BaseException | None = None) -> None:
+        load.state, load.data, load.error, load.scheduled = state, data, error, None
+        if state is not State.LOADING and load.waiters:
+            self._settled.notify_all()
+
+    def _store(self, load: Load, lease: Lease) -> None:
+        load.ref.lease = lease
+        self._set(load, State.STORED)
+
+    def _drop(self, load: Load, fault: BaseException | None = None, data: Buffer | None = None) -> None:
+        load.reason = "" if fault is None or isinstance(fault, errors.NoSpace) else str(fault)
+        self._set(load, State.DROPPED, data=data if load.waiters else None)
+
+    def _queue_again(self, load: Load) -> None:
+        if self.closing:
+            self._drop(load)
+            return
+        self._set(load, State.QUEUED)
+        self._missing.appendleft(load.ref)
+        self.news.wake()
 
     def before_fork(self) -> None:
-        self.lock.acquire()
+        self._lock.acquire()
 
     def after_fork_parent(self) -> None:
-        self.lock.release()
+        self._lock.release()
 
     def after_fork_child(self) -> None:
-        """The threads are gone, and the promises are the parent's. What was being done is queued again."""
-        loads = [load for mark in list(self.marks.values()) if (load := mark()) is not None]
-        closing = self.closing
-        self._begin()
-        self.closing = closing
+        loads = self._live(list(self._refs.values()))
+        self._room.void()
+        self._reset()
+        self.news.reset()
         for load in loads:
-            assert load.mark is not None
-            self.marks[load.key] = load.mark
-            if load.state in (State.QUEUED, State.RUNNING):
-                load.state, load.prepared = State.QUEUED, None
-                self.asked.append(load.mark)
+            self._refs[load.key] = load.ref
+            load.waiters, load.scheduled = 0, None
+            if load.state is State.LOADED:
+                load.state = State.DROPPED
+            elif not load.is_settled:
+                load.state = State.QUEUED
+                self._unchecked.append(load.ref)

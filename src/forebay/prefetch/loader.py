@@ -1,16 +1,17 @@
-"""Brings items into the cache ahead of those who want them, and gives them out.
+"""The threads of a prefetcher: workers read items ahead of those who want them, and callers take them or read them at once.
 
-look      is it in the cache? then it is leased, and done
-start     when room is promised for it, the key's lock is taken; another process that has it is not waited for
-read      into memory, by a worker, or by whoever wants it now and cannot wait
-keep      the keeper writes several at a time; until then they are served from memory
+look up    is the item in the cache? then it is leased, and done
+schedule   once room is promised for it, its key is locked; if another process holds the key, nobody waits for it
+read       into memory, by a worker, or by a caller who wants it now and cannot wait
+store      the writer stores several at a time; until then they are served from memory
 
-So at most twice as many items as workers are in memory, and nobody waits for room but those that nobody wants yet.
+So at most twice as many items as workers are in memory, and only items that no caller wants yet wait for room.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 import weakref
@@ -18,197 +19,164 @@ import weakref
 from forebay import errors
 from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
-from forebay._engine.write.reservations import NOTHING
+from forebay._engine.write.reservations import validator_of
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Noted
-from forebay.prefetch.load_queue import LoadQueue, PrefetchConfig
-from forebay.prefetch.loads import Load, State
-from forebay.prefetch.steps import Steps
-from forebay.prefetch.worker import Worker
+from forebay.prefetch.load_queue import REPORT_AFTER, LoadQueue
+from forebay.prefetch.loads import Load, LoadRef, PrefetchConfig, Scheduled, State
 from forebay.prefetch.writer import ItemWriter
 
 log = logger("forebay.prefetch")
 
-SAY_AFTER = 5.0
 AT_EXIT = 1.0
+"""Seconds that an exiting process waits for each prefetcher: a source that stalls must not keep it."""
+WATCH = 0.1
 _alive: weakref.WeakSet[Loader] = weakref.WeakSet()
 
 
 class Loader:
     """The threads of one prefetcher, and the calls of those who want items. Callable from any thread; usable in both processes after a
-    fork: the child begins threads of its own, and queues again what the parent was at."""
+    fork: the child starts threads of its own when it loads something."""
 
-    def __init__(self, job: PrefetchConfig) -> None:
-        self._job, self._store = job, job.store
-        self._keeper = ItemWriter(job)
-        self._desk = self._keeper.desk
-        self._steps = Steps(job, self._keeper)
-        self._worker = Worker(job, self._desk, self._steps)
-        self._threads: list[threading.Thread] = []
+    def __init__(self, config: PrefetchConfig) -> None:
+        self._config, self._store = config, config.store
+        self._writer = ItemWriter(config)
+        self.queue = self._writer.queue
+        self._reset()
         host.at_fork(self)
         _alive.add(self)
 
-    # -- for those who want items ----------------------------------------------------------------------------------
+    def _reset(self) -> None:
+        self._starting = threading.RLock()  # guards _threads; reentrant: a collector that runs inside may start some too
+        self._threads: list[threading.Thread] = []
+
+    # -- callers ---------------------------------------------------------------------------------------------------
 
     def submit(self, key: str, name: str, bound: bool) -> Load:
         """The load of an item, begun if there is none. ``name``: in the cache; ``bound``: to the session. Raises `Closed`."""
-        load = self._desk.load(key, name, bound)
-        self._have_threads()
+        load = self.queue.submit(key, name, bound)
+        self._start_threads()
         return load
 
-    def _have_threads(self) -> None:
-        if len(self._threads) <= self._job.workers and not host.forked_unseen():
+    def _start_threads(self) -> None:
+        if len(self._threads) <= self._config.workers and not host.forked_unseen():
             self._add_thread()
 
-    def begin(self) -> None:
-        """Have the threads, one of which does what `drop` asks for."""
+    def start(self) -> None:
+        """Start the first threads, one of which does what `discard` asks for."""
         if not self._threads and not host.forked_unseen():
             self._add_thread()
 
     def _add_thread(self) -> None:
-        with self._desk.lock:
+        with self._starting:
             count = len(self._threads)
-            if count > self._job.workers or self._desk.closing:
+            if count > self._config.workers or self.queue.closing:
                 return
-            what, name = (self._worker.run, f"prefetch-{count}") if count else (self._keeper.run, "prefetch-keeper")
-            thread = threading.Thread(target=what, name=f"forebay-{name}", daemon=True)
+            run, name = (self._run_worker, f"prefetch-{count}") if count else (self._writer.run, "prefetch-writer")
+            thread = threading.Thread(target=run, name=f"forebay-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
         if not count:
             self._add_thread()
 
-    @property
-    def lock(self) -> threading.RLock:
-        """Of this process: another one after a fork."""
-        return self._desk.lock
-
-    @property
-    def closed(self) -> bool:
-        return self._desk.closing
-
-    def drop(self, entry: Entry) -> None:
-        """An entry that nobody here wants any more goes, if nobody else does."""
-        self._desk.drops.append(entry)
-        self._desk.news.put(None)
-
-    def settle(self, load: Load) -> errors.ForebayError | None:
-        """Wait until an item is kept. Gives why it is not."""
-        desk = self._desk
-        with desk.lock:
-            load.waiting += 1
-            while not self._is_over(load):
-                if not desk.settled.wait(SAY_AFTER):
-                    log.warning("waiting for %s to be kept", load.key)
-            load.waiting -= 1
+    def wait_until_stored(self, load: Load) -> errors.ForebayError | None:
+        """Wait until an item is stored, or will not be. Returns why it is not."""
+        state = self.queue.wait_until_settled(load)
+        if state is State.STORED:
+            return None
+        if state is State.FAILED:
             error = load.error
-        if load.state is State.FAILED:
             return error if isinstance(error, errors.ForebayError) else errors.FillFailed(f"{load.key}: {error}", kind=type(error).__name__)
-        if load.state is not State.KEPT:
-            return errors.NoSpace(f"{load.key} cannot be kept", key=load.key, need=load.size or 0, free=0, budget=desk.limit)
-        return None
-
-    def _is_over(self, load: Load) -> bool:
-        """What is too large stays in memory for those who wait for it, and is never kept."""
-        if load.state is State.READ:
-            return load.data is not None and len(load.data) > self._desk.limit
-        return load.state in (State.KEPT, State.PAST, State.FAILED)
+        if load.reason:
+            return errors.CacheFault(f"{load.key} cannot be kept: {load.reason}")
+        return errors.NoSpace(f"{load.key} cannot be kept", key=load.key, need=load.size or 0, free=0, budget=self.queue.limit)
 
     def take(self, load: Load) -> Buffer:
         """The bytes of an item: from the cache, from memory, or from the source in this very thread, whichever is first.
 
         Raises what the source raised."""
-        desk, until = self._desk, None if self._job.timeout is None else time.monotonic() + self._job.timeout
+        timeout = self._config.timeout
+        until = None if timeout is None else time.monotonic() + timeout
         while True:
-            with desk.lock:
-                state, data = load.state, load.data
-                if state is State.RUNNING and desk.wait(load, until, SAY_AFTER):
+            taken = self.queue.take(load, REPORT_AFTER if until is None else min(REPORT_AFTER, until - time.monotonic()))
+            data = taken.data
+            if taken.state is State.LOADING:
+                if until is None or time.monotonic() < until:
+                    log.warning("waiting for %s, which this process is reading", load.key)
                     continue
-                lease = load.mark.lease if load.mark is not None else None
-                ready = desk.take_over(load) if state is State.QUEUED else None
-            if state is State.RUNNING:
-                if until is not None and time.monotonic() >= until:
-                    return self._direct(load, errors.WaitTimeout.of(load.key, self._job.timeout or 0.0, "this process"))
-                log.warning("waiting for %s, which this process is reading", load.key)
-            elif state is State.FAILED:
+                return self._read_past(load, errors.WaitTimeout.of(load.key, timeout or 0.0, "this process"))
+            if taken.state is State.FAILED:
                 assert load.error is not None
                 raise load.error
-            elif state is State.PAST:
-                return self._job.make(load.key)
-            elif data is not None:
+            if data is None and taken.state is State.DROPPED:
+                return self._config.make(load.key)
+            if data is None and taken.state is State.QUEUED:
+                data = self._load_now(load, taken.hold)
+            elif data is None and taken.lease is not None:
+                data = self._stored(load, taken.lease)
+            if data is not None:
                 return data
-            elif state is State.QUEUED:
-                found = self._overtake(load, ready.hold if ready is not None else None)
-                if found is not None:
-                    return found
-            elif lease is not None:
-                stored = self._stored(load, lease)
-                if stored is not None:
-                    return stored
 
     def _stored(self, load: Load, lease: Lease) -> Buffer | None:
-        """The kept bytes. None: damaged, or the cache fails: from now on the item is read from the source."""
-        found = None
+        """The stored bytes. None: they are damaged, or the cache fails; from now on the item is read from the source."""
+        data, fault = None, None
         try:
-            found = self._store.bytes_leased(lease)
+            data = self._store.bytes_leased(lease)
         except errors.CacheFault as error:
-            self._job.tell(error, load.key)
-        if found is None:
-            with self._desk.lock:
-                if load.state is State.KEPT:
-                    self._desk.set(load, State.PAST)
-        return Noted.of(found, lease.entry.meta) if found is not None and lease.entry.meta else found
+            fault = error
+            self._config.report_fault(error, load.key)
+        if data is None:
+            self.queue.drop(load.ref, fault)
+        return Noted.of(data, lease.entry.meta) if data is not None and lease.entry.meta else data
 
-    def _direct(self, load: Load, error: Exception) -> Buffer:
-        self._job.tell(error, load.key)
-        return self._job.make(load.key)
+    def _read_past(self, load: Load, error: Exception) -> Buffer:
+        """Read an item without the cache, which could not help."""
+        self._config.report_fault(error, load.key)
+        return self._config.make(load.key)
 
-    def _overtake(self, load: Load, hold: KeyHold | None) -> Buffer | None:
-        """It was still queued: read it here, at once. None: it turned out to be in the cache. ``hold``: the key's lock, where it was looked
-        for under it."""
+    def _load_now(self, load: Load, hold: KeyHold | None) -> Buffer | None:
+        """Load an item in the thread that wants it. None: it turned out to be in the cache. ``hold``: the lock of its key, if the scheduler
+        looked for it under that."""
         data: Buffer | None = None
-        assert load.mark is not None
-        mark = load.mark
-        self._have_threads()  # in a child of a fork there are none, and what is read is to be kept
+        self._start_threads()  # in a child of a fork there are none, and what is read is to be stored
         try:
+            lease: Lease | Buffer | None = None
             if hold is None:
-                found = self._await_turn(load)
-                if isinstance(found, Lease):
-                    self._steps.found(load, found)
-                    return None
-                hold = found
-            linked = self._steps.link(mark)
-            if isinstance(linked, Lease):
-                self._steps.found(load, linked)
+                lease, hold = self._lock_or_lease(load)
+            if hold is not None:
+                lease = self._link(load.ref)
+            if isinstance(lease, Lease):
+                self._keep_lease(load.ref, lease)
                 return None
-            data = self._steps.read(mark) if linked is None else linked
-            self._steps.bring(mark, data, hold, NOTHING, -1)
-            hold = None
+            assert hold is not None
+            data = self._read(load.ref) if lease is None else lease
+            if self._hand_over(load.ref, data, hold, None):
+                hold = None
             return data
         except (errors.CacheFault, errors.WaitTimeout) as error:
-            self._steps.past(mark)
-            return data if data is not None else self._direct(load, error)
+            self.queue.drop(load.ref, error)
+            return data if data is not None else self._read_past(load, error)
         except Exception as error:
-            self._steps.fail(mark, error)
+            self.queue.fail(load.ref, error)
             raise
         except BaseException:
-            with self._desk.lock:
-                self._desk.queue_again(load)
+            self.queue.queue_again(load.ref)
             raise
         finally:
             if hold is not None:
                 hold.release()
 
-    def _await_turn(self, load: Load) -> Lease | KeyHold:
-        """What is in the cache, else the key's lock: after the work of another process that has it."""
-        name, space = load.name, self._job.space
+    def _lock_or_lease(self, load: Load) -> tuple[Lease | None, KeyHold | None]:
+        """A lease on the item if it is in the cache, else the lock of its key, after another process that works on it."""
+        name, space = load.name, self._config.space
         lease = self._store.take(space, name)
         if lease is not None:
-            return lease
+            return lease, None
         since = load.busy_since or time.monotonic_ns()
         hold = self._store.locks.try_hold(space, name)
         waited = hold is None or load.busy_since is not None
-        hold = hold or self._store.locks.hold(space, name, timeout=self._job.timeout)
+        hold = hold or self._store.locks.hold(space, name, timeout=self._config.timeout)
         try:
             lease = self._store.take(space, name)
             error = self._store.locks.failure(space, name, since) if waited and lease is None else None
@@ -217,68 +185,168 @@ class Loader:
         except BaseException:
             hold.release()
             raise
-        if lease is not None:
-            hold.release()
-            return lease
-        return hold
+        if lease is None:
+            return None, hold
+        hold.release()
+        return lease, None
 
-    def look_at_limit(self) -> None:
-        """The space has other limits now: what waits for room may have it."""
-        self._keeper.look_at_limit()
-        self._desk.news.put(None)
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    def _run_worker(self) -> None:
+        """Work until the prefetcher is closed."""
+        while self._work():
+            pass
+
+    def _work(self) -> bool:
+        """One task. What is worked on is known to this call alone: a thread that sleeps keeps no load alive."""
+        task = self.queue.next_task()
+        if isinstance(task, Scheduled):
+            self._read_ahead(task)
+        elif isinstance(task, Load):
+            self._ask_size(task)
+        elif task is not None:
+            with contextlib.suppress(errors.CacheFault):
+                self._store.locks.wait_turn(self._config.space, task, WATCH)
+            self.queue.watched()
+        return task is not None
+
+    def _read_ahead(self, scheduled: Scheduled) -> None:
+        ref, handed_over = scheduled.ref, False
+        try:
+            linked = self._link(ref)
+            if isinstance(linked, Lease):
+                self._keep_lease(ref, linked)
+                self.queue.end_read(scheduled)
+            else:
+                handed_over = self._hand_over(ref, self._read(ref) if linked is None else linked, scheduled.hold, scheduled)
+        except errors.CacheFault as fault:
+            self.queue.drop(ref, fault)
+            self.queue.end_read(scheduled)
+            self._config.report_fault(fault, ref.key)
+        except BaseException as error:  # noqa: BLE001  # SystemExit of a source too: this thread goes on; who wants the item raises it
+            self.queue.fail(ref, error)
+            self.queue.end_read(scheduled)
+        finally:
+            if not handed_over:
+                scheduled.hold.release()
+
+    def _ask_size(self, load: Load) -> None:
+        size: int | None = None
+        try:
+            size = self._config.size_of(load.key) if self._config.size_of is not None else None
+        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
+            log.debug("the size of %s is not known: %s", load.key, str(error))
+        self.queue.set_size(load, size)
+
+    # -- steps of a load -------------------------------------------------------------------------------------------
+
+    def _link(self, ref: LoadRef) -> Lease | Buffer | None:
+        """The item as a second name of what the cache has under another one, or its bytes where there is no room for two. None: it must be
+        read. Caller: holds the key."""
+        source = self._leased_elsewhere(ref.key)
+        if source is None:
+            return None
+        session = self._config.session.entry.id if self._config.session is not None and ref.bound else 0
+        life = "cached" if self._config.keep else "held"
+        with source:
+            try:
+                return self._store.link(self._config.space, ref.name, source, life=life, validator=validator_of(session))
+            except errors.NoSpace:
+                data = self._store.bytes_leased(source)
+                return None if data is None else bytes(data)
+            except errors.CacheFault as error:
+                log.debug("%s is not linked, but read: %s", ref.key, str(error))
+                return None
+
+    def _leased_elsewhere(self, key: str) -> Lease | None:
+        try:
+            lease = self._config.lease(key) if self._config.lease is not None else None
+        except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
+            log.debug("whether the cache has %s is not known: %s", key, str(error))
+            return None
+        return lease if isinstance(lease, Lease) else None
+
+    def _keep_lease(self, ref: LoadRef, lease: Lease) -> None:
+        """The item is in the cache: those who want it hold its lease."""
+        self._store.count_hit(lease.entry.size)
+        if self.queue.link(ref, lease):
+            return
+        lease.close()
+        if not self._config.keep:
+            self._store.drop([lease.entry])
+
+    def _read(self, ref: LoadRef) -> Buffer:
+        """Read the source under the lock of the key. What it raises is noted for those who wait for the same item in other processes."""
+        try:
+            with self._store.locks.working():
+                return self._config.make(ref.key)
+        except errors.CacheFault:
+            raise
+        except Exception as error:
+            self._store.locks.note_failure(self._config.space, ref.name, error)
+            raise
+
+    def _hand_over(self, ref: LoadRef, data: Buffer, hold: KeyHold, scheduled: Scheduled | None) -> bool:
+        """Serve an item from memory until the writer has stored it. Returns whether the writer releases its key."""
+        if self.queue.loaded(ref, data, hold, scheduled):
+            return True
+        if len(data) > self.queue.limit:
+            self._writer.report_too_large(ref.key, len(data))
+        return False
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close(self, patience: float | None = None) -> None:
-        """Cancel what is queued, wait for what runs, at most ``patience`` seconds. What was handed out stays good."""
-        desk = self._desk
-        with desk.lock:
-            desk.closing = True
-            for mark in list(desk.marks.values()):
-                load = mark()
-                if load is not None and load.state is State.QUEUED:
-                    desk.set(load, State.PAST)
-            desk.unsized.clear()
-            desk.asked.clear()
-            desk.missing.clear()
-            desk.elsewhere.clear()
-            desk.work.notify_all()
-            desk.news.put(None)
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.queue.closing
+
+    def discard(self, entry: Entry) -> None:
+        """Remove an entry that nobody here wants any more, if nobody else does. Callable from a finalizer."""
+        self.queue.news.discard(entry)
+
+    def look_at_limit(self) -> None:
+        """The space has other limits now: what waits for room may have it."""
+        self._writer.look_at_limit()
+        self.queue.news.wake()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Drop what is queued and wait for what runs, at most ``timeout`` seconds. What was handed out stays good."""
+        self.queue.close()
+        with self._starting:
             threads = list(self._threads)
-        until = None if patience is None else time.monotonic() + patience
+        until = None if timeout is None else time.monotonic() + timeout
         if threading.current_thread() in threads:  # a source that closes: the others wait for what this one reads
             return
-        for thread in reversed(threads):  # the keeper last
+        for thread in reversed(threads):  # the writer last
             thread.join(None if until is None else max(until - time.monotonic(), 0))
-        if self._job.session is not None:
-            self._job.session.close()
+        if self._config.session is not None:
+            self._config.session.close()
 
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        self._desk.before_fork()
+        self.queue.before_fork()
 
     def after_fork_parent(self) -> None:
-        self._desk.after_fork_parent()
+        self.queue.after_fork_parent()
 
     def after_fork_child(self) -> None:
-        self._threads = []
-        self._desk.after_fork_child()
-        self._keeper.after_fork_child()
+        self._reset()
+        self.queue.after_fork_child()
+        self._writer.after_fork_child()
 
 
-def abandon(found: weakref.ref[LoadQueue]) -> None:
-    """Nobody has the prefetcher of this desk any more. Called by the garbage collector: nothing here waits."""
-    desk = found()
-    if desk is not None:
-        desk.closing = True
-        desk.news.put(None)
+def abandon(queue: weakref.ref[LoadQueue]) -> None:
+    """Nobody has the prefetcher of this queue any more. Called by the garbage collector: nothing here waits."""
+    alive = queue()
+    if alive is not None:
+        alive.abandon()
 
 
-def _end() -> None:
-    """At exit nobody waits long: a source that stalls must not keep the process."""
+def _close_all() -> None:
     for loader in list(_alive):
         loader.close(AT_EXIT)
 
 
-atexit.register(_end)
+atexit.register(_close_all)

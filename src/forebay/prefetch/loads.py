@@ -1,68 +1,108 @@
-"""One item on its way into the cache, shared by all who want it in this process."""
+"""What a prefetcher loads, and the states of one item on its way into the cache."""
 
 from __future__ import annotations
 
 import enum
+import queue
+import sys
+import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
+from forebay._engine.store import Store
 from forebay._engine.write.reservations import NOTHING, Need
-from forebay._model import Buffer
+from forebay._model import Buffer, Entry
+
+GATHER = 0.001
+"""Seconds that the writer lets news gather while all workers are busy: each time it wakes it takes the interpreter from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchConfig:
+    """What one prefetcher loads, from where to where.
+
+    ``make`` returns the bytes of an item as they are stored, and raises what the source raises. ``size_of``, where the source knows sizes,
+    returns how many bytes that will be. ``lease``, where the cache may have the item under another name, returns a lease on that."""
+
+    store: Store
+    space: str
+    workers: int
+    keep: bool
+    make: Callable[[str], Buffer]
+    size_of: Callable[[str], int | None] | None
+    lease: Callable[[str], Lease | None] | None
+    timeout: float | None
+    report_fault: Callable[[Exception, str], None]
+    session: Lease | None = None
 
 
 class State(enum.Enum):
-    """Where an item is. Changed under the loader's lock only."""
+    """Where an item is on its way into the cache."""
 
     QUEUED = enum.auto()
-    """Nobody is at it. Whoever wants it now takes it over."""
-    RUNNING = enum.auto()
-    """A thread of this process looks for it, waits for another process, or reads it."""
-    READ = enum.auto()
-    """Its bytes are in memory, and may be on their way to the disk."""
-    KEPT = enum.auto()
+    """No thread works on it."""
+    SCHEDULED = enum.auto()
+    """Room is promised for it and its key is locked: the next free worker loads it."""
+    LOADING = enum.auto()
+    """A thread of this process checks for it, waits for another process, or reads it."""
+    LOADED = enum.auto()
+    """Its bytes are in memory, until the writer has stored them."""
+    STORED = enum.auto()
     """It is in the cache, and leased."""
-    PAST = enum.auto()
-    """It is not to be kept: whoever wants it reads it from the source."""
+    DROPPED = enum.auto()
+    """It will not be stored: each `get` reads it from the source, unless its bytes are still in memory."""
     FAILED = enum.auto()
-    """The source raised: so does every `get` of those who hold it."""
+    """The source raised: each `get` of those who hold this load raises the same."""
 
 
 class Load:
-    """An item that somebody wants: its key in the source, its name in the cache, whether it is ``bound`` to the session.
+    """One item on its way into the cache, shared by all who want it in this process. Only its `LoadQueue` changes it.
 
-    It lives as long as a lazy, or a thread that works on it, holds it: nothing else counts holders."""
+    ``key``: in the source; ``name``: in the cache; ``bound``: to the session. A load lives as long as a lazy, or a thread that works on it,
+    refers to it: nothing else counts its holders."""
 
-    __slots__ = ("__weakref__", "bound", "busy_since", "data", "error", "key", "mark", "name", "prepared", "size", "state", "waiting")
+    __slots__ = (
+        "__weakref__", "bound", "busy_since", "data", "error", "key", "name", "reason", "ref", "scheduled", "size", "state", "waiters",
+    )  # fmt: skip
 
-    def __init__(self, key: str, name: str, bound: bool) -> None:
+    def __init__(self, key: str, name: str, bound: bool, on_gone: Callable[[LoadRef], object]) -> None:
         self.key, self.name, self.bound = key, name, bound
         self.state = State.QUEUED
         self.data: Buffer | None = None
         self.error: BaseException | None = None
+        """What the source raised."""
+        self.reason = ""
+        """The fault of the cache for which it was dropped. Only its text: a traceback would keep its frames, and these our callers."""
         self.size: int | None = None
-        """What the source says that it has, in bytes; None: it does not say, or was not asked."""
-        self.waiting = 0
+        """In bytes, if the source knows it."""
+        self.waiters = 0
         """How many threads wait for it now."""
         self.busy_since: int | None = None
         """Since when another process works on it, in nanoseconds of the monotonic clock."""
-        self.prepared: Prepared | None = None
-        self.mark: LoadRef | None = None
+        self.scheduled: Scheduled | None = None
+        self.ref = LoadRef(self, on_gone)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no thread works on it yet."""
+        return self.state in (State.QUEUED, State.SCHEDULED)
 
     @property
     def is_settled(self) -> bool:
-        """Whether nobody is at it, nor will be."""
-        return self.state not in (State.QUEUED, State.RUNNING)
+        """Whether no thread works on it, nor will."""
+        return not self.is_waiting and self.state is not State.LOADING
 
 
 class LoadRef(weakref.ref[Load]):
-    """The loader's way to a `Load`, which does not keep it. It has what must be let go when the load is gone, and what a thread needs that
-    works on it: a thread that a fork leaves behind would keep the load itself for ever.
+    """Weak reference to a `Load`, with what a thread needs to work on it and what must be released when it is gone. Threads hold this one:
+    a thread that does not survive a fork would keep the load itself for ever.
 
-    A finalizer may run inside anything: what it is given to call must never wait for a lock."""
+    Its callback is a finalizer, which may run inside anything: it must never wait for a lock."""
 
     __slots__ = ("bound", "key", "lease", "name")
 
@@ -71,34 +111,160 @@ class LoadRef(weakref.ref[Load]):
     bound: bool
     lease: Lease | None
 
-    def __new__(cls, load: Load, gone: Callable[[LoadRef], object]) -> Self:
-        mark = super().__new__(cls, load, gone)
-        mark.key, mark.name, mark.bound, mark.lease = load.key, load.name, load.bound, None
-        return mark
+    def __new__(cls, load: Load, on_gone: Callable[[LoadRef], object]) -> Self:
+        ref = super().__new__(cls, load, on_gone)
+        ref.key, ref.name, ref.bound, ref.lease = load.key, load.name, load.bound, None
+        return ref
 
 
 @dataclass(slots=True, eq=False)
-class Prepared:
-    """All is ready for a load to be read: there is room, and its key is held. ``since``: seconds of the monotonic clock. ``taken``: by
-    somebody who reads it now; so it is nobody else's to let go, even when the load is gone."""
+class Scheduled:
+    """A load that is ready to be read: ``need`` is promised, and ``hold`` locks its key. ``since``: seconds of the monotonic clock."""
 
-    mark: LoadRef
+    ref: LoadRef
     hold: KeyHold
     need: Need
     epoch: int
     since: float
-    taken: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class LoadedItem:
-    """What was read and is to be kept: ``promised`` of what it ``needs`` in room it has already."""
+    """What was read and is to be stored: it has ``promised`` of what it ``needs`` in room already. The writer releases its key."""
 
-    __slots__ = ("data", "epoch", "mark", "needs", "promised", "release")
+    ref: LoadRef
+    data: Buffer
+    needs: Need
+    hold: KeyHold
+    promised: Need = NOTHING
+    epoch: int = 0
 
-    def __init__(self, mark: LoadRef, data: Buffer, needs: Need, release: Callable[[], None]) -> None:
-        self.mark, self.data, self.needs, self.release = mark, data, needs, release
-        self.promised, self.epoch = NOTHING, 0
 
-    def is_promised(self, epoch: int) -> bool:
-        """Whether there is room for it; ``epoch``: of the promises that are good."""
-        return self.promised != NOTHING and self.epoch == epoch
+class Taken(NamedTuple):
+    """A load as `LoadQueue.take` left it. ``data``: if its bytes are in memory; ``hold``: the lock of a key that was scheduled."""
+
+    state: State
+    data: Buffer | None
+    lease: Lease | None
+    hold: KeyHold | None
+
+
+@dataclass(slots=True)
+class Lookup:
+    """Loads that the scheduler looks for in the cache, and what it learns of them.
+
+    ``needs``: the room of those that can be read if they are not there; ``holds``: the locks on their keys; ``failed``: what their loads in
+    other processes raised; ``hits``: sizes of what was there; ``too_large``: key and size of one that is larger than the limit."""
+
+    loads: list[Load]
+    needs: dict[Load, Need]
+    epoch: int
+    leases: Mapping[str, Lease] = field(default_factory=dict)
+    holds: dict[Load, KeyHold] = field(default_factory=dict)
+    failed: dict[Load, Exception] = field(default_factory=dict)
+    hits: list[int] = field(default_factory=list)
+    too_large: tuple[str, int] | None = None
+
+
+class News:
+    """What wakes the writer. The only part of a `LoadQueue` that finalizers touch, which may run inside anything: no call here but `wait`
+    takes a lock or waits."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all news: those of a parent process are its own."""
+        self._news: queue.SimpleQueue[LoadRef | None] = queue.SimpleQueue()
+        self._unwanted: deque[Entry] = deque()
+
+    def wake(self) -> None:
+        """Have the writer look again."""
+        self._news.put(None)
+
+    def gone(self, ref: LoadRef, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """A load is gone."""
+        if is_finalizing():
+            return
+        if ref.lease is not None:
+            ref.lease.close()
+        self._news.put(ref)
+
+    def discard(self, entry: Entry) -> None:
+        """Nobody here wants an entry any more."""
+        self._unwanted.append(entry)
+        self.wake()
+
+    def unwanted(self) -> list[Entry]:
+        """The entries that were discarded since the last call."""
+        return [self._unwanted.popleft() for _ in range(len(self._unwanted))]
+
+    def wait(self, seconds: float | None, may_gather: Callable[[], bool]) -> list[LoadRef]:
+        """Wait for news. Returns the loads that are gone. ``may_gather``: whether the writer may sleep a little longer."""
+        gone: list[LoadRef] = []
+        try:
+            ref = self._news.get(timeout=seconds)
+            if seconds != 0 and may_gather():
+                time.sleep(GATHER)
+            while True:
+                if ref is not None:
+                    gone.append(ref)
+                ref = self._news.get_nowait()
+        except queue.Empty:
+            return gone
+
+
+class Room:
+    """The room that is promised to one prefetcher and that no load has yet. Only a `LoadQueue` uses it, under its lock."""
+
+    def __init__(self, need_of: Callable[[int], Need], limit: int, typical: int, workers: int) -> None:
+        """``need_of``: what so many bytes take; ``limit``: bytes that the space may have; ``typical``: size of an item, 0 if unknown."""
+        self.need_of, self.limit, self._workers = need_of, limit, workers
+        self.largest = min(typical, limit)
+        """What an item of unknown size is taken to have: the largest so far."""
+        self.free = NOTHING
+        self.epoch = 0
+        """Increased when all promises are void."""
+
+    def need(self, load: Load) -> Need:
+        """What a load takes."""
+        return self.need_of(self.largest if load.size is None else load.size)
+
+    def step(self) -> int:
+        """For how many loads room is asked at once: not for so many that what was loaded before is evicted for them."""
+        each = self.need_of(self.largest).size
+        return max(min(3 * self._workers, self.limit // (2 * each) if each else 1), 1)
+
+    def take(self, need: Need) -> bool:
+        """Take so much, if it is there."""
+        if not self.free.covers(need):
+            return False
+        self.free = self.free.minus(need)
+        return True
+
+    def give(self, need: Need, epoch: int) -> None:
+        """Give back what was promised in this epoch."""
+        if epoch == self.epoch:
+            self.free = self.free.plus(need)
+
+    def claim(self, item: LoadedItem) -> Need:
+        """Give an item all that it needs, if it has not got it and it is there. Returns what is lacking."""
+        if item.promised != NOTHING and item.epoch == self.epoch:
+            return NOTHING
+        if not self.take(item.needs):
+            return item.needs.minus(self.free)
+        item.promised, item.epoch = item.needs, self.epoch
+        return NOTHING
+
+    def release(self, item: LoadedItem) -> None:
+        """Take back what an item has."""
+        self.give(item.promised, item.epoch)
+        item.promised = NOTHING
+
+    def void(self) -> None:
+        """Nothing is promised any more."""
+        self.free, self.epoch = NOTHING, self.epoch + 1
+
+    def set_limit(self, limit: int) -> None:
+        """The space may have ``limit`` bytes now."""
+        self.limit, self.largest = limit, min(self.largest, limit)
