@@ -733,7 +733,7 @@ def test_s13_a_full_disk(kind: Any, place: str, monkeypatch: pytest.MonkeyPatch)
         def no_room(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("forebay.adapters.pfio.filling.write_array", no_room)
+        monkeypatch.setattr("forebay.adapters.pfio.base.write_array", no_room)
         with pytest.warns(RuntimeWarning, match="kept"):
             assert not cache.preserve("kept")
         assert all(name.startswith("forebay-") for name in os.listdir(place))
@@ -794,7 +794,7 @@ def test_verbose_says_it_in_the_log(place: str, caplog: pytest.LogCaptureFixture
     caplog.set_level("INFO", "forebay.pfio")
     with FileCache(3, dir=place, verbose=True) as cache:
         cache.preload("nothing")
-    assert "made a cache of 3 slots" in caplog.text
+    assert "created a cache of 3 slots" in caplog.text
     assert "nothing was preserved as nothing" in caplog.text
     caplog.clear()
     with FileCache(3, dir=place) as cache:

@@ -89,9 +89,9 @@ def test_it_travels_as_its_path(tmp_path: Path) -> None:
 
 
 def test_another_length_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has 8 slots, but 9 were wanted"):
+    with pytest.raises(ValueError, match="has 8 slots, but 9 were requested"):
         PfioFile(written(tmp_path / "a", SLOTS, 8), 9)
-    with pytest.raises(ValueError, match="has 5 slots, but 6 were wanted"):
+    with pytest.raises(ValueError, match="has 5 slots, but 6 were requested"):
         PfioFile(written(tmp_path / "b", {}, 5), 6)
 
 

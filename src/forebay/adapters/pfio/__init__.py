@@ -1,7 +1,7 @@
-"""Caches with the names and calls of ``pfio.cache``: change the import, and what was ``pfio.cache`` is Forebay.
+"""Caches with the interface of ``pfio.cache``: change the import to use Forebay instead.
 
-Data lie in a `Samples` array: of the node's cache, or with ``dir=`` of a root of its own in that directory.
-What was preserved with ``dir=`` is a file of PFIO's own format, which both packages read.
+Data is stored in a `Samples` array: of the node's cache, or with ``dir=`` of a private root in that directory.
+With ``dir=``, ``preserve`` writes a file in PFIO's own format, which both packages read.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import os
 from typing import Any
 
 from forebay import errors
-from forebay.adapters.pfio import places as places
+from forebay.adapters.pfio import roots
 from forebay.adapters.pfio.base import Cache as Cache
-from forebay.adapters.pfio.base import Stored, checked_length, let_go, receive, send
+from forebay.adapters.pfio.base import Filling, Stored, checked_length, close_source, pickled, unpickled
 from forebay.adapters.pfio.file import PfioFile
-from forebay.adapters.pfio.filling import Filling
+from forebay.adapters.pfio.file import import_pfio as import_pfio
 from forebay.adapters.pfio.http import HTTPCache as HTTPCache
 from forebay.adapters.pfio.http import HTTPConnector as HTTPConnector
-from forebay.adapters.pfio.importing import import_pfio as import_pfio
 
 __all__ = ["Cache", "FileCache", "HTTPCache", "HTTPConnector", "MultiprocessFileCache", "NaiveCache", "ReadOnlyFileCache", "import_pfio"]
 
 
 class NaiveCache(Cache):
-    """A cache in the memory of one process. Objects are kept as they are, whatever ``do_pickle`` says; negative indices count from the
-    end, as in a list. Callable from any thread, whatever ``multithread_safe`` says, which is only given back."""
+    """A cache in the memory of one process. Objects are kept as they are, whatever ``do_pickle`` is; negative indices count from the
+    end, as in a list. Callable from any thread; ``multithread_safe`` only sets the property."""
 
     def __init__(self, length: int, multithread_safe: bool = False, do_pickle: bool = False) -> None:
         self.length, self.do_pickle, self._multithread_safe = checked_length(length), do_pickle, multithread_safe
@@ -43,34 +42,34 @@ class NaiveCache(Cache):
         return self._multithread_safe
 
     def put(self, i: int, data: Any) -> bool:
-        slot, mine = self._slot(i), (data,)
+        slot, entry = self._slot(i), (data,)
         if data is None:
-            return slot not in self._slots  # an empty slot stays one
-        return self._slots.setdefault(slot, mine) is mine
+            return slot not in self._slots  # None leaves an empty slot empty
+        return self._slots.setdefault(slot, entry) is entry
 
     def get(self, i: int) -> Any:
-        found = self._slots.get(self._slot(i))
-        return None if found is None else found[0]
+        entry = self._slots.get(self._slot(i))
+        return None if entry is None else entry[0]
 
     def _slot(self, i: int) -> int:
         return range(self.length)[i]
 
 
 class ReadOnlyFileCache(Stored):
-    """A cache of which every slot was filled, and preserved. Empty and ``closed`` before `preload`.
+    """A read-only cache of preserved data, of which every slot is filled. Empty and ``closed`` before `preload`.
 
     Callable from any thread, usable in both processes after a fork, and picklable."""
 
     _tag = "readonlyfile"
-    get = Stored._get  # it records nothing
+    get = Stored._get  # it is never traced
 
     def __init__(
         self, length: int, do_pickle: bool = False, dir: str | os.PathLike[str] | None = None, verbose: bool = False
     ) -> None:  # fmt: skip
         super().__init__(length, do_pickle, dir, verbose, trace=False)
         self.closed = True
-        if os.path.exists(self._place):
-            places.check_local(self._place)
+        if os.path.exists(self._directory):
+            roots.check_local(self._directory)
 
     @property
     def frozen(self) -> bool:
@@ -85,43 +84,46 @@ class ReadOnlyFileCache(Stored):
         raise io.UnsupportedOperation("this cache is read-only: what it reads is preserved already")
 
     def preload(self, name: str) -> bool:
-        """Read what was preserved under this name from now on; False if there is none. Raises RuntimeError where slots are empty or
-        damaged, `ConfigError` where there are fewer slots."""
+        """From now on, read what was preserved under this name; False if there is nothing. Raises RuntimeError if slots are empty or
+        damaged, `ConfigError` if there are fewer slots."""
         try:
-            found = self._find(name)
+            preserved = self._find(name)
         except errors.Damaged as error:
             raise RuntimeError(str(error)) from error
-        if found is None:
+        if preserved is None:
             return False
-        lacking = found.incomplete() if isinstance(found, PfioFile) else next((i for i in range(self.length) if i not in found), None)
-        if lacking is not None:
-            raise RuntimeError(f"{name!r} is incomplete: slot {lacking} is empty or damaged; a FileCache can preload it")
-        before, self._source, self.closed = self._source, found, False
-        let_go(before)
+        if isinstance(preserved, PfioFile):
+            missing = preserved.incomplete()
+        else:
+            missing = next((i for i in range(self.length) if i not in preserved), None)
+        if missing is not None:
+            raise RuntimeError(f"{name!r} is incomplete: slot {missing} is empty or damaged; a FileCache can preload it")
+        previous, self._source, self.closed = self._source, preserved, False
+        close_source(previous)
         return True
 
     def close(self) -> None:
-        """Let go of what was preloaded."""
+        """Release what was preloaded."""
         self.closed = True
-        let_go(self._source)
+        close_source(self._source)
         self._source = None
-        self._leave_node()
+        self._close_node_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_home": None, "_source": send(self._source)}
+        return vars(self) | {"_cache": None, "_source": pickled(self._source)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._source = receive(self, state["_source"])
+        self._source = unpickled(self, state["_source"])
 
 
 class FileCache(Filling):
-    """Slots for one process, in files. Callable from any thread, whatever ``multithread_safe`` says, which is only given back.
+    """Slots for one process, in files. Callable from any thread; ``multithread_safe`` only sets the property.
 
-    ``length``: slots. ``do_pickle``: any object instead of bytes. ``dir``: a local directory in which what this cache has lies, and
-    what it preserves; None: the node's cache. ``cache_size_limit``: bytes, 16 a slot included; the first put that does not fit freezes
-    the cache; None and 0: no limit. ``verbose``: say what happens, through the logger ``forebay.pfio`` (INFO).
-    ``trace``: record calls in the profile of pytorch-pfn-extras. Raises ValueError for what makes no sense."""
+    ``length``: the number of slots. ``do_pickle``: store any object instead of bytes. ``dir``: a local directory for the data and what is
+    preserved; None: the node's cache. ``cache_size_limit``: bytes, including 16 a slot; the first put that does not fit freezes
+    the cache; None and 0: no limit. ``verbose``: log events through the logger ``forebay.pfio`` (INFO).
+    ``trace``: record calls in the profile of pytorch-pfn-extras. Raises ValueError for invalid arguments."""
 
     _tag, _limit_first, _for_workers = "file", True, False
 
@@ -142,9 +144,9 @@ class FileCache(Filling):
 
 
 class MultiprocessFileCache(Filling):
-    """Slots that several processes fill and read: hand it to them by fork or by pickle. See `FileCache`.
+    """Slots that several processes fill and read: pass it to them by fork or by pickle. See `FileCache`.
 
-    `preserve` and `preload` only in the process that made it, before or after the others have it; only there `close` closes."""
+    Only the process that created it can `preserve`, `preload` and `close`, before or after other processes have it."""
 
     _tag, _limit_first, _for_workers = "multiprocessfile", False, True
 

@@ -1,28 +1,33 @@
-"""The file that PFIO's ``preserve`` writes: an index of one record a slot, then the data.
+"""The file that PFIO's ``preserve`` writes: an index of one record a slot, then the data. Read, written from an array, imported as one.
 
 A record is two 8-byte integers in native byte order, the offset (unsigned) and the length (signed; negative: the slot is empty).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
-from forebay import errors
+from forebay import codecs, errors
+from forebay._engine.files import pack_files, pack_records
+from forebay._engine.packs.pack import Pack
 from forebay._kernel.mappings import map_file
 from forebay._model import Buffer
+from forebay.cache import Cache
+from forebay.samples import Samples
 
 RECORD = struct.Struct("Qq")
 EMPTY = RECORD.pack(0, -1)
 
 
 class PfioFile:
-    """Such a file, mapped and read-only. Callable from any thread, usable in both processes after a fork, pickles as its path.
+    """Such a file, mapped and read-only. Callable from any thread, usable in both processes after a fork; pickled as its path.
 
-    ``length``: how many slots it must have at least; None: as many as it has, which the data show, since they begin where the index
-    ends. Raises OSError where it cannot be read, `Damaged` where it is no such file, `ConfigError` where it has fewer slots."""
+    ``length``: the least number of slots; None: all that it has, as the offset of the data shows, which follow the index. Raises OSError
+    if it cannot be read, `Damaged` if it is no such file, `ConfigError` if it has fewer slots."""
 
     def __init__(self, path: str | os.PathLike[str], length: int | None = None) -> None:
         self.path = os.path.abspath(path)
@@ -42,8 +47,8 @@ class PfioFile:
         return f"<forebay.PfioFile {self.path!r}>"
 
     def get(self, i: int) -> memoryview | None:
-        """The bytes of slot i, over the mapping; None if it is empty. Raises IndexError, and `Damaged` where its record points outside
-        the file's data."""
+        """The bytes of slot i, in the mapping; None if it is empty. Raises IndexError, and `Damaged` if its record points outside of the
+        file's data."""
         if not 0 <= i < self.length:
             raise IndexError(f"index {i} is out of range: {self.path} has {self.length} slots")
         at = 2 * i
@@ -62,7 +67,7 @@ class PfioFile:
         return (i for i, length in enumerate(self._lengths[1::2].tolist()) if length >= 0)
 
     def incomplete(self) -> int | None:
-        """The first slot that is empty, or whose record points outside the file's data; None if all are whole."""
+        """The first slot that is empty, or whose record points outside of the file's data; None if all are complete."""
         for i, (offset, length) in enumerate(RECORD.iter_unpack(self._view[: self._start])):
             if length < 0 or offset < self._start or offset + length > self._size:
                 return i
@@ -81,28 +86,28 @@ def _checked(view: memoryview, path: str, length: int) -> int:
         index = RECORD.iter_unpack(view[: RECORD.size * length])
         end = min((offset for offset, size in index if size >= 0), default=end)
     if RECORD.size * length > end:
-        found = _count(view, path)
-        message = f"{path} has {found} slots, but {length} were wanted: give the length that it was made with"
-        raise errors.ConfigError(message, name="length", value=length, found=found)
+        slots = _count(view, path)
+        message = f"{path} has {slots} slots, but {length} were requested: give the length that it was created with"
+        raise errors.ConfigError(message, name="length", value=length, found=slots)
     return length
 
 
 def _count(view: memoryview, path: str) -> int:
-    """How many records the index has. The data that was put first lies directly behind it."""
-    end, seen = len(view), 0
+    """The number of records in the index. The first value follows it directly."""
+    end, count = len(view), 0
     for offset, size in RECORD.iter_unpack(view[: end - end % RECORD.size]):
-        if RECORD.size * seen >= end:
+        if RECORD.size * count >= end:
             break
-        seen += 1
+        count += 1
         if size >= 0:
             end = min(end, offset)
-    if seen == 0 or RECORD.size * seen != end:
+    if count == 0 or RECORD.size * count != end:
         raise errors.Damaged(f"{path} is no file that PFIO preserved, or its index was cut short", key="", path=path)
-    return seen
+    return count
 
 
 def write_pfio(file: BinaryIO, length: int, values: Iterable[tuple[int, Buffer]]) -> None:
-    """Write such a file with these slots filled, and have it on the disk. ``file`` is new. Raises OSError."""
+    """Write such a file with these slots filled, and sync it. ``file`` is new. Raises OSError."""
     index = bytearray(EMPTY * length)
     offset = RECORD.size * length
     file.seek(offset)
@@ -113,3 +118,115 @@ def write_pfio(file: BinaryIO, length: int, values: Iterable[tuple[int, Buffer]]
     file.write(index)
     file.flush()
     os.fsync(file.fileno())
+
+
+# -- arrays as such files ----------------------------------------------------------------------------------------------
+
+_PAGE = 4096
+_BLOCK = 1 << 20
+_UNSUPPORTED = frozenset([errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM])
+
+
+def write_array(file: BinaryIO, samples: Samples) -> None:
+    """Write the filled slots of a frozen array into ``file``, which is new, and sync it. Raises OSError.
+
+    Its segments are written as they are: on file systems that share blocks (XFS, btrfs) no byte is copied. The file consists of
+
+    - the index, 16 bytes a slot, as in PFIO's own files;
+    - one value directly after it, by which readers find the end of the index;
+    - the segments, each from a page boundary on, so that whole blocks can be shared; the index points into them."""
+    pack, length = samples._pack, len(samples)
+    if not isinstance(pack, Pack):
+        write_pfio(file, length, ())
+        return
+    index = bytearray(EMPTY * length)
+    end = RECORD.size * length
+    first = next(((i, data) for i in samples if (data := samples.get(i)) is not None), None)
+    if first is not None:
+        file.seek(end)
+        file.write(first[1])
+        RECORD.pack_into(index, RECORD.size * first[0], end, len(first[1]))
+        end += len(first[1])
+    used: dict[int, int] = {}
+    for _, number, start, size in _locations(samples, pack, first):
+        used[number] = max(used.get(number, 0), start + size)
+    bases = {}
+    for number in sorted(used):
+        bases[number] = end = _rounded(end)
+        end += used[number]
+    for i, number, start, size in _locations(samples, pack, first):
+        RECORD.pack_into(index, RECORD.size * i, bases[number] + start, size)
+    file.seek(0)
+    file.write(index)
+    file.flush()
+    for number, base in bases.items():
+        _copy_segment(pack, number, file.fileno(), base, used[number])
+    os.fsync(file.fileno())
+
+
+def _locations(samples: Samples, pack: Pack, first: tuple[int, memoryview] | None) -> Iterator[tuple[int, int, int, int]]:
+    """(slot, segment, offset in the segment, size) of all filled slots but the first."""
+    for i in samples:
+        data = samples.get(i)
+        if data is not None and first is not None and i != first[0]:
+            number, offset = pack_records.place_of(pack._cells[i])
+            yield i, number, offset + pack_records.HEADER, len(data)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+def _copy_segment(pack: Pack, number: int, fd: int, base: int, size: int) -> None:
+    source = pack_files.open_segment(pack._root, pack.id, number)
+    try:
+        # Whole pages, otherwise their blocks cannot be shared; a segment consists of whole pages.
+        done = _copy_in_kernel(source, fd, base, _rounded(size))
+        while done < size and (block := os.pread(source, min(_BLOCK, size - done), done)):
+            done += os.pwrite(fd, block, base + done)
+    finally:
+        os.close(source)
+
+
+def _copy_in_kernel(source: int, fd: int, base: int, size: int) -> int:
+    """Returns how many bytes were copied, or shared, this way."""
+    done = 0
+    while done < size:
+        try:
+            count = os.copy_file_range(source, fd, size - done, done, base + done)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return done
+        if not count:
+            return done
+        done += count
+    return done
+
+
+def import_pfio(
+    path: str | os.PathLike[str], name: str, cache: Cache | None = None, *, codec: str = "raw", overwrite: bool = False
+) -> Samples[Any]:  # fmt: skip
+    """Import a file that PFIO's ``MultiprocessFileCache.preserve`` wrote, as a frozen array called ``name``.
+
+    The array belongs to ``cache``, else to the default cache, which stays open as long as the array. ``codec``: ``raw``, or ``pickle``
+    for values that were put with ``do_pickle``; nothing is unpickled here. Raises `ConfigError` if the name is taken (unless
+    ``overwrite``), `Damaged` if the file is not PFIO's or was cut short, `NoSpace` if it does not fit, and OSError."""
+    payload_of: Callable[[Any], bytes] | None = bytes if codec == "raw" else codecs.framed if codec == "pickle" else None
+    if payload_of is None:
+        raise errors.ConfigError(f"codec={codec!r}: what PFIO stored is 'raw', or 'pickle'", name="codec", value=codec)
+    file = PfioFile(path)
+    target = Cache() if cache is None else cache
+    array: Samples[Any] = target.samples(length=len(file), codec=codec)
+    try:
+        for slot in file:
+            data = file.get(slot)
+            if data is not None and not array._pack.put(slot, lambda stream: (payload_of(stream),), data):
+                raise errors.NoSpace.of(f"slot {slot} of {path}", len(data), 0, target.budget)
+        if not array.preserve(name, overwrite):
+            message = f"there is an array {name!r} already: choose another name, or overwrite=True"
+            raise errors.ConfigError(message, name="name", value=name)
+    except BaseException:
+        array.close()
+        raise
+    return array

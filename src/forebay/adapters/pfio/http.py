@@ -1,4 +1,4 @@
-"""PFIO's cache on a server that knows PUT and GET: `HTTPCache`, and `HTTPConnector` below it."""
+"""PFIO's cache on a server that accepts PUT and GET: `HTTPCache`, and the `HTTPConnector` that it uses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TOKEN_PATH = "PFIO_HTTP_BEARER_TOKEN_PATH"
 
 
 class HTTPConnector:
-    """Puts bytes to a server and gets them, under ``url`` and a suffix.
+    """Stores bytes on a server and reads them, under ``url`` and a suffix.
 
-    ``url``: begins with ``http://``, or with nothing. ``bearer_token_path``: a file with a token, read again each second (default: what
-    the variable ``PFIO_HTTP_BEARER_TOKEN_PATH`` names). ``timeout``: seconds that the server may be silent. Connections are kept open.
+    ``url``: ``http://`` is optional. ``bearer_token_path``: a file with a token, read again each second (default: the path in the
+    variable ``PFIO_HTTP_BEARER_TOKEN_PATH``). ``timeout``: seconds that the server may be silent. Connections are kept open.
     Callable from any thread, usable in both processes after a fork, picklable. Raises `ConfigError` (a ValueError) for another URL."""
 
     def __init__(self, url: str, bearer_token_path: str | os.PathLike[str] | None = None, timeout: float = 3, trace: bool = False) -> None:
@@ -34,13 +34,13 @@ class HTTPConnector:
         self.host, self.path = parts.netloc, parts.path if parts.path.endswith("/") else f"{parts.path}/"
         self.bearer_token_path = bearer_token_path if bearer_token_path is not None else os.environ.get(TOKEN_PATH)
         self.timeout, self.trace = timeout, trace
-        self._idle: deque[http.client.HTTPConnection] = deque()  # taken and given back in one step each: no lock
+        self._idle: deque[http.client.HTTPConnection] = deque()  # taken and returned in one atomic step each: no lock
         self._pid = os.getpid()
         self._token, self._token_read = "", float("-inf")
         self._headers()
 
     def put(self, suffix: str, data: Any) -> bool:
-        """Whether the server stored it (201). What goes wrong is told in the log."""
+        """Whether the server stored it (201). Errors are logged."""
         with recorded("pfio.cache.http.conn:put", trace=self.trace):
             status, _ = self._request("PUT", suffix, data)
         if status not in (201, None):
@@ -48,7 +48,7 @@ class HTTPConnector:
         return status == 201
 
     def get(self, suffix: str) -> bytes | None:
-        """What was stored; None where nothing was. What goes wrong is told in the log, and is None too."""
+        """The stored bytes; None if there are none. Errors are logged, and give None too."""
         with recorded("pfio.cache.http.conn:get", trace=self.trace):
             status, data = self._request("GET", suffix)
         if status not in (200, 404, None):
@@ -56,12 +56,12 @@ class HTTPConnector:
         return data if status == 200 else None
 
     def close(self) -> None:
-        """Close what is idle. A later call opens a connection again."""
+        """Close idle connections. A later call opens a new one."""
         while self._idle:
             self._idle.pop().close()
 
     def _request(self, method: str, suffix: str, data: Any = None) -> tuple[int | None, bytes]:
-        if self._pid != os.getpid():  # the connections are the parent's
+        if self._pid != os.getpid():  # the connections belong to the parent process
             self._idle, self._pid = deque(), os.getpid()
         while True:
             try:
@@ -71,7 +71,7 @@ class HTTPConnector:
             try:
                 connection.request(method, self.path + suffix, body=data, headers=self._headers())
                 response = connection.getresponse()
-                found = response.status, response.read()
+                result = response.status, response.read()
             except (http.client.HTTPException, OSError) as error:
                 connection.close()
                 if used and isinstance(error, ConnectionError):
@@ -79,7 +79,7 @@ class HTTPConnector:
                 log.warning("%s: %s from %s: %s", method.lower(), type(error).__name__, self.host, error)
                 return None, b""
             self._idle.append(connection)
-            return found
+            return result
 
     def _headers(self) -> dict[str, str]:
         if self.bearer_token_path is None:
@@ -94,10 +94,10 @@ class HTTPConnector:
 
 
 class HTTPCache(Shared):
-    """Slots that lie on a server, each under ``url`` and its number: for the processes of all machines that say the same URL.
+    """Slots on a server, each under ``url`` and its number: shared by the processes of all machines that use the same URL.
 
-    ``url``, ``bearer_token_path``, ``trace``: see `HTTPConnector`. ``do_pickle``: any object instead of bytes; what is got is unpickled,
-    so trust the server. A server that fails is a miss, with a warning. Nothing is kept on this node: `Samples` does that.
+    ``url``, ``bearer_token_path``, ``trace``: see `HTTPConnector`. ``do_pickle``: store any object instead of bytes; responses are
+    unpickled, so trust the server. A server that fails is a miss, with a warning. Nothing is kept on this node, unlike with `Samples`.
     Callable from any thread, usable in both processes after a fork, picklable."""
 
     def __init__(
@@ -107,18 +107,18 @@ class HTTPCache(Shared):
         self.connector = HTTPConnector(url, bearer_token_path, trace=trace)
 
     def put(self, i: int, data: Any) -> bool:
-        """Store the data of slot i, in place of what is there. Raises IndexError."""
+        """Store the data of slot i, in place of what the server has. Raises IndexError."""
         with recorded("pfio.cache.http:put", trace=self.trace):
             return self.connector.put(self._name(i), pickle.dumps(data) if self.do_pickle else data)
 
     def get(self, i: int) -> Any:
-        """The data of slot i as bytes, or unpickled; None if there are none. Raises IndexError."""
+        """The data of slot i as bytes, or unpickled; None if there is none. Raises IndexError."""
         with recorded("pfio.cache.http:get", trace=self.trace):
             data = self.connector.get(self._name(i))
         return pickle.loads(data) if self.do_pickle and data is not None else data
 
     def close(self) -> None:
-        """Close the connections that are idle."""
+        """Close idle connections."""
         self.connector.close()
 
     def _name(self, i: int) -> str:

@@ -1,4 +1,4 @@
-"""Where the adapter for PFIO keeps what it was told to keep in a directory of the user's: one root a cache, gone with it."""
+"""The roots of PFIO caches with ``dir=``: a private root for each cache, removed with it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _GONE = re.compile(_NAME.pattern + r"\.gone")
 
 
 def default_dir() -> str:
-    """Where PFIO itself would keep its files."""
+    """The directory in which PFIO itself would keep its files."""
     return os.path.join(os.getenv("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pfio")
 
 
 def check_local(directory: str) -> None:
-    """Raise `ConfigError` (a ValueError) where a cache cannot lie."""
+    """Raises `ConfigError` (a ValueError) for a directory that cannot hold a cache."""
     kind = host.fs_kind(directory)
     if not host.is_local(kind):
         message = f"dir={directory!r} lies on a file system of kind {kind}, which cannot hold a cache: choose a local disk"
@@ -37,23 +37,23 @@ def check_local(directory: str) -> None:
 
 
 def open_private(directory: str) -> Cache:
-    """A new root in ``directory``, for one cache. What processes that were killed left there is removed."""
+    """A new root in ``directory``, for one cache. Removes the roots of processes that were killed."""
     os.makedirs(directory, exist_ok=True)
     check_local(directory)
-    with _standing(directory) as left:
+    with _creating_root(directory) as abandoned:
         cache = Cache(os.path.join(directory, f"forebay-{secrets.token_hex(8)}"), budget=UNLIMITED, min_free=0)
-    for path in left:
+    for path in abandoned:
         remove_private(path)
     return cache
 
 
 def reopen_private(path: str) -> Cache:
-    """The root that another process made with `open_private`."""
+    """The root that another process created with `open_private`."""
     return Cache(path, budget=UNLIMITED, min_free=0)
 
 
 def publish(staged: str, target: str, overwrite: bool) -> bool:
-    """Let a file that is whole have the name ``target``, at once; False if that is taken, unless ``overwrite``. Raises OSError."""
+    """Give a complete file the name ``target``, atomically; False if the name is taken, unless ``overwrite``. Raises OSError."""
     if overwrite:
         os.replace(staged, target)
         return True
@@ -65,9 +65,9 @@ def publish(staged: str, target: str, overwrite: bool) -> bool:
 
 
 def link(source: str, target: str, overwrite: bool) -> bool:
-    """Give a preserved file one name more. See `publish`."""
+    """Give a preserved file another name. See `publish`."""
     if os.path.exists(target) and os.path.samefile(source, target):
-        return overwrite  # it has it; to replace it by itself would leave it both names
+        return overwrite  # renaming a second link over the first would leave both names
     if not overwrite:
         return publish(source, target, overwrite)
     spare = f"{target}.forebay-{secrets.token_hex(8)}"
@@ -80,7 +80,7 @@ def link(source: str, target: str, overwrite: bool) -> bool:
 
 
 def remove_private(path: str) -> None:
-    """Remove a root with all that is in it; if others write to it meanwhile, what they make too."""
+    """Remove a root with its contents, also if other processes write to it meanwhile."""
     for _ in range(10):
         shutil.rmtree(path, ignore_errors=True)
         if not os.path.lexists(path):
@@ -89,21 +89,21 @@ def remove_private(path: str) -> None:
 
 
 @contextlib.contextmanager
-def _standing(directory: str) -> Iterator[list[str]]:
-    """Hold off those who clean up, while a root is made that nobody has open yet; gives what nobody has open any more.
+def _creating_root(directory: str) -> Iterator[list[str]]:
+    """Keeps other processes from cleaning up while a root is created that nothing has open yet; gives the roots that nothing has open.
 
-    The directory's own lock is shared by those who make roots: who has it alone knows that no root is half made."""
+    Processes that create roots share the directory's lock: a process that holds it alone knows that no root is half created."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        left = _left_by_the_dead(directory) if _alone(fd) else []
+        abandoned = _abandoned_in(directory) if _try_exclusive(fd) else []
         fcntl.flock(fd, fcntl.LOCK_SH)
-        yield left
+        yield abandoned
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a child that was forked meanwhile has the descriptor too
         os.close(fd)
 
 
-def _alone(fd: int) -> bool:
+def _try_exclusive(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -111,23 +111,23 @@ def _alone(fd: int) -> bool:
     return True
 
 
-def _left_by_the_dead(directory: str) -> list[str]:
-    """The roots here that nobody has open. Each gets a name that nobody opens. Caller: has the directory's lock alone."""
-    left = []
+def _abandoned_in(directory: str) -> list[str]:
+    """The roots here that no process has open, each renamed so that none opens it. Caller: holds the directory's lock alone."""
+    abandoned = []
     for name in os.listdir(directory):
         path = os.path.join(directory, name)
         if _GONE.fullmatch(name):
-            left.append(path)  # whoever was to remove it did not come so far
-        elif _NAME.fullmatch(name) and _is_deserted(path):
-            left.append(f"{path}.gone")
-            os.rename(path, left[-1])
-    return left
+            abandoned.append(path)  # the process that was to remove it ended before
+        elif _NAME.fullmatch(name) and _is_abandoned(path):
+            abandoned.append(f"{path}.gone")
+            os.rename(path, abandoned[-1])
+    return abandoned
 
 
-def _is_deserted(path: str) -> bool:
-    """Whether a root of ours is open in no process: each holds a lock on its FORMAT. Without one, its making was not finished."""
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+def _is_abandoned(path: str) -> bool:
+    """Whether a root of this user is open in no process: each holds a lock on its FORMAT file, which a half created root lacks."""
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return False
     lock = LockFile(os.path.join(path, "FORMAT"))
     try:
