@@ -137,7 +137,7 @@ def test_read_only_says_so_also_to_prune(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_made_is_refused() -> None:
-    with pytest.raises(RootRefused, match="choose another place"):
+    with pytest.raises(RootRefused, match="choose another directory"):
         Cache("/proc/no/such")
 
 

@@ -431,7 +431,7 @@ def test_a_format_that_is_no_file_is_refused(place: Path, kind: str) -> None:
     path.unlink()
     make[kind]()
     for read_only in (True, False):
-        with pytest.raises(errors.RootRefused, match="no plain file"):
+        with pytest.raises(errors.RootRefused, match="not a plain file"):
             forebay.Cache(place, read_only=read_only)
 
 

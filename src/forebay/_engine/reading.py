@@ -136,7 +136,7 @@ class Reading:
             self._missing(entry)
             return False
         if status.st_size != entry.size:
-            self.set_aside(entry, f"{entry.name}: {status.st_size} bytes stand where {entry.size} were stored")
+            self.set_aside(entry, f"{entry.name}: it has {status.st_size} bytes, {entry.size} were stored")
             return False
         return self._needs_no_look(entry, status) or self._bytes_of(entry) is not None
 

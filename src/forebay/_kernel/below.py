@@ -1,8 +1,7 @@
-"""Files below one directory, reached without following a symbolic link that somebody put in the way.
+"""Files below one directory, reached without following symbolic links.
 
-The kernel is asked in one call (``openat2``) where it knows that one. Else, and where it finds a link, a path is walked from the top: each
-directory on it is opened from a descriptor of the one above, and the file is named in the last one. No descriptor outlives its call.
-"""
+One system call (``openat2``) does it where the kernel has it. Otherwise, and where that call meets a link, the path is walked from the
+top: each directory is opened from the descriptor of its parent, and the file is named in the last one. No descriptor outlives its call."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ def _knows_openat2() -> bool:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """A descriptor of a path without any symbolic link, the way to the top included; negative where this call does not tell.
-    Raises FileNotFoundError: up to what is missing, it met no link."""
+    """Returns a descriptor of a path without symbolic links, those above the top included; negative where this call cannot tell.
+    Raises FileNotFoundError: no link was met before the missing component."""
     if not _knows_openat2():
         return -1
     fd: int = _openat2(_OPENAT2, _HERE, os.fsencode(path), _how(flags), ctypes.sizeof(_How))
@@ -56,17 +55,17 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_IN_THE_WAY = "a symbolic link, or a file, stands in the place of a directory, and is not followed"
-_NO_FILE = "no plain file lies there: remove it"
+_IN_THE_WAY = "a symbolic link, or a file, stands in place of a directory, and is not followed"
+_NO_FILE = "it is not a plain file: remove it"
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NoPlainFile(OSError):
-    """A pipe, a directory, a socket or a device stands where a file should."""
+    """A pipe, directory, socket or device stands where a file should."""
 
 
 class LinkInTheWay(OSError):
-    """A symbolic link, or a file, stands where a directory should: nothing lies below it that is ours."""
+    """A symbolic link, or a file, stands where a directory should: nothing below it is Forebay's."""
 
 
 class _Walk:
@@ -78,7 +77,7 @@ class _Walk:
         self._top, self._names, self._flags, self._fd = top, names, flags, -1
 
     def __enter__(self) -> int:
-        if not self._names:  # the top itself may be reached through links: it was chosen by the one who may
+        if not self._names:  # the top itself may be reached through links: its owner chose it
             self._fd = os.open(self._top, self._flags & ~os.O_NOFOLLOW)
             return self._fd
         self._fd = _open_at_once("/".join((self._top.rstrip("/"), *self._names)), self._flags)
@@ -105,10 +104,10 @@ class _Walk:
 
 
 class Below:
-    """What lies below ``top``. Holds no descriptor: may be pickled, forked and used by any thread.
+    """The files below ``top``. Holds no descriptor: picklable, usable after a fork and from any thread.
 
-    Every method raises `LinkInTheWay` where a link or a file stands in the place of a directory, ValueError for a path that does not
-    lie below, and OSError."""
+    Every method raises `LinkInTheWay` where a link or a file stands in place of a directory, ValueError for a path that is not below
+    ``top``, and OSError."""
 
     def __init__(self, top: Path) -> None:
         self.top = os.fspath(top)
@@ -138,7 +137,7 @@ class Below:
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def open(self, path: Path, flags: int = os.O_RDONLY) -> int:
-        """A descriptor of the file that is there; opening waits for nobody. Raises `NoPlainFile` where it is none."""
+        """Returns a descriptor of an existing file; opening never blocks. Raises `NoPlainFile` if it is not a plain file."""
         try:
             fd = self._open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
@@ -163,12 +162,12 @@ class Below:
             return os.stat(os.path.basename(path), dir_fd=fd, follow_symlinks=False)
 
     def names_in(self, path: Path) -> list[str]:
-        """What lies in a directory."""
+        """The names in a directory."""
         with self.listing(path) as fd:
             return os.listdir(fd)
 
     def is_directory(self, path: Path) -> bool:
-        """Whether a directory lies there, reached through none but directories."""
+        """Whether this is a directory, reached through directories only."""
         try:
             with self.directory(path):
                 return True
@@ -208,7 +207,7 @@ class Below:
             host.link(old, new, old_directory, new_directory)
 
     def unlink(self, path: Path) -> bool:
-        """Remove a name; False if it was missing, or if a link is in the way: what lies behind that is not ours."""
+        """Remove a name. Returns False if it was missing, or if a link is in the way: the file behind the link is not Forebay's."""
         try:
             with self._parent(path) as fd:
                 return host.unlink(path, fd)
@@ -219,8 +218,8 @@ class Below:
             return False
 
     def make_way(self, path: Path) -> None:
-        """Remove what lies in the place of a file: a file, a pipe, a link or an empty directory. Raises `CacheFault` where a directory
-        is not empty: somebody keeps something there."""
+        """Remove a file, pipe, link or empty directory that stands in place of one of our files. Raises `CacheFault` where a directory
+        is not empty: another program keeps files there."""
         try:
             self.unlink(path)
         except IsADirectoryError:
@@ -259,7 +258,7 @@ class Below:
         return True
 
     def _empty(self, directory: str) -> list[str]:
-        """Remove the files of a directory; gives the directories in it."""
+        """Remove the files of a directory; returns the names of its directories."""
         status = self.lstat(directory)
         if status.st_mode & stat.S_IRWXU != stat.S_IRWXU and status.st_uid == os.geteuid():
             self.chmod(directory, 0o700)

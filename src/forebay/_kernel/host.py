@@ -1,8 +1,7 @@
-"""What we ask of Linux, and the one place from which files are changed.
+"""Calls to Linux, and the only module through which files are changed.
 
-Every call or mapped store of `_kernel` and `_engine` that changes a file goes through a function here, so that each is a crash
-point: a test installs a hook with `on_step` and kills the process, or raises, before the k-th change.
-"""
+Every call or mapped store of `_kernel` and `_engine` that changes a file goes through a function here, so each is a crash point: a test
+installs a hook with `on_step`, and kills the process, or raises, before the k-th change."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def step(call: str, subject: object) -> None:
 # -- changes -----------------------------------------------------------------------------------------------------------
 
 
-# ``directory`` is a descriptor of the directory that a path leads to: then only the path's last name is looked up, and there.
+# ``directory``: a descriptor of the path's parent directory; only the last component of the path is looked up, in it.
 
 
 def _last(path: Path, directory: int | None) -> Path:
@@ -76,7 +75,7 @@ def create(path: Path, mode: int, *, masked: bool = False, directory: int | None
 
 
 def create_unnamed(directory: Path, mode: int) -> int:
-    """A descriptor of a new file that has no name yet, and goes with the descriptor unless `give_name` gives it one."""
+    """Returns a descriptor of a new, unnamed file. It disappears with the descriptor unless `give_name` names it."""
     step("create_unnamed", directory)
     return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode)
 
@@ -93,8 +92,8 @@ def open_write(path: Path, directory: int | None = None) -> int:
 
 
 def out_of_the_way(fd: int) -> int:
-    """The same open file under a high number, where there is one: a job that closes all descriptors and opens others gets low ones
-    first, so that what is written here later does not go into its files. The number given is not to be used any more."""
+    """Returns the same open file under a high descriptor number, if one is free: a job that closes all descriptors and opens others gets
+    low numbers first, so later writes here do not go into its files. ``fd`` must not be used any more."""
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     except OSError:
@@ -117,7 +116,7 @@ def pwritev(fd: int, parts: Sequence[Buffer], length: int, offset: int) -> None:
     if _hook is not None:
         _hook("pwrite", str(fd))
     written = os.pwritev(fd, parts, offset) if len(parts) <= _IOV_MAX else 0
-    if written < length:  # cut short by a signal or a full disk, which the next write tells
+    if written < length:  # cut short by a signal, or by a full disk, which the next write reports
         rest = memoryview(b"".join(parts))[written:]
         while rest:
             count = os.pwrite(fd, rest, offset + written)
@@ -134,7 +133,7 @@ def allocate(fd: int, offset: int, length: int) -> None:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        # Not ftruncate: a hole would kill who stores into a mapping of it on a full disk.
+        # Not ftruncate: on a full disk, a store into a hole of a mapping kills the process.
         _write_zeros(fd, max(offset, os.fstat(fd).st_size), offset + length)
 
 
@@ -145,7 +144,7 @@ def _write_zeros(fd: int, start: int, end: int) -> None:
 
 
 def punch(fd: int, offset: int, length: int) -> None:
-    """Give the blocks of this range back, where the file system can; the size stays, the range reads as zeros."""
+    """Free the blocks of this range, where the file system can; the size stays, and the range reads as zeros."""
     step("punch", fd)
     while libc.fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, offset, length):
         code = ctypes.get_errno()
@@ -156,7 +155,7 @@ def punch(fd: int, offset: int, length: int) -> None:
 
 
 def truncate(fd: int, length: int) -> None:
-    """Set the size. A file that anybody may have mapped is never made shorter: who reads there is killed."""
+    """Set the size. Never shorten a file that any process may have mapped: reading the lost part kills that process."""
     step("truncate", fd)
     os.ftruncate(fd, length)
 
@@ -232,7 +231,7 @@ def clone(source: int, target: int) -> bool:
 
 
 def copy_range(source: int, target: int, start: int, length: int) -> int:
-    """Copy bytes to the same place of another file without bringing them here; gives how many. 0: the kernel cannot between these two."""
+    """Copy bytes to the same offset of another file inside the kernel. Returns how many; 0 if the kernel cannot copy between these two."""
     step("copy_range", target)
     try:
         return os.copy_file_range(source, target, length, start, start)
@@ -249,7 +248,7 @@ def set_mtime(fd: int, ns: int) -> None:
 
 
 def set_word(words: memoryview, index: int, value: int) -> None:
-    """Store one aligned 8-byte word of a mapping: it cannot be seen torn."""
+    """Store one aligned 8-byte word of a mapping; readers never see half of it."""
     step("set_word", index)
     words[index] = value
 
@@ -261,7 +260,7 @@ def set_byte(view: memoryview, index: int, value: int) -> None:
 
 
 def set_bytes(view: memoryview, start: int, data: bytes) -> None:
-    """Store bytes of a mapping. They may be seen torn."""
+    """Store bytes of a mapping; readers may see a part of them."""
     step("set_bytes", start)
     view[start : start + len(data)] = data
 
@@ -293,8 +292,8 @@ def process_start(pid: int) -> float | None:
 
 
 def read_small(path: Path, largest: int) -> bytes | None:
-    """The whole of a file; None where it is none, or has more than ``largest`` bytes. Raises OSError. Waits for nobody, whatever lies
-    there, and follows no symbolic link."""
+    """Returns the whole content of a file; None if it is not a plain file, or has more than ``largest`` bytes. Raises OSError. Never
+    blocks, and follows no symbolic link."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
@@ -307,9 +306,9 @@ def read_small(path: Path, largest: int) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A file system, in bytes. ``block``: the unit in which it gives room; ``free``: what we may have of it.
+    """A file system, in bytes. ``block``: its allocation unit; ``free``: bytes available to this user.
 
-    ``inodes_free``: 0 also where they are not counted."""
+    ``inodes_free``: 0 also where the file system does not count them."""
 
     block: int
     total: int
@@ -318,13 +317,13 @@ class Disk:
 
 
 def disk(path: Path) -> Disk:
-    """The room of the file system that ``path`` lies on."""
+    """The capacity of the file system that holds ``path``."""
     status = os.statvfs(path)
     return Disk(status.f_frsize, status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize, status.f_favail)
 
 
 def free_bytes(path: Path) -> int:
-    """What we may have of the file system that ``path`` lies on: `Disk.free` alone, for who asks often."""
+    """The bytes available to this user on the file system that holds ``path``: `Disk.free` alone, for frequent calls."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 
@@ -346,9 +345,9 @@ NETWORK_KINDS = frozenset(
 
 
 def fs_kind(path: Path) -> str:
-    """The kind of file system that ``path`` lies on, such as ``ext4`` or ``nfs``; its magic number in hex if it is not known.
+    """The kind of the file system that holds ``path``, such as ``ext4`` or ``nfs``; its magic number in hex if unknown.
 
-    virtiofs shows itself as ``fuse``."""
+    virtiofs reports itself as ``fuse``."""
     buffer = (ctypes.c_long * 32)()
     if libc.statfs(os.fsencode(path), buffer):
         code = ctypes.get_errno()
@@ -366,7 +365,7 @@ def is_local(kind: str) -> bool:
 
 
 class Forking(Protocol):
-    """What is told of forks. Called in the forking thread; what raises is logged."""
+    """A listener for forks. Its methods are called in the forking thread; what they raise is logged."""
 
     def before_fork(self) -> None: ...
     def after_fork_parent(self) -> None: ...
@@ -387,12 +386,13 @@ _fork = _Fork()
 
 
 def at_fork(listener: Forking) -> None:
-    """Tell ``listener``, as long as it lives, of each fork: the last to register is the first told before, and the last after."""
+    """Call ``listener``, as long as it is alive, at each fork: listeners are called in reverse order of registration before the fork,
+    and in order of registration after it."""
     _listeners.append(weakref.ref(listener, _listeners.remove))
 
 
 def forked_unseen() -> bool:
-    """Whether this process, or one it descends from, was forked by C code, which runs no hook: then nothing of ours may be used."""
+    """Whether this process, or one it descends from, was forked by C code, which runs no hooks: Forebay's state must not be used then."""
     return _hooked_pid != os.getpid()
 
 

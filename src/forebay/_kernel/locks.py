@@ -1,9 +1,7 @@
-"""Byte-range locks that the kernel lets go when their holder dies: open-file-description locks (``F_OFD_SETLK``).
+"""Byte-range locks that the kernel releases when their holder dies: open-file-description locks (``F_OFD_SETLK``).
 
-Such a lock belongs to an open description, not to a thread: two threads of a process would not exclude each other on one, and
-a forked child shares its parent's. So a table per description counts the holders within the process, and the child of a fork
-gets descriptions of its own.
-"""
+Such a lock belongs to an open file description, not to a thread: two threads that share one would not exclude each other, and a forked
+child shares its parent's. So each `LockFile` counts the holders within its process, and a forked child opens descriptions of its own."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ _BUSY = frozenset((errno.EAGAIN, errno.EACCES))
 _LAYOUT = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, pid
 
 
-# The lock is tried, never waited for, and takes 2 us: less than it takes to let the interpreter's lock go and have it again, when
-# other threads want it. `fcntl.fcntl` lets it go.
+# The call never blocks and takes 2 us: less than releasing and reacquiring the interpreter's lock, as `fcntl.fcntl` does, while
+# other threads compete for it.
 _fcntl = ctypes.PyDLL(None, use_errno=True).fcntl
 _fcntl.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p]
 _fcntl.restype = ctypes.c_int
@@ -49,12 +47,12 @@ def _set(fd: int, kind: int, offset: int, length: int = 1) -> bool:
 
 
 def take(fd: int, start: int, length: int = 1) -> bool:
-    """Lock bytes exclusively through this description, if nobody else has one of them. Raises OSError."""
+    """Lock bytes exclusively through this description. Returns False if another holder has one of them. Raises OSError."""
     return _set(fd, fcntl.F_WRLCK, start, length)
 
 
 def give_back(fd: int, start: int, length: int = 1) -> None:
-    """Let go of bytes, for all who share this description. Raises OSError."""
+    """Unlock bytes, for every process that shares this description. Raises OSError."""
     _set(fd, fcntl.F_UNLCK, start, length)
 
 
@@ -74,11 +72,11 @@ def file_of(fd: int) -> tuple[int, int] | None:
 
 
 Opener: TypeAlias = Callable[[str, int], int]
-"""Gives a descriptor of a path, opened with these flags: see `Below.open`."""
+"""Opens a path with these flags and returns the descriptor: see `Below.open`."""
 
 
 def open_plainly(path: str, flags: int) -> int:
-    """The `Opener` of a path whose directories are nobody's but the user's own: the file itself may not be a symbolic link."""
+    """The `Opener` of a path whose directories only the user can change; the file itself must not be a symbolic link."""
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -86,14 +84,15 @@ Holds: TypeAlias = dict[int, list[int]]  # offset -> [holders in this process, e
 
 
 class LockFile:
-    """Locks on the bytes of one file, through one open description. Callable from any thread; nothing here ever waits.
+    """Locks on the bytes of one file, through one open file description. Callable from any thread; no method blocks.
 
-    ``writable`` False: the file can only be read, so no exclusive lock can be had. The file is opened at the first lock, by ``opener``, and
-    closed with this object. If the job closes the descriptor, the locks are taken anew at the next `try_lock` a second later."""
+    ``writable`` False: the file can only be read, so exclusive locks are not available. The file is opened at the first lock, by
+    ``opener``, and closed with this object. If the job's own code closes the descriptor, the locks are taken again by the first
+    `try_lock` more than a second later."""
 
     _mutex: threading.Lock  # guards what follows
     _fd: int
-    _file: tuple[int, int] | None  # which file _fd was opened on: the job may close all descriptors and open others
+    _file: tuple[int, int] | None  # the file that _fd was opened on: the job may close all descriptors and open others
     _look_at: float  # when _fd is next compared with _file
     _held: Holds
     _second: tuple[int, Holds] | None  # from before_fork on: a child's own description, and what is held there
@@ -112,7 +111,7 @@ class LockFile:
         self._pid = os.getpid()
 
     def try_lock(self, offset: int, *, exclusive: bool) -> bool:
-        """Lock the byte at ``offset`` if nobody, in this process or another, stands against it. Raises OSError."""
+        """Lock the byte at ``offset`` if no holder, in this process or another, conflicts. Raises OSError."""
         self._part_if_forked()
         if exclusive and not self._writable:
             return False
@@ -148,12 +147,12 @@ class LockFile:
         return _set(self._fd, kind, offset)
 
     def _mend_locked(self) -> bool:
-        """Where the job closed our descriptor all locks went with it, and the number may be another file's, which locks as well:
-        take them anew, where nobody else has them by now."""
+        """If the job closed our descriptor, all locks went with it, and its number may now be another file's. Open the file again and take
+        the locks that no other process has meanwhile."""
         self._look_at = time.monotonic() + LOOK_AGAIN
         if file_of(self._fd) == self._file:
             return False
-        log.warning("the descriptor of %s was closed by this process's own code: its locks are taken anew", self._path)
+        log.warning("the descriptor of %s was closed by this process's own code: its locks are taken again", self._path)
         self._open_locked()
         self._held = _take(self._fd, self._held)
         return True
@@ -167,7 +166,7 @@ class LockFile:
         self._look_at = time.monotonic() + LOOK_AGAIN
 
     def unlock(self, offset: int) -> None:
-        """Let go of one hold. Does nothing where none is held: in a child that got none, or after `close`."""
+        """Release one hold. Does nothing if none is held: in a child that inherited none, or after `close`."""
         if self._pid != os.getpid():
             return
         with self._mutex:
@@ -193,12 +192,12 @@ class LockFile:
                 raise
 
     def unlock_soon(self, offset: int) -> None:
-        """Let go without ever waiting: for finalizers, which may run inside anything, this object's own methods included."""
+        """Release without blocking: for finalizers, which may run at any point, inside this object's own methods too."""
         self._later.append(offset)  # also in a child whose hook has not run yet
         self.drain()
 
     def drain(self) -> None:
-        """Do what `unlock_soon` put off. Every holder of the mutex looks again after letting go, so nothing is left behind."""
+        """Do what `unlock_soon` deferred. Every holder of the mutex checks again after releasing it, so nothing is left undone."""
         while self._later and self._pid == os.getpid() and self._mutex.acquire(blocking=False):
             try:
                 while self._later:
@@ -240,7 +239,7 @@ class LockFile:
         return self._first_locked(offset, offset) is not None
 
     def is_lost(self) -> bool:
-        """Whether the job closed the descriptor: its number may be another file's by now. So may those of others be."""
+        """Whether the job closed the descriptor: its number may be another file's now, and other descriptors may be closed too."""
         return self._fd >= 0 and file_of(self._fd) != self._file
 
     def is_same(self) -> bool:
@@ -255,7 +254,7 @@ class LockFile:
         return file_of(fd) == (there.st_dev, there.st_ino)
 
     def close(self) -> None:
-        """Let go of everything. A later lock opens the file anew."""
+        """Release all locks and close the file. A later lock opens it again."""
         self._part_if_forked()
         with self._mutex:
             self._held = {}
@@ -276,37 +275,37 @@ class LockFile:
 
     def _close_locked(self) -> None:
         fd, self._fd = self._fd, -1
-        if fd >= 0 and file_of(fd) == self._file:  # else the number belongs to somebody else by now
+        if fd >= 0 and file_of(fd) == self._file:  # else the number belongs to another file now
             os.close(fd)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing() and self._pid == os.getpid():
-            self._held = {}  # in a ring of garbage who holds a lock may be finalized after this
+            self._held = {}  # in a reference cycle, the holder of a lock may be finalized after this
             self._close_locked()
 
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self, *, keep: bool) -> None:
-        """Stand still; with ``keep`` take what is held a second time, for the child: shared locks overlap, so there is no gap."""
+        """Block all changes; with ``keep``, take the held locks a second time, for the child: shared locks overlap, so there is no gap."""
         self._mutex.acquire()  # held over the fork, so that the child inherits a table that fits its descriptor
         if keep and self._held:
             self._second = self._taken_twice()
 
     def _taken_twice(self) -> tuple[int, Holds] | None:
-        """What is held, on a description of its own: the shared locks, since nobody can have the others twice."""
+        """The held shared locks, on a second description; an exclusive lock cannot be held twice."""
         fd = -1
         try:
             fd = self._open()
             return fd, _take(fd, {offset: hold for offset, hold in self._held.items() if not hold[1]})
         except OSError as error:
-            # The text alone: the error would keep its frames, and what they know, as long as somebody keeps the record.
+            # Only the text: a log record that is kept would keep the error, its frames and their objects.
             log.warning("%s: a forked child cannot have the %d locks that are held there yet", str(error), len(self._held))
             if fd >= 0:
                 os.close(fd)
             return None
 
     def after_fork_parent(self) -> None:
-        """The second description is the child's now; if the fork failed, nobody's."""
+        """The second description belongs to the child now; if the fork failed, to no process."""
         second, self._second = self._second, None
         self._mutex.release()
         if second is not None:
@@ -316,7 +315,7 @@ class LockFile:
     def after_fork_child(self, *, keep: bool) -> None:
         """With ``keep`` go on with the second description. The first is closed, never unlocked: its locks are the parent's."""
         if self._pid == os.getpid():
-            return  # another hook asked for a lock before this one came
+            return  # another hook asked for a lock before this hook ran
         second, later = self._second, self._later
         self._close_locked()
         if keep and self._held and second is None:
@@ -329,7 +328,8 @@ class LockFile:
             self.drain()
 
     def _part_if_forked(self) -> None:
-        """After a fork by C code, which ran no hook, the description is still the parent's too: closing it takes nothing from him."""
+        """After a fork by C code, which ran no hook, the description is still shared with the parent: closing it here does not affect
+        the parent."""
         if self._pid != os.getpid():
             self._close_locked()
             self._begin()
@@ -371,11 +371,11 @@ class Claims:
 
 
 def _take(fd: int, holds: Holds) -> Holds:
-    """Lock all that is wanted; gives what could be had."""
+    """Lock all of ``holds``; returns those that were free."""
     return {offset: hold for offset, hold in holds.items() if _set(fd, fcntl.F_WRLCK if hold[1] else fcntl.F_RDLCK, offset)}
 
 
-# -- who holds what, for people ----------------------------------------------------------------------------------------
+# -- holders of locks, for messages ------------------------------------------------------------------------------------
 
 
 def holders(path: str | os.PathLike[str], offset: int, among: Iterable[int] | None = None) -> tuple[int, ...]:
@@ -418,7 +418,7 @@ def _covers(line: str, inode: str, offset: int) -> bool:
 
 
 def posix_holders(path: str | os.PathLike[str], offset: int) -> tuple[int, ...]:
-    """The processes, of any user, that have locked this byte by ``fcntl`` or ``lockf``: of such locks the kernel tells everybody."""
+    """The processes, of any user, that have locked this byte by ``fcntl`` or ``lockf``: the kernel lists such locks for every user."""
     try:
         status = os.stat(path)
         lines = Path("/proc/locks").read_text().splitlines()
@@ -440,5 +440,5 @@ def describe_process(pid: int) -> str:
 
 
 def describe_holders(path: str | os.PathLike[str], offset: int) -> str:
-    """Who holds a byte, in words for people."""
+    """A description of the processes that hold a byte."""
     return ", ".join(describe_process(pid) for pid in holders(path, offset)) or "an unknown process"

@@ -21,7 +21,7 @@ _map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, c
 _unmap = libc.munmap
 _unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
-_ANOTHER = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))  # nothing, a link or a socket lies there by now
+_ANOTHER = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))  # nothing is there, or a link or socket
 _FIXED, _NORESERVE, _PROT_NONE = 0x10, 0x4000, 0  # of Linux on all its machines that matter here; Python's module has them not
 
 
@@ -38,10 +38,10 @@ def _mapped(address: int) -> int:
 
 
 def map_file(fd: int, length: int, *, offset: int = 0, writable: bool = False, private: bool = False) -> memoryview:
-    """``length`` bytes of a file from ``offset`` (a multiple of the page size) as a view; read-only unless ``writable``.
+    """Map ``length`` bytes of a file from ``offset`` (a multiple of the page size); returns a view, read-only unless ``writable``.
 
-    ``private``: stores stay in this process. The descriptor may be closed at once. Unmapped with the last view; a forked child
-    has the mapping too. Raises OSError. The file must not shrink under it: whoever reads the lost part is killed."""
+    ``private``: stores stay in this process. The descriptor may be closed at once. Unmapped with the last view; a forked child has the
+    mapping too. Raises OSError. The file must not shrink while it is mapped: reading the lost part kills the process."""
     if length == 0:
         return memoryview(_array_type(1)()).cast("B")[:0].toreadonly()
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -59,8 +59,8 @@ def note_file(view: memoryview, name: str, file: os.stat_result) -> None:
 
 
 def private(view: memoryview, of: object) -> memoryview | None:
-    """The same bytes in a mapping of their own, writable: stores stay with it, a page is copied when it is first written to, and nothing
-    before. None where ``view`` is no part of a file that `note_file` knows and that is still there. Raises OSError.
+    """The same bytes in a separate, writable mapping: stores stay in it, and a page is copied only when it is first written to. None where
+    ``view`` is not a part of a file that `note_file` knows and that still exists. Raises OSError.
 
     ``view``: contiguous, of bytes. ``of``: the `anchor` of the view that it is a part of."""
     known = getattr(of, "file", None)
@@ -94,7 +94,7 @@ class _Buffer(ctypes.Structure):
 
 
 def _begins_at(view: memoryview) -> int:
-    """The address of the first byte: ctypes itself gives that of writable buffers only."""
+    """The address of the first byte; ctypes itself returns that of writable buffers only."""
     buffer = _Buffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
     ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
@@ -107,10 +107,10 @@ def words_of_process(count: int) -> memoryview:
 
 
 class Window:
-    """A range of addresses into which files are mapped one behind the other, so that one view shows them all.
+    """A range of addresses into which files are mapped one after the other, so that one view shows them all.
 
-    ``view``: all of it, read-only; a part into which no file was mapped yet must not be looked at: that kills the process.
-    Unmapped with the last view. Not for several threads at once; a forked child has what was mapped before, and may go on by itself."""
+    ``view``: all of it, read-only; reading a part into which no file was mapped yet kills the process.
+    Unmapped with the last view. Not for several threads at once; a forked child has what was mapped before, and may continue on its own."""
 
     def __init__(self, length: int) -> None:
         """Takes addresses only, no memory. Raises OSError where the process may not have so many."""
@@ -134,7 +134,7 @@ def anchor(view: memoryview) -> object:
 
 
 def address(view: memoryview) -> int:
-    """Where the mapping begins that this view, or what it is a slice of, shows."""
+    """The address of the mapping that this view, or a slice of it, shows."""
     return ctypes.addressof(cast(Any, view.obj))
 
 

@@ -1,7 +1,6 @@
-"""The one way to wait: try, else sleep in the kernel on a word that whoever lets go changes.
+"""The only way to wait: try, else sleep in the kernel on a futex word that every release changes.
 
-A holder that is killed changes no word, so a sleep ends after 100 ms and the next try finds the lock that the kernel freed.
-"""
+A killed holder changes no word, so a sleep ends after 100 ms and the next try finds the lock that the kernel released."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ _syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
 
 
 class Words:
-    """The futex words of a root: 1,024 of 4 bytes. Any process may sleep on them; who may write to the file may bump them.
+    """The futex words of a root: 1,024 of 4 bytes. Any process may sleep on them; one that may write the file may bump them.
 
     Callable from any thread, and in a forked child."""
 
@@ -63,14 +62,14 @@ class Words:
         return self._words[index]
 
     def bump(self, index: int, sleepers: int = _EVERYBODY) -> None:
-        """Change the word and wake who sleeps on it: the first ``sleepers`` of them. Does nothing where the file can only be read."""
+        """Change the word and wake the first ``sleepers`` that sleep on it. Does nothing where the file can only be read."""
         if self._writable:
-            # The clock: two processes that add 1 at once store the same value, and who read it in between would sleep on.
+            # From the clock: with a counter, two concurrent bumps would store the same value, and a reader in between would sleep on.
             self._words[index] = time.monotonic_ns() & 0xFFFFFFFF
             _syscall(_FUTEX, self._address + 4 * index, _WAKE, sleepers, None, None, 0)
 
     def sleep(self, index: int, seconds: float, value: int | None = None) -> None:
-        """Sleep until the word is no longer ``value`` (default: what it is now), at most ``seconds``; a signal ends it too."""
+        """Sleep until the word differs from ``value`` (default: its present value), at most ``seconds``; a signal ends the sleep too."""
         expected = self._words[index] if value is None else value
         whole, part = divmod(max(seconds, 0.0), 1)
         limit = _Timespec(int(whole), int(part * 1e9))
@@ -95,7 +94,7 @@ class patience:
 
     @classmethod
     def remaining(cls) -> float:
-        """Seconds that the current call may still wait; infinite where nobody set a limit."""
+        """Seconds that the current call may still wait; infinite where no limit was set."""
         current = cls._current.get()
         return math.inf if current is None else max(current.left, 0.0)
 
@@ -135,15 +134,15 @@ class Backoff:
 
 
 class Turn:
-    """Who tries again what failed, and when: after a `Backoff`, of all threads of a process one at a time, and nobody waits. A forked child
-    has a turn of its own: the thread that had its parent's is not there."""
+    """Decides when, and by which thread, a failed operation is retried: after a `Backoff`, by one thread of a process at a time; no thread
+    waits. A forked child has a turn of its own: the thread that had its parent's does not exist there."""
 
     def __init__(self) -> None:
         self._backoff = Backoff()
         self._free: dict[int, list[bool]] = {}  # by process; popped by the thread that tries: one step
 
     def take(self) -> bool:
-        """Whether this thread is to try now. Then nobody else does, until it gives the turn back: after what went well, never."""
+        """Whether this thread should retry now. No other thread does until it gives the turn back; after success it never does."""
         if not self._backoff.is_due():
             return False
         try:
@@ -157,8 +156,8 @@ class Turn:
 
 
 class Wait:
-    """One wait: how long it has taken, and when it speaks. ``timeout``, ``say_after``: in seconds. ``by``: between what is waited for and
-    who has it. It takes no longer than the `patience` that is left."""
+    """One wait: its duration, and when to log it. ``timeout``, ``say_after``: in seconds. ``by``: the words between what is waited for
+    and its holder. Limited by the `patience` that is left."""
 
     def __init__(self, timeout: float | None, say_after: float = 5.0, by: str = "held by") -> None:
         self.timeout, self._by = min(math.inf if timeout is None else timeout, patience.remaining()), by
@@ -166,8 +165,8 @@ class Wait:
         self._say_at = say_after
 
     def turn(self, what: Callable[[], tuple[str, str]]) -> float:
-        """How long to sleep now, in seconds. Says from time to time what for; raises `WaitTimeout` when the time is up. ``what``: what
-        is waited for, and who has it."""
+        """Returns how many seconds to sleep now. Logs the wait from time to time; raises `WaitTimeout` when the time is up. ``what``
+        returns what is waited for, and a description of its holder."""
         waited = self.waited
         if waited >= self.timeout:
             patience.spend(waited)
@@ -188,13 +187,13 @@ def wait_for(
     attempt: Callable[[], T | None], words: Words, index: int, *, what: Callable[[], tuple[str, str]], timeout: float | None = None,
     say_after: float = 5.0, on_turn: Callable[[float], None] | None = None, by: str = "held by",
 ) -> T:  # fmt: skip
-    """What ``attempt`` gives, once it gives something. ``what``: for the log and the error, (what is waited for, who holds it), with
-    ``by`` between the two.
+    """Call ``attempt`` until it returns a value, and return that. ``what`` returns, for the log and the error, what is waited for and a
+    description of its holder; ``by`` stands between the two.
 
     ``timeout`` in seconds: then `WaitTimeout`. ``on_turn`` is called with the seconds waited, about ten times a second."""
     wait = Wait(timeout, say_after, by)
     while True:
-        value = words.value(index)  # before the attempt: a bump that comes in between ends the sleep at once
+        value = words.value(index)  # before the attempt: a bump in between ends the sleep at once
         found = attempt()
         if found is not None:
             patience.spend(wait.waited)
@@ -209,8 +208,8 @@ async def wait_for_async(
     attempt: Callable[[], T | None], words: Words, index: int, *, what: Callable[[], tuple[str, str]], timeout: float | None = None,
     say_after: float = 5.0, on_turn: Callable[[float], None] | None = None,
 ) -> T:  # fmt: skip
-    """The same for a coroutine. The loop goes on meanwhile, and no thread is used: a sleeping one would be missing elsewhere."""
-    import asyncio  # slow to import, and seldom wanted
+    """`wait_for` for a coroutine. The event loop goes on meanwhile, and no thread is used: it would be missing elsewhere."""
+    import asyncio  # slow to import, and seldom needed
 
     wait = Wait(timeout, say_after)
     while True:

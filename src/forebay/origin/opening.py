@@ -49,7 +49,7 @@ def _open(
         return Store.open(place, settings, shared=shared, read_only=read_only)
     except (FileNotFoundError, NotADirectoryError, PermissionError, LinkInTheWay) as error:
         wanted, found = "a directory that can be made and written to", error.strerror or type(error).__name__
-        message = f"{place}: {wanted} was wanted, but found was '{found}': choose another place"
+        message = f"{place}: expected {wanted}, found '{found}': choose another directory"
         raise errors.RootRefused(message, path=str(place), wanted=wanted, found=found) from error
 
 

@@ -52,7 +52,7 @@ def test_an_empty_blob_is_an_empty_view(root: Root) -> None:
 
 def test_a_blob_of_another_size_is_damaged(root: Root) -> None:
     entry = stored(root, b"some bytes")
-    with pytest.raises(Damaged, match="10 bytes stand where 11") as caught:
+    with pytest.raises(Damaged, match="10 bytes, 11 were stored") as caught:
         blobs.map_blob(root, replace(entry, size=11))
     assert caught.value.key == entry.key
 

@@ -27,7 +27,7 @@ def test_bytes_come_in_any_order(pieces: list[tuple[int, int]]) -> None:
 def test_a_missing_byte_forbids_to_finish(piece: tuple[int, int]) -> None:
     stage = MemoryStage(len(BODY))
     stage.write(piece[0], BODY[piece[0] : piece[1]])
-    with pytest.raises(errors.CacheFault, match="never came"):
+    with pytest.raises(errors.CacheFault, match="are missing"):
         stage.finish()
 
 

@@ -237,7 +237,7 @@ def test_a_directory_that_became_a_link_is_refused(root: Root, tmp_path: Path, n
 
 
 def test_nothing_is_made_for_a_read_only_root(tmp_path: Path) -> None:
-    with pytest.raises(RootRefused, match="never made"):
+    with pytest.raises(RootRefused, match="never created"):
         open_root(tmp_path / "root", read_only=True)
     assert os.listdir(tmp_path) == []
 

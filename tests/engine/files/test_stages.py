@@ -141,7 +141,7 @@ def test_a_missing_byte_forbids_to_finish(root: Root, stage: Stage) -> None:
     stage.begin(len(DATA), '"etag"')
     for at, piece in pieces(stage.missing()):
         stage.write(at, piece[:-1] if at == 600_000 else piece)
-    with pytest.raises(CacheFault, match=r"1 of .* bytes never came"):
+    with pytest.raises(CacheFault, match=r"1 of .* bytes are missing"):
         stage.finish()
     stage.write(899_999, DATA[899_999:900_000])
     assert stage.finish() == (len(DATA), checksum_of(DATA))

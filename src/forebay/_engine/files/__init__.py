@@ -1,1 +1,1 @@
-"""Files of a root: where they lie, what they look like, how they are written."""
+"""The files of a root: their paths, their formats, and how they are written."""

@@ -24,14 +24,14 @@ _SECOND = 1_000_000_000
 
 
 def publish(root: Root, staged: Path, id: int, suffix: str = "") -> Path:
-    """Give the finished file ``staged`` its name. Caller: has inserted its row, and commits it after this."""
+    """Give the finished file ``staged`` its final name. Caller: has inserted its row, and commits it after this."""
     path = root.blob(id, suffix)
     root.files.rename(staged, path)
     return path
 
 
 def write(root: Root, id: int, data: Buffer, checksum: bytes, suffix: str = "") -> None:
-    """A whole file at once, under its final name. Caller: holds the writer lock and has said what he intends."""
+    """Write a whole file under its final name. Caller: holds the writer lock and has recorded its intent."""
     fd = root.files.create(root.blob_name(id, suffix), root.blob_mode)
     try:
         host.pwrite(fd, data, 0)
@@ -41,7 +41,7 @@ def write(root: Root, id: int, data: Buffer, checksum: bytes, suffix: str = "") 
 
 
 def seal(fd: int, checksum: bytes) -> None:
-    """Give a finished file the time by which `is_sealed` sees that nobody has written to it since."""
+    """Set the modification time of a finished file so that `is_sealed` detects later writes."""
     host.set_mtime(fd, time.time_ns() // _SECOND * _SECOND + _fraction(checksum))
 
 
@@ -58,7 +58,7 @@ def _fraction(checksum: bytes) -> int:
 
 
 def remove_whatever_suffix(root: Root, id: int) -> None:
-    """Remove the file of ``id`` where nobody noted its suffix. Caller: holds the writer lock, and no row names the file."""
+    """Remove the file of ``id`` whose suffix is unknown. Caller: holds the writer lock, and no row names the file."""
     for blob, path in _in_fan(root, FANS[id & 0xFF]):
         if blob == id:
             _remove(root, path)
@@ -70,14 +70,14 @@ def unpublish(root: Root, staged: Path, id: int, suffix: str = "") -> None:
 
 
 def link_blob(root: Root, source: Path, id: int, suffix: str = "") -> Path:
-    """Give the blob ``source`` a second name, for the entry ``id``. Raises FileNotFoundError where it was evicted meanwhile."""
+    """Give the blob ``source`` a second name, for the entry ``id``. Raises FileNotFoundError if it was evicted meanwhile."""
     path = root.blob(id, suffix)
     root.files.link(source, path)
     return path
 
 
 def open_blob(root: Root, id: int, suffix: str = "") -> int:
-    """A descriptor to read from. Raises FileNotFoundError where there is no such blob, `Damaged` where it is no file."""
+    """Returns a descriptor to read from. Raises FileNotFoundError if there is no such blob, `Damaged` if it is not a plain file."""
     path = root.blob_name(id, suffix)
     try:
         return root.files.open(path)
@@ -99,7 +99,7 @@ def map_blob(root: Root, entry: Entry, *, private: bool = False) -> tuple[memory
     try:
         status = os.fstat(fd)
         if status.st_size != entry.size:
-            raise Damaged(f"{entry.name}: {status.st_size} bytes stand where {entry.size} were stored", key=entry.key)
+            raise Damaged(f"{entry.name}: it has {status.st_size} bytes, {entry.size} were stored", key=entry.key)
         view = mappings.map_file(fd, entry.size, writable=private, private=private)
         if entry.size:
             mappings.note_file(view, root.blob_name(entry.id, entry.suffix), status)
@@ -161,7 +161,7 @@ def checksum_of(source: Buffer | int) -> bytes:
 
 
 def digest_of_block(fd: int, start: int) -> bytes:
-    """The xxh3-128 of the block of a file that begins at ``start``."""
+    """The xxh3-128 of the block of a file that starts at ``start``."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_STEP))
     for offset in range(start, start + BLOCK, _STEP):
         count = _read_into(fd, buffer, offset)

@@ -1,8 +1,7 @@
-"""What was written of a file so far: in memory byte by byte, and beside the file chunk by chunk, for whoever comes after.
+"""Which bytes of a file have been written so far: exact ranges in memory, and whole chunks in a file beside it, for a successor.
 
-A chunk map is a header that says what is being written, then one byte a chunk, set after the chunk's bytes were written, then a sum a
-chunk, stored before that byte: what dies leaves a map that is true, and who goes on from it sees whether the disk kept the bytes.
-"""
+A chunk map is a header that identifies the object, then one byte per chunk, set after the chunk's bytes were written, then one checksum
+per chunk, stored before that byte. So a killed writer leaves a correct map, and its successor detects bytes that the disk lost."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Coverage:
         return self._ends[-1] if self._ends else 0
 
     def add(self, start: int, end: int) -> Span:
-        """Take in ``[start, end)``; gives the whole range that it is part of now."""
+        """Add ``[start, end)``; returns the whole range that contains it now."""
         if start < end:
             first = last = bisect_left(self._ends, start)
             while last < len(self._starts) and self._starts[last] <= end:
@@ -74,7 +73,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class ChunkMapContent:
-    """What a chunk map says. ``validator``: empty where nothing can be gone on from."""
+    """The content of a chunk map. ``validator``: empty if nothing can be resumed."""
 
     total: int
     validator: str
@@ -83,7 +82,7 @@ class ChunkMapContent:
     sums: bytes
 
     def sum_of(self, chunk: int) -> bytes:
-        """What `mark` was told of a chunk."""
+        """The checksum that `mark` stored for a chunk."""
         return self.sums[chunk * _SUM : (chunk + 1) * _SUM]
 
 
@@ -91,7 +90,7 @@ class ChunkMap:
     """A chunk map that is written to. Caller: does so from one thread at a time."""
 
     def __init__(self, path: Path, root: Root, total: int) -> None:
-        """Of the map at ``path``, which `create` made and `read` found sane."""
+        """Opens the map at ``path``, which `create` made and `read` found sane."""
         self._total = total
         fd = root.files.open_write(path)
         try:
@@ -115,7 +114,8 @@ class ChunkMap:
         return cls(path, root, total)
 
     def mark(self, written: Span, whole: Span, sum_of: Callable[[int], bytes]) -> None:
-        """Mark the chunks of ``written`` that are there as a whole: ``whole`` is on the disk around it. ``sum_of``: gives a chunk's sum."""
+        """Mark the chunks of ``written`` that are complete: ``whole`` is the written range around it. ``sum_of``: returns a chunk's
+        checksum."""
         sums = _HEADER + _count(self._total)
         for chunk in range(written.start // CHUNK, -(-written.end // CHUNK)):
             there = whole.start <= chunk * CHUNK and whole.end >= min((chunk + 1) * CHUNK, self._total)
@@ -134,13 +134,13 @@ def _count(total: int) -> int:
 
 
 def read(path: Path, root: Root) -> ChunkMapContent | None:
-    """What the map at ``path`` says; None if there is none, or it is not sane."""
+    """The content of the map at ``path``; None if there is none, or it is not sane."""
     try:
         fd = root.files.open(path)
     except (FileNotFoundError, NoPlainFile):
         return None
     except OSError as error:
-        if error.errno != errno.ELOOP:  # a symbolic link, which is none of ours
+        if error.errno != errno.ELOOP:  # a symbolic link: not Forebay's
             raise
         return None
     try:
@@ -158,7 +158,7 @@ def _parsed(fd: int, root: Root) -> ChunkMapContent | None:
     magic, root_id, total, chunk, boot, length = _FIELDS.unpack_from(content)
     if (magic, root_id, chunk, size) != (_MAGIC, root.id, CHUNK, size_of(total)) or length > _LONGEST:
         return None
-    content += os.pread(fd, size - _HEADER, _HEADER)  # only now: what lies there may be of any size
+    content += os.pread(fd, size - _HEADER, _HEADER)  # only now: the file may be of any size
     if len(content) != size:
         return None
     end, marks = _FIELDS.size + length, content[_HEADER : _HEADER + _count(total)]

@@ -1,4 +1,4 @@
-"""What lies where in a root, under which names and modes."""
+"""The layout of a root: paths, names and modes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ _SCRAP = re.compile(r"new-[0-9a-f]{16}")
 
 
 class BlobName(NamedTuple):
-    """What the name of a file under ``blobs/`` says."""
+    """The parts of the name of a file under ``blobs/``."""
 
     id: int
     suffix: str
 
 
 class TmpName(NamedTuple):
-    """What the name of something under ``tmp/`` says. ``suffix``: ``""`` (the bytes), ``.map``, ``.old`` (of another
-    user), ``.tree`` or ``.pack``."""
+    """The parts of a name under ``tmp/``. ``suffix``: ``""`` (the bytes), ``.map``, ``.old`` (of another user), ``.tree`` or ``.pack``."""
 
     keyhash: int
     id: int
@@ -44,25 +43,25 @@ class TmpName(NamedTuple):
 
 
 def parse_blob_name(name: str) -> BlobName | None:
-    """The parts of a blob's file name; None if it is not one of ours."""
+    """The parts of a blob's file name; None if it is not a name of Forebay's."""
     match = _BLOB.fullmatch(name)
     return BlobName(int(match[1], 16), match[2]) if match else None
 
 
 def parse_blob_below(fan: str, name: str) -> BlobName | None:
-    """The parts of the name of a file in ``blobs/<fan>``; None if it is not one of ours, or if its id belongs into another fan."""
+    """The parts of the name of a file in ``blobs/<fan>``; None if it is not a name of Forebay's, or its id belongs in another fan."""
     parsed = parse_blob_name(name)
     return parsed if parsed and FANS[parsed.id & 0xFF] == fan else None
 
 
 def parse_directory_name(name: str) -> BlobName | None:
-    """The parts of the name of a tree or a pack, which has no suffix; None if it is not one of ours."""
+    """The parts of the name of a tree or a pack, which has no suffix; None if it is not a name of Forebay's."""
     parsed = parse_blob_name(name)
     return parsed if parsed and not parsed.suffix else None
 
 
 def parse_tmp_name(name: str) -> TmpName | None:
-    """The parts of the name of a write in progress; None if it is not one of ours."""
+    """The parts of the name of a write in progress; None if it is not a name of Forebay's."""
     match = _TMP.fullmatch(name)
     return TmpName(int(match[1], 16), int(match[2], 16), match[3]) if match else None
 
@@ -73,7 +72,7 @@ def is_scrap(name: str) -> bool:
 
 
 def id_left(directory: Path) -> int | None:
-    """The id of the root at ``place`` that lost its FORMAT, as its table of slots has it."""
+    """The id of a root that lost its FORMAT, read from its table of slots."""
     try:
         fd = os.open(directory / "slots" / "000", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -88,10 +87,9 @@ def id_left(directory: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Root:
-    """A root that was opened: its place and its rules. Holds no descriptor: may be pickled, forked and used by any thread.
+    """An open root: its path and its rules. Holds no descriptor: picklable, usable after a fork and from any thread.
 
-    ``id``: the random number that FORMAT, catalog and slots share. ``shared``: belongs to a group, all modes include it.
-    """
+    ``id``: the random number that FORMAT, catalog and slots share. ``shared``: belongs to a group; all modes include the group."""
 
     path: Path
     id: int
@@ -100,12 +98,12 @@ class Root:
 
     @cached_property
     def files(self) -> Below:
-        """What lies in the root: no symbolic link in it is followed."""
+        """The files of the root; no symbolic link in it is followed."""
         return Below(self.path)
 
     @property
     def format_line(self) -> bytes:
-        """What FORMAT says."""
+        """The content of FORMAT."""
         return f"forebay {VERSION} {self.id:016x}\n".encode()
 
     @property
@@ -120,7 +118,7 @@ class Root:
     @property
     def blob_mode(self) -> int:
         """Of files that are finished."""
-        # Under fs.protected_hardlinks a user can only link a file of another's that he may read *and write*: a group's
+        # Under fs.protected_hardlinks a user can link another user's file only with read *and write* permission: a group's
         # trees and spaces link each other's blobs.
         return 0o660 if self.shared else 0o444
 
@@ -188,7 +186,7 @@ class Root:
         return Path(self.blob_name(id, suffix))
 
     def blob_name(self, id: int, suffix: str = "") -> str:
-        """The path of a blob, for who asks for it so often that the time of a `Path` counts."""
+        """The path of a blob as text, for calls so frequent that making a `Path` would cost too much."""
         return f"{self.path}/blobs/{id & 0xFF:02x}/{id:016x}{suffix}"
 
     def tree(self, id: int) -> Path:
@@ -201,7 +199,7 @@ class Root:
         return self.path / f"tmp/{keyhash:016x}-{id:016x}{suffix}"
 
     def is_same(self) -> bool:
-        """Whether the root that was opened still lies at its path: False once it was deleted or replaced."""
+        """Whether the root that was opened is still at its path: False once it was deleted or replaced."""
         try:
             return host.read_small(self.path / "FORMAT", LONGEST_FORMAT) == self.format_line
         except OSError:
@@ -222,14 +220,14 @@ class Root:
             except FileExistsError:
                 return  # another process was first: its file is as good
             except FileNotFoundError:
-                continue  # another process swept our scrap: look whether the file is there now
+                continue  # another process swept our temporary file: check whether the file exists now
             finally:
                 os.close(fd)
                 self.files.unlink(scrap)
 
     def replace(self, path: Path, content: bytes) -> None:
-        """Let the file ``path`` have this content, on the disk too, in place of what it had: whole or not at all. Raises what the disk
-        raises; then it is as it was."""
+        """Replace the content of the file ``path``, on the disk too: completely or not at all. Raises what the disk raises; the file is
+        unchanged then."""
         while True:
             scrap = self.path / f"new-{secrets.randbits(64):016x}"
             fd = self.files.create(scrap, self.file_mode)

@@ -1,8 +1,7 @@
 """The files of a pack, an array of samples: one index of fixed length, and segments that writers append records to.
 
-``packs/<id>/index``: a page of header (magic, root, pack, length, frozen, quota), then a word a slot, allocated whole.
-``packs/<id>/<number>``: a segment, of one writer; each block is allocated before it is written, its tail punched when he leaves.
-"""
+``packs/<id>/index``: a page of header (magic, root, pack, length, frozen, quota), then one word per slot; allocated completely.
+``packs/<id>/<number>``: a segment, of one writer; blocks are allocated before they are written, and the rest is punched at the end."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ PAGE = 4096
 HEADER_WORDS = PAGE // 8
 _MAGIC = int.from_bytes(b"FBPACK01", "little")
 FROZEN, QUOTA = 4, 5
-"""Words of the header that may change: whether nothing more goes in; bytes that the pack may have in all, 0: no limit. The last word
-of the page is left to who stands above."""
+"""Words of the header that may change: whether the pack is closed to new records; the most bytes it may have, 0 for no limit. The last
+word of the page is reserved for the caller."""
 
 
 def index_size(length: int) -> int:
@@ -57,7 +56,7 @@ def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
 
 
 def list_packs(root: Root) -> Iterator[int]:
-    """The ids of all packs; what has no name of ours is none of our business."""
+    """The ids of all packs; other names are ignored."""
     for name in root.files.names_in(root.packs_dir):
         parsed = parse_directory_name(name)
         if parsed:
@@ -65,9 +64,9 @@ def list_packs(root: Root) -> Iterator[int]:
 
 
 def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> memoryview:
-    """The words of an index, its header's included. Raises FileNotFoundError, or `Damaged` where it is not that of this pack.
+    """Returns the words of an index, including its header. Raises FileNotFoundError, or `Damaged` if it is not the index of this pack.
 
-    ``length``: how many slots it must have; None: as many as it says."""
+    ``length``: the expected number of slots; None: whatever the header says."""
     path = root.pack(id) / "index"
     fd = _open(root, path, os.O_RDWR if writable else os.O_RDONLY)
     try:
@@ -98,7 +97,8 @@ def list_segments(root: Root, id: int) -> list[tuple[int, Path]]:
 
 
 def empty_slot(cells: memoryview, claims: locks.Claims, slot: int, word: int) -> None:
-    """Let a slot whose record is damaged be filled again, if it still has this word. Whoever has its lock is filling it."""
+    """Empty a slot whose record is damaged, if it still has this word, so that it can be filled again. Does nothing while another
+    process fills it."""
     if claims.try_claim(slot):
         try:
             if cells[slot] == word:
@@ -108,7 +108,7 @@ def empty_slot(cells: memoryview, claims: locks.Claims, slot: int, word: int) ->
 
 
 def open_segment(root: Root, id: int, number: int) -> int:
-    """A descriptor to read a segment. Raises FileNotFoundError, `Damaged` where it is no file."""
+    """Returns a descriptor to read a segment. Raises FileNotFoundError, or `Damaged` if it is not a plain file."""
     return _open(root, segment_path(root, id, number), os.O_RDONLY)
 
 
@@ -137,7 +137,7 @@ def make_segment(root: Root, id: int, number: int, capacity: int) -> int:
 
 
 def punch_segment(root: Root, id: int, number: int, tail: int, capacity: int) -> int:
-    """Give back what lies behind ``tail``; gives the bytes that stay. Caller: is its one writer, or holds the writer lock."""
+    """Free the blocks after ``tail``; returns the bytes that stay. Caller: is its only writer, or holds the writer lock."""
     path = segment_path(root, id, number)
     kept = -(-tail // PAGE) * PAGE
     if tail <= pack_records.START:
@@ -156,9 +156,9 @@ def punch_segment(root: Root, id: int, number: int, tail: int, capacity: int) ->
 
 
 def find_tail(root: Root, id: int, number: int, words: memoryview) -> int | None:
-    """Where the last record of a segment that the index names ends; None if that cannot be told: then nothing more goes in.
+    """The end of the last record of a segment that the index names; None if it is unknown: then nothing more is appended.
 
-    ``words``: of the index, header included. Whoever wrote here is dead, so nothing moves."""
+    ``words``: of the index, including its header. The segment's writer is dead, so nothing changes meanwhile."""
     low, high = number << 40, (number + 1) << 40
     slots = words.tolist()
     last, slot = max(((word, at) for at, word in enumerate(slots[HEADER_WORDS:]) if low <= word < high), default=(0, 0))
@@ -180,7 +180,7 @@ def find_tail(root: Root, id: int, number: int, words: memoryview) -> int | None
 
 
 def bad_slots(root: Root, id: int, words: memoryview) -> list[int]:
-    """Every slot whose record is not what was stored: all bytes are read."""
+    """Every slot whose record differs from what was stored. Reads all bytes."""
     bad: list[int] = []
     by_segment: dict[int, list[tuple[int, int]]] = {}
     for slot, word in enumerate(words[HEADER_WORDS:].tolist()):

@@ -1,12 +1,11 @@
-"""What one sample looks like in a segment, and the word in the index that leads to it. Pure functions.
+"""The format of one sample in a segment, and of the index word that points to it. Pure functions.
 
     index word   segment << 40 | offset / 16, one aligned 8-byte store; 0: the slot is empty
     record       header of 32 bytes, payload
     header       slot, length, xxh3-64 of the payload (8 bytes each), boot tag, CRC-32 of all before it (4 bytes each)
 
-A record is taken for what the index says only if its header checks, names this slot of this pack, and ends within the segment.
-Payloads begin at multiples of 64, so that arrays in them are aligned.
-"""
+A record is accepted only if its header's checksum is right, it names this slot of this pack, and it ends within the segment.
+Payloads start at multiples of 64, so that arrays in them are aligned."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from forebay._model import Buffer
 HEADER = 32
 ALIGN = 64
 START = ALIGN - HEADER
-"""Where the first record of a segment begins; every record begins so far above a multiple of `ALIGN`."""
+"""The offset of the first record of a segment; every record starts this far above a multiple of `ALIGN`."""
 MAX_SEGMENT = (1 << 24) - 1
 
 _BODY = struct.Struct("<QQQI")
@@ -41,7 +40,7 @@ def place_of(word: int) -> tuple[int, int]:
 
 
 def footprint(length: int) -> int:
-    """Bytes from the begin of a record of ``length`` bytes to where the next one begins."""
+    """Bytes from the start of a record of ``length`` bytes to the start of the next one."""
     return -(-(HEADER + length) // ALIGN) * ALIGN
 
 
@@ -52,12 +51,12 @@ def boot_tag() -> int:
 
 
 def seed_of(pack: int) -> int:
-    """What the checks of a pack's headers begin with, so that those of another one are none."""
+    """The initial value of the checksums of a pack's headers: a header of another pack does not match."""
     return zlib.crc32(pack.to_bytes(8, "little"))
 
 
 def header_of(seed: int, slot: int, parts: Sequence[Buffer], length: int) -> bytes:
-    """The header of the record of ``slot`` whose payload are ``parts``, ``length`` bytes together."""
+    """The header of the record of ``slot``, whose payload is ``parts``, of ``length`` bytes together."""
     if len(parts) == 1:
         digest = xxhash.xxh3_64_intdigest(parts[0])
     else:
@@ -70,9 +69,9 @@ def header_of(seed: int, slot: int, parts: Sequence[Buffer], length: int) -> byt
 
 
 def length_of(segment: memoryview, offset: int, seed: int, slot: int, *, verify: bool = False) -> int | None:
-    """How long the payload is, which begins `HEADER` behind ``offset``; None if there is no sound record of this slot.
+    """The length of the payload, which starts `HEADER` bytes after ``offset``; None if there is no sound record of this slot.
 
-    The payload is compared with its checksum if ``verify``, and always if another boot of the machine wrote it."""
+    The payload is compared with its checksum if ``verify``, and always if it was written in another boot of the machine."""
     start = offset + HEADER
     if start > len(segment):
         return None

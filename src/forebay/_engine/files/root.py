@@ -1,4 +1,4 @@
-"""The way into a root: who may use it, where it may lie, and its creation by many processes at once."""
+"""Opening a root: who may use it, where it may be, and its creation by many processes at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _WORDS_SIZE = 4096
 _EMPTY = -1
 _FORMAT = re.compile(rb"forebay ([1-9][0-9]{0,8}) ([0-9a-f]{16})\n")
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This directory is a cache of Forebay: backups need not keep it.\n"
-# The directories of a root, and whether a name in one is ours: asked where no FORMAT says so.
+# The directories of a root, and whether a name in one is Forebay's: used where FORMAT is missing.
 _DIRECTORIES: dict[str, Callable[[str], object]] = {
     "blobs": FANS.__contains__,
     "trees": parse_directory_name,
@@ -53,13 +53,12 @@ _FILES = re.compile(r"FORMAT|CACHEDIR\.TAG|counters|settings\.json|hosts|catalog
 
 
 def open_root(path: str | os.PathLike[str], *, shared: bool = False, read_only: bool = False) -> Root:
-    """The root at ``path``, made if there is none; any number of processes may do so at once.
+    """Opens the root at ``path``, creating it if there is none. Any number of processes may do so at once.
 
-    A writable directory of another user's, or one that everybody may write to, gets a root of its own inside:
-    ``forebay-<uid>``, or ``forebay-g<gid>`` with ``shared``. ``read_only`` makes and changes nothing, and takes roots of
-    others and on network file systems too. A root that a group may write to is opened with ``shared`` only: what lies there may be
-    anybody's of the group. Raises `RootRefused` (what was wanted, found, and what to do), `NewerFormat`, or OSError.
-    """
+    In a writable directory that belongs to another user or is open to everybody, the root is a directory inside: ``forebay-<uid>``, or
+    ``forebay-g<gid>`` with ``shared``. ``read_only`` creates and changes nothing, and accepts roots of other users and on network file
+    systems. A root that a group may write to is opened with ``shared`` only: its files may come from any member of the group. Raises
+    `RootRefused`, `NewerFormat`, or OSError."""
     directory = Path(os.path.realpath(path))
     if read_only:
         return _open_read_only(directory, shared)
@@ -68,28 +67,28 @@ def open_root(path: str | os.PathLike[str], *, shared: bool = False, read_only: 
     _make_directory(directory)
     _check_owner(directory, shared)
     if _has_format(directory) and not _may_write(directory):
-        log.warning("%s may not be written to: what it has is served, nothing is added", directory)
+        log.warning("%s is not writable: its entries are served, nothing is added", directory)
         return _open_read_only(directory, shared)
     id = _read_format(directory)
     if id is None:
         id = _create(Root(directory, id_left(directory) or secrets.randbits(62), shared=shared))
     elif id == _EMPTY:
-        id = _mend_format(directory)
+        id = _restore_format(directory)
     root = Root(directory, id, shared=_is_a_groups(directory.stat()))
     _check_trust(root, shared)
     if shared and not root.shared:
-        _refuse(directory, "a root for a group", "one that was made for its owner alone", "choose another place, or remove it first")
+        _refuse(directory, "a root for a group", "a root for its owner only", "choose another directory, or remove it first")
     _complete(root)
     return root
 
 
 def _check_trust(root: Root, shared: bool) -> None:
-    """Refuse what others can write to, unless that was asked for: their outputs of functions would be unpickled here."""
+    """Refuse a root that others can write to, unless ``shared`` was given: stored results of functions would be unpickled here."""
     if root.shared and not shared:
         group = root.path.stat().st_gid
         _refuse(
             root.path, "a root that only its owner can write to", f"one that group {group} can write to",
-            "pass shared=True, or set FOREBAY_SHARED=1, if you trust all members of that group; else choose another place",
+            "pass shared=True, or set FOREBAY_SHARED=1, if you trust all members of that group; else choose another directory",
         )  # fmt: skip
 
 
@@ -98,40 +97,38 @@ def _open_read_only(directory: Path, shared: bool) -> Root:
     if id == _EMPTY:
         id = id_left(directory)
     if id is None:
-        _refuse(directory, "a cache to read from", "no FORMAT file", "check the path: a read-only root is never made")
+        _refuse(directory, "a cache to read from", "no FORMAT file", "check the path: a read-only root is never created")
     root = Root(directory, id, shared=_is_a_groups(directory.stat()), read_only=True)
     _check_trust(root, shared)
     return root
 
 
 def _refuse(directory: Path, expected: str, actual: str, todo: str) -> NoReturn:
-    raise RootRefused(
-        f"{directory}: {expected} was wanted, but found was {actual}: {todo}", path=str(directory), wanted=expected, found=actual
-    )
+    raise RootRefused(f"{directory}: expected {expected}, found {actual}: {todo}", path=str(directory), wanted=expected, found=actual)
 
 
 def _read_format(directory: Path) -> int | None:
-    """The id of the root at ``place``; None if there is no root, `_EMPTY` where a power cut left its FORMAT so."""
+    """The id of the root at ``directory``; None if there is no root, `_EMPTY` if a power cut left FORMAT empty."""
     try:
         text = host.read_small(directory / "FORMAT", LONGEST_FORMAT)
     except FileNotFoundError:
         return None
     except NotADirectoryError:
-        _refuse(directory, "a directory", "something else", "choose another place")
+        _refuse(directory, "a directory", "something else", "choose another directory")
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):  # a symbolic link, a socket
             raise
         text = None
     if text is None:
-        _refuse(directory, "a root of Forebay", "a FORMAT that is no plain file", "choose another place, or remove this one")
+        _refuse(directory, "a root of Forebay", "a FORMAT that is not a plain file", "choose another directory, or remove this one")
     if not text.strip(b"\0"):
         return _EMPTY
     match = _FORMAT.fullmatch(text)
     if not match:
-        _refuse(directory, "a root of Forebay", f"a FORMAT file that says {text[:40]!r}", "choose another place, or remove this one")
+        _refuse(directory, "a root of Forebay", f"a FORMAT file containing {text[:40]!r}", "choose another directory, or remove this one")
     version = int(match[1])
     if version > VERSION:
-        message = f"{directory}: written in format {version}, this Forebay knows format {VERSION}: upgrade Forebay, or choose another place"
+        message = f"{directory} has format {version}, this Forebay reads up to {VERSION}: upgrade Forebay, or choose another directory"
         raise NewerFormat(message, path=str(directory), found=version, known=VERSION)
     return int(match[2], 16)
 
@@ -139,12 +136,12 @@ def _read_format(directory: Path) -> int | None:
 def _refuse_network(directory: Path) -> None:
     kind = host.fs_kind(next(p for p in (directory, *directory.parents) if p.exists()))
     if not host.is_local(kind):
-        todo = "choose a place on a local disk, such as $TMPDIR or /dev/shm (as a read-only upstream this one may serve)"
+        todo = "choose a directory on a local disk, such as $TMPDIR or /dev/shm (this one may serve as a read-only upstream)"
         _refuse(directory, "a local file system", f"one of kind {kind}, where locks and mappings may not be shared", todo)
 
 
 def _inside(directory: Path, shared: bool) -> Path:
-    """``place``; where that is a directory open to others and no root, the directory in it that is to be the root."""
+    """``directory``; or, if that is open to others and not a root, the directory in it that becomes the root."""
     try:
         status = directory.lstat()
     except FileNotFoundError:
@@ -175,7 +172,7 @@ def _is_a_groups(status: os.stat_result) -> bool:
 
 
 def _fits_group(status: os.stat_result) -> bool:
-    """Whether this directory, another user's, can be the root of a group of ours."""
+    """Whether this directory, which belongs to another user, can be the root of a group of this user."""
     ours = status.st_gid in (os.getegid(), *os.getgroups())
     return ours and _is_a_groups(status) and not status.st_mode & (stat.S_IWOTH | stat.S_ISVTX)
 
@@ -191,28 +188,30 @@ def _make_directory(directory: Path) -> None:
 def _check_owner(directory: Path, shared: bool) -> None:
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        _refuse(directory, "a directory", "something else", "choose another place")
+        _refuse(directory, "a directory", "something else", "choose another directory")
     if status.st_mode & stat.S_IWOTH and _has_format(directory):
-        _refuse(directory, "a root that only its owner or group may write to", "one open to everybody", f"chmod o-w {directory}")
+        _refuse(directory, "a root that only its owner or group may write to", "one that everybody may write to", f"chmod o-w {directory}")
     if status.st_uid == os.geteuid() or (_fits_group(status) and (shared or _has_format(directory))):
         return
     owner = f"one of user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}"
-    _refuse(directory, f"a directory of user {os.geteuid()}", owner, "choose another place, or have its owner make it with shared=True")
+    _refuse(
+        directory, f"a directory of user {os.geteuid()}", owner, "choose another directory, or have its owner create it with shared=True"
+    )
 
 
 def _create(new: Root) -> int:
-    """Lay a root out, FORMAT last: whoever links FORMAT first gives the root its id."""
+    """Create the files of a root, FORMAT last: the process that links FORMAT first determines the root's id."""
     _refuse_foreign(new.path)
     _lay_out(new)
     new.install(new.path / "FORMAT", lambda fd: host.pwrite(fd, new.format_line, 0))
     id = _read_format(new.path)
     if id is None:
-        _refuse(new.path, "a place that stays", "a FORMAT file that vanished at once", "let nothing remove it meanwhile")
+        _refuse(new.path, "an undisturbed directory", "a FORMAT file that vanished at once", "stop the program that removes it")
     return id
 
 
-def _mend_format(directory: Path) -> int:
-    """Let an empty FORMAT say what it said. Any number of processes may do so at once: each writes the same."""
+def _restore_format(directory: Path) -> int:
+    """Rewrite an empty FORMAT. Any number of processes may do so at once: each writes the same content."""
     _refuse_foreign(directory)
     fd = os.open(directory / "FORMAT", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -222,12 +221,12 @@ def _mend_format(directory: Path) -> int:
     if text.strip(b"\0"):  # another process was first
         written = _read_format(directory)
         if written is None or written == _EMPTY:
-            _refuse(directory, "a place that stays", "a FORMAT file that changes all the time", "let nothing touch it meanwhile")
+            _refuse(directory, "an undisturbed directory", "a FORMAT file that keeps changing", "stop the program that changes it")
         return written
     id = id_left(directory)
     if id is None:
-        id = xxhash.xxh3_64_intdigest(f"{status.st_dev} {status.st_ino} {status.st_mtime_ns}") >> 2
-    log.warning("%s: its FORMAT was empty, as a power cut may leave it: it is written anew", directory)
+        id = xxhash.xxh3_64_intdigest(f"{status.st_dev} {status.st_ino} {status.st_mtime_ns}".encode()) >> 2
+    log.warning("%s: its FORMAT is empty, as after a power cut: it is rewritten", directory)
     root = Root(directory, id, shared=_is_a_groups(directory.stat()))
     root.replace(directory / "FORMAT", root.format_line)
     return id
@@ -237,11 +236,11 @@ def _refuse_foreign(directory: Path) -> None:
     others = list(foreign(directory))
     if others:
         actual = f"{len(others)} things that are not Forebay's ({', '.join(others[:3])})"
-        _refuse(directory, "an empty or new directory", actual, f"give a directory of its own, such as {directory}/forebay")
+        _refuse(directory, "an empty or new directory", actual, f"use a directory for the cache alone, such as {directory}/forebay")
 
 
 def foreign(directory: Path) -> Iterator[str]:
-    """What lies at ``place`` that no root has: paths below it."""
+    """Names in ``directory`` that do not belong to a root, as paths below it."""
     for name in sorted(os.listdir(directory)):
         if name in _DIRECTORIES and stat.S_ISDIR((directory / name).lstat().st_mode):
             yield from (f"{name}/{inner}" for inner in os.listdir(directory / name) if not _DIRECTORIES[name](inner))
@@ -261,7 +260,7 @@ def _foreign_in_fans(blobs: Path) -> Iterator[str]:
 
 
 def _lay_out(root: Root) -> None:
-    """Make what is missing. Each step may be repeated, and be made by others meanwhile."""
+    """Create what is missing. Each step may be repeated, and done by other processes at the same time."""
     _settle(root, root.path, root.dir_mode)
     for name in (*_DIRECTORIES, *(f"blobs/{fan}" for fan in FANS)):
         root.files.mkdir(root.path / name, root.dir_mode)
@@ -276,8 +275,8 @@ def _lay_out(root: Root) -> None:
 
 
 def _settle(root: Root, path: Path, mode: int, *, is_ours: bool = True) -> None:
-    """Give ``path`` its mode whatever the umask was, also where its maker was killed before he could. ``is_ours``: a link in its place is
-    refused; else left alone."""
+    """Set the mode of ``path`` whatever the umask was, also where its creator was killed before doing so. ``is_ours``: refuse a link in its
+    place; else leave it alone."""
     top = path == root.path
     status = path.lstat() if top else root.files.lstat(path)
     if stat.S_ISLNK(status.st_mode):
@@ -289,13 +288,13 @@ def _settle(root: Root, path: Path, mode: int, *, is_ours: bool = True) -> None:
 
 
 def _complete(root: Root) -> None:
-    """Make again what somebody removed from a root, and remove what killed installers left."""
+    """Recreate what was removed from a root, and remove what killed installers left."""
     for name in _DIRECTORIES:
         path = root.path / name
         if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
             _refuse(path, "a directory of the root's own", "something else", "remove it; symbolic links are not followed")
     _remove_links(root)
-    _refuse_strange_locks(root)
+    _refuse_foreign_locks(root)
     expected = {"": _DIRECTORIES.keys(), "blobs": {*FANS}, "locks": {*LOCKS, "words"}}
     if any(not names <= _names_in(root, directory) for directory, names in expected.items()):
         _lay_out(root)
@@ -307,26 +306,26 @@ def _complete(root: Root) -> None:
 
 
 def _remove_links(root: Root) -> None:
-    """Links in the place of directories of blobs, which nobody of ours follows: nothing could be kept there."""
+    """Remove links in place of directories of blobs: Forebay does not follow them, so nothing could be stored there."""
     try:
         with root.files.listing(root.blobs_dir) as fd, os.scandir(fd) as scan:
             links = [entry.name for entry in scan if entry.name in FANS and not entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return
     for name in links:
-        log.warning("%s: no directory, but a link or a file, which nobody follows: it is made anew", root.blobs_dir / name)
-        with contextlib.suppress(IsADirectoryError):  # another process made it anew since it was listed
+        log.warning("%s is a link or a file instead of a directory: it is recreated", root.blobs_dir / name)
+        with contextlib.suppress(IsADirectoryError):  # another process has recreated it since it was listed
             root.files.unlink(root.blobs_dir / name)
 
 
-def _refuse_strange_locks(root: Root) -> None:
+def _refuse_foreign_locks(root: Root) -> None:
     try:
         with root.files.listing(root.path / "locks") as fd, os.scandir(fd) as scan:
             strange = [entry.name for entry in scan if entry.name in {*LOCKS, "words"} and not entry.is_file(follow_symlinks=False)]
     except FileNotFoundError:
         return
     for name in strange:
-        _refuse(root.lock(name), "a file of the root's own", "something else", "remove it: it is made anew")
+        _refuse(root.lock(name), "a file of the root's own", "something else", "remove it: it is recreated")
 
 
 def _names_in(root: Root, directory: str) -> set[str]:

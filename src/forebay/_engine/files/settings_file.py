@@ -1,8 +1,7 @@
-"""What people set of a root, beside the catalog, so that a lost or damaged catalog does not take it along.
+"""The settings of a root, in a file beside the catalog, so that they survive a lost or damaged catalog.
 
-A small file, replaced as a whole. It is read where a catalog begins empty, and written where the settings change: the catalog is the
-truth while there is one. Nothing in it is believed unseen: what does not fit is left out.
-"""
+A small file, replaced as a whole. It is read when a catalog starts empty, and written when the settings change: as long as there is a
+catalog, the catalog is authoritative. Its content is validated: whatever is invalid is left out."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ class Kept:
 
 
 def read(root: Root) -> Kept | None:
-    """What the file says; None where there is none, or where it is damaged or another root's."""
+    """The content of the file; None if it is missing, damaged, or another root's."""
     try:
         body = json.loads(_content(root))
         checksum = body.pop("checksum")
@@ -65,12 +64,12 @@ def read(root: Root) -> Kept | None:
 
 
 def says(root: Root, kept: Kept) -> bool:
-    """Whether the file says ``kept``."""
+    """Whether the file contains ``kept``."""
     return read(root) == replace(kept, spaces=_sane([asdict(space) for space in kept.spaces]))
 
 
 def write(root: Root, kept: Kept) -> None:
-    """Let the file say ``kept``. Caller: holds the writer lock. A disk that fails is no fault: the next open writes it again."""
+    """Write ``kept`` to the file. Caller: holds the writer lock. A disk error is not raised: the next open writes it again."""
     spaces = _sane([asdict(space) for space in kept.spaces])
     body = {"root": f"{root.id:016x}", **asdict(kept), "spaces": [asdict(space) for space in spaces]}
     text = json.dumps({**body, "checksum": _checksum(body)}, indent=1) + "\n"
@@ -83,7 +82,7 @@ def write(root: Root, kept: Kept) -> None:
 def _content(root: Root) -> bytes:
     data = host.read_small(root.settings, _LARGEST)
     if data is None:
-        raise ValueError("it is no file of a sensible size")
+        raise ValueError("it is not a plain file, or too large")
     return data
 
 

@@ -1,7 +1,6 @@
 """A write in progress under ``tmp/``: bytes come in any order from several threads, and outlive the process that wrote them.
 
-Beside a file of more than 1 MiB lies its chunk map, so that a successor fetches only what it lacks.
-"""
+A file of more than 1 MiB has a chunk map beside it, so that a successor fetches only the missing bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def footprint(size: int, block: int) -> int:
 
 
 def progress_of(root: Root, keyhash: int, id: int) -> tuple[int, int | None] | None:
-    """``(done, total)`` bytes of a write of any process; total None: not known; None: there is no such write."""
+    """``(done, total)`` bytes of a write in any process; total None: unknown. None: there is no such write."""
     path = root.tmp(keyhash, id)
     try:
         size = root.files.lstat(path).st_size
@@ -67,18 +66,17 @@ def _copy(source: int, target: int, start: int, length: int) -> None:
 
 
 class Stage:
-    """One write in progress. `write` is callable from several threads at once, `close` and `discard` meanwhile too.
+    """One write in progress. `write` is callable from several threads at once, also during `close` and `discard`.
 
-    ``id``, ``keyhash``, ``path``: whose bytes, and where. ``partial``: what an earlier write left and can be gone on from.
-    ``total``: bytes, None: not known. ``on_grow``: called with the new size before a write of unknown total grows beyond what
-    was granted; may raise `NoSpace`. A forked child has no part in its parent's stage.
-    """
+    ``id``, ``keyhash``, ``path``: of the entry, of its key, of the file. ``partial``: the part of an earlier write that can be resumed.
+    ``total``: bytes, None: unknown. ``on_grow``: called with the new size before a write of unknown total exceeds its reservation; may
+    raise `NoSpace`. A forked child does not share its parent's stage."""
 
     partial: Partial | None
     total: int | None
     on_grow: Callable[[int], None] | None
 
-    _idle: threading.Condition  # guards what follows; told when no `write` is under way
+    _idle: threading.Condition  # guards what follows; notified when no `write` is running
     _fd: int | None
     _writers: int  # calls of `write` that are under way
     _coverage: Coverage
@@ -107,7 +105,7 @@ class Stage:
         a sane map, a strong validator, no reboot since. Caller: holds the key's lock. Raises OSError."""
         path = root.tmp(keyhash, id)
         if root.shared:
-            root.files.unlink(root.tmp(keyhash, id, ".old"))  # somebody was killed while he made it his
+            root.files.unlink(root.tmp(keyhash, id, ".old"))  # a process was killed while it took the file over
         try:
             status = root.files.lstat(path)
             if not stat.S_ISREG(status.st_mode):
@@ -118,7 +116,7 @@ class Stage:
             stage = cls(root, keyhash, id, root.files.open_write(path))
         except FileNotFoundError:
             return None
-        except PermissionError:  # another user's, who died before the group had its rights
+        except PermissionError:  # another user's, who died before the group got its permissions
             remove_partial(root, keyhash, id)
             return None
         try:
@@ -127,7 +125,7 @@ class Stage:
             stage.close()
             if not isinstance(error, OSError) or error.errno in SCARCE:
                 raise
-            log.warning("%s cannot be gone on with, and is begun anew: %s", path, str(error))
+            log.warning("%s cannot be resumed, and is restarted: %s", path, str(error))
             remove_partial(root, keyhash, id)
             return None
         return stage
@@ -142,8 +140,9 @@ class Stage:
             self._make_ours()
 
     def _make_ours(self) -> None:
-        """Go on in a file of our own: only a file's owner may set its mode and its time, as `finish` does. What another user wrote moves
-        over piece by piece, so that the disk holds little of it twice. Killed meanwhile, it is begun from zero: the map goes first."""
+        """Continue in a file of this user's: only a file's owner may set its mode and time, as `finish` does. The other user's bytes are
+        moved piece by piece, so that the disk never holds much of them twice. If killed meanwhile, the write restarts from zero: the map
+        is removed first."""
         old, old_path = self._descriptor(), self.root.tmp(self.keyhash, self.id, ".old")
         self._remove_map()
         self.root.files.rename(self.path, old_path)
@@ -193,11 +192,10 @@ class Stage:
             return self._coverage.done
 
     def begin(self, total: int | None, validator: str | None = None) -> tuple[Span, ...]:
-        """Make room for ``total`` bytes and give the spans that are wanted: what `partial` lacks where size and ``validator`` are
-        still its, else all; one span of length -1 where the total is unknown. ``validator``: only a strong one.
+        """Reserve room for ``total`` bytes and return the spans to fetch: the missing ones of `partial` if size and ``validator`` still
+        match, else all; one span of length -1 if the total is unknown. ``validator``: only a strong one.
 
-        Called again when the object changed: what was written before is void. Raises OSError (ENOSPC) where the disk is full.
-        """
+        Called again when the object changed: everything written before is void. Raises OSError (ENOSPC) where the disk is full."""
         kept, self.partial = self.partial, None
         self.total = total
         if kept and (kept.size, kept.validator) == (total, validator):
@@ -218,16 +216,15 @@ class Stage:
             return self._coverage.missing(self.total or 0)
 
     def write(self, offset: int, data: Buffer) -> None:
-        """Put ``data`` at ``offset``. By several threads at once, in any order; the same bytes may come again.
+        """Write ``data`` at ``offset``. Callable from several threads at once, in any order; the same bytes may come again.
 
-        Raises OSError where the disk fails, `NoSpace` where ``on_grow`` does, ValueError for bytes beyond a known total.
-        """
+        Raises OSError where the disk fails, `NoSpace` where ``on_grow`` does, ValueError for bytes beyond a known total."""
         view = memoryview(data).cast("B")
         written = Span(offset, len(view))
         if self.total is None:
             self.grow_to(written.end)
         elif written.end > self.total:
-            raise ValueError(f"bytes up to {written.end:,} came for {self.total:,}")
+            raise ValueError(f"received bytes up to {written.end:,} of {self.total:,}")
         with self._idle:
             fd = self._descriptor()
             self._writers += 1
@@ -262,15 +259,14 @@ class Stage:
             self._granted = ample
 
     def finish(self) -> tuple[int, bytes]:
-        """All bytes have come: ``(size, checksum)``. The file then awaits its publication, and this stage is closed.
+        """Check that all bytes have arrived; returns ``(size, checksum)``. The file then awaits its publication, and this stage is closed.
 
-        Raises `CacheFault` if bytes are missing, OSError where the disk fails; the stage is then as before.
-        """
+        Raises `CacheFault` if bytes are missing, OSError where the disk fails; the stage is unchanged then."""
         fd = self._descriptor()
         size = self._coverage.end if self.total is None else self.total
         lacking = sum(span.length for span in self._coverage.missing(size))
         if lacking:
-            raise CacheFault(f"{self.path}: {lacking:,} of {size:,} bytes never came", path=str(self.path))
+            raise CacheFault(f"{self.path}: {lacking:,} of {size:,} bytes are missing", path=str(self.path))
         if os.fstat(fd).st_size != size:
             host.truncate(fd, size)
         checksum = self._checksum(fd, size)
@@ -282,7 +278,7 @@ class Stage:
         return size, checksum
 
     def close(self) -> None:
-        """Let go, and leave what was written for a successor. Idempotent."""
+        """Close the stage, and leave the written bytes for a successor. Idempotent."""
         with self._idle:
             fd, self._fd = self._fd, None
             # A write that is under way would go into a file that is a successor's, or that the number belongs to next.
@@ -292,7 +288,7 @@ class Stage:
             os.close(fd)
 
     def discard(self) -> None:
-        """Let go, and remove what was written. Idempotent."""
+        """Close the stage, and remove the written bytes. Idempotent."""
         self.close()
         remove_partial(self.root, self.keyhash, self.id)
 
@@ -310,8 +306,8 @@ class Stage:
             self._take_new_file()
 
     def _take_new_file(self) -> None:
-        """Not a shorter one: where locks exclude nobody, somebody may have published and mapped this very file, and is killed if he
-        reads beyond its end."""
+        """Never shorten the file: on file systems whose locks do not exclude other machines, another process may have published and
+        mapped this file, and reading beyond its end would kill it."""
         with self._idle:
             self._idle.wait_for(lambda: not self._writers)
             fd, self._fd = self._fd, None
@@ -346,7 +342,7 @@ class Stage:
             at += len(piece)
 
     def _sum_of_locked(self, chunk: int) -> bytes:
-        """Of a chunk that is on the disk: as it came, or, where it came out of order, as it is read."""
+        """The checksum of a chunk that is on the disk: from its bytes as they came, or read back where they came out of order."""
         block, total = self._chunks.pop(chunk, None), self.total or 0
         known = block.digest(min(CHUNK, total - chunk * CHUNK)) if block is not None else None
         return known or _sum_of(self._descriptor(), chunk, total)
@@ -375,7 +371,7 @@ class MemoryStage:
 
     @property
     def done(self) -> int:
-        """Bytes that came."""
+        """Bytes received."""
         with self._mutex:
             return self._coverage.done
 
@@ -384,21 +380,21 @@ class MemoryStage:
         view = memoryview(data).cast("B")
         end = offset + len(view)
         if end > self.total:
-            raise ValueError(f"bytes up to {end:,} came for {self.total:,}")
+            raise ValueError(f"received bytes up to {end:,} of {self.total:,}")
         self.data[offset:end] = view
         with self._mutex:
             self._coverage.add(offset, end)
 
     def finish(self) -> tuple[int, bytes]:
-        """All bytes have come: ``(size, checksum)``. Raises `CacheFault` if any are missing."""
+        """Check that all bytes have arrived; returns ``(size, checksum)``. Raises `CacheFault` if any are missing."""
         lacking = self.total - self.done
         if lacking:
-            raise CacheFault(f"{lacking:,} of {self.total:,} bytes never came")
+            raise CacheFault(f"{lacking:,} of {self.total:,} bytes are missing")
         return self.total, checksum_of(self.data)
 
 
 class _Block:
-    """The hash of one block of the file, as far as its bytes came in order; else the block is read again at the end."""
+    """The hash of one block of the file, as long as its bytes come in order; otherwise the block is read again at the end."""
 
     __slots__ = ("_full", "_hash", "_length")
 
@@ -417,7 +413,7 @@ class _Block:
             self._hash = self._hash.digest()
 
     def digest(self, length: int) -> bytes | None:
-        """Of the block's ``length`` bytes; None if they did not come in order."""
+        """The hash of the block's ``length`` bytes; None if they did not come in order."""
         if self._hash is None or self._length != length:
             return None
         return self._hash if isinstance(self._hash, bytes) else self._hash.digest()

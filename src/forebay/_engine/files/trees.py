@@ -22,7 +22,7 @@ def build(root: Root, id: int, members: Iterable[tuple[str, str | Path]], *, key
         _link_all(root, str(staged), members)
         for directory in _directories(root, str(staged)):
             root.files.chmod(directory, root.tree_mode)
-        # A directory can only be moved by who may write to it: its own mode comes after the move, its row after both.
+        # Moving a directory requires write permission on it: its own mode is set after the move, its row after both.
         root.files.chmod(staged, root.dir_mode)
         root.files.rename(staged, path)
     except BaseException:
@@ -41,7 +41,7 @@ def remove(root: Root, id: int, *, keyhash: int = 0) -> bool:
 
 
 def list_trees(root: Root) -> Iterator[int]:
-    """The ids of all trees; what has no name of ours is none of our business."""
+    """The ids of all trees; other names are ignored."""
     for name in root.files.names_in(root.trees_dir):
         parsed = parse_directory_name(name)
         if parsed:
@@ -49,7 +49,7 @@ def list_trees(root: Root) -> Iterator[int]:
 
 
 def list_files(root: Root, id: int) -> Iterator[str]:
-    """The names of all that lies in a tree and is no directory. Raises FileNotFoundError where there is no such tree."""
+    """The names of everything in a tree that is not a directory. Raises FileNotFoundError if there is no such tree."""
     top = str(root.tree(id))
     for directory in _directories(root, top):
         with root.files.listing(directory) as fd, os.scandir(fd) as scan:
@@ -58,9 +58,9 @@ def list_files(root: Root, id: int) -> Iterator[str]:
 
 
 def look(root: Root, path: str) -> dict[str, tuple[int, int, int]]:
-    """What lies in a tree: (inode, size, time of the last write) by relative name, that of a directory with a slash at its end.
+    """The content of a tree: (inode, size, modification time) by relative name; that of a directory ends with a slash.
 
-    Raises FileNotFoundError or `LinkInTheWay` where there is no such tree; no link is followed."""
+    Raises FileNotFoundError or `LinkInTheWay` if there is no such tree; no link is followed."""
     files: dict[str, tuple[int, int, int]] = {}
     folders = [""]
     while folders:
@@ -78,7 +78,7 @@ def look(root: Root, path: str) -> dict[str, tuple[int, int, int]]:
 
 
 def charge(root: Root, id: int) -> int:
-    """How many bytes of disk the tree's directories take. Raises FileNotFoundError where there is no such tree."""
+    """Bytes on the disk of the tree's directories. Raises FileNotFoundError if there is no such tree."""
     return sum(root.files.lstat(directory).st_blocks * 512 for directory in _directories(root, str(root.tree(id))))
 
 
@@ -118,7 +118,7 @@ def _link_all(root: Root, top: str, members: Iterable[tuple[str, str | Path]]) -
 def _make_directory(root: Root, path: str) -> None:
     root.files.mkdir(path, root.dir_mode)
     if root.shared:
-        root.files.chmod(path, root.dir_mode)  # whatever the umask: others of the group remove it if we are killed
+        root.files.chmod(path, root.dir_mode)  # whatever the umask: other members of the group remove it if we are killed
 
 
 def _directories(root: Root, top: str) -> Iterator[str]:
