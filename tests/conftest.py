@@ -16,6 +16,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
+from tests.processes import ProcessGroup
 
 pytest_plugins = ["tests.remote_directories"]  # remote directories, and servers that count
 
@@ -135,6 +136,14 @@ def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
     with forebay.Cache(tmp_path / "root", budget=64 << 20, min_free=0) as cache:
         yield cache
         assert cache.check(deep=True) == []
+
+
+@pytest.fixture
+def children() -> Iterator[ProcessGroup]:
+    """Starts processes; what still runs at the end of the test is killed."""
+    group = ProcessGroup()
+    yield group
+    group.kill()
 
 
 @pytest.fixture

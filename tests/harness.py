@@ -4,188 +4,20 @@ knows nothing of the engine's code."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import pickle
 import random
 import re
-import select
 import signal
 import sqlite3
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forebay._engine.store import Settings, Store
-from forebay._kernel import host
 
-HANG = 60.0
-"""Seconds after which a child is taken to hang: a guard, not a measure."""
 KiB, MiB = 1 << 10, 1 << 20
-
-
-_prctl = ctypes.CDLL(None).prctl
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG: a test that fails leaves nobody behind
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Child:
-    """A forked process that runs one function and sends back what that gave, or raised."""
-
-    pid: int
-    _from: int
-    _status: int | None = None
-    _data: bytearray = field(default_factory=bytearray)
-
-    def wait(self, timeout: float = HANG) -> int:
-        """Its exit status; the negative signal that killed it. Reads what it says meanwhile."""
-        deadline = time.monotonic() + timeout
-        while self._from >= 0:
-            if not select.select([self._from], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise AssertionError(f"process {self.pid} hangs")
-            block = os.read(self._from, 1 << 20)
-            self._data += block
-            if not block:
-                os.close(self._from)
-                self._from = -1
-        if self._status is None:
-            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._status
-
-    def result(self, timeout: float = HANG) -> Any:
-        """What the function gave; what it raised is raised here."""
-        if status := self.wait(timeout):
-            raise AssertionError(f"process {self.pid} ended with {status}")
-        good, value = pickle.loads(self._data)
-        if not good:
-            raise AssertionError(value)
-        return value
-
-    def last_words(self) -> str:
-        """What it said before it was killed."""
-        self.wait()
-        return self._data.decode()
-
-    def kill(self) -> None:
-        if self._status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            self.wait()
-
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-
-def fork(work: Callable[[], object]) -> Child:
-    """Run ``work`` in a child."""
-    return _fork(lambda _: work())
-
-
-def _fork(work: Callable[[int], object]) -> Child:
-    ours, its = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(its)
-        return Child(pid, ours)
-    _prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    try:
-        os.close(ours)
-        answer = (True, work(its))
-    except BaseException:
-        answer = (False, traceback.format_exc())
-    view = memoryview(pickle.dumps(answer))
-    while view:
-        view = view[os.write(its, view) :]
-    os._exit(0)
-
-
-def as_user(uid: int, work: Callable[[], Any], *, gid: int | None = None, umask: int = 0o022) -> Callable[[], Any]:
-    """``work``, for a child of root's that becomes this user first. ``gid``: its first group (default: one of its own)."""
-
-    def run() -> Any:
-        os.umask(umask)
-        os.setgroups([])
-        os.setgid(uid if gid is None else gid)
-        os.setuid(uid)
-        os.environ["NETRC"] = os.devnull
-        return work()
-
-    return run
-
-
-def raise_it(error: BaseException) -> None:
-    """For processes that import nothing else of a test."""
-    raise error
-
-
-def in_child(work: Callable[[], object]) -> Any:
-    """Run ``work`` in a fresh child and wait for it."""
-    return fork(work).result()
-
-
-def fork_to_die(step: int, work: Callable[[], object]) -> Child:
-    """Run ``work`` in a child that is killed before its ``step``-th change of a file."""
-
-    def dying(pipe: int) -> None:
-        left = [step]
-
-        def hook(name: str, subject: str) -> None:
-            if not left[0]:
-                os.write(pipe, f"{name} {os.path.basename(subject)}".encode())
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-
-        host.on_step(hook)
-        work()
-
-    return _fork(dying)
-
-
-def death_of(child: Child) -> str | None:
-    """Before which step a child of `fork_to_die` died; None if it came to its end."""
-    if child.wait() == -signal.SIGKILL:
-        return child.last_words()
-    child.result()
-    return None
-
-
-class Crew:
-    """Children that are killed at the end of a test if they still run."""
-
-    def __init__(self) -> None:
-        self._born: list[Child] = []
-
-    def __call__(self, work: Callable[[], object]) -> Child:
-        self._born.append(fork(work))
-        return self._born[-1]
-
-    def dismiss(self) -> None:
-        for child in self._born:
-            child.kill()  # one that is stopped too
-
-
-class Gate:
-    """Tells another process that something happened; a forked child has both ends."""
-
-    def __init__(self) -> None:
-        self._from, self._to = os.pipe()
-
-    def open(self) -> None:
-        os.write(self._to, b".")
-
-    def wait(self, timeout: float = HANG) -> None:
-        if not select.select([self._from], [], [], timeout)[0]:
-            raise AssertionError("nobody opened the gate")
-        os.read(self._from, 1)
-
-    def close(self) -> None:
-        os.close(self._from)
-        os.close(self._to)
 
 
 # -- stores ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import forebay
 from forebay import Checkpoint, errors
 from forebay.reports import Progress
 from forebay.testing import ScriptedServer
-from tests.harness import Crew, in_child
+from tests.processes import ProcessGroup, in_child
 from tests.remote_directories import CKPT, FILES, MARKER, TOTAL, Remote, files_of, http_directory, inodes_of, modes_of, some_kinds
 from tests.servers.counting import Shelf, content
 
@@ -47,13 +46,6 @@ def local(tmp_path: Path) -> Path:
     (place / "sub" / "optim.pt").write_bytes(b"optim")
     (place / "model.pt").write_bytes(b"model")
     return place
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    found = Crew()
-    yield found
-    found.dismiss()
 
 
 # -- what it is --------------------------------------------------------------------------------------------------------
@@ -300,7 +292,7 @@ def test_the_lease_ends_with_an_exception(cache: forebay.Cache, ckpt: Checkpoint
     assert cache.evict(cache.entries("directories")[0].name).removed
 
 
-def test_the_lease_ends_with_death(cache: forebay.Cache, ckpt: Checkpoint, crew: Crew) -> None:
+def test_the_lease_ends_with_death(cache: forebay.Cache, ckpt: Checkpoint, children: ProcessGroup) -> None:
     ours, theirs = os.pipe()
 
     def hold() -> None:
@@ -308,7 +300,7 @@ def test_the_lease_ends_with_death(cache: forebay.Cache, ckpt: Checkpoint, crew:
             os.write(theirs, path.encode())
             threading.Event().wait(60)
 
-    child = crew(hold)
+    child = children(hold)
     path = os.read(ours, 4096).decode()
     assert cache.entries("directories")[0].leased
     assert cache.evict(cache.entries("directories")[0].name).removed == ()
@@ -562,7 +554,7 @@ def test_a_link_to_a_directory_as_the_target(ckpt: Checkpoint, tmp_path: Path) -
     assert files_of(tmp_path / "real") == FILES
 
 
-def test_several_processes_with_one_path_do_it_once(ckpt: Checkpoint, tmp_path: Path, crew: Crew, shelf: Shelf) -> None:
+def test_several_processes_with_one_path_do_it_once(ckpt: Checkpoint, tmp_path: Path, children: ProcessGroup, shelf: Shelf) -> None:
     shelf.stall(f"{CKPT}/model-00001.safetensors")
     target = tmp_path / "copy"
 
@@ -571,7 +563,7 @@ def test_several_processes_with_one_path_do_it_once(ckpt: Checkpoint, tmp_path: 
         assert files_of(target) == FILES
         return inodes_of(target)
 
-    children = [crew(take) for _ in range(4)]
+    children = [children(take) for _ in range(4)]
     shelf.wait("stalled")
     shelf.go(f"{CKPT}/model-00001.safetensors")
     inodes = [child.result() for child in children]
@@ -704,7 +696,7 @@ def test_metadata_that_is_damaged(ckpt: Checkpoint, remote: Remote) -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "s3"])
-def test_no_update_is_lost(kind: str, cache: forebay.Cache, tmp_path: Path, request: pytest.FixtureRequest, crew: Crew) -> None:
+def test_no_update_is_lost(kind: str, cache: forebay.Cache, tmp_path: Path, request: pytest.FixtureRequest, children: ProcessGroup) -> None:
     """By processes that share a node; on S3 by those of several nodes, too."""
     if kind == "s3":
         request.getfixturevalue("aws").client().create_bucket(Bucket="metadata")
@@ -720,7 +712,7 @@ def test_no_update_is_lost(kind: str, cache: forebay.Cache, tmp_path: Path, requ
             for k in range(5):
                 found.update_metadata({f"{n}-{k}": k})
 
-    children = [crew(lambda n=n: update(n)) for n in range(3)]  # type: ignore[misc]
+    children = [children(lambda n=n: update(n)) for n in range(3)]  # type: ignore[misc]
     for child in children:
         child.result()
     assert Checkpoint(url, cache=cache).get_metadata() == {f"{n}-{k}": k for n in range(3) for k in range(5)}
@@ -838,7 +830,7 @@ def test_http_takes_no_uploads(cache: forebay.Cache, made: Path, server: Scripte
 
 @pytest.mark.parametrize("kind", ["arrow", "s3"])
 def test_an_upload_that_is_killed(
-    kind: str, cache: forebay.Cache, made: Path, request: pytest.FixtureRequest, crew: Crew, tmp_path: Path
+    kind: str, cache: forebay.Cache, made: Path, request: pytest.FixtureRequest, children: ProcessGroup, tmp_path: Path
 ) -> None:
     """No reader takes it for whole; the same call again ends it."""
     url, fs = destinations(request, kind)
@@ -853,7 +845,7 @@ def test_an_upload_that_is_killed(
         with forebay.Cache(tmp_path / "root") as own:
             Checkpoint.upload(made, url, filesystem=fs, cache=own, on_progress=told)
 
-    child = crew(upload)
+    child = children(upload)
     os.read(ours, 1)
     found = Checkpoint(url, filesystem=fs, cache=cache)
     with pytest.raises(errors.Incomplete):

@@ -23,7 +23,7 @@ import forebay
 from forebay import errors
 from forebay.errors import ForebayError
 from forebay.tasks.config import NoConfig
-from tests.harness import raise_it
+from tests.processes import raise_it
 
 FACTS: dict[str, Any] = {"key": "k", "path": "/p", "url": "https://host/x", "need": 5, "names": ["a", "b"], "at_hand": None}
 Way = Callable[[BaseException], BaseException]

@@ -19,7 +19,8 @@ import pytest
 
 import forebay
 from forebay import errors
-from tests.harness import KiB, MiB, fork, in_child
+from tests.harness import KiB, MiB
+from tests.processes import fork, in_child
 
 pytest.importorskip("megatron.energon")
 

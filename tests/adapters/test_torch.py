@@ -21,7 +21,8 @@ import pytest
 
 import forebay
 from forebay import errors
-from tests.harness import Crew, Gate, KiB, MiB, in_child
+from tests.harness import KiB, MiB
+from tests.processes import Gate, ProcessGroup, in_child
 
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -131,13 +132,6 @@ def cache(tmp_path: Path) -> Iterator[forebay.Cache]:
         yield cache
 
 
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    crew = Crew()
-    yield crew
-    crew.dismiss()
-
-
 def cached(cache: forebay.Cache, dataset: Any, name: str | None = "pictures", transform: Any = None, **how: Any) -> CachedDataset:
     return CachedDataset(dataset, cache.samples(name, len(dataset), codec="pickle", **how), transform)
 
@@ -195,7 +189,7 @@ def test_the_next_job_decodes_nothing(tmp_path: Path, log: Log) -> None:
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def test_s17_eight_ranks_at_once(tmp_path: Path, log: Log, crew: Crew) -> None:
+def test_s17_eight_ranks_at_once(tmp_path: Path, log: Log, children: ProcessGroup) -> None:
     gates = [Gate() for _ in range(8)]
 
     def rank(number: int) -> None:
@@ -205,7 +199,7 @@ def test_s17_eight_ranks_at_once(tmp_path: Path, log: Log, crew: Crew) -> None:
             for _ in range(2):
                 assert_epoch(data.DataLoader(dataset, batch_size=7, shuffle=number % 2 == 1, collate_fn=listed))
 
-    ranks = [crew(lambda n=n: rank(n)) for n in range(8)]
+    ranks = [children(lambda n=n: rank(n)) for n in range(8)]
     for gate in gates:
         gate.open()
     for child in ranks:
@@ -335,7 +329,7 @@ def test_what_the_dataset_raises_is_unchanged(cache: forebay.Cache, log: Log, ma
     assert log.take()["3"] == 2
 
 
-def test_what_fails_in_another_rank_fails_here_with_its_own_error(cache: forebay.Cache, log: Log, crew: Crew) -> None:
+def test_what_fails_in_another_rank_fails_here_with_its_own_error(cache: forebay.Cache, log: Log, children: ProcessGroup) -> None:
     begun, go, here = Gate(), Gate(), os.getpid()
 
     class Broken(Pictures):
@@ -353,7 +347,7 @@ def test_what_fails_in_another_rank_fails_here_with_its_own_error(cache: forebay
         except OfThree as error:
             found.append(error.args)
 
-    crew(ask)
+    children(ask)
     begun.wait()
     waiting = threading.Thread(target=ask)
     waiting.start()

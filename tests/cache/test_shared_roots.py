@@ -14,8 +14,8 @@ import pytest
 
 import forebay
 from forebay import Cache, errors
-from tests.harness import fork
 from tests.items import Items
+from tests.processes import fork
 from tests.scenarios.test_s10_two_users import A, B, as_user
 
 

@@ -12,14 +12,6 @@ from forebay.claims.members import ClaimContext
 from forebay.claims.registry import Registry
 from tests.claiming import registry  # noqa: F401 (a fixture)
 from tests.claims import houses
-from tests.harness import Crew
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    found = Crew()
-    yield found
-    found.dismiss()
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from forebay.claims.members import ClaimContext
 from tests.claims import houses
 from tests.claims.houses import leaving
 from tests.clocks import Clocks
-from tests.harness import Child, Crew, Gate, death_of, fork, fork_to_die
 from tests.items import until
+from tests.processes import Child, Gate, ProcessGroup, death_of, fork, fork_to_die
 
 NAME = "start"
 LONG = 30.0
@@ -66,12 +66,12 @@ def test_a_number_of_numpy(house: ClaimContext) -> None:
 
 
 @pytest.mark.parametrize("parties", [1, 2, 3, 7])
-def test_each_has_a_number_of_its_own(place: Path, house: ClaimContext, crew: Crew, parties: int) -> None:
-    others = [crew(lambda n=n: rank(place, n, lambda barrier: barrier.wait(parties, LONG))) for n in range(1, parties)]
+def test_each_has_a_number_of_its_own(place: Path, house: ClaimContext, children: ProcessGroup, parties: int) -> None:
+    others = [children(lambda n=n: rank(place, n, lambda barrier: barrier.wait(parties, LONG))) for n in range(1, parties)]
     assert sorted([Barrier(house, NAME).wait(parties, LONG), *(other.result() for other in others)]) == list(range(parties))
 
 
-def test_nobody_is_a_round_ahead(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_nobody_is_a_round_ahead(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     parties, rounds = 4, 1000
     turns = shared.buffer(house, "turns", parties * 8).cast("Q")
 
@@ -84,7 +84,7 @@ def test_nobody_is_a_round_ahead(place: Path, house: ClaimContext, crew: Crew) -
             barrier.wait(parties, LONG)
         return ahead
 
-    others = [crew(lambda n=n: rank(place, n, lambda barrier: run(n, barrier))) for n in range(1, parties)]
+    others = [children(lambda n=n: rank(place, n, lambda barrier: run(n, barrier))) for n in range(1, parties)]
     assert run(0, Barrier(house, NAME)) + sum(other.result() for other in others) == 0
 
 
@@ -98,22 +98,22 @@ def test_threads_are_parties(house: ClaimContext) -> None:
     assert sorted(numbers) == list(range(5))
 
 
-def test_more_come_than_parties(place: Path, house: ClaimContext, crew: Crew) -> None:
-    others = [crew(lambda n=n: rank(place, n, lambda barrier: barrier.wait(2, LONG))) for n in range(1, 6)]
+def test_more_come_than_parties(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    others = [children(lambda n=n: rank(place, n, lambda barrier: barrier.wait(2, LONG))) for n in range(1, 6)]
     numbers = [Barrier(house, NAME).wait(2, LONG), *(other.result() for other in others)]
     assert sorted(numbers) == [0, 0, 0, 1, 1, 1]
 
 
-def test_a_forked_child_is_a_party(house: ClaimContext, crew: Crew) -> None:
+def test_a_forked_child_is_a_party(house: ClaimContext, children: ProcessGroup) -> None:
     barrier = Barrier(house, NAME)
     barrier.wait(1)
-    child = crew(lambda: leaving(house, lambda _: [barrier.wait(2, LONG) for _ in range(50)]))
+    child = children(lambda: leaving(house, lambda _: [barrier.wait(2, LONG) for _ in range(50)]))
     ours = [barrier.wait(2, LONG) for _ in range(50)]
     assert [sum(pair) for pair in zip(ours, child.result(), strict=True)] == [1] * 50
 
 
-def test_two_names_are_two_barriers(place: Path, house: ClaimContext, crew: Crew) -> None:
-    other = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG), "a"))
+def test_two_names_are_two_barriers(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    other = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG), "a"))
     comes_to_wait(house, 1, "a")
     with pytest.raises(errors.WaitTimeout):
         Barrier(house, "b").wait(2, 0.05)
@@ -143,8 +143,8 @@ def test_timeouts_that_make_no_sense(house: ClaimContext, timeout: Any) -> None:
         shared.NamedLock(house, NAME, timeout)
 
 
-def test_another_number_while_somebody_waits(place: Path, house: ClaimContext, crew: Crew) -> None:
-    other = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+def test_another_number_while_somebody_waits(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    other = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(house, 1)
     with pytest.raises(errors.ConfigError, match=r"1 of 2 parties wait, so it cannot be for 3"):
         Barrier(house, NAME).wait(3, LONG)
@@ -152,30 +152,30 @@ def test_another_number_while_somebody_waits(place: Path, house: ClaimContext, c
     assert other.result() == 0
 
 
-def test_another_number_while_nobody_waits(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_another_number_while_nobody_waits(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     barrier = Barrier(house, NAME)
     for parties in (3, 1, 2):
         work = functools.partial(Barrier.wait, parties=parties, timeout=LONG)
-        others = [crew(lambda n=n, work=work: rank(place, n, work)) for n in range(1, parties)]
+        others = [children(lambda n=n, work=work: rank(place, n, work)) for n in range(1, parties)]
         assert sorted([work(barrier), *(other.result() for other in others)]) == list(range(parties))
 
 
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
-def test_one_that_waits_is_killed(place: Path, house: ClaimContext, crew: Crew) -> None:
-    killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(3, LONG)))
-    other = crew(lambda: rank(place, 2, lambda barrier: broken(barrier, 3)))
+def test_one_that_waits_is_killed(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(3, LONG)))
+    other = children(lambda: rank(place, 2, lambda barrier: broken(barrier, 3)))
     comes_to_wait(house, 2)
     killed.kill()
     assert broken(Barrier(house, NAME), 3) == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
     assert other.result() == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
 
 
-def test_one_that_crossed_is_killed_on_its_way(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_one_that_crossed_is_killed_on_its_way(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     gate = Gate()
-    killed = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), gate.wait())))
-    idle = crew(lambda: rank(place, 2, lambda barrier: gate.wait()))  # who lives, and never comes, does not hide it
+    killed = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), gate.wait())))
+    idle = children(lambda: rank(place, 2, lambda barrier: gate.wait()))  # who lives, and never comes, does not hide it
     barrier = Barrier(house, NAME)
     barrier.wait(2, LONG)
     timer = threading.Timer(0.2, killed.kill)
@@ -186,20 +186,20 @@ def test_one_that_crossed_is_killed_on_its_way(place: Path, house: ClaimContext,
     idle.kill()
 
 
-def test_one_is_killed_before_it_ever_came(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_one_is_killed_before_it_ever_came(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     gate = Gate()
-    killed = crew(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
+    killed = children(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
     gate.wait()
     killed.kill()
     assert broken(Barrier(house, NAME), 2) == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
 
 
-def test_who_waits_is_told_within_a_second(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_who_waits_is_told_within_a_second(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     """The quickest of five: a busy machine is not busy all the time."""
     took = []
     for number in range(1, 6):
         name, killed_at = f"barrier {number}", list[float]()
-        killed = crew(lambda number=number, name=name: rank(place, number, lambda barrier: barrier.wait(3, LONG), name))
+        killed = children(lambda number=number, name=name: rank(place, number, lambda barrier: barrier.wait(3, LONG), name))
         comes_to_wait(house, 1, name)
         timer = threading.Timer(0.3, lambda killed=killed, at=killed_at: (at.append(time.monotonic()), killed.kill()))
         timer.start()
@@ -209,10 +209,10 @@ def test_who_waits_is_told_within_a_second(place: Path, house: ClaimContext, cre
     assert min(took) < 1
 
 
-def test_who_is_not_needed_may_die(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_who_is_not_needed_may_die(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     gate, go = Gate(), Gate()
-    killed = crew(lambda: rank(place, 9, lambda barrier: (gate.open(), Gate().wait())))
-    other = crew(lambda: rank(place, 1, lambda barrier: (go.wait(), barrier.wait(2, LONG))[1]))
+    killed = children(lambda: rank(place, 9, lambda barrier: (gate.open(), Gate().wait())))
+    other = children(lambda: rank(place, 1, lambda barrier: (go.wait(), barrier.wait(2, LONG))[1]))
     gate.wait()
     killed.kill()
     timer = threading.Timer(0.5, go.open)  # the death is looked at five times before
@@ -223,12 +223,12 @@ def test_who_is_not_needed_may_die(place: Path, house: ClaimContext, crew: Crew)
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_worker_is_killed_before_it_ever_came(house: ClaimContext, crew: Crew, late: bool) -> None:
+def test_a_worker_is_killed_before_it_ever_came(house: ClaimContext, children: ProcessGroup, late: bool) -> None:
     """Its main process has the claim too, and could come: but workers wait for workers."""
     go, there = Gate(), Gate()
-    killed = crew(lambda: (there.open(), Gate().wait()))
+    killed = children(lambda: (there.open(), Gate().wait()))
     there.wait()
-    others = [crew(lambda: (go.wait(), leaving(house, lambda house: broken(Barrier(house, NAME), 3)))[1]) for _ in range(2)]
+    others = [children(lambda: (go.wait(), leaving(house, lambda house: broken(Barrier(house, NAME), 3)))[1]) for _ in range(2)]
     if not late:
         go.open()
         go.open()
@@ -242,7 +242,7 @@ def test_a_worker_is_killed_before_it_ever_came(house: ClaimContext, crew: Crew,
     assert Barrier(house, NAME).wait(1) == 0
 
 
-def test_the_late_are_told_and_then_it_is_usable(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_the_late_are_told_and_then_it_is_usable(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     go = Gate()
 
     def late(barrier: Barrier) -> Any:
@@ -254,9 +254,9 @@ def test_the_late_are_told_and_then_it_is_usable(place: Path, house: ClaimContex
         barrier.wait(4, LONG)
         barrier.wait(4, LONG)
 
-    third = crew(lambda: rank(place, 2, late))
-    barrier, killed = Barrier(house, NAME), crew(lambda: rank(place, 1, prompt))
-    fourth = crew(lambda: rank(place, 3, lambda barrier: (barrier.wait(4, LONG), broken(barrier))[1]))
+    third = children(lambda: rank(place, 2, late))
+    barrier, killed = Barrier(house, NAME), children(lambda: rank(place, 1, prompt))
+    fourth = children(lambda: rank(place, 3, lambda barrier: (barrier.wait(4, LONG), broken(barrier))[1]))
     barrier.wait(4, LONG)
     comes_to_wait(house, 2)
     killed.kill()
@@ -275,12 +275,12 @@ def test_the_late_are_told_and_then_it_is_usable(place: Path, house: ClaimContex
     assert told == (names, pytest.approx(0, abs=SOON))
 
 
-def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     """All join / the clock is set back / the round breaks: that was after they joined, whatever the time was."""
     go = Gate()
     with Clocks(together=True) as clocks:
-        late = crew(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), broken(barrier)[0])[2]))
-        killed = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
+        late = children(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), broken(barrier)[0])[2]))
+        killed = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
         barrier = Barrier(house, NAME)
         barrier.wait(3, LONG)
         comes_to_wait(house, 1)
@@ -294,10 +294,10 @@ def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, house: 
 
 
 @pytest.mark.parametrize("end", ["killed", "left"])
-def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, house: ClaimContext, crew: Crew, end: str) -> None:
+def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, house: ClaimContext, children: ProcessGroup, end: str) -> None:
     go = Gate()
-    late = crew(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), barrier._context.members.leave())))
-    killed = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
+    late = children(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), barrier._context.members.leave())))
+    killed = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
     barrier = Barrier(house, NAME)
     barrier.wait(3, LONG)
     comes_to_wait(house, 1)
@@ -311,55 +311,55 @@ def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, house: ClaimConte
     assert barrier.wait(1) == 0
 
 
-def test_a_death_is_told_once(place: Path, house: ClaimContext, crew: Crew) -> None:
-    killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+def test_a_death_is_told_once(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(house, 1)
     killed.kill()
     barrier = Barrier(house, NAME)
     broken(barrier, 2)
     with pytest.raises(errors.WaitTimeout, match="1 who have not joined the claim"):
         barrier.wait(2, 0.4)
-    again = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+    again = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     assert barrier.wait(2, LONG) + again.result() == 1
 
 
-def test_a_death_is_no_news_at_another_barrier(place: Path, house: ClaimContext, crew: Crew) -> None:
-    killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+def test_a_death_is_no_news_at_another_barrier(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(house, 1)
     killed.kill()
     broken(Barrier(house, NAME), 2)
     another = Barrier(house, "another")
     with pytest.raises(errors.WaitTimeout, match="1 who have not joined the claim"):
         another.wait(2, 0.4)
-    late = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG), "another"))
+    late = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG), "another"))
     assert another.wait(2, LONG) + late.result() == 1
 
 
-def test_but_it_is_at_one_where_the_dead_took_part(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_but_it_is_at_one_where_the_dead_took_part(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     crossed = Barrier(house, "another")
 
     def take_part(barrier: Barrier) -> None:
         Barrier(barrier._context, "another").wait(2, LONG)
         barrier.wait(2, LONG)
 
-    killed = crew(lambda: rank(place, 1, take_part))
+    killed = children(lambda: rank(place, 1, take_part))
     crossed.wait(2, LONG)
     comes_to_wait(house, 1)
     killed.kill()
     assert broken(Barrier(house, NAME), 2)[0] == broken(crossed)[0] == [f"rank 1 (process {killed.pid})"]
 
 
-def test_those_who_come_later_know_nothing_of_the_dead(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_those_who_come_later_know_nothing_of_the_dead(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     """Workers of one epoch are killed in the barrier; those of the next one use it as if nobody had been there."""
-    old = [crew(lambda: rank(place, 0, lambda barrier: barrier.wait(3, LONG))) for _ in range(2)]
+    old = [children(lambda: rank(place, 0, lambda barrier: barrier.wait(3, LONG))) for _ in range(2)]
     comes_to_wait(house, 2)
     for child in old:
         child.kill()
-    new = [crew(lambda: rank(place, 0, lambda barrier: [barrier.wait(3, LONG) for _ in range(3)])) for _ in range(3)]
+    new = [children(lambda: rank(place, 0, lambda barrier: [barrier.wait(3, LONG) for _ in range(3)])) for _ in range(3)]
     assert sorted(child.result()[0] for child in new) == [0, 1, 2]
 
 
-def test_survivors_that_go_on_at_once(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_survivors_that_go_on_at_once(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     """The first to be told comes again before the others woke: nobody is told twice of one death."""
 
     def survive(barrier: Barrier) -> Any:
@@ -367,8 +367,8 @@ def test_survivors_that_go_on_at_once(place: Path, house: ClaimContext, crew: Cr
 
     for turn in range(10):
         name = f"{NAME}{turn}"
-        killed = crew(lambda name=name: rank(place, 1, lambda barrier: barrier.wait(5, LONG), name))
-        others = [crew(lambda n=n, name=name: rank(place, n, survive, name)) for n in (2, 3, 4)]
+        killed = children(lambda name=name: rank(place, 1, lambda barrier: barrier.wait(5, LONG), name))
+        others = [children(lambda n=n, name=name: rank(place, n, survive, name)) for n in (2, 3, 4)]
         comes_to_wait(house, 4, name)
         killed.kill()
         ends = [other.result() for other in others]
@@ -376,9 +376,9 @@ def test_survivors_that_go_on_at_once(place: Path, house: ClaimContext, crew: Cr
         assert sorted(number for _, number in ends) == [0, 1, 2]
 
 
-def test_who_waits_and_is_stopped_is_told_later(place: Path, house: ClaimContext, crew: Crew) -> None:
-    stopped = crew(lambda: rank(place, 1, lambda barrier: broken(barrier, 3)))
-    killed = crew(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
+def test_who_waits_and_is_stopped_is_told_later(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    stopped = children(lambda: rank(place, 1, lambda barrier: broken(barrier, 3)))
+    killed = children(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
     comes_to_wait(house, 2)
     stopped.signal(signal.SIGSTOP)
     killed.kill()
@@ -390,8 +390,8 @@ def test_who_waits_and_is_stopped_is_told_later(place: Path, house: ClaimContext
     assert barrier.wait(1) == 0
 
 
-def test_an_exit_breaks_nothing(place: Path, house: ClaimContext, crew: Crew) -> None:
-    left = crew(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), barrier._context.members.leave())))
+def test_an_exit_breaks_nothing(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    left = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), barrier._context.members.leave())))
     barrier = Barrier(house, NAME)
     barrier.wait(2, LONG)
     left.result()
@@ -400,7 +400,7 @@ def test_an_exit_breaks_nothing(place: Path, house: ClaimContext, crew: Crew) ->
     assert barrier.wait(1) == 0
 
 
-def test_who_leaves_the_claim_while_a_thread_waits(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_who_leaves_the_claim_while_a_thread_waits(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     def leave(barrier: Barrier) -> Any:
         caught: list[BaseException] = []
 
@@ -416,12 +416,12 @@ def test_who_leaves_the_claim_while_a_thread_waits(place: Path, house: ClaimCont
         thread.join()
         return str(caught[0])
 
-    assert "closed" in crew(lambda: rank(place, 1, leave)).result()
+    assert "closed" in children(lambda: rank(place, 1, leave)).result()
     assert Barrier(house, NAME).wait(1) == 0
 
 
-def test_the_error_crosses_processes(place: Path, house: ClaimContext, crew: Crew) -> None:
-    killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+def test_the_error_crosses_processes(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(house, 1)
     killed.kill()
     with pytest.raises(threading.BrokenBarrierError) as caught:
@@ -434,7 +434,7 @@ def test_the_error_crosses_processes(place: Path, house: ClaimContext, crew: Cre
 # -- every step --------------------------------------------------------------------------------------------------------
 
 
-def test_killed_at_every_step_of_a_crossing(quick_path: Path, crew: Crew) -> None:
+def test_killed_at_every_step_of_a_crossing(quick_path: Path, children: ProcessGroup) -> None:
     """Whoever dies, at whatever step: the other crosses or is told, within a second; then the barrier works."""
     died = 0
     for step in range(100):
@@ -548,11 +548,11 @@ def test_the_last_one_stops_at_every_step(house: ClaimContext) -> None:
     assert stopped > 3
 
 
-def test_one_gives_up_while_the_last_one_stands_still(house: ClaimContext, crew: Crew) -> None:
+def test_one_gives_up_while_the_last_one_stands_still(house: ClaimContext, children: ProcessGroup) -> None:
     """He may have counted us; but we do not wait for him longer than we were told to."""
     barrier, stands = Barrier(house, NAME), Gate()
     barrier.wait(1)
-    slow = crew(lambda: (comes_to_wait(house, 1), leaving(house, lambda _: stops_at(1, stands, lambda: barrier.wait(2, LONG))))[1])
+    slow = children(lambda: (comes_to_wait(house, 1), leaving(house, lambda _: stops_at(1, stands, lambda: barrier.wait(2, LONG))))[1])
     began = time.monotonic()
     with pytest.raises(errors.WaitTimeout):
         barrier.wait(2, 2.0)
@@ -566,10 +566,10 @@ def test_one_gives_up_while_the_last_one_stands_still(house: ClaimContext, crew:
 # -- giving up ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     gate, go = Gate(), Gate()
-    other = crew(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
-    late = crew(lambda: rank(place, 1, lambda barrier: (gate.open(), go.wait(), barrier.wait(3, LONG))[2]))
+    other = children(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
+    late = children(lambda: rank(place, 1, lambda barrier: (gate.open(), go.wait(), barrier.wait(3, LONG))[2]))
     gate.wait()
     comes_to_wait(house, 1)
     barrier = Barrier(house, NAME)
@@ -579,8 +579,8 @@ def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, house
     assert sorted([barrier.wait(3, LONG), other.result(), late.result()]) == [0, 1, 2]
 
 
-def test_a_timeout_names_who_left(place: Path, house: ClaimContext, crew: Crew) -> None:
-    gone = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+def test_a_timeout_names_who_left(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    gone = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     barrier = Barrier(house, NAME)
     barrier.wait(2, LONG)
     gone.result()
@@ -588,7 +588,7 @@ def test_a_timeout_names_who_left(place: Path, house: ClaimContext, crew: Crew) 
         barrier.wait(2, 0.1)
 
 
-def test_ctrl_c_takes_the_arrival_back(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_ctrl_c_takes_the_arrival_back(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     def pressed(barrier: Barrier) -> int:
         def seats() -> int:
             return sum(map(bool, barriers.state_of(barrier._context, NAME).seats()))
@@ -602,13 +602,13 @@ def test_ctrl_c_takes_the_arrival_back(place: Path, house: ClaimContext, crew: C
             barrier.wait(2, LONG)
         return seats()
 
-    assert crew(lambda: rank(place, 1, pressed)).result() == 0
+    assert children(lambda: rank(place, 1, pressed)).result() == 0
     assert Barrier(house, NAME).wait(1) == 0
 
 
-def test_it_says_whom_it_waits_for(place: Path, house: ClaimContext, crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_says_whom_it_waits_for(place: Path, house: ClaimContext, children: ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
-    stopped = crew(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
+    stopped = children(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
     gate.wait()
     stopped.signal(signal.SIGSTOP)
     with caplog.at_level(logging.WARNING), pytest.raises(errors.WaitTimeout):
@@ -618,8 +618,8 @@ def test_it_says_whom_it_waits_for(place: Path, house: ClaimContext, crew: Crew,
     assert f"rank 1 (process {stopped.pid}, stopped)" in said
 
 
-def test_waiting_costs_next_to_nothing(place: Path, house: ClaimContext, crew: Crew) -> None:
-    others = [crew(lambda n=n: rank(place, n, lambda barrier: barrier.wait(8, LONG))) for n in range(1, 7)]
+def test_waiting_costs_next_to_nothing(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    others = [children(lambda n=n: rank(place, n, lambda barrier: barrier.wait(8, LONG))) for n in range(1, 7)]
     comes_to_wait(house, 6)
     barrier = Barrier(house, NAME)
     with pytest.raises(errors.WaitTimeout):
@@ -632,22 +632,22 @@ def test_waiting_costs_next_to_nothing(place: Path, house: ClaimContext, crew: C
         other.kill()
 
 
-def test_nobody_sleeps_through_the_last_arrival(house: ClaimContext, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_sleeps_through_the_last_arrival(house: ClaimContext, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "TURN", 3600.0)
     barrier = Barrier(house, NAME)
     barrier.wait(1)
-    child = crew(lambda: leaving(house, lambda _: [barrier.wait(2) for _ in range(200)]))
+    child = children(lambda: leaving(house, lambda _: [barrier.wait(2) for _ in range(200)]))
     for _ in range(200):
         barrier.wait(2)
     assert len(child.result()) == 200
 
 
-def test_one_who_comes_newly_tells_nothing_again(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_one_who_comes_newly_tells_nothing_again(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     """He is told of no death that the others were told of here, though he had the claim when it happened."""
     here, go = Gate(), Gate()
-    other = crew(lambda: rank(place, 2, lambda barrier: (here.open(), go.wait(), barrier.wait(2, LONG))[2]))
+    other = children(lambda: rank(place, 2, lambda barrier: (here.open(), go.wait(), barrier.wait(2, LONG))[2]))
     here.wait()
-    killed = crew(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
+    killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
     comes_to_wait(house, 1)
     killed.kill()
     barrier = Barrier(house, NAME)
@@ -674,7 +674,7 @@ def test_a_claim_that_is_dropped_is_not_kept(place: Path, house: ClaimContext) -
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_are_killed_one_after_the_other(place: Path, house: ClaimContext, crew: Crew, seed: int) -> None:
+def test_ranks_are_killed_one_after_the_other(place: Path, house: ClaimContext, children: ProcessGroup, seed: int) -> None:
     """At any moment: those who are left know each death at once, and go on with fewer."""
     count, chance = 5, random.Random(seed)
 
@@ -691,7 +691,7 @@ def test_ranks_are_killed_one_after_the_other(place: Path, house: ClaimContext, 
             barrier.wait(2, LONG)
         return dead
 
-    ranks = [crew(lambda n=n: rank(place, n, run)) for n in range(1, count + 1)]
+    ranks = [children(lambda n=n: rank(place, n, run)) for n in range(1, count + 1)]
     while len(house.members.live()) < 1 + count:  # who comes after a death is not told of it
         time.sleep(0.002)
     for child in ranks[: count - 2]:

@@ -18,7 +18,7 @@ from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.records import ClaimedPath, ClaimedStream, Record
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, rank
-from tests.harness import Crew, Gate
+from tests.processes import Gate, ProcessGroup
 
 MANY = 200
 
@@ -113,7 +113,7 @@ def test_a_conflict_of_a_process_with_itself_is_true_for_whoever_reads_it(tmp_pa
     ],
 )
 def test_a_leader_that_left_is_not_who_has_it(
-    node: Registry, tmp_path: Path, crew: Crew, again: Callable[[Path], object], said: str
+    node: Registry, tmp_path: Path, children: ProcessGroup, again: Callable[[Path], object], said: str
 ) -> None:
     ready = Gate()
     leader = forebay.claim(tmp_path, REMOTE, rank(0, 2), name="a", job="job")
@@ -124,7 +124,7 @@ def test_a_leader_that_left_is_not_who_has_it(
             ready.open()
             signal.pause()
 
-    child = crew(stay)
+    child = children(stay)
     ready.wait()
     leader.close()
     with pytest.raises(errors.ClaimConflict) as caught:

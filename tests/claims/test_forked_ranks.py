@@ -10,7 +10,7 @@ import pytest
 import forebay
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, rank
-from tests.harness import Crew
+from tests.processes import ProcessGroup
 
 RANKS = 3
 
@@ -25,16 +25,16 @@ def take_part(claim: forebay.Claim) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("ours", [[0], [0, 1], [0, 1, 2]])
-def test_each_is_the_rank_that_it_says(node: Registry, crew: Crew, ours: list[int]) -> None:
+def test_each_is_the_rank_that_it_says(node: Registry, children: ProcessGroup, ours: list[int]) -> None:
     with ExitStack() as stack:
         claims = [stack.enter_context(claim(number)) for number in ours]
-        others = [crew(lambda number=number: take_part(claim(number))) for number in range(len(ours), RANKS)]
-        told = [crew(lambda known=known: take_part(known)) for known in claims]
+        others = [children(lambda number=number: take_part(claim(number))) for number in range(len(ours), RANKS)]
+        told = [children(lambda known=known: take_part(known)) for known in claims]
         claims[0].barrier("all").wait(RANKS + 1, timeout=30)
         assert [child.result() for child in [*told, *others]] == [(number, number == 0) for number in range(RANKS)]
 
 
-def test_a_pickle_goes_to_the_same_rank(node: Registry, crew: Crew) -> None:
+def test_a_pickle_goes_to_the_same_rank(node: Registry, children: ProcessGroup) -> None:
     with claim(0) as leader:
         data = pickle.dumps(leader)
 
@@ -42,4 +42,4 @@ def test_a_pickle_goes_to_the_same_rank(node: Registry, crew: Crew) -> None:
             mine = claim(1)
             return mine.world.rank, pickle.loads(data) is leader
 
-        assert crew(work).result() == (1, True)
+        assert children(work).result() == (1, True)

@@ -18,12 +18,12 @@ from forebay.claims import shared
 from forebay.claims.members import ClaimContext
 from forebay.claims.shared import NamedLock
 from tests.claims.houses import rank
-from tests.harness import Child, Crew, Gate, in_child
+from tests.processes import Child, Gate, ProcessGroup, in_child
 
 LONG = 30.0
 
 
-def held(crew: Crew, place: Path, number: int) -> Child:
+def held(children: ProcessGroup, place: Path, number: int) -> Child:
     """A rank that is inside until it is killed."""
     inside = Gate()
 
@@ -32,7 +32,7 @@ def held(crew: Crew, place: Path, number: int) -> Child:
             inside.open()
             signal.pause()
 
-    child = crew(lambda: rank(place, number, hold))
+    child = children(lambda: rank(place, number, hold))
     inside.wait()
     inside.close()
     return child
@@ -47,7 +47,7 @@ def is_free(house: ClaimContext, name: str = "x") -> bool:
         return False
 
 
-def test_processes_and_threads_count_right(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_processes_and_threads_count_right(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     def count(house: ClaimContext) -> None:
         cell = shared.buffer(house, "count", 8).cast("Q")
         for _ in range(150):
@@ -61,7 +61,7 @@ def test_processes_and_threads_count_right(place: Path, house: ClaimContext, cre
         for thread in crowd:
             thread.join()
 
-    others = [crew(lambda n=n: rank(place, n, threads)) for n in range(1, 4)]
+    others = [children(lambda n=n: rank(place, n, threads)) for n in range(1, 4)]
     threads(house)
     for other in others:
         other.result()
@@ -102,8 +102,8 @@ def test_an_error_inside_lets_go(place: Path, house: ClaimContext) -> None:
     assert in_child(lambda: rank(place, 1, is_free))
 
 
-def test_a_death_lets_go(place: Path, house: ClaimContext, crew: Crew) -> None:
-    holder = held(crew, place, 1)
+def test_a_death_lets_go(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    holder = held(children, place, 1)
     killed: list[float] = []
     timer = threading.Timer(0.1, lambda: (killed.append(time.monotonic()), holder.kill()))
     timer.start()
@@ -113,8 +113,8 @@ def test_a_death_lets_go(place: Path, house: ClaimContext, crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_timeout_names_the_holder(place: Path, house: ClaimContext, crew: Crew, stopped: bool) -> None:
-    holder = held(crew, place, 7)
+def test_a_timeout_names_the_holder(place: Path, house: ClaimContext, children: ProcessGroup, stopped: bool) -> None:
+    holder = held(children, place, 7)
     if stopped:
         holder.signal(signal.SIGSTOP)
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
@@ -123,7 +123,7 @@ def test_a_timeout_names_the_holder(place: Path, house: ClaimContext, crew: Crew
         NamedLock(house, "x", timeout=0.1).__enter__()
 
 
-def test_a_forked_child_does_not_hold_it(house: ClaimContext, crew: Crew) -> None:
+def test_a_forked_child_does_not_hold_it(house: ClaimContext, children: ProcessGroup) -> None:
     lock = NamedLock(house, "x")
     inside, go = Gate(), Gate()
 
@@ -135,14 +135,14 @@ def test_a_forked_child_does_not_hold_it(house: ClaimContext, crew: Crew) -> Non
         return is_free(house)
 
     with lock:
-        other = crew(child)
+        other = children(child)
         inside.wait()
         go.open()
         assert other.result() is False
     assert in_child(lambda: is_free(house))
 
 
-def test_a_holder_that_forks_and_dies(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_a_holder_that_forks_and_dies(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     """Its child, which lives on, keeps nothing of it."""
     inside = Gate()
 
@@ -157,7 +157,7 @@ def test_a_holder_that_forks_and_dies(place: Path, house: ClaimContext, crew: Cr
             inside.open()
             Gate().wait()
 
-    holder = crew(lambda: rank(place, 1, hold))
+    holder = children(lambda: rank(place, 1, hold))
     inside.wait()
     os.kill(holder.pid, signal.SIGKILL)
     try:
@@ -167,7 +167,7 @@ def test_a_holder_that_forks_and_dies(place: Path, house: ClaimContext, crew: Cr
         os.kill(born[0], signal.SIGKILL)
 
 
-def test_nobody_sleeps_through_a_release(place: Path, house: ClaimContext, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_sleeps_through_a_release(place: Path, house: ClaimContext, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "TURN", 3600.0)
 
     def enter(house: ClaimContext) -> int:
@@ -176,12 +176,12 @@ def test_nobody_sleeps_through_a_release(place: Path, house: ClaimContext, crew:
                 pass
         return turn
 
-    others = [crew(lambda n=n: rank(place, n, enter)) for n in range(1, 4)]
+    others = [children(lambda n=n: rank(place, n, enter)) for n in range(1, 4)]
     assert enter(house) == 299
     assert [other.result() for other in others] == [299] * 3
 
 
-def test_ctrl_c_while_it_waits(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_ctrl_c_while_it_waits(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     inside, go = Gate(), Gate()
 
     def hold(house: ClaimContext) -> None:
@@ -189,7 +189,7 @@ def test_ctrl_c_while_it_waits(place: Path, house: ClaimContext, crew: Crew) -> 
             inside.open()
             go.wait()
 
-    holder = crew(lambda: rank(place, 1, hold))
+    holder = children(lambda: rank(place, 1, hold))
     inside.wait()
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -222,8 +222,8 @@ def in_the_middle_of_a_lock(house: ClaimContext, work: Callable[[], object]) -> 
         signal.signal(signal.SIGUSR1, old)
 
 
-def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, house: ClaimContext, crew: Crew) -> None:
-    other, seen = held(crew, place, 1), list[bool]()
+def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+    other, seen = held(children, place, 1), list[bool]()
 
     def work() -> None:
         with NamedLock(house, "mine"):

@@ -19,9 +19,8 @@ from forebay.claims import claim_files, members
 from forebay.claims.claim_files import CLAIM, Gone
 from forebay.claims.members import ClaimContext, Member, Members
 from tests.claims import houses
-from tests.harness import Crew, Gate
 from tests.items import until
-from tests.kernel.children import Child, Line, fork_in_c
+from tests.processes import Child, Gate, Line, ProcessGroup, fork_in_c, talk_to
 
 
 def states(house: ClaimContext) -> list[str]:
@@ -38,7 +37,7 @@ def joined(place: Path, line: Line) -> None:
 
 
 def other(place: Path) -> Child:
-    return Child(lambda line: joined(place, line))
+    return talk_to(lambda line: joined(place, line))
 
 
 def test_the_leader_is_the_first(house: ClaimContext) -> None:
@@ -63,7 +62,7 @@ def test_a_forked_child_is_one_at_once(house: ClaimContext) -> None:
         line.say([member.pid for member in house.members.live()])
         line.hear()
 
-    with Child(child) as born:
+    with talk_to(child) as born:
         seen = [member.pid for member in house.members.live()]
         assert born.hear() == [os.getpid(), born.pid]
         assert born.pid in seen or len(seen) == 1  # its record is written by itself; its lock is there before
@@ -83,7 +82,7 @@ def test_a_child_holds_nothing_of_its_parents(place: Path, quick_path: Path) -> 
             os._exit(0)
         line.hear()
 
-    with Child(parent) as leader:
+    with talk_to(parent) as leader:
         assert leader.hear() == 1
         leader.kill()
         look = members.MemberTable(place)
@@ -94,7 +93,7 @@ def test_a_child_holds_nothing_of_its_parents(place: Path, quick_path: Path) -> 
 
 
 def test_a_child_of_c_becomes_one_at_its_first_call(house: ClaimContext) -> None:
-    with Child(lambda line: (line.say([m.pid for m in house.members.live()]), line.hear()), by=fork_in_c) as born:
+    with talk_to(lambda line: (line.say([m.pid for m in house.members.live()]), line.hear()), by=fork_in_c) as born:
         assert born.hear() == [os.getpid(), born.pid]
         assert [member.pid for member in house.members.live()] == [os.getpid(), born.pid]
         born.say()
@@ -103,7 +102,7 @@ def test_a_child_of_c_becomes_one_at_its_first_call(house: ClaimContext) -> None
 
 
 def test_what_a_child_of_c_leaves_takes_nothing_from_its_parent(place: Path, house: ClaimContext) -> None:
-    with Child(lambda line: line.say(house.members.leave()), by=fork_in_c) as born:
+    with talk_to(lambda line: line.say(house.members.leave()), by=fork_in_c) as born:
         born.hear()
         born.wait()
     with other(place) as child:
@@ -156,7 +155,7 @@ def test_who_becomes_another_program_has_left(place: Path, house: ClaimContext) 
         line.hear()
         os.execv("/bin/sleep", ["sleep", "1000"])
 
-    with Child(becomes) as child:
+    with talk_to(becomes) as child:
         child.hear()
         child.say()
         while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
@@ -181,7 +180,7 @@ def test_descriptors_that_the_job_closes_are_opened_anew(
         line.say((found.identity == identity, os.path.samestat(os.fstat(other), os.stat("/dev/null"))))
         line.hear()
 
-    with Child(careless) as child:
+    with talk_to(careless) as child:
         _, slot = child.hear()
         assert not house.members.is_in(slot)
         child.say()
@@ -296,11 +295,11 @@ def test_who_died_before_is_known(place: Path, house: ClaimContext) -> None:
     dead = house.members.everyone()[-1]
     assert dead.state == "vanished"
     assert dead.identity not in house.members.dead_before
-    with Child(lambda line: line.say(dead.identity in Members.attach(place).dead_before)) as later:
+    with talk_to(lambda line: line.say(dead.identity in Members.attach(place).dead_before)) as later:
         assert later.hear()
 
 
-def test_forks_of_many_threads(house: ClaimContext, crew: Crew) -> None:
+def test_forks_of_many_threads(house: ClaimContext, children: ProcessGroup) -> None:
     import threading
 
     done = Gate()

@@ -20,7 +20,7 @@ from forebay.claims import shared
 from forebay.claims.members import ClaimContext
 from tests.claims import houses
 from tests.claims.houses import rank
-from tests.harness import Crew, death_of, fork, fork_to_die, in_child
+from tests.processes import ProcessGroup, death_of, fork, fork_to_die, in_child
 
 # -- what is shared ----------------------------------------------------------------------------------------------------
 
@@ -198,14 +198,14 @@ def test_nothing_is_mapped_when_nobody_looks(place: Path, house: ClaimContext) -
     assert not mapped()
 
 
-def test_a_forked_child_has_it(house: ClaimContext, crew: Crew) -> None:
+def test_a_forked_child_has_it(house: ClaimContext, children: ProcessGroup) -> None:
     array, cell = shared.array(house, "a", 3, "i8"), shared.scalar(house, "s", "i8")
 
     def child() -> None:
         array[1] = 4
         cell.set(5)
 
-    crew(child).result()
+    children(child).result()
     assert (array.tolist(), cell.get()) == ([0, 4, 0], 5)
 
 
@@ -240,14 +240,14 @@ def put(place: Path, number: int) -> None:
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_comes_at_once_gets_the_same(place: Path, house: ClaimContext, crew: Crew) -> None:
+def test_who_comes_at_once_gets_the_same(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     def add(other: ClaimContext) -> None:
         for number in range(20):
             cell = shared.array(other, f"a{number}", 3, "i8")
             with shared.NamedLock(other, "sum"):
                 cell[2] += 1
 
-    others = [crew(lambda n=n: rank(place, n, add)) for n in range(1, 6)]
+    others = [children(lambda n=n: rank(place, n, add)) for n in range(1, 6)]
     for other in others:
         other.result()
     assert [shared.array(house, f"a{number}", 3, "i8")[2] for number in range(20)] == [5] * 20

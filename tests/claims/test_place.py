@@ -18,7 +18,7 @@ from forebay._kernel import host, locks
 from forebay.claims import registry as place
 from forebay.claims.registry import LOCK, Registry
 from tests.claiming import REMOTE, alone, text_of
-from tests.harness import Crew, Gate, as_user
+from tests.processes import Gate, ProcessGroup, as_user
 
 
 def bind(path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_lock_that_is_no_file_is_told(node: Registry, registry: Path, put: Cal
 
 
 @pytest.mark.root
-def test_a_lock_that_is_not_everybodys_is_told(node: Registry, registry: Path, crew: Crew) -> None:
+def test_a_lock_that_is_not_everybodys_is_told(node: Registry, registry: Path, children: ProcessGroup) -> None:
     (registry / LOCK).touch()
     (registry / LOCK).chmod(0o600)
 
@@ -49,7 +49,7 @@ def test_a_lock_that_is_not_everybodys_is_told(node: Registry, registry: Path, c
             forebay.claim("/local", REMOTE, alone())
         return str(caught.value)
 
-    assert "Permission denied" in crew(claim).result()
+    assert "Permission denied" in children(claim).result()
 
 
 def test_the_holder_of_the_lock_is_named_where_proc_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_the_holder_of_the_lock_is_named_where_proc_does_not_tell(tmp_path: Path
 
 
 @pytest.mark.root
-def test_who_locks_it_by_lockf_and_writes_nothing_is_named(node: Registry, registry: Path, crew: Crew) -> None:
+def test_who_locks_it_by_lockf_and_writes_nothing_is_named(node: Registry, registry: Path, children: ProcessGroup) -> None:
     ready = Gate()
     (registry / LOCK).touch()
     (registry / LOCK).chmod(0o666)
@@ -76,13 +76,13 @@ def test_who_locks_it_by_lockf_and_writes_nothing_is_named(node: Registry, regis
             ready.open()
             signal.pause()
 
-    squatter = crew(as_user(65533, squat))
+    squatter = children(as_user(65533, squat))
     ready.wait()
 
     def claim() -> str:
         return text_of(errors.WaitTimeout, lambda: forebay.claim("/local", REMOTE, alone(), timeout=0.01))
 
-    assert f"process {squatter.pid} on" in crew(as_user(65534, claim)).result()
+    assert f"process {squatter.pid} on" in children(as_user(65534, claim)).result()
     squatter.kill()
 
 

@@ -33,7 +33,7 @@ from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.records import ClaimedStream
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, claims_in, rank, text_of
-from tests.harness import Child, Crew, Gate, as_user, fork, in_child
+from tests.processes import Child, Gate, ProcessGroup, as_user, fork, in_child
 
 SOON = 20.0
 """A guard against waiting for the dead, on a busy machine."""
@@ -44,7 +44,7 @@ def claim(local: object, remote: str | None = REMOTE, **how: Any) -> forebay.Cla
     return forebay.claim(str(local), remote, how.pop("world", alone()), **how)
 
 
-def held(crew: Crew, local: object, remote: str | None = REMOTE, **how: Any) -> Child:
+def held(children: ProcessGroup, local: object, remote: str | None = REMOTE, **how: Any) -> Child:
     """A process that has a claim until it is killed."""
     ready = Gate()
 
@@ -54,13 +54,13 @@ def held(crew: Crew, local: object, remote: str | None = REMOTE, **how: Any) -> 
         ready.open()
         signal.pause()
 
-    child = crew(hold)
+    child = children(hold)
     ready.wait()
     ready.close()
     return child
 
 
-def at_once(crew: Crew, works: Sequence[Callable[[Callable[[], None]], T]]) -> list[T]:
+def at_once(children: ProcessGroup, works: Sequence[Callable[[Callable[[], None]], T]]) -> list[T]:
     """Let processes begin together; at what each is given, it waits until all have come there."""
     begin, come, done = Gate(), Gate(), Gate()
 
@@ -68,7 +68,7 @@ def at_once(crew: Crew, works: Sequence[Callable[[Callable[[], None]], T]]) -> l
         begin.wait()
         return work(lambda: (come.open(), done.wait())[1])
 
-    born = [crew(lambda work=work: one(work)) for work in works]
+    born = [children(lambda work=work: one(work)) for work in works]
     for _ in born:
         begin.open()
     for _ in born:
@@ -152,9 +152,9 @@ def test_by_default_it_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry_module.default() == Path("/dev/shm/forebay-claims")
 
 
-def test_64_processes_make_it_at_once(registry: Path, crew: Crew) -> None:
+def test_64_processes_make_it_at_once(registry: Path, children: ProcessGroup) -> None:
     go = Gate()
-    born = [crew(lambda: (go.wait(), Registry().path)) for _ in range(64)]
+    born = [children(lambda: (go.wait(), Registry().path)) for _ in range(64)]
     for _ in born:
         go.open()
     assert {child.result()[1] for child in born} == {registry}
@@ -165,8 +165,8 @@ def test_64_processes_make_it_at_once(registry: Path, crew: Crew) -> None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def test_each_gets_the_lowest_number_that_is_free(node: Registry, crew: Crew) -> None:
-    born = [held(crew, f"/local/{n}") for n in range(4)]
+def test_each_gets_the_lowest_number_that_is_free(node: Registry, children: ProcessGroup) -> None:
+    born = [held(children, f"/local/{n}") for n in range(4)]
     with claim("/local/mine") as fourth:
         assert fourth.prefix == 4
     born[1].kill()
@@ -213,8 +213,8 @@ def test_a_claim_without_directories(node: Registry) -> None:
 # -- conflicts ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_error_has_both_claims_as_values(node: Registry, crew: Crew) -> None:
-    other = held(crew, "/local/data", job="theirs")
+def test_the_error_has_both_claims_as_values(node: Registry, children: ProcessGroup) -> None:
+    other = held(children, "/local/data", job="theirs")
     with pytest.raises(errors.ClaimConflict) as raised:
         claim("/local", "s3://b/x", job="mine")
     again = pickle.loads(pickle.dumps(raised.value))
@@ -225,25 +225,27 @@ def test_the_error_has_both_claims_as_values(node: Registry, crew: Crew) -> None
     assert json.dumps(again.facts)
 
 
-def test_nothing_was_claimed_then(node: Registry, crew: Crew) -> None:
-    held(crew, "/local/data")
+def test_nothing_was_claimed_then(node: Registry, children: ProcessGroup) -> None:
+    held(children, "/local/data")
     with pytest.raises(errors.ClaimConflict):
         forebay.claim(["/local/free", "/local/data"], [REMOTE, REMOTE], alone())
     claim("/local/free", job="next").close()
 
 
-def test_where_nothing_is_fetched_sharing_is_fine(node: Registry, crew: Crew) -> None:
-    held(crew, "/local/data")
+def test_where_nothing_is_fetched_sharing_is_fine(node: Registry, children: ProcessGroup) -> None:
+    held(children, "/local/data")
     with claim("/local/data", None) as same, claim("/local", None) as above:
         assert same.path.is_dir()
         assert above.path.is_dir()
 
 
-def test_a_directory_that_was_removed_and_its_number_given_away_is_no_conflict(node: Registry, tmp_path: Path, crew: Crew) -> None:
+def test_a_directory_that_was_removed_and_its_number_given_away_is_no_conflict(
+    node: Registry, tmp_path: Path, children: ProcessGroup
+) -> None:
     """Inode numbers are used again: what lives under another name by now is another directory."""
     first = tmp_path / "first"
     first.mkdir()
-    held(crew, first)
+    held(children, first)
     theirs = node.states()[0]
     assert theirs.record is not None
     first.rmdir()
@@ -258,14 +260,14 @@ def test_a_directory_that_was_removed_and_its_number_given_away_is_no_conflict(n
     assert "first" in text_of(errors.ClaimConflict, lambda: claim(first))
 
 
-def test_who_says_to_lead_twice_is_told_about_ranks(node: Registry, crew: Crew) -> None:
-    held(crew, "/local/a", world=rank(0, 2), job="job")
+def test_who_says_to_lead_twice_is_told_about_ranks(node: Registry, children: ProcessGroup) -> None:
+    held(children, "/local/a", world=rank(0, 2), job="job")
     said = text_of(errors.ClaimConflict, lambda: claim("/local/b", world=rank(0, 2), job="job"))
     assert "world=" in said
 
 
-def test_the_other_ranks_are_told_of_a_conflict_at_once(node: Registry, crew: Crew) -> None:
-    held(crew, "/local")
+def test_the_other_ranks_are_told_of_a_conflict_at_once(node: Registry, children: ProcessGroup) -> None:
+    held(children, "/local")
     began = time.monotonic()
 
     def refused(number: int) -> tuple[str, dict[str, Any]]:
@@ -273,13 +275,13 @@ def test_the_other_ranks_are_told_of_a_conflict_at_once(node: Registry, crew: Cr
             claim("/local", world=rank(number, 2), job="job", timeout=60)
         return str(raised.value), raised.value.facts
 
-    follower = crew(lambda: refused(1))
+    follower = children(lambda: refused(1))
     assert refused(0) == follower.result()
     assert time.monotonic() - began < SOON
 
 
-def test_a_refusal_is_withdrawn_at_the_end_and_there_are_few(node: Registry, crew: Crew, registry: Path) -> None:
-    held(crew, "/local")
+def test_a_refusal_is_withdrawn_at_the_end_and_there_are_few(node: Registry, children: ProcessGroup, registry: Path) -> None:
+    held(children, "/local")
 
     def refused() -> list[str]:
         for _ in range(40):
@@ -294,10 +296,10 @@ def test_a_refusal_is_withdrawn_at_the_end_and_there_are_few(node: Registry, cre
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.3], ids=["at once", "after a while"])
-def test_a_killed_leader_is_waited_for_until_the_last_of_it_is_gone(node: Registry, crew: Crew, pause: float) -> None:
+def test_a_killed_leader_is_waited_for_until_the_last_of_it_is_gone(node: Registry, children: ProcessGroup, pause: float) -> None:
     """The new job begins while a rank of the old one still ends."""
-    leader = held(crew, "/local", world=rank(0, 2), job="job")
-    follower = held(crew, "/local", world=rank(1, 2), job="job")
+    leader = held(children, "/local", world=rank(0, 2), job="job")
+    follower = held(children, "/local", world=rank(1, 2), job="job")
     leader.kill()
     killing = threading.Timer(pause, follower.kill)
     killing.start()
@@ -308,9 +310,9 @@ def test_a_killed_leader_is_waited_for_until_the_last_of_it_is_gone(node: Regist
     killing.join()
 
 
-def test_what_does_not_end_in_time_is_a_conflict(node: Registry, crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
-    leader = held(crew, "/local", world=rank(0, 2), job="job")
-    follower = held(crew, "/local", world=rank(1, 2), job="job")
+def test_what_does_not_end_in_time_is_a_conflict(node: Registry, children: ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+    leader = held(children, "/local", world=rank(0, 2), job="job")
+    follower = held(children, "/local", world=rank(1, 2), job="job")
     leader.kill()
     with caplog.at_level(logging.WARNING, "forebay.wait"):
         said = text_of(errors.ClaimConflict, lambda: claim("/local", timeout=7, job="next"))
@@ -322,7 +324,7 @@ def test_what_does_not_end_in_time_is_a_conflict(node: Registry, crew: Crew, cap
 
 
 @pytest.mark.parametrize("order", ["leader first", "leader last"])
-def test_ranks_find_their_leader(node: Registry, crew: Crew, order: str) -> None:
+def test_ranks_find_their_leader(node: Registry, children: ProcessGroup, order: str) -> None:
     def one(number: int) -> tuple[int, int, bool]:
         with claim("/local", world=rank(number, 4), job="job") as found:
             found.barrier("all").wait(4)
@@ -331,37 +333,37 @@ def test_ranks_find_their_leader(node: Registry, crew: Crew, order: str) -> None
     numbers = [0, 1, 2, 3] if order == "leader first" else [3, 2, 1, 0]
     born = {}
     for number in numbers:
-        born[number] = crew(lambda number=number: one(number))
+        born[number] = children(lambda number=number: one(number))
         time.sleep(0.05 if number != numbers[-1] else 0)  # no order is forced by it: each is right
     found = {number: child.result() for number, child in born.items()}
     assert {prefix for prefix, _, _ in found.values()} == {0}
     assert [found[number][2] for number in range(4)] == [True, False, False, False]
 
 
-def test_the_second_claim_of_a_rank_is_the_second_of_its_leader(node: Registry, crew: Crew) -> None:
+def test_the_second_claim_of_a_rank_is_the_second_of_its_leader(node: Registry, children: ProcessGroup) -> None:
     def both(number: int) -> list[tuple[int, tuple[str, ...]]]:
         with claim("/local/a", world=rank(number, 2), job="job") as one, claim("/local/b", world=rank(number, 2), job="job") as other:
             one.barrier("end").wait(2)
             return [(one.prefix, one.directories), (other.prefix, other.directories)]
 
-    born = [crew(lambda number=number: both(number)) for number in range(2)]
+    born = [children(lambda number=number: both(number)) for number in range(2)]
     assert born[0].result() == born[1].result() == [(0, ("/local/a",)), (1, ("/local/b",))]
 
 
-def test_named_claims_are_found_in_any_order(node: Registry, crew: Crew) -> None:
+def test_named_claims_are_found_in_any_order(node: Registry, children: ProcessGroup) -> None:
     def both(number: int, names: tuple[str, str]) -> dict[str, int]:
         found = {name: claim(f"/local/{name}", world=rank(number, 2), job="job", name=name) for name in names}
         found["train"].barrier("end").wait(2)
         return {name: one.prefix for name, one in found.items()}
 
-    leader = crew(lambda: both(0, ("train", "eval")))
-    follower = crew(lambda: both(1, ("eval", "train")))
+    leader = children(lambda: both(0, ("train", "eval")))
+    follower = children(lambda: both(1, ("eval", "train")))
     assert leader.result() == follower.result()
 
 
-def test_a_failed_call_counts(node: Registry, crew: Crew) -> None:
+def test_a_failed_call_counts(node: Registry, children: ProcessGroup) -> None:
     """Else the next call of who failed would meet an earlier one of the others."""
-    held(crew, "/taken")
+    held(children, "/taken")
 
     def lead() -> int:
         with pytest.raises(errors.ClaimConflict):
@@ -377,7 +379,7 @@ def test_a_failed_call_counts(node: Registry, crew: Crew) -> None:
             found.barrier("end").wait(2)
             return found.prefix
 
-    leader, follower = crew(lead), crew(follow)
+    leader, follower = children(lead), children(follow)
     assert leader.result() == follower.result() == 1
 
 
@@ -391,9 +393,9 @@ def test_a_failed_call_counts(node: Registry, crew: Crew) -> None:
     ],
 )
 def test_a_rank_that_says_something_else_is_told_what(
-    node: Registry, crew: Crew, ours: list[str], remotes: list[str | None], shared: bool, said: str
+    node: Registry, children: ProcessGroup, ours: list[str], remotes: list[str | None], shared: bool, said: str
 ) -> None:  # fmt: skip
-    held(crew, "/local/data", world=rank(0, 2), job="job")
+    held(children, "/local/data", world=rank(0, 2), job="job")
     with pytest.raises(errors.ClaimMismatch) as raised:
         forebay.claim(ours, remotes, rank(1, 2), "job", shared=shared)
     assert said in str(raised.value)
@@ -407,24 +409,24 @@ def test_a_rank_says_whom_it_waits_for(node: Registry) -> None:
         assert word in str(raised.value)
 
 
-def test_the_claim_of_a_leader_that_is_gone_is_not_joined(node: Registry, crew: Crew) -> None:
-    leader = held(crew, "/local", world=rank(0, 3), job="job")
-    held(crew, "/local", world=rank(1, 3), job="job")
+def test_the_claim_of_a_leader_that_is_gone_is_not_joined(node: Registry, children: ProcessGroup) -> None:
+    leader = held(children, "/local", world=rank(0, 3), job="job")
+    held(children, "/local", world=rank(1, 3), job="job")
     leader.kill()
     with pytest.raises(errors.WaitTimeout):
         claim("/local", world=rank(2, 3), job="job", timeout=0.2)
 
 
-def test_whoever_comes_first_makes_what_nobody_leads(node: Registry, crew: Crew) -> None:
+def test_whoever_comes_first_makes_what_nobody_leads(node: Registry, children: ProcessGroup) -> None:
     def one(meet: Callable[[], None]) -> tuple[int, int]:
         found = Registry().join_or_register(ClaimRequest("any", "by name", "name", ()))
         meet()
         return found.record.prefix, found.record.pid
 
-    assert len(set(at_once(crew, [one] * 6))) == 1
+    assert len(set(at_once(children, [one] * 6))) == 1
 
 
-def test_64_processes_of_8_jobs_at_once(node: Registry, crew: Crew, registry: Path) -> None:
+def test_64_processes_of_8_jobs_at_once(node: Registry, children: ProcessGroup, registry: Path) -> None:
     def one(job: int, number: int, meet: Callable[[], None]) -> tuple[int, int, int]:
         with claim(f"/local/{job}", world=rank(number, 8), job=f"job {job}") as found:
             found.barrier("all").wait(8, 60)
@@ -432,7 +434,7 @@ def test_64_processes_of_8_jobs_at_once(node: Registry, crew: Crew, registry: Pa
             meet()
             return job, found.prefix, count
 
-    found = at_once(crew, [functools.partial(one, job, number) for job in range(8) for number in range(8)])
+    found = at_once(children, [functools.partial(one, job, number) for job in range(8) for number in range(8)])
     prefixes = {job: {prefix for of, prefix, _ in found if of == job} for job in range(8)}
     assert sorted(prefix for (prefix,) in prefixes.values()) == list(range(8))
     assert {count for _, _, count in found} == {8}
@@ -465,7 +467,7 @@ def test_a_pickle_is_the_claim_of_the_process(node: Registry) -> None:
         pickle.loads(data)
 
 
-def test_a_pickle_joins_in_another_process(node: Registry, crew: Crew) -> None:
+def test_a_pickle_joins_in_another_process(node: Registry, children: ProcessGroup) -> None:
     ours, its = socket.socketpair()
 
     def other() -> tuple[bool, list[str]]:
@@ -476,7 +478,7 @@ def test_a_pickle_joins_in_another_process(node: Registry, crew: Crew) -> None:
         arrived.close()
         return again is arrived, list(arrived.directories)
 
-    child = crew(other)  # before the claim: it inherits nothing
+    child = children(other)  # before the claim: it inherits nothing
     with claim("/local") as found:
         ours.send(pickle.dumps(found))
         ours.recv(1)
@@ -511,7 +513,7 @@ def test_a_finalizer_may_let_go(node: Registry, registry: Path) -> None:
     assert claims_in(registry) == []
 
 
-def test_threads_that_unpickle_one_get_one(node: Registry, crew: Crew) -> None:
+def test_threads_that_unpickle_one_get_one(node: Registry, children: ProcessGroup) -> None:
     ours, its = socket.socketpair()
 
     def other() -> int:
@@ -525,7 +527,7 @@ def test_threads_that_unpickle_one_get_one(node: Registry, crew: Crew) -> None:
         assert len(arrived[0]._members.live()) == 2
         return len(set(map(id, arrived)))
 
-    child = crew(other)
+    child = children(other)
     with claim("/local") as found:
         ours.send(pickle.dumps(found))
         assert child.result() == 1
@@ -607,7 +609,7 @@ def test_closed_descriptors_cost_nothing(node: Registry, caplog: pytest.LogCaptu
 # -- the lock of the registry ------------------------------------------------------------------------------------------
 
 
-def test_a_lock_that_does_not_come_is_told(node: Registry, registry: Path, crew: Crew) -> None:
+def test_a_lock_that_does_not_come_is_told(node: Registry, registry: Path, children: ProcessGroup) -> None:
     ready = Gate()
 
     def hold() -> None:
@@ -615,7 +617,7 @@ def test_a_lock_that_does_not_come_is_told(node: Registry, registry: Path, crew:
             ready.open()
             signal.pause()
 
-    child = crew(hold)
+    child = children(hold)
     ready.wait()
     said = text_of(errors.WaitTimeout, lambda: claim("/local", timeout=0.2))
     assert str(child.pid) in said
@@ -656,8 +658,10 @@ def test_foreign_things_stop_nobody(node: Registry, registry: Path) -> None:
     (registry / "000000.0123456789abcdef").rmdir()
 
 
-def test_what_cannot_be_removed_is_told_once(node: Registry, registry: Path, crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
-    child = held(crew, "/local")
+def test_what_cannot_be_removed_is_told_once(
+    node: Registry, registry: Path, children: ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = held(children, "/local")
     (path,) = claims_in(registry)
     (registry / path / "a directory").mkdir()
     (registry / path / "a directory" / "file").touch()
@@ -673,8 +677,8 @@ def test_what_cannot_be_removed_is_told_once(node: Registry, registry: Path, cre
     (registry / left / "a directory").rmdir()
 
 
-def test_a_live_claim_that_was_damaged_keeps_its_number(node: Registry, registry: Path, crew: Crew) -> None:
-    held(crew, "/local")
+def test_a_live_claim_that_was_damaged_keeps_its_number(node: Registry, registry: Path, children: ProcessGroup) -> None:
+    held(children, "/local")
     (path,) = claims_in(registry)
     (registry / path / "claim").write_bytes(b"noise")
     with claim("/local") as found:
@@ -696,9 +700,9 @@ def test_a_registry_that_was_removed_is_made_anew(node: Registry, registry: Path
 
 
 @pytest.mark.root
-def test_the_dead_of_another_user_stay_and_are_in_nobodys_way(node: Registry, registry: Path, crew: Crew) -> None:
+def test_the_dead_of_another_user_stay_and_are_in_nobodys_way(node: Registry, registry: Path, children: ProcessGroup) -> None:
     ready = Gate()
-    child = crew(as_user(65534, lambda: (claim("/local"), ready.open(), signal.pause())))
+    child = children(as_user(65534, lambda: (claim("/local"), ready.open(), signal.pause())))
     ready.wait()
     child.kill()
     with claim("/local") as found:
@@ -710,21 +714,21 @@ def test_the_dead_of_another_user_stay_and_are_in_nobodys_way(node: Registry, re
 
 
 @pytest.mark.root
-def test_two_users_do_not_meet_under_one_name(node: Registry, crew: Crew) -> None:
+def test_two_users_do_not_meet_under_one_name(node: Registry, children: ProcessGroup) -> None:
     """A name of a job is its user's."""
     ready = Gate()
-    crew(as_user(65534, lambda: (claim("/theirs", world=rank(0, 2), job="job"), ready.open(), signal.pause())))
+    children(as_user(65534, lambda: (claim("/theirs", world=rank(0, 2), job="job"), ready.open(), signal.pause())))
     ready.wait()
     with pytest.raises(errors.WaitTimeout):
         claim("/theirs", world=rank(1, 2), job="job", timeout=0.1)
     (info,) = forebay.list_claims()
     assert (info.uid, len(info.pids)) == (65534, 1)
-    crew.dismiss()
+    children.kill()
     in_child(as_user(65534, forebay.prune_claims))
 
 
 @pytest.mark.root
-def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registry: Path, crew: Crew) -> None:
+def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registry: Path, children: ProcessGroup) -> None:
     """He could cut its files short, which kills the process that has them mapped."""
     attacker, victim = 65533, 65534
     ready, tag = Gate(), in_child(as_user(victim, lambda: ClaimRequest("job", "job=", "0", ()).tag))
@@ -738,7 +742,7 @@ def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registr
         ready.open()
         signal.pause()
 
-    crew(as_user(attacker, plant))
+    children(as_user(attacker, plant))
     ready.wait()
     planted = registry / f"000000.{tag}"
 
@@ -750,8 +754,8 @@ def test_a_claim_that_another_user_planted_is_not_joined(node: Registry, registr
                 work()
         return text_of(errors.WaitTimeout, lambda: claim("/theirs", world=rank(1, 2), job="job", timeout=0.1))
 
-    assert "nobody yet" in crew(as_user(victim, join)).result()
-    crew.dismiss()
+    assert "nobody yet" in children(as_user(victim, join)).result()
+    children.kill()
     in_child(as_user(attacker, forebay.prune_claims))
 
 
@@ -848,7 +852,7 @@ def test_a_process_of_another_pid_namespace_is_as_any_other(node: Registry, regi
 # -- speed -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_claim_does_not_get_slower_with_the_jobs_of_others(node: Registry, crew: Crew) -> None:
+def test_a_claim_does_not_get_slower_with_the_jobs_of_others(node: Registry, children: ProcessGroup) -> None:
     """Of the processor, so that other work on the machine counts little. It is 0.7 ms, and 12 us for each live one."""
 
     def cost() -> float:
@@ -863,14 +867,14 @@ def test_a_claim_does_not_get_slower_with_the_jobs_of_others(node: Registry, cre
     cost()
     alone_here = cost()
     for n in range(9):
-        held(crew, f"/theirs/{n}")
+        held(children, f"/theirs/{n}")
     assert cost() < 0.003  # a promise
     assert cost() < alone_here + 0.002
 
 
-def test_a_conflict_is_felt_by_marks_alone(node: Registry, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conflict_is_felt_by_marks_alone(node: Registry, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not concern us is not read."""
-    held(crew, "/theirs")
+    held(children, "/theirs")
     read: list[bytes] = []
     real = records.load
     monkeypatch.setattr(records, "load", lambda data: read.append(data) or real(data))

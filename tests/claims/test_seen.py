@@ -22,7 +22,7 @@ from forebay.claims.inspect import ClaimState
 from forebay.claims.members import Member
 from forebay.claims.registry import ClaimObstructed, Registry
 from tests.claiming import REMOTE, alone, rank
-from tests.harness import Crew
+from tests.processes import ProcessGroup
 
 
 def lead(told: int) -> None:
@@ -74,7 +74,9 @@ def test_names_of_claims_are_told_from_others() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_who_can_open_nothing_takes_nobody_for_dead(registry: Path, monkeypatch: pytest.MonkeyPatch, crew: Crew, number: int) -> None:
+def test_who_can_open_nothing_takes_nobody_for_dead(
+    registry: Path, monkeypatch: pytest.MonkeyPatch, children: ProcessGroup, number: int
+) -> None:
     opened = os.open
 
     def fail(path: Any, flags: int, *args: Any, **how: Any) -> int:
@@ -92,19 +94,19 @@ def test_who_can_open_nothing_takes_nobody_for_dead(registry: Path, monkeypatch:
         return None
 
     with forebay.claim("/local", REMOTE, alone(), "job"):
-        assert crew(take).result() == number
+        assert children(take).result() == number
         with pytest.raises(errors.ClaimConflict):
             forebay.claim("/local", REMOTE, alone(), "other")
 
 
-def test_a_forked_rank_is_one_process(registry: Path, crew: Crew) -> None:
+def test_a_forked_rank_is_one_process(registry: Path, children: ProcessGroup) -> None:
     def join() -> tuple[int, ...]:
         with forebay.claim("/local", REMOTE, rank(1, 2), "job"):
             (info,) = forebay.list_claims()
             return info.pids
 
     with forebay.claim("/local", REMOTE, rank(0, 2), "job"):
-        child = crew(join)
+        child = children(join)
         assert child.result() == (os.getpid(), child.pid)
 
 

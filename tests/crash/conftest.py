@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from forebay._engine.store import Store
-from tests.harness import Child, Crew, assert_counted, assert_settled, death_of, fork_to_die, in_child, opened
+from tests.harness import assert_counted, assert_settled, opened
+from tests.processes import death_of, fork_to_die, in_child
 
 Act = Callable[[Store], object]
 MOST = 2000
@@ -43,7 +44,7 @@ class Scene:
             try:
                 in_child(lambda: self._look(after))
                 in_child(lambda: self._use(before, small_first))
-            except AssertionError as error:
+            except Exception as error:
                 raise AssertionError(f"killed before step {step}, {death}: {error}") from error
         in_child(lambda: self._look(after))
         assert len(deaths) >= least, deaths
@@ -98,10 +99,3 @@ def victim_of(entry):  # type: ignore[no-untyped-def]
 @pytest.fixture
 def scene(quick_path: Path) -> Callable[[int], Scene]:
     return lambda budget: Scene(quick_path / "root", budget)
-
-
-@pytest.fixture
-def crew() -> Iterator[Callable[[Callable[[], object]], Child]]:
-    found = Crew()
-    yield found
-    found.dismiss()

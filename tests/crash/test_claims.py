@@ -27,7 +27,7 @@ from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.records import ClaimedStream
 from forebay.claims.registry import Registry
 from tests.claiming import REMOTE, alone, rank, registry  # noqa: F401 (a fixture)
-from tests.harness import Child, Gate, death_of, fork, fork_to_die, in_child
+from tests.processes import Child, Gate, death_of, fork, fork_to_die, in_child
 
 MOST = 500
 SOON = 20.0
@@ -45,7 +45,7 @@ def every_step(during: Callable[[], object], after: Callable[[], object], least:
         deaths.append(death)
         try:
             in_child(after)
-        except AssertionError as error:
+        except Exception as error:
             raise AssertionError(f"killed before step {step}, {death}: {error}") from error
     assert len(deaths) >= least, deaths
     return deaths

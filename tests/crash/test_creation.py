@@ -13,7 +13,8 @@ import pytest
 from forebay._engine.store import Store
 from forebay._kernel import host
 from tests.crash.conftest import Scene
-from tests.harness import KiB, MiB, assert_counted, assert_settled, bytes_of, death_of, fork_to_die, in_child, opened
+from tests.harness import KiB, MiB, assert_counted, assert_settled, bytes_of, opened
+from tests.processes import death_of, fork_to_die, in_child
 
 BLOB = os.urandom(100 * KiB)
 AT_ONCE = 8

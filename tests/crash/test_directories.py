@@ -19,7 +19,8 @@ from forebay._kernel import host
 from forebay.remote import RemoteOptions
 from forebay.reports import Progress
 from tests.crash.conftest import MOST, Scene
-from tests.harness import HANG, Child, KiB, MiB, assert_counted, data_usage
+from tests.harness import KiB, MiB, assert_counted, data_usage
+from tests.processes import HANG, ProcessGroup
 from tests.remote_directories import files_of
 from tests.servers.counting import Shelf, content
 
@@ -153,14 +154,14 @@ def test_a_copy_of_ones_own(scene: NewScene, shelf: Shelf, tmp_path: Path, every
 class Stage:
     """A downloader that stops before its k-th step until it is killed, and three that want the same."""
 
-    def __init__(self, place: Path, shelf: Shelf, crew: Callable[[Callable[[], object]], Child]) -> None:
-        self.place, self.shelf, self.crew = place, shelf, crew
+    def __init__(self, place: Path, shelf: Shelf, children: ProcessGroup) -> None:
+        self.place, self.shelf, self.children = place, shelf, children
 
     def run(self, step: int) -> str | None:
         """Before which step it died; None if it came to its end."""
         forebay.Cache(self.place, budget=2 * MiB, min_free=0).close()
         ours, theirs = os.pipe()
-        downloader = self.crew(lambda: self._download(step, theirs))
+        downloader = self.children(lambda: self._download(step, theirs))
         os.close(theirs)
         said = os.read(ours, 200).decode()
         os.close(ours)
@@ -168,7 +169,7 @@ class Stage:
             downloader.result()
             return None
         reads, write = os.pipe()
-        waiters = [self.crew(lambda: self._wait(write)) for _ in range(3)]
+        waiters = [self.children(lambda: self._wait(write)) for _ in range(3)]
         os.close(write)
         heard = 0
         while heard < 3 and select.select([reads], [], [], 0.3)[0]:  # who waits for the catalog's own lock says nothing
@@ -208,7 +209,7 @@ class Stage:
 
 @sweep
 def test_killed_at_every_step_with_three_waiters(
-    quick_path: Path, shelf: Shelf, crew: Callable[[Callable[[], object]], Child], every: int
+    quick_path: Path, shelf: Shelf, children: ProcessGroup, every: int
 ) -> None:  # fmt: skip
     """Each of them ends with the complete directory, and each byte came twice at most."""
     shelf.fill(CKPT, FILES)
@@ -216,7 +217,7 @@ def test_killed_at_every_step_with_three_waiters(
     for step in itertools.islice(steps(every), MOST):
         place = quick_path / f"root-{step}"
         shelf.forget()
-        died = Stage(place, shelf, crew).run(step)
+        died = Stage(place, shelf, children).run(step)
         assert shelf.sent <= 2 * TOTAL
         with forebay.Cache(place) as cache:
             assert cache.check(deep=True) == []
@@ -231,9 +232,7 @@ def test_killed_at_every_step_with_three_waiters(
 
 
 @pytest.mark.parametrize("face", ["fsspec", "arrow"])
-def test_killed_while_it_reads_with_three_waiters(
-    quick_path: Path, shelf: Shelf, crew: Callable[[Callable[[], object]], Child], face: str
-) -> None:
+def test_killed_while_it_reads_with_three_waiters(quick_path: Path, shelf: Shelf, children: ProcessGroup, face: str) -> None:
     """In the midst of each file's bytes."""
     shelf.fill(CKPT, FILES)
     for name, body in FILES.items():
@@ -246,9 +245,9 @@ def test_killed_while_it_reads_with_three_waiters(
             with opened_cache(place) as cache, cache.directory(CKPT, filesystem=getattr(shelf, face)()) as path:
                 return files_of(path)
 
-        downloader = crew(use)
+        downloader = children(use)
         shelf.wait("stalled")
-        waiters = [crew(use) for _ in range(3)]
+        waiters = [children(use) for _ in range(3)]
         downloader.kill()
         shelf.go(f"{CKPT}/{name}")
         assert [waiter.result() for waiter in waiters] == [FILES] * 3

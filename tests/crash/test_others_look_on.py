@@ -10,7 +10,8 @@ import pytest
 
 from forebay._engine.store import Store
 from tests.crash.conftest import Scene, victim_of
-from tests.harness import Child, Gate, KiB, MiB, assert_counted, bytes_of, death_of, fork_to_die, in_child, opened
+from tests.harness import KiB, MiB, assert_counted, bytes_of, opened
+from tests.processes import Child, Gate, death_of, fork_to_die, in_child
 
 OLD, NEW, SMALL = os.urandom(100 * KiB), os.urandom(120 * KiB), os.urandom(500)
 MOST = 200
@@ -33,7 +34,7 @@ def press(store: Store) -> None:
 
 
 @pytest.mark.parametrize("act", [replace, replace_by_value, remove, press])
-def test_a_lease_pins(quick_path: Path, crew: Callable[..., Child], act: Callable[[Store], object]) -> None:
+def test_a_lease_pins(quick_path: Path, children: Callable[..., Child], act: Callable[[Store], object]) -> None:
     """While the lease is held the path exists and the bytes are the old ones; when its holder was killed, the next writers free them."""
     place, budget = quick_path / "root", 512 * KiB
     for step in range(MOST):
@@ -73,7 +74,7 @@ def test_a_lease_pins(quick_path: Path, crew: Callable[..., Child], act: Callabl
                 assert store.check(deep=True) == []
                 store.remove([victim_of(entry) for entry in store.entries("v")])
 
-        child = crew(holder)
+        child = children(holder)
         said.wait()
         death = death_of(fork_to_die(step, dying))
         in_child(next_one)
@@ -91,7 +92,7 @@ def test_a_lease_pins(quick_path: Path, crew: Callable[..., Child], act: Callabl
 
 
 @pytest.mark.parametrize("act", [replace, replace_by_value, remove, press])
-def test_who_remembers_reads_exact_bytes(quick_path: Path, crew: Callable[..., Child], act: Callable[[Store], object]) -> None:
+def test_who_remembers_reads_exact_bytes(quick_path: Path, children: Callable[..., Child], act: Callable[[Store], object]) -> None:
     """A process that lives through it all, and remembers what it read, sees the old or the new version, as a fresh one does."""
     place, budget = quick_path / "root", 512 * KiB
     said, go = Gate(), Gate()
@@ -112,7 +113,7 @@ def test_who_remembers_reads_exact_bytes(quick_path: Path, crew: Callable[..., C
                 assert store.check(deep=True) == []
                 looks += 1
 
-    child = crew(witness)
+    child = children(witness)
     said.wait()
     seen: set[bytes | None] = set()
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from forebay._engine.store import Store
 from tests.crash.conftest import victim_of
-from tests.harness import KiB, assert_counted, bytes_of, fork, in_child, opened
+from tests.harness import KiB, assert_counted, bytes_of, opened
+from tests.processes import fork, in_child
 
 WRITERS = 12
 ROUNDS = 44

@@ -26,7 +26,7 @@ from forebay.directories.copying import copy_tree, fetch_tree, locked, target_of
 from forebay.directories.manifests import File
 from forebay.directories.sinks import FileSink, has_stamp, stamp
 from forebay.directories.thread_pool import LARGE, STREAMS, each
-from tests.harness import Child, death_of, fork, fork_to_die
+from tests.processes import Child, death_of, fork, fork_to_die
 
 BODIES = {
     "config.json": b"{}",
@@ -449,8 +449,8 @@ def test_processes_without_a_cache_copy_one_after_the_other(source: Path, tmp_pa
         with locked(target):
             return len(steps_of(lambda: copy(source, target)))
 
-    crew = [fork(work) for _ in range(4)]
-    assert sorted(child.result() > 0 for child in crew) == [False, False, False, True]
+    children = [fork(work) for _ in range(4)]
+    assert sorted(child.result() > 0 for child in children) == [False, False, False, True]
     assert found(target) == BODIES
 
 

@@ -9,7 +9,8 @@ import pytest
 
 import forebay
 from forebay import Checkpoint
-from tests.harness import MiB, in_child
+from tests.harness import MiB
+from tests.processes import in_child
 from tests.remote_directories import CKPT, FILES, Remote, files_of
 
 

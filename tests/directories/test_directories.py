@@ -19,8 +19,9 @@ from forebay import errors
 from forebay.remote import RemoteOptions
 from forebay.reports import Progress
 from forebay.testing import ScriptedServer
-from tests.harness import Crew, data_usage, in_child, usage
+from tests.harness import data_usage, usage
 from tests.items import until
+from tests.processes import ProcessGroup, in_child
 from tests.remote_directories import (
     CKPT,
     FILES,
@@ -903,11 +904,11 @@ def test_a_lease_that_is_dropped_is_released(cache: forebay.Cache, remote: Remot
 
 
 def test_a_lease_pins_in_a_forked_child_too(cache: forebay.Cache, remote: Remote) -> None:
-    crew = Crew()
+    children = ProcessGroup()
     try:
         lease = cache.directory(remote.url, **remote.how)
         ours, theirs = os.pipe()
-        child = crew(lambda: os.read(ours, 1))
+        child = children(lambda: os.read(ours, 1))
         lease.close()
         assert cache.entries("directories")[0].leased
         assert cache.evict(cache.entries("directories")[0].name).removed == ()
@@ -916,7 +917,7 @@ def test_a_lease_pins_in_a_forked_child_too(cache: forebay.Cache, remote: Remote
         os.close(ours)
         os.close(theirs)
     finally:
-        crew.dismiss()
+        children.kill()
 
 
 # -- how fast, and how it is told --------------------------------------------------------------------------------------
@@ -984,10 +985,10 @@ def test_progress_is_of_the_whole_directory(cache: forebay.Cache, remote: Remote
 
 def test_who_waits_says_so(cache: forebay.Cache, remote: Remote, shelf: Shelf, tmp_path: Path) -> None:
     shelf.stall(f"{CKPT}/model-00001.safetensors")
-    crew = Crew()
+    children = ProcessGroup()
     told: list[Progress] = []
     try:
-        child = crew(lambda: use_once(tmp_path / "root", shelf))
+        child = children(lambda: use_once(tmp_path / "root", shelf))
         shelf.wait("stalled")
         thread = threading.Thread(target=lambda: cache.directory(remote.url, on_progress=told.append, **remote.how).close())
         thread.start()
@@ -998,7 +999,7 @@ def test_who_waits_says_so(cache: forebay.Cache, remote: Remote, shelf: Shelf, t
             thread.join(60)
         assert child.result() == FILES
     finally:
-        crew.dismiss()
+        children.kill()
     waiting = [step for step in told if step.state == "waiting"]
     assert str(child.pid) in waiting[0].holder
     assert not [step for step in told if step.state == "fetching"]
@@ -1007,16 +1008,16 @@ def test_who_waits_says_so(cache: forebay.Cache, remote: Remote, shelf: Shelf, t
 
 def test_a_wait_can_be_bounded(cache: forebay.Cache, remote: Remote, shelf: Shelf, tmp_path: Path) -> None:
     shelf.stall(f"{CKPT}/model-00001.safetensors")
-    crew = Crew()
+    children = ProcessGroup()
     try:
-        child = crew(lambda: use_once(tmp_path / "root", shelf))
+        child = children(lambda: use_once(tmp_path / "root", shelf))
         shelf.wait("stalled")
         with pytest.raises(errors.WaitTimeout, match=str(child.pid)):
             cache.directory(remote.url, timeout=0.2, **remote.how)
         shelf.go(f"{CKPT}/model-00001.safetensors")
         assert child.result() == FILES
     finally:
-        crew.dismiss()
+        children.kill()
 
 
 def use_once(root: Path, there: Shelf) -> dict[str, bytes]:

@@ -16,18 +16,11 @@ from forebay import errors
 from forebay.directories import metadata
 from forebay.directories.place import RemoteDirectory, place_of
 from forebay.testing import ScriptedServer
-from tests.harness import Crew, in_child
+from tests.processes import ProcessGroup, in_child
 from tests.remote_directories import Remote, aws, every_kind, files_of  # noqa: F401 (fixtures)
 from tests.remote_directories import remote as remote
 from tests.servers.counting import Shelf, shelf  # noqa: F401 (a fixture)
 from tests.servers.rgw import rgw_server  # noqa: F401 (a fixture)
-
-
-@pytest.fixture
-def crew() -> Any:
-    found = Crew()
-    yield found
-    found.dismiss()
 
 
 def place(cache: forebay.Cache, remote: Remote) -> RemoteDirectory:
@@ -111,22 +104,22 @@ def check_all_there(tmp_path: Path, url: str, times: int, **how: Any) -> None:
     assert sorted(found) == sorted(f"{worker}-{n}" for worker in range(3) for n in range(times))
 
 
-def test_no_update_is_lost_between_nodes(aws: Any, tmp_path: Path, crew: Crew) -> None:  # noqa: F811
+def test_no_update_is_lost_between_nodes(aws: Any, tmp_path: Path, children: ProcessGroup) -> None:  # noqa: F811
     """Three processes with a cache each, as on three nodes: nothing but the store itself keeps them apart."""
     pytest.importorskip("botocore")
     aws.client().create_bucket(Bucket="metadata")
     url = f"s3://metadata/{uuid.uuid4().hex}/ckpt"
-    children = [crew(lambda w=worker: count_up(str(tmp_path / f"{w}"), url, w, 8)) for worker in range(3)]
+    children = [children(lambda w=worker: count_up(str(tmp_path / f"{w}"), url, w, 8)) for worker in range(3)]
     for child in children:
         child.result()
     check_all_there(tmp_path, url, 8)
 
 
-def test_no_update_is_lost_on_one_node(shelf: Shelf, tmp_path: Path, crew: Crew) -> None:  # noqa: F811
+def test_no_update_is_lost_on_one_node(shelf: Shelf, tmp_path: Path, children: ProcessGroup) -> None:  # noqa: F811
     """A filesystem that knows no conditional writes: the node's lock keeps them apart."""
     pytest.importorskip("pyarrow")
     how = {"filesystem": shelf.arrow()}
-    children = [crew(lambda w=worker: count_up(str(tmp_path / "one"), "bucket/ckpt", w, 10, **how)) for worker in range(3)]
+    children = [children(lambda w=worker: count_up(str(tmp_path / "one"), "bucket/ckpt", w, 10, **how)) for worker in range(3)]
     for child in children:
         child.result()
     check_all_there(tmp_path, "bucket/ckpt", 10, **how)
@@ -162,10 +155,10 @@ def test_threads_of_one_process(cache: forebay.Cache, tmp_path: Path) -> None:
     assert metadata.read(cache._origin, where) == {str(n): n for n in range(8)}
 
 
-def test_no_update_is_lost_in_a_local_directory(tmp_path: Path, crew: Crew) -> None:
+def test_no_update_is_lost_in_a_local_directory(tmp_path: Path, children: ProcessGroup) -> None:
     """Without a cache that they share: the directory itself keeps them apart."""
     (tmp_path / "ckpt").mkdir()
-    children = [crew(lambda w=worker: count_up(str(tmp_path / f"{w}"), str(tmp_path / "ckpt"), w, 30)) for worker in range(3)]
+    children = [children(lambda w=worker: count_up(str(tmp_path / f"{w}"), str(tmp_path / "ckpt"), w, 30)) for worker in range(3)]
     for child in children:
         child.result()
     check_all_there(tmp_path, str(tmp_path / "ckpt"), 30)

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from forebay.directories.uploading import Uploaded, upload
 from forebay.origin import Origin
 from forebay.remote import RemoteOptions
 from forebay.testing import MemorySink, ScriptedServer
-from tests.harness import HANG, Crew, Gate
+from tests.processes import HANG, Gate, ProcessGroup
 from tests.remote_directories import (  # noqa: F401 (fixtures)
     CKPT,
     FILES,
@@ -87,13 +87,6 @@ NO_CACHE = Origin(PassThrough(), RemoteOptions())
 @pytest.fixture
 def place(far: Remote) -> RemoteDirectory:
     return place_of(NO_CACHE, far.url, far.filesystem)
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    found = Crew()
-    yield found
-    found.dismiss()
 
 
 class Watched:
@@ -498,12 +491,12 @@ def upload_and_die(place: RemoteDirectory, near: Path, at: int, **how: Any) -> N
 
 
 @some_kinds
-def test_killed_and_repeated(place: RemoteDirectory, far: Remote, near: Path, crew: Crew, tmp_path: Path) -> None:
+def test_killed_and_repeated(place: RemoteDirectory, far: Remote, near: Path, children: ProcessGroup, tmp_path: Path) -> None:
     """At each write: a reader never takes it for whole, and the next attempt sends what is missing, and nothing else."""
     for at in (0, 1, len(NAMES)):
         for name in there(place):
             far.remove(name)
-        assert crew(lambda at=at: upload_and_die(place, near, at)).wait() == -signal.SIGKILL
+        assert children(lambda at=at: upload_and_die(place, near, at)).wait() == -signal.SIGKILL
         cache = forebay.Cache(tmp_path / f"reader {at}", budget=8 << 20, min_free=0)
         with pytest.raises(errors.Incomplete, match="repeat the upload"):
             cache.directory(far.url, force=True, **far.how)
@@ -517,7 +510,7 @@ def test_killed_and_repeated(place: RemoteDirectory, far: Remote, near: Path, cr
 
 
 @some_kinds
-def test_killed_over_an_older_one(cache: forebay.Cache, place: RemoteDirectory, far: Remote, near: Path, crew: Crew) -> None:
+def test_killed_over_an_older_one(cache: forebay.Cache, place: RemoteDirectory, far: Remote, near: Path, children: ProcessGroup) -> None:
     """What an older upload left is not taken for what the killed one sent, though names and sizes are the same."""
     upload(place, near)
     with cache.directory(far.url, force=True, **far.how) as tree:
@@ -526,7 +519,7 @@ def test_killed_over_an_older_one(cache: forebay.Cache, place: RemoteDirectory, 
     for name, body in newer.items():
         change(near, name, body)
     for _ in range(2):
-        assert crew(lambda: upload_and_die(place, near, 2)).wait() == -signal.SIGKILL
+        assert children(lambda: upload_and_die(place, near, 2)).wait() == -signal.SIGKILL
     with cache.directory(far.url, force=True, refresh=True, **far.how) as tree:  # what the cache has, with a warning
         assert files_of(tree) == old
     sent = upload(place, near).sent
@@ -534,7 +527,7 @@ def test_killed_over_an_older_one(cache: forebay.Cache, place: RemoteDirectory, 
     assert {name: body for name, body in there(place).items() if name != MARKER} == {**FILES, **newer}
 
 
-def test_killed_while_others_are_removed(place: RemoteDirectory, far: Remote, near: Path, crew: Crew, shelf: Shelf) -> None:  # noqa: F811
+def test_killed_while_others_are_removed(place: RemoteDirectory, far: Remote, near: Path, children: ProcessGroup, shelf: Shelf) -> None:  # noqa: F811
     for n in range(3):
         far.put(f"old-{n}", b"old")
 
@@ -550,7 +543,7 @@ def test_killed_while_others_are_removed(place: RemoteDirectory, far: Remote, ne
         Shelf.delete = dying  # type: ignore[method-assign]
         upload(place, near, delete=True, jobs=1)
 
-    assert crew(die).wait() == -signal.SIGKILL
+    assert children(die).wait() == -signal.SIGKILL
     assert sum(name.startswith("old") for name in there(place)) == 2
     assert mark(place)["complete"] is False
     done = upload(place, near, delete=True)
@@ -558,7 +551,7 @@ def test_killed_while_others_are_removed(place: RemoteDirectory, far: Remote, ne
     assert sorted(there(place)) == sorted([MARKER, *NAMES])
 
 
-def test_a_local_directory_keeps_no_leftovers(near: Path, tmp_path: Path, crew: Crew) -> None:
+def test_a_local_directory_keeps_no_leftovers(near: Path, tmp_path: Path, children: ProcessGroup) -> None:
     from forebay._kernel import host
 
     place = place_of(NO_CACHE, tmp_path / "far" / "step_100")
@@ -571,7 +564,7 @@ def test_a_local_directory_keeps_no_leftovers(near: Path, tmp_path: Path, crew: 
         host.on_step(hook)
         upload(place, near, jobs=1)
 
-    assert crew(die).wait() == -signal.SIGKILL
+    assert children(die).wait() == -signal.SIGKILL
     parts = [name for name in files_of(tmp_path / "far" / "step_100") if name.endswith(".forebay-part")]
     assert len(parts) == 1
     os.utime(tmp_path / "far" / "step_100" / parts[0], (0, 0))  # an hour ago
@@ -579,7 +572,7 @@ def test_a_local_directory_keeps_no_leftovers(near: Path, tmp_path: Path, crew: 
     assert sorted(files_of(tmp_path / "far" / "step_100")) == sorted([MARKER, *NAMES])
 
 
-def test_ctrl_c(place: RemoteDirectory, near: Path, crew: Crew) -> None:
+def test_ctrl_c(place: RemoteDirectory, near: Path, children: ProcessGroup) -> None:
     """It ends the call at once, though all threads wait for a remote that says nothing."""
     began = Gate()
     place, remote = watched(place)
@@ -598,7 +591,7 @@ def test_ctrl_c(place: RemoteDirectory, near: Path, crew: Crew) -> None:
             return time.monotonic()
         raise AssertionError("nobody pressed it")
 
-    child = crew(work)
+    child = children(work)
     began.wait()
     pressed = time.monotonic()
     child.signal(signal.SIGINT)

@@ -17,7 +17,7 @@ from forebay._engine.files import blobs
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay.cache import origin_of
-from tests.harness import in_child
+from tests.processes import in_child
 from tests.remote_directories import CKPT, files_of
 from tests.remote_directories import remote as remote
 from tests.servers.counting import Shelf, content

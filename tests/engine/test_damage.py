@@ -24,7 +24,8 @@ from forebay._engine.engine import recover_and_retry
 from forebay._engine.files.layout import Root
 from forebay._engine.files.settings_file import Kept, SpaceLimits, read, write
 from forebay._engine.store import Store
-from tests.harness import Gate, MiB, assert_settled, bytes_of, fork, in_child, opened
+from tests.harness import MiB, assert_settled, bytes_of, opened
+from tests.processes import Gate, fork, in_child
 
 BUDGET, QUOTA = 50 * MiB, 3 * MiB
 PAGE = 4096

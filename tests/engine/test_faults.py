@@ -23,16 +23,10 @@ from forebay import errors
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
-from tests.harness import Child, Crew, Gate, KiB, MiB, assert_counted, assert_settled, bytes_of, data_usage, fork, in_child, opened
+from tests.harness import KiB, MiB, assert_counted, assert_settled, bytes_of, data_usage, opened
+from tests.processes import Child, Gate, fork, in_child
 
 BLOB, OTHER, SMALL = os.urandom(100 * KiB), os.urandom(110 * KiB), os.urandom(700)
-
-
-@pytest.fixture
-def crew() -> Iterator[Callable[[Callable[[], object]], Child]]:
-    found = Crew()
-    yield found
-    found.dismiss()
 
 
 def fill(place: Path, budget: int = 2 * MiB) -> None:
@@ -409,7 +403,7 @@ def test_s31_a_read_only_root_of_another_user() -> None:
 # -- stopped processes -------------------------------------------------------------------------------------------------
 
 
-def test_s08_a_stopped_fetcher_is_named(quick_path: Path, crew: Callable[..., Child], caplog: pytest.LogCaptureFixture) -> None:
+def test_s08_a_stopped_fetcher_is_named(quick_path: Path, children: Callable[..., Child], caplog: pytest.LogCaptureFixture) -> None:
     """Who waits says for what and for whom; with a timeout it raises the same facts; when the fetcher is killed, it takes over."""
     place, said = quick_path / "root", Gate()
 
@@ -422,7 +416,7 @@ def test_s08_a_stopped_fetcher_is_named(quick_path: Path, crew: Callable[..., Ch
                 said.open()
                 signal.pause()
 
-    child = crew(fetcher)
+    child = children(fetcher)
     said.wait()
     child.signal(signal.SIGSTOP)
 
@@ -461,7 +455,7 @@ def test_s08_a_stopped_fetcher_is_named(quick_path: Path, crew: Callable[..., Ch
         return lines
 
     in_child(waiter)
-    other = crew(patient)
+    other = children(patient)
     with contextlib.suppress(AssertionError):
         other.wait(1.0)
     child.kill()
@@ -471,7 +465,7 @@ def test_s08_a_stopped_fetcher_is_named(quick_path: Path, crew: Callable[..., Ch
     said.close()
 
 
-def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, crew: Callable[..., Child]) -> None:
+def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, children: Callable[..., Child]) -> None:
     """Stopped inside a transaction: hits need no writer, in a young process neither; who writes waits once, is told who it is, and passes
     by from then on; killed, all goes on."""
     place, said = quick_path / "root", Gate()
@@ -490,7 +484,7 @@ def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, cr
             host.on_step(hook)
             store.put("v", "k1", OTHER)
 
-    child = crew(writer)
+    child = children(writer)
     said.wait()
 
     def reader() -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,16 +23,10 @@ from forebay._engine.store import Store
 from forebay._engine.write import publish
 from forebay._kernel import host
 from forebay._model import ObjectInfo
-from tests.harness import HANG, Child, Crew, Gate, KiB, MiB, assert_counted, assert_settled, bytes_of, fork, in_child, opened
+from tests.harness import KiB, MiB, assert_counted, assert_settled, bytes_of, opened
+from tests.processes import HANG, Child, Gate, fork, in_child
 
 BLOB = os.urandom(60 * KiB)
-
-
-@pytest.fixture
-def crew() -> Iterator[Callable[[Callable[[], object]], Child]]:
-    found = Crew()
-    yield found
-    found.dismiss()
 
 
 def use(store: Store, number: int) -> None:
@@ -161,7 +155,7 @@ def settle(place: Path) -> None:
         assert store.check(deep=True) == []
 
 
-def test_s17_a_lease_pins_for_parent_and_child_alike(quick_path: Path, crew: Callable[..., Child]) -> None:
+def test_s17_a_lease_pins_for_parent_and_child_alike(quick_path: Path, children: Callable[..., Child]) -> None:
     """The parent lets go, the child's pin stands; the child dies, and the entry can be evicted."""
     place, leased, said, go = quick_path / "root", Gate(), Gate(), Gate()
 
@@ -191,7 +185,7 @@ def test_s17_a_lease_pins_for_parent_and_child_alike(quick_path: Path, crew: Cal
             assert (bytes_of(store, "a") == BLOB) is kept
             assert store.check(deep=True) == []
 
-    crew(parent)
+    children(parent)
     said.wait()
     in_child(lambda: press(True))
     go.open()
@@ -201,7 +195,7 @@ def test_s17_a_lease_pins_for_parent_and_child_alike(quick_path: Path, crew: Cal
         gate.close()
 
 
-def test_s17_a_dead_parents_locks_do_not_live_on_in_the_child(quick_path: Path, crew: Callable[..., Child]) -> None:
+def test_s17_a_dead_parents_locks_do_not_live_on_in_the_child(quick_path: Path, children: Callable[..., Child]) -> None:
     """A fetcher forks and is killed: its key is free at once, and what it wrote is a partial."""
     place, said = quick_path / "root", Gate()
 
@@ -231,7 +225,7 @@ def test_s17_a_dead_parents_locks_do_not_live_on_in_the_child(quick_path: Path, 
             assert bytes_of(store, "a") == bytes(3 * MiB)
             assert store.check(deep=True) == []
 
-    child = crew(fetcher)
+    child = children(fetcher)
     said.wait()
     os.kill(child.pid, signal.SIGKILL)
     try:

@@ -15,7 +15,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from tests.harness import in_child
+from tests.processes import in_child
 
 CALLS: dict[str, Callable[[forebay.Cache, Path], Any]] = {
     "stats": lambda cache, near: cache.stats(),

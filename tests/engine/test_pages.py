@@ -13,7 +13,8 @@ from forebay._engine import check, stats, store
 from forebay._engine.catalog import Catalog, entries
 from forebay.cache import entries as listing
 from forebay.cli import render
-from tests.harness import MiB, fork
+from tests.harness import MiB
+from tests.processes import fork
 
 COUNT = 300
 MOST = 40

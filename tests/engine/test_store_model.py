@@ -18,7 +18,8 @@ from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Settings, Store
 from forebay._model import Victim
-from tests.harness import HANG, KiB, assert_settled, bytes_of, data_usage, fork, opened
+from tests.harness import KiB, assert_settled, bytes_of, data_usage, opened
+from tests.processes import HANG, fork
 
 TIGHT, AMPLE = 256 * KiB, 64 << 20
 KEYS = [f"key {n}" for n in range(6)]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from forebay._kernel import host, mappings
-from tests.kernel.children import Child, Line, fork_in_c, in_child
+from tests.processes import Line, fork_in_c, in_child, talk_to
 
 MiB = 1 << 20
 
@@ -324,7 +324,7 @@ def test_the_boot_has_a_name() -> None:
 
 def test_the_start_of_a_process_is_known() -> None:
     before = time.time()
-    with Child(lambda line: line.hear()) as child:
+    with talk_to(lambda line: line.hear()) as child:
         start = host.process_start(child.pid)
         assert start is not None
         assert before - 0.1 <= start <= time.time() + 0.1
@@ -505,7 +505,7 @@ def test_a_process_that_c_forked_is_known_and_so_are_its_children() -> None:
     def work(line: Line) -> None:
         line.say((host.forked_unseen(), in_child(lambda: (host.forked_unseen(), said)), said))
 
-    with Child(work, by=fork_in_c) as child:
+    with talk_to(work, by=fork_in_c) as child:
         assert child.hear() == (True, (True, []), [])
     assert not host.forked_unseen()
     assert in_child(host.forked_unseen) is False

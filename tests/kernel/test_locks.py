@@ -21,7 +21,7 @@ import pytest
 
 from forebay._kernel import host, locks
 from forebay._kernel.locks import LockFile
-from tests.kernel.children import Child, Line, fork_in_c, in_child, orphan
+from tests.processes import Line, fork_in_c, in_child, orphan, talk_to
 
 FAR = (1 << 62) + 12345
 
@@ -73,7 +73,7 @@ def holding(path: Path, offset: int, *, exclusive: bool) -> Callable[[Line], Non
 
 
 def test_an_exclusive_lock_keeps_others_out_until_it_is_let_go(path: Path) -> None:
-    with Child(holding(path, 7, exclusive=True)) as child:
+    with talk_to(holding(path, 7, exclusive=True)) as child:
         assert child.hear() is True
         file = LockFile(path)
         assert not file.try_lock(7, exclusive=True)
@@ -84,7 +84,7 @@ def test_an_exclusive_lock_keeps_others_out_until_it_is_let_go(path: Path) -> No
 
 
 def test_shared_locks_stand_side_by_side_and_keep_an_exclusive_one_out(path: Path) -> None:
-    with Child(holding(path, 7, exclusive=False)) as one, Child(holding(path, 7, exclusive=False)) as two:
+    with talk_to(holding(path, 7, exclusive=False)) as one, talk_to(holding(path, 7, exclusive=False)) as two:
         assert (one.hear(), two.hear()) == (True, True)
         one.say()
         one.hear()
@@ -96,7 +96,7 @@ def test_shared_locks_stand_side_by_side_and_keep_an_exclusive_one_out(path: Pat
 
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_a_killed_holder_holds_nothing(path: Path, exclusive: bool) -> None:
-    with Child(holding(path, FAR, exclusive=exclusive)) as child:
+    with talk_to(holding(path, FAR, exclusive=exclusive)) as child:
         assert child.hear() is True
         assert not is_free(path, FAR)
         child.kill()
@@ -104,14 +104,14 @@ def test_a_killed_holder_holds_nothing(path: Path, exclusive: bool) -> None:
 
 
 def test_a_stopped_holder_keeps_its_lock(path: Path) -> None:
-    with Child(holding(path, 7, exclusive=True)) as child:
+    with talk_to(holding(path, 7, exclusive=True)) as child:
         child.hear()
         os.kill(child.pid, signal.SIGSTOP)
         assert not is_free(path, 7)
 
 
 def test_each_byte_is_a_lock_of_its_own(path: Path) -> None:
-    with Child(holding(path, 7, exclusive=True)) as child:
+    with talk_to(holding(path, 7, exclusive=True)) as child:
         child.hear()
         assert [offset for offset in (0, 6, 7, 8, 7 + (1 << 32), FAR) if not is_free(path, offset)] == [7]
 
@@ -320,10 +320,10 @@ def test_what_another_took_meanwhile_is_not_held_any_more(path: Path, monkeypatc
     monkeypatch.setattr(locks, "LOOK_AGAIN", 0.0)
     file = LockFile(path)
     file.try_lock(7, exclusive=False)
-    with Child(holding(path, 7, exclusive=True)) as child:
+    with talk_to(holding(path, 7, exclusive=True)) as child:
         assert child.hear() is False
     closing_ours(path)
-    with Child(holding(path, 7, exclusive=True)) as child:  # its pipe has the number now
+    with talk_to(holding(path, 7, exclusive=True)) as child:  # its pipe has the number now
         assert child.hear() is True
         assert file.try_lock(8, exclusive=True)
         assert not file.held(7)
@@ -411,7 +411,7 @@ def leasing(path: Path) -> Callable[[Line], None]:
 def test_a_lease_taken_before_the_fork_pins_for_both(path: Path) -> None:
     work = leasing(path)
     file = work.kept.file  # type: ignore[attr-defined]
-    with Child(work) as child:
+    with talk_to(work) as child:
         assert child.hear() is True
         file.unlock(7)
         assert not is_free(path, 7)  # the child has it
@@ -422,7 +422,7 @@ def test_a_lease_taken_before_the_fork_pins_for_both(path: Path) -> None:
 
 def test_the_childs_unlock_leaves_the_parents_lease(path: Path) -> None:
     work = leasing(path)
-    with Child(work) as child:
+    with talk_to(work) as child:
         child.hear()
         child.say()
         child.hear()
@@ -432,7 +432,7 @@ def test_the_childs_unlock_leaves_the_parents_lease(path: Path) -> None:
 
 
 def test_a_lease_outlives_the_parent_in_the_child_and_ends_with_it(path: Path) -> None:
-    with Child(lambda line: _lease_and_fork(path, line)) as parent:
+    with talk_to(lambda line: _lease_and_fork(path, line)) as parent:
         child = parent.hear()
         parent.kill()
         assert not is_free(path, 7)
@@ -721,7 +721,7 @@ def test_the_interpreter_ends_quietly_with_locks_held(path: Path) -> None:
 
 def test_s08_the_holders_of_a_byte_are_known(path: Path) -> None:
     assert locks.holders(path, FAR) == ()
-    with Child(holding(path, FAR, exclusive=False)) as one, Child(holding(path, FAR, exclusive=False)) as two:
+    with talk_to(holding(path, FAR, exclusive=False)) as one, talk_to(holding(path, FAR, exclusive=False)) as two:
         one.hear(), two.hear()
         assert set(locks.holders(path, FAR)) == {one.pid, two.pid}
         assert locks.holders(path, FAR + 1) == ()

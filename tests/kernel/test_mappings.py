@@ -16,7 +16,7 @@ import pytest
 from forebay._kernel import mappings
 from forebay._kernel.locks import LockFile
 from tests.conftest import descriptors, mapped
-from tests.kernel.children import Child, Line, in_child
+from tests.processes import Line, in_child, talk_to
 
 CONTENT = bytes(range(256)) * 40
 
@@ -56,7 +56,7 @@ def test_stores_reach_the_file_and_other_processes(path: Path, fd: int) -> None:
         view[6] = 77
         line.say()
 
-    with Child(work) as child:
+    with talk_to(work) as child:
         view[5] = 99
         child.say()
         assert child.hear() == 99

@@ -17,7 +17,7 @@ from forebay import errors
 from forebay._kernel import locks, waits
 from forebay._kernel.locks import LockFile
 from forebay._kernel.waits import Words, wait_for, wait_for_async
-from tests.kernel.children import Child, Line, in_child
+from tests.processes import Line, in_child, talk_to
 
 WORD = 5
 FOR_EVER = 3600.0
@@ -155,7 +155,7 @@ def test_one_bump_wakes_all_processes(path: Path, words: Words, tmp_path: Path, 
         wait_for(lambda: thing.exists() or None, own, WORD, what=nobody)
         line.say("got it")
 
-    children = [Child(work) for _ in range(5)]
+    children = [talk_to(work) for _ in range(5)]
     try:
         for child in children:
             child.hear()
@@ -183,7 +183,7 @@ def test_a_lock_goes_from_hand_to_hand(path: Path, words: Words, tmp_path: Path)
             words.bump(WORD)
         line.say("done")
 
-    children = [Child(work) for _ in range(4)]
+    children = [talk_to(work) for _ in range(4)]
     try:
         for child in children:
             child.hear()
@@ -214,7 +214,7 @@ def test_s08_a_killed_holder_is_waited_for_no_longer(path: Path, words: Words, t
         line.say(file.try_lock(1, exclusive=True))
         line.hear()
 
-    with Child(hold) as holder:
+    with talk_to(hold) as holder:
         assert holder.hear() is True
         file = LockFile(place)
         turns: list[float] = []
@@ -239,7 +239,7 @@ def test_ctrl_c_ends_a_wait(path: Path) -> None:
         except KeyboardInterrupt:
             line.say("interrupted")
 
-    with Child(work) as child:
+    with talk_to(work) as child:
         assert child.hear() == "waiting"
         os.kill(child.pid, signal.SIGINT)
         assert child.hear() == "interrupted"

@@ -21,8 +21,9 @@ from forebay.prefetch import Prefetcher, loader
 from forebay.prefetch.loads import State
 from forebay.prefetch.pools import PassThrough
 from forebay.sources import DecodedSource, SourceInfo
-from tests.harness import Gate, MiB, fork, in_child
+from tests.harness import MiB
 from tests.items import Items, Sized, body, until
+from tests.processes import Gate, fork, in_child
 
 KEYS = [f"k{i}" for i in range(40)]
 

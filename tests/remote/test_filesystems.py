@@ -19,7 +19,7 @@ from forebay._model import Partial, Span
 from forebay.remote import RemoteOptions
 from forebay.remote.filesystems import FilesystemRemote, HelperClient, InProcessClient
 from forebay.testing import MemorySink, ScriptedServer
-from tests.harness import fork, in_child
+from tests.processes import fork, in_child
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 fsspec = pytest.importorskip("fsspec")

@@ -13,7 +13,7 @@ import pytest
 from forebay import errors
 from forebay.remote.filesystems import FilesystemRemote, HelperClient, pickled
 from forebay.remote.filesystems.clients import memory_limits
-from tests.harness import fork
+from tests.processes import fork
 from tests.remote.test_filesystems import BODY, OPTIONS, PART, PLACES, Place, fetched, fsspec_dir, pyarrow_local, pyarrow_s3, s3fs_object
 from tests.servers.rgw import rgw_server  # noqa: F401 (a fixture)
 

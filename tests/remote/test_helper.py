@@ -25,7 +25,7 @@ from forebay.remote import RemoteOptions
 from forebay.remote.base import AttemptFailed
 from forebay.remote.filesystems import FilesystemRemote, helper
 from forebay.testing import MemorySink, ScriptedServer
-from tests.harness import fork, in_child
+from tests.processes import fork, in_child
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 fsspec = pytest.importorskip("fsspec")

@@ -15,7 +15,7 @@ from forebay._model import Partial, Span
 from forebay.remote.local import BLOCK, UNFINISHED, LocalRemote, _part, sweep
 from forebay.testing import MemorySink
 from tests.clocks import Clocks
-from tests.harness import fork, in_child
+from tests.processes import fork, in_child
 
 BODY = os.urandom(3 * BLOCK + 17)
 

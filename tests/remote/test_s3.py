@@ -26,7 +26,7 @@ from forebay.remote import RemoteOptions
 from forebay.remote.s3 import S3Name, S3Remote
 from forebay.remote.s3.aws import S3Endpoint
 from forebay.testing import MemorySink
-from tests.harness import fork
+from tests.processes import fork
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
 pytest.importorskip("botocore")

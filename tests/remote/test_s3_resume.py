@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from forebay import errors
 from forebay.remote.s3 import S3Remote
-from tests.harness import Crew
+from tests.processes import ProcessGroup
 from tests.remote.test_s3 import OPTIONS, aws, client, endpoint, fetched, no_aws, s3  # noqa: F401 (fixtures)
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 
@@ -36,13 +36,6 @@ def bucket(client: Any) -> str:  # noqa: F811
 def source(tmp_path: Path) -> Path:
     (tmp_path / "source").write_bytes(BODY)
     return tmp_path / "source"
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    found = Crew()
-    yield found
-    found.dismiss()
 
 
 class Watched(S3Remote):
@@ -100,7 +93,7 @@ def test_what_came_is_not_sent_again(aws: RgwServer, client: Any, bucket: str, s
     assert left(client, bucket) == 0
 
 
-def test_after_kill_9(aws: RgwServer, client: Any, bucket: str, source: Path, crew: Crew) -> None:  # noqa: F811
+def test_after_kill_9(aws: RgwServer, client: Any, bucket: str, source: Path, children: ProcessGroup) -> None:  # noqa: F811
     url = f"s3://{bucket}/killed"
 
     def die() -> None:
@@ -116,7 +109,7 @@ def test_after_kill_9(aws: RgwServer, client: Any, bucket: str, source: Path, cr
         remote.after = count
         remote.write(url, source, resume=True)
 
-    assert crew(die).wait() == -signal.SIGKILL
+    assert children(die).wait() == -signal.SIGKILL
     remote = Watched()
     remote.write(url, source, resume=True)
     assert len(remote.parts) <= 2

@@ -17,7 +17,8 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.adapters.pfio import import_pfio
-from tests.harness import MiB, fork, in_child, usage
+from tests.harness import MiB, usage
+from tests.processes import fork, in_child
 
 
 def names(cache: forebay.Cache) -> list[str]:

@@ -7,17 +7,11 @@ import gc
 import logging
 import multiprocessing
 import os
-import pickle
-import select
 import shutil
-import signal
-import stat
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,117 +22,17 @@ import forebay.cache
 import forebay.remote.http
 import forebay.remote.local  # here, so that forked children need not
 from tests.claiming import registry  # noqa: F401 (a fixture)
+from tests.processes import HANG, ProcessGroup
 
-HANG = 60.0
-"""Seconds after which a child is taken to hang: a guard, not a measure."""
 MiB = 1 << 20
 
 
-@dataclass
-class Child:
-    """A forked process that runs one function and sends back what that gave, or raised."""
-
-    pid: int
-    _from: int
-    _status: int | None = None
-    _data: bytearray = field(default_factory=bytearray)
-
-    def result(self, timeout: float = HANG) -> Any:
-        """What the function gave; what it raised is raised here."""
-        deadline = time.monotonic() + timeout
-        while self._from >= 0:
-            if not select.select([self._from], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise AssertionError(f"process {self.pid} gave no answer within {timeout:.0f} s")
-            block = os.read(self._from, 1 << 20)
-            self._data += block
-            if not block:
-                os.close(self._from)
-                self._from = -1
-        status = self.wait()
-        if status or not self._data:
-            raise AssertionError(f"process {self.pid} ended with {status} and no answer")
-        good, value, text = pickle.loads(self._data)
-        if not good:
-            raise value if isinstance(value, Exception) else AssertionError(text)
-        return value
-
-    def wait(self) -> int:
-        """Its exit status; the negative signal that killed it."""
-        if self._status is None:
-            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._status
-
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL to it, and to its group if it leads one."""
-        if self._status is None:
-            for kill in (os.killpg, os.kill):
-                with contextlib.suppress(ProcessLookupError):
-                    kill(self.pid, signal.SIGKILL)
-            self.wait()
-
-    def close(self) -> None:
-        self.kill()
-        if self._from >= 0:
-            os.close(self._from)
-            self._from = -1
-
-
-def _let_go_of_sockets() -> None:
-    """The server's connections are the parent's: one that a child holds open too would not end when the server closes it."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                os.dup2(null, int(name))
-
-
-def fork(work: Callable[[], object], *, group: bool = False, user: int | None = None) -> Child:
-    """Run ``work`` in a child; with ``group`` it leads a process group, with ``user`` it is another user."""
-    ours, its = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(its)
-        return Child(pid, ours)
-    code = 1
-    try:
-        os.close(ours)
-        _let_go_of_sockets()
-        if group:
-            os.setpgid(0, 0)
-        if user is not None:
-            os.setgroups([])
-            os.setgid(user)
-            os.setuid(user)
-        answer: tuple[bool, object, str] = (True, work(), "")
-        code = 0
-    except BaseException as error:
-        answer = (False, error, traceback.format_exc())
-        code = 0
-    try:
-        data = pickle.dumps(answer)
-    except Exception:
-        data = pickle.dumps((False, None, f"{answer!r} does not pickle\n{answer[2]}"))
-    view = memoryview(data)
-    while view:
-        view = view[os.write(its, view) :]
-    os._exit(code)
-
-
 @pytest.fixture
-def children() -> Iterator[Callable[..., Child]]:
-    """`fork`; what still runs at the end of the test is killed."""
-    born: list[Child] = []
-
-    def start(work: Callable[[], object], **how: Any) -> Child:
-        born.append(fork(work, **how))
-        return born[-1]
-
-    yield start
-    for child in born:
-        child.close()
+def children() -> Iterator[ProcessGroup]:
+    """Starts processes that share no connection with this one; what still runs at the end of the test is killed."""
+    group = ProcessGroup(sockets=False)
+    yield group
+    group.kill()
 
 
 @pytest.fixture

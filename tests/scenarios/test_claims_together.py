@@ -209,7 +209,7 @@ def test_s17_workers_have_their_parents_claim(registry: Path, children: Callable
         context = multiprocessing.get_context(how)
         claim = forebay.claim("/local", REMOTE)
         seen = claim.array("seen", 8, "int64")
-        for _ in range(2):  # the second crew uses what the first one left
+        for _ in range(2):  # the second children uses what the first one left
             workers = [context.Process(target=_worker, args=(claim, number, 4)) for number in range(3)]
             seen[:] = 0
             for worker in workers:

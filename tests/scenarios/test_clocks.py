@@ -12,7 +12,7 @@ import pytest
 import forebay
 from forebay.testing import ScriptedServer
 from tests.clocks import Clocks
-from tests.harness import fork, in_child
+from tests.processes import fork, in_child
 
 SECOND = 1_000_000_000
 HOUR, DAY = 3600 * SECOND, 86_400 * SECOND

@@ -11,7 +11,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
-from tests.harness import fork, in_child
+from tests.processes import fork, in_child
 
 BODY = b"body" * 10_000
 

@@ -166,7 +166,7 @@ def test_s05_ranks_and_their_workers_share_one_limit(root: Path, children: Start
                 return pool.count
 
     def rank(number: int) -> int:
-        from tests.harness import fork
+        from tests.processes import fork
 
         return max(child.result() for child in [fork(lambda me=number * 2 + k: worker(me)) for k in range(2)])
 

@@ -20,7 +20,8 @@ from forebay._engine.store import Store
 from forebay._kernel import host, waits
 from forebay.origin import Origin, opening
 from forebay.testing import ScriptedServer
-from tests.harness import HANG, Gate, fill_the_disk, fork, in_child
+from tests.harness import fill_the_disk
+from tests.processes import HANG, Gate, fork, in_child
 
 BODY = b"body" * 30_000
 

@@ -14,7 +14,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
-from tests.harness import as_user
+from tests.processes import as_user
 
 MiB = 1 << 20
 NOBODY = 65534

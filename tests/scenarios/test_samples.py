@@ -122,7 +122,7 @@ def test_s05_ranks_and_their_workers_share_one_limit(root: Path, children: Calla
             return sum(samples.put(i, bytes(2000)) for i in range(me, 6400, 32))
 
     def rank(number: int) -> int:
-        from tests.harness import fork
+        from tests.processes import fork
 
         return sum(child.result() for child in [fork(lambda me=number * 4 + k: worker(me)) for k in range(4)])
 

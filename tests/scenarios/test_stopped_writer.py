@@ -19,7 +19,7 @@ from forebay import errors
 from forebay._engine.catalog import writer
 from forebay._kernel import waits
 from forebay.testing import ScriptedServer
-from tests.harness import Child, Gate, fork, in_child
+from tests.processes import Child, Gate, fork, in_child
 from tests.remote_directories import http_directory
 
 BODY = b"body" * 30_000

@@ -266,7 +266,7 @@ def test_s05_ranks_and_their_workers_share_one_limit(root: Path, children: Calla
     """8 ranks with 4 workers each, all of whom say the limit."""
 
     def rank(number: int) -> None:
-        from tests.harness import fork
+        from tests.processes import fork
 
         for child in [fork(lambda me=number * 4 + k: worker(me)) for k in range(4)]:
             child.result()

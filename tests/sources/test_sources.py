@@ -20,7 +20,8 @@ from forebay.origin.prefix import Prefix
 from forebay.remote import RemoteOptions
 from forebay.sources import DecodedSource, SourceInfo, TarSource, UrlSource, by_extension, name_of, source_of
 from forebay.testing import ScriptedServer
-from tests.harness import MiB, in_child
+from tests.harness import MiB
+from tests.processes import in_child
 from tests.servers.nginx import nginx
 from tests.servers.rgw import RgwServer, rgw_server  # noqa: F401 (a fixture)
 

@@ -24,7 +24,8 @@ from forebay.remote import RemoteOptions
 from forebay.sources import SourceInfo, TarSource, tar_index
 from forebay.sources.tar_index import Index
 from forebay.testing import Request, ScriptedServer
-from tests.harness import KiB, MiB, fork, in_child
+from tests.harness import KiB, MiB
+from tests.processes import fork, in_child
 from tests.servers.nginx import nginx
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}

@@ -15,7 +15,7 @@ import forebay
 import forebay.claims  # here, so that forked children need not
 from forebay import errors
 from tests.claiming import REMOTE, claims_in, rank, registry  # noqa: F401 (a fixture)
-from tests.harness import Child, fork
+from tests.processes import Child, fork
 
 JOBS, RANKS, DIRECTORIES, TURNS = 6, 2, 4, 20
 

@@ -12,7 +12,8 @@ import pytest
 import forebay
 from forebay.testing import ScriptedServer
 from tests.clocks import Clocks
-from tests.harness import MiB, assert_settled, fork, in_child
+from tests.harness import MiB, assert_settled
+from tests.processes import fork, in_child
 
 SECONDS = 60.0
 PROCESSES = 4

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import forebay
-from tests.harness import MiB, data_usage, fork
+from tests.harness import MiB, data_usage
+from tests.processes import fork
 
 pytestmark = pytest.mark.stress
 MINUTE = 60.0

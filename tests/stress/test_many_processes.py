@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,16 @@ import pytest
 
 from forebay import errors
 from forebay._engine.store import Settings, Store
-from tests.harness import HANG, Child, Crew, Gate, KiB, MiB, assert_counted, assert_settled, audit, bytes_of, data_usage, in_child, opened
+from tests.harness import KiB, MiB, assert_counted, assert_settled, audit, bytes_of, data_usage, opened
+from tests.processes import HANG, Child, Gate, in_child
 
 fork_context = multiprocessing.get_context("fork")
-
-
-@pytest.fixture
-def crew() -> Iterator[Callable[[Callable[[], object]], Child]]:
-    found = Crew()
-    yield found
-    found.dismiss()
 
 
 # -- s18 ---------------------------------------------------------------------------------------------------------------
 
 
-def open_at_once(place: Path, crew: Callable[..., Child], processes: int, calls: int) -> None:
+def open_at_once(place: Path, children: Callable[..., Child], processes: int, calls: int) -> None:
     start = fork_context.Barrier(processes)
 
     def work(number: int) -> int:
@@ -47,7 +41,7 @@ def open_at_once(place: Path, crew: Callable[..., Child], processes: int, calls:
                     assert found in (f"{key} ".encode() * 30, f"{key} ".encode() * 3000)
         return os.getpid()
 
-    children = [crew(lambda n=n: work(n)) for n in range(processes)]
+    children = [children(lambda n=n: work(n)) for n in range(processes)]
     assert len({child.result() for child in children}) == processes
 
     def look() -> None:
@@ -62,21 +56,21 @@ def open_at_once(place: Path, crew: Callable[..., Child], processes: int, calls:
 
 
 @pytest.mark.parametrize("round", range(2))
-def test_s18_64_processes_open_one_new_root(quick_path: Path, crew: Callable[..., Child], round: int) -> None:
-    open_at_once(quick_path / "root", crew, 64, 100)
+def test_s18_64_processes_open_one_new_root(quick_path: Path, children: Callable[..., Child], round: int) -> None:
+    open_at_once(quick_path / "root", children, 64, 100)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(1800)
-def test_s18_50_times(tmp_path: Path, crew: Callable[..., Child]) -> None:
+def test_s18_50_times(tmp_path: Path, children: Callable[..., Child]) -> None:
     for round in range(50):
-        open_at_once(tmp_path / f"root-{round}", crew, 64, 100)
+        open_at_once(tmp_path / f"root-{round}", children, 64, 100)
 
 
 # -- s05 ---------------------------------------------------------------------------------------------------------------
 
 
-def test_s05_one_budget_for_all_processes(quick_path: Path, crew: Callable[..., Child]) -> None:
+def test_s05_one_budget_for_all_processes(quick_path: Path, children: Callable[..., Child]) -> None:
     """Eight processes that each say 2 MiB have 2 MiB together."""
     place, budget = quick_path / "root", 2 * MiB
 
@@ -85,14 +79,14 @@ def test_s05_one_budget_for_all_processes(quick_path: Path, crew: Callable[..., 
             for n in range(30):
                 store.put("v", f"{number}-{n}", bytes(100 * KiB + n))
 
-    for child in [crew(lambda n=n: rank(n)) for n in range(8)]:
+    for child in [children(lambda n=n: rank(n)) for n in range(8)]:
         child.result()
     found = assert_settled(place, budget)
     assert found.counted > budget * 0.8
     assert data_usage(place) <= budget
 
 
-def test_s05_openers_that_disagree(quick_path: Path, crew: Callable[..., Child], caplog: pytest.LogCaptureFixture) -> None:
+def test_s05_openers_that_disagree(quick_path: Path, children: Callable[..., Child], caplog: pytest.LogCaptureFixture) -> None:
     """The last setter wins, for everybody, at once; both values are logged."""
     place = quick_path / "root"
     said, go = Gate(), Gate()
@@ -107,7 +101,7 @@ def test_s05_openers_that_disagree(quick_path: Path, crew: Callable[..., Child],
                 store.put("v", "large", bytes(2 * MiB))
             return [store.usage().used, store.usage().budget]
 
-    child = crew(first)
+    child = children(first)
     said.wait()
     with caplog.at_level(logging.WARNING, "forebay"), opened(place, MiB) as store:
         assert audit_of(store) <= MiB
@@ -201,7 +195,7 @@ def test_s34_orphans_of_a_deleted_index(quick_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [100, 20 * KiB], ids=["values", "blobs"])
-def test_s38_max_entries_is_exact_under_8_writers(quick_path: Path, crew: Callable[..., Child], size: int) -> None:
+def test_s38_max_entries_is_exact_under_8_writers(quick_path: Path, children: Callable[..., Child], size: int) -> None:
     place, most = quick_path / "root", 100
 
     def write(number: int) -> int:
@@ -212,7 +206,7 @@ def test_s38_max_entries_is_exact_under_8_writers(quick_path: Path, crew: Callab
                 seen = max(seen, len(store.entries()))
         return seen
 
-    seen = [child.result() for child in [crew(lambda n=n: write(n)) for n in range(8)]]
+    seen = [child.result() for child in [children(lambda n=n: write(n)) for n in range(8)]]
     assert max(seen) == most
     assert assert_settled(place, 64 * MiB).entries == most
 
@@ -278,7 +272,7 @@ def test_s30_finalizers_never_block_for_a_minute(quick_path: Path) -> None:
 # -- s02 ---------------------------------------------------------------------------------------------------------------
 
 
-def test_s02_leases_against_eviction(quick_path: Path, crew: Callable[..., Child]) -> None:
+def test_s02_leases_against_eviction(quick_path: Path, children: Callable[..., Child]) -> None:
     """Readers lease and read while writers put three times the budget; then a reader is killed, and what it held is evictable."""
     place, budget = quick_path / "root", 2 * MiB
     said, go = Gate(), Gate()
@@ -312,10 +306,10 @@ def test_s02_leases_against_eviction(quick_path: Path, crew: Callable[..., Child
             assert store.check(deep=True) == []
 
     in_child(set_up)
-    readers = [crew(lambda n=n: reader(n)) for n in range(4)]
+    readers = [children(lambda n=n: reader(n)) for n in range(4)]
     for _ in readers:
         said.wait()
-    for child in [crew(lambda n=n: writer(n)) for n in range(4)]:
+    for child in [children(lambda n=n: writer(n)) for n in range(4)]:
         child.result()
     for _ in readers:
         go.open()
@@ -329,7 +323,7 @@ def test_s02_leases_against_eviction(quick_path: Path, crew: Callable[..., Child
     go.close()
 
 
-def test_s04_a_pause_between_samples_is_no_gap(quick_path: Path, crew: Callable[..., Child]) -> None:
+def test_s04_a_pause_between_samples_is_no_gap(quick_path: Path, children: Callable[..., Child]) -> None:
     """A writer that is stopped in the middle of a write holds what it reserved: others stay within what is left."""
     place, budget = quick_path / "root", 4 * MiB
     said = Gate()
@@ -351,7 +345,7 @@ def test_s04_a_pause_between_samples_is_no_gap(quick_path: Path, crew: Callable[
             with pytest.raises(errors.NoSpace):
                 store.put("v", "large", bytes(2 * MiB))
 
-    child = crew(slow)
+    child = children(slow)
     said.wait()
     child.signal(signal.SIGSTOP)
     in_child(quick)

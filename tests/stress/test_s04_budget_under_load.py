@@ -18,7 +18,8 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
-from tests.harness import Child, KiB, MiB, assert_counted, assert_settled, bytes_of, data_usage, fork, in_child, opened
+from tests.harness import KiB, MiB, assert_counted, assert_settled, bytes_of, data_usage, opened
+from tests.processes import Child, fork, in_child
 
 BUDGET = 6 * MiB
 WORKERS = 8

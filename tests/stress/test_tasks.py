@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import forebay
-from tests.harness import Child, fork
+from tests.processes import Child, fork
 
 WORKERS, TAGS, VALUES = 16, 60, 20
 SMALL, LARGE = 2_000, 60_000  # a row of the catalog; a file

@@ -27,7 +27,7 @@ import forebay
 from forebay import errors
 from forebay.tasks import Tasks
 from forebay.tasks.values import Values
-from tests.harness import Gate, fork
+from tests.processes import Gate, fork
 
 HERE = __name__
 

@@ -28,7 +28,7 @@ from forebay.tasks.binding import Naming
 from forebay.tasks.code import _quiet, tree_of
 from forebay.tasks.hashing import Unstable, as_own, digest_of
 from forebay.tasks.identity import Code, code_of
-from tests.harness import fork
+from tests.processes import fork
 
 BODY = """
 import functools

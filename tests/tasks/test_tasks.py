@@ -24,7 +24,8 @@ import forebay
 from forebay import Cache, errors
 from forebay._engine.store import Store
 from forebay.tasks import Tasks
-from tests.harness import Gate, KiB, MiB, fork, in_child
+from tests.harness import KiB, MiB
+from tests.processes import Gate, fork, in_child
 
 
 @pytest.fixture

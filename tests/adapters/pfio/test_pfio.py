@@ -29,7 +29,7 @@ from forebay._kernel import host
 from forebay.adapters import pfio
 from forebay.adapters.pfio import FileCache, MultiprocessFileCache, NaiveCache, ReadOnlyFileCache
 from forebay.adapters.pfio.file import PfioFile
-from tests.harness import Crew, fork_to_die, in_child
+from tests.processes import ProcessGroup, fork_to_die, in_child
 
 FILLED = [FileCache, MultiprocessFileCache]
 both = pytest.mark.parametrize("kind", FILLED)
@@ -46,13 +46,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def place(tmp_path: Path) -> str:
     return str(tmp_path / "place")
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    crew = Crew()
-    yield crew
-    crew.dismiss()
 
 
 def filled(cache: Any, count: int | None = None) -> Any:
@@ -450,7 +443,7 @@ print(cache.put(0, b'x'), len(os.listdir(cache.dir)))"""
 
 
 @both
-def test_what_a_killed_process_left_goes_with_the_next(kind: Any, place: str, crew: Crew) -> None:
+def test_what_a_killed_process_left_goes_with_the_next(kind: Any, place: str, children: ProcessGroup) -> None:
     reading, writing = os.pipe()
 
     def work() -> None:
@@ -459,7 +452,7 @@ def test_what_a_killed_process_left_goes_with_the_next(kind: Any, place: str, cr
         signal.pause()
         cache.close()
 
-    child = crew(work)
+    child = children(work)
     os.read(reading, 1)
     kind(10, dir=place).close()
     assert len(os.listdir(place)) == 1  # somebody has it open
@@ -515,14 +508,14 @@ def test_a_maker_killed_at_any_step_leaves_nothing_for_long(place: str, step: in
     assert os.listdir(place) == []
 
 
-def test_many_at_once_in_one_directory(place: str, crew: Crew) -> None:
+def test_many_at_once_in_one_directory(place: str, children: ProcessGroup) -> None:
     def work() -> bool:
         for _ in range(4):
             with filled(FileCache(20, dir=place)) as cache:
                 assert content(cache) == [value(i) for i in range(20)]
         return True
 
-    assert all(child.result() for child in [crew(work) for _ in range(6)])
+    assert all(child.result() for child in [children(work) for _ in range(6)])
     assert os.listdir(place) == []
 
 
@@ -551,7 +544,7 @@ def test_somebody_removes_it(kind: Any, place: str) -> None:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_forked_workers(given: bool, place: str, crew: Crew) -> None:
+def test_forked_workers(given: bool, place: str, children: ProcessGroup) -> None:
     cache = MultiprocessFileCache(300, do_pickle=True, dir=place if given else None)
 
     def work(worker: int) -> list[Any]:
@@ -560,7 +553,7 @@ def test_forked_workers(given: bool, place: str, crew: Crew) -> None:
         cache.close()  # of a worker: closes nothing
         return [cache.get(i) for i in range(worker, 300, 3)]
 
-    done = [crew(lambda w=w: work(w)) for w in range(3)]
+    done = [children(lambda w=w: work(w)) for w in range(3)]
     assert [child.result() for child in done] == [[(i, value(i)) for i in range(w, 300, 3)] for w in range(3)]
     assert content(cache) == [(i, value(i)) for i in range(300)]
     assert not in_child(lambda: cache.put(3, "again"))
@@ -634,14 +627,14 @@ def test_a_file_cache_preloads_in_a_forked_process(place: str) -> None:
             assert filled(cache).get(3) == value(3)
 
 
-def test_the_limit_is_one_for_all_processes(place: str, crew: Crew) -> None:
+def test_the_limit_is_one_for_all_processes(place: str, children: ProcessGroup) -> None:
     size, room = 100, 37
     cache = MultiprocessFileCache(200, dir=place, cache_size_limit=200 * 16 + size * room + 50)
 
     def work(worker: int) -> int:
         return sum(cache.put(i, bytes([i]) * size) for i in range(worker, 200, 4))
 
-    assert sum(child.result() for child in [crew(lambda w=w: work(w)) for w in range(4)]) == room
+    assert sum(child.result() for child in [children(lambda w=w: work(w)) for w in range(4)]) == room
     assert cache.frozen
     assert not cache.put(199, b"")
     assert sum(data is not None for data in content(cache)) == room
@@ -686,7 +679,7 @@ def test_threads(kind: Any) -> None:
     cache.close()
 
 
-def test_a_worker_that_ends_after_the_close_leaves_nothing(place: str, crew: Crew) -> None:
+def test_a_worker_that_ends_after_the_close_leaves_nothing(place: str, children: ProcessGroup) -> None:
     closed, ready = os.pipe(), os.pipe()
     cache = MultiprocessFileCache(2000, dir=place)
 
@@ -696,7 +689,7 @@ def test_a_worker_that_ends_after_the_close_leaves_nothing(place: str, crew: Cre
         os.read(closed[0], 1)
         return cache.get(0), [cache.put(i, bytes(100_000)) for i in range(1, 100)], cache.get(5)
 
-    child = crew(work)
+    child = children(work)
     os.read(ready[0], 1)
     assert cache.put(1, b"1")
     cache.close()

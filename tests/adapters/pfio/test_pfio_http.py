@@ -14,7 +14,7 @@ import pytest
 
 from forebay.adapters import pfio
 from forebay.adapters.pfio import HTTPCache, HTTPConnector
-from tests.harness import in_child
+from tests.processes import in_child
 
 try:
     import pfio.cache as theirs  # type: ignore[no-redef,unused-ignore]

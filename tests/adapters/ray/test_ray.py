@@ -14,7 +14,6 @@ import sys
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
 import forebay
 from forebay.adapters.ray import RayCheckpoint, from_ray, report, to_ray
-from tests.harness import Crew
+from tests.processes import ProcessGroup
 from tests.remote_directories import CKPT, FILES, Remote, arrow, every_kind, files_of, fsspec_etags, s3, write_files
 from tests.remote_directories import aws as aws
 from tests.remote_directories import remote as remote
@@ -51,13 +50,6 @@ def local(tmp_path: Path) -> Path:
 @pytest.fixture
 def checkpoint(remote: Remote, cache: forebay.Cache) -> RayCheckpoint:
     return RayCheckpoint(remote.url, remote.filesystem, cache)
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    found = Crew()
-    yield found
-    found.dismiss()
 
 
 # -- a checkpoint of Ray's ---------------------------------------------------------------------------------------------
@@ -134,14 +126,14 @@ def test_its_directory_is_in_the_cache_and_there_once(remote: Remote, cache: for
             (Path(path) / "new").unlink()
 
 
-def test_the_files_are_read_once_for_all_handles(checkpoint: RayCheckpoint, shelf: Shelf, crew: Crew) -> None:
+def test_the_files_are_read_once_for_all_handles(checkpoint: RayCheckpoint, shelf: Shelf, children: ProcessGroup) -> None:
     sent = pickle.dumps(checkpoint)
 
     def work() -> dict[str, bytes]:
         with pickle.loads(sent).as_directory() as path:
             return files_of(path)
 
-    children = [crew(work) for _ in range(3)]
+    children = [children(work) for _ in range(3)]
     assert all(child.result() == FILES for child in children)
     assert Counter(shelf.opens) == Counter(f"{CKPT}/{name}" for name, body in FILES.items() if body)
     with checkpoint.as_directory(include="sub/") as path:

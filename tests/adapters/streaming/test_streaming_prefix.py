@@ -25,7 +25,7 @@ from forebay import claims, errors  # noqa: E402
 from forebay.adapters.streaming import SharedMemory, World, clean_stale_shared_memory, get_shm_prefix  # noqa: E402
 from forebay.adapters.streaming import names as names  # noqa: E402
 from tests.adapters.streaming.streaming_runs import Job, Node, Say, own_node  # noqa: E402
-from tests.harness import death_of, fork_to_die  # noqa: E402
+from tests.processes import death_of, fork_to_die  # noqa: E402
 
 ALONE = World(1, 1, 1, 0)
 DATA = f"/data-{secrets.token_hex(4)}"  # of this run: others may test on this machine

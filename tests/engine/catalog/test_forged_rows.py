@@ -23,7 +23,8 @@ from forebay._engine.catalog import CatalogBroken, processes, transactions
 from forebay._engine.files import root
 from forebay._engine.store import Store
 from forebay._model import ObjectInfo
-from tests.harness import KiB, MiB, assert_settled, in_child, opened
+from tests.harness import KiB, MiB, assert_settled, opened
+from tests.processes import in_child
 
 BUDGET = 4 * MiB
 LEAD_OUT = "/../../../../outside/theirs"

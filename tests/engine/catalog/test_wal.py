@@ -17,7 +17,8 @@ from forebay._engine.catalog import connection, entries, peers, writer
 from forebay._engine.catalog.wal import Wal
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host
-from tests.harness import HANG, Gate, KiB, MiB, bytes_of, death_of, fork, fork_to_die, in_child, opened
+from tests.harness import KiB, MiB, bytes_of, opened
+from tests.processes import HANG, Gate, death_of, fork, fork_to_die, in_child
 
 SOFT, STEP, RETIRE, REFUSE = 256 * KiB, 32 * KiB, 512 * KiB, 768 * KiB
 SETTINGS = Settings(budget=64 * MiB, min_free=0)

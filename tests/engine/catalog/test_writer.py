@@ -15,7 +15,8 @@ from forebay import errors
 from forebay._engine.catalog import writer as module
 from forebay._engine.store import Store
 from forebay._kernel import host
-from tests.harness import Gate, MiB, bytes_of, fork, opened
+from tests.harness import MiB, bytes_of, opened
+from tests.processes import Gate, fork
 
 
 def test_one_that_writes_without_end_lets_a_hungry_one_in(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ from forebay._engine import check, engine
 from forebay._engine.catalog import connection
 from forebay._engine.index import slots
 from forebay._engine.store import Settings, Store
-from tests.harness import Gate, MiB, assert_settled, bytes_of, fork, in_child, opened
+from tests.harness import MiB, assert_settled, bytes_of, opened
+from tests.processes import Gate, fork, in_child
 
 BUDGET = 8 * MiB
 VERIFY = [sys.executable, "-m", "forebay.cli", "verify", "--repair"]

@@ -17,7 +17,8 @@ from forebay._engine.index.clock import AHEAD, BELIEVED, BOOT, SEEN, Clock
 from forebay._engine.index.slots import USED, VALIDATED
 from forebay._engine.store import Store
 from tests.clocks import Clocks
-from tests.harness import MiB, bytes_of, in_child, opened
+from tests.harness import MiB, bytes_of, opened
+from tests.processes import in_child
 
 SECOND = 1_000_000_000
 HOUR, DAY = 3600 * SECOND, 86_400 * SECOND

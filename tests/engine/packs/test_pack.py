@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import forebay
 from forebay._engine.files import pack_files, pack_records
 from forebay._kernel import host
-from tests.harness import Child, Crew, Gate, KiB, MiB, fork, in_child, usage
+from tests.harness import KiB, MiB, usage
+from tests.processes import Gate, ProcessGroup, fork, in_child
 
 SLOTS = 100
 
@@ -38,13 +39,6 @@ def samples(cache: forebay.Cache) -> Iterator[forebay.Samples]:
         for slot in range(0, SLOTS, 2):
             samples.put(slot, body(slot))
         yield samples
-
-
-@pytest.fixture
-def crew() -> Iterator[Callable[[Callable[[], object]], Child]]:
-    found = Crew()
-    yield found
-    found.dismiss()
 
 
 def place_of(cache: forebay.Cache) -> Path:
@@ -233,7 +227,7 @@ def test_a_segment_that_is_gone(cache: forebay.Cache, samples: forebay.Samples) 
 # -- several at once ---------------------------------------------------------------------------------------------------
 
 
-def test_of_many_writers_of_one_slot_one_wins(cache: forebay.Cache, crew: Callable[[Callable[[], object]], Child]) -> None:
+def test_of_many_writers_of_one_slot_one_wins(cache: forebay.Cache, children: ProcessGroup) -> None:
     samples, rounds, writers = cache.samples("r", 400), 400, 4
     gates = [Gate() for _ in range(writers)]
 
@@ -241,7 +235,7 @@ def test_of_many_writers_of_one_slot_one_wins(cache: forebay.Cache, crew: Callab
         gates[me].wait()
         return [samples.put(slot, body(me, 50 + me)) for slot in range(rounds)]
 
-    born = [crew(lambda me=me: race(me)) for me in range(writers)]  # type: ignore[misc]
+    born = [children(lambda me=me: race(me)) for me in range(writers)]  # type: ignore[misc]
     for gate in gates:
         gate.open()
     won = list(zip(*(child.result() for child in born), strict=True))
@@ -269,7 +263,7 @@ def test_of_many_threads_one_wins(cache: forebay.Cache) -> None:
     samples.close()
 
 
-def test_who_finds_the_slot_taken_does_not_wait(cache: forebay.Cache, crew: Callable[[Callable[[], object]], Child]) -> None:
+def test_who_finds_the_slot_taken_does_not_wait(cache: forebay.Cache, children: ProcessGroup) -> None:
     """P1 has the byte of slot 1 and is stopped / P2 puts slot 1: it was not first, and goes on."""
     samples, there = cache.samples("r", 10), Gate()
 
@@ -282,7 +276,7 @@ def test_who_finds_the_slot_taken_does_not_wait(cache: forebay.Cache, crew: Call
         host.on_step(hook)
         samples.put(1, b"first")
 
-    stopped = crew(stop_at_the_word)
+    stopped = children(stop_at_the_word)
     there.wait()
     assert not samples.put(1, b"second")
     assert samples.put(2, b"another")
@@ -390,7 +384,7 @@ def test_many_small_samples_take_few_files(cache: forebay.Cache) -> None:
     assert cache.check() == []
 
 
-def test_who_comes_second_between_the_look_and_the_store(cache: forebay.Cache, crew: Callable[[Callable[[], object]], Child]) -> None:
+def test_who_comes_second_between_the_look_and_the_store(cache: forebay.Cache, children: ProcessGroup) -> None:
     """P1 sees slot 1 empty, and is stopped before it writes / P2 fills it / P1 goes on: it was second."""
     samples, there = cache.samples("r", 10), Gate()
 
@@ -406,7 +400,7 @@ def test_who_comes_second_between_the_look_and_the_store(cache: forebay.Cache, c
         host.on_step(hook)
         return samples.put(1, b"first to look")
 
-    stopped = crew(first_to_look)
+    stopped = children(first_to_look)
     there.wait()
     os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
     assert samples.put(1, b"first to store")

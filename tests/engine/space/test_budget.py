@@ -17,7 +17,8 @@ from forebay._engine.store import Settings, Store
 from forebay._engine.write.insert import Label
 from forebay._kernel import host
 from forebay._model import ObjectInfo, Victim
-from tests.harness import Gate, KiB, MiB, assert_settled, bytes_of, data_usage, fork, in_child, opened
+from tests.harness import KiB, MiB, assert_settled, bytes_of, data_usage, opened
+from tests.processes import Gate, fork, in_child
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 
 from forebay._engine.store import Store
 from forebay._kernel import host
-from tests.harness import KiB, MiB, assert_settled, bytes_of, fork, opened
+from tests.harness import KiB, MiB, assert_settled, bytes_of, opened
+from tests.processes import fork
 
 VALUE = os.urandom(4 * KiB)
 

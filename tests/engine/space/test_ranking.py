@@ -15,7 +15,8 @@ from forebay._engine.space import ranking
 from forebay._engine.space.ranking import Ranking, Scope
 from forebay._engine.store import Store
 from forebay.errors import NoSpace
-from tests.harness import MiB, in_child, opened
+from tests.harness import MiB, opened
+from tests.processes import in_child
 
 STRIPES = 16
 COUNT = 2000

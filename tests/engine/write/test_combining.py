@@ -17,7 +17,8 @@ from forebay._engine.write import combine
 from forebay._engine.write.combine import Combiner
 from forebay._kernel import host
 from tests.crash.conftest import Scene
-from tests.harness import KiB, MiB, assert_settled, bytes_of, fork, opened
+from tests.harness import KiB, MiB, assert_settled, bytes_of, opened
+from tests.processes import fork
 
 BODY = os.urandom(100 * KiB)
 

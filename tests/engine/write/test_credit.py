@@ -11,7 +11,8 @@ from forebay import errors
 from forebay._engine.space.ranking import Scope
 from forebay._engine.store import Store
 from forebay._engine.write.reservations import NOTHING, Item, Need
-from tests.harness import Gate, KiB, MiB, fork, opened
+from tests.harness import KiB, MiB, opened
+from tests.processes import Gate, fork
 
 
 @pytest.fixture
