@@ -23,7 +23,12 @@ HANG = 60.0
 """Seconds after which a process is taken to hang: a guard, not a measure."""
 
 _prctl = ctypes.CDLL(None).prctl
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG: a test that fails leaves nobody behind
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Let this process be killed when the thread that forked it ends: a test that fails leaves nobody behind."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Line:
@@ -173,8 +178,8 @@ def talk_to(work: Callable[[Line], object], *, by: Callable[[], int] = os.fork) 
     is_main = threading.current_thread() is threading.main_thread()
     pid = by()
     if pid == 0:
-        if is_main:  # the signal comes when the thread that forked ends
-            _prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        if is_main:  # other threads end before their children do
+            die_with_parent()
         ours.close()
         _run(work, Line(its))
     its.close()

@@ -20,13 +20,13 @@ import pytest
 import forebay
 import forebay.claims  # here, so that forked children need not
 from forebay import errors
-from tests import harness
 from tests.claiming import REMOTE, alone, claims_in, files, rank, text_of
+from tests.processes import Gate, die_with_parent
 
 
 def left_by_one_killed(registry: Path, children: Callable[..., Any], **how: Any) -> str:
     """The directory of a claim whose process, with an array, was killed."""
-    ready = harness.Gate()
+    ready = Gate()
 
     def work() -> None:
         forebay.claim("/local", REMOTE).array("a", 8, "int64")
@@ -46,11 +46,6 @@ def left_by_one_killed(registry: Path, children: Callable[..., Any], **how: Any)
 RANKS = 3
 SOON = 20.0
 """Seconds that a restart may take: a guard against waiting for the dead, on a busy machine."""
-
-
-def die_with_parent() -> None:
-    """A test that fails leaves nobody behind."""
-    harness._prctl(harness._DIE_WITH_PARENT, signal.SIGKILL)
 
 
 class Job:

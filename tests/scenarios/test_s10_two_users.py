@@ -14,7 +14,7 @@ import pytest
 
 import forebay
 from forebay.testing import ScriptedServer
-from tests import harness
+from tests import processes
 from tests.items import until
 
 pytestmark = pytest.mark.root
@@ -22,7 +22,7 @@ MiB = 1 << 20
 A, B, GROUP = 61_001, 61_002, 61_003
 
 
-as_user = functools.partial(harness.as_user, gid=GROUP)
+as_user = functools.partial(processes.as_user, gid=GROUP)
 """As a user whose first group is the common one."""
 
 
