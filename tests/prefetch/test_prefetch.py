@@ -17,9 +17,8 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine.write.reservations import SpaceReservation
-from forebay.prefetch import Prefetcher, loader
+from forebay.prefetch import PassThrough, Prefetcher, loader
 from forebay.prefetch.loads import State
-from forebay.prefetch.pools import PassThrough
 from forebay.sources import DecodedSource, SourceInfo
 from tests.harness import MiB
 from tests.items import Items, Sized, body, until

@@ -21,11 +21,10 @@ from forebay._logs import logger
 from forebay._model import Buffer, Item_co, Noted
 from forebay.codecs import as_bytes
 from forebay.origin import Origin
-from forebay.prefetch.lazies import Lazy, Spilled
+from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
+from forebay.prefetch.lazies import PassThrough as PassThrough
 from forebay.prefetch.loader import Loader, abandon
 from forebay.prefetch.loads import Load, PrefetchConfig
-from forebay.prefetch.pools import PassThrough as PassThrough
-from forebay.prefetch.pools import Pool, wrapped
 from forebay.reports import OnProgress, Progress, WarmReport
 from forebay.sources import DecodedSource, Source, source_of
 
@@ -127,7 +126,7 @@ class Prefetcher(Pool[Item_co]):
             raise errors.Damaged(f"the spilled object {lease.entry.key!r} is damaged or gone: make it anew", key=lease.entry.key)
         return _PICKLE.decode(data, lambda: memoryview(bytearray(data)))
 
-    def _let_go(self, lease: Lease) -> None:
+    def _discard(self, lease: Lease) -> None:
         """Of what was spilled. Runs inside anything: nothing here waits."""
         lease.close()
         self._loader.discard(lease.entry)
@@ -288,7 +287,7 @@ def open_prefetcher(origin: Origin, home: Any, source: Any, *, decode: Any = Non
     how["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=origin.others_can_write)
     store, again = origin.current(), _Again(home, found, how)
     may_come = not store.root.read_only if isinstance(store, Store) else origin.reopening is not None
-    return (again() if may_come else None) or PassThrough(found, again=again if may_come else None)
+    return (again() if may_come else None) or PassThrough(found, reopen=again if may_come else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,42 +1,52 @@
-"""What a prefetcher hands out: an item that is loaded, or on its way."""
+"""Prefetchers and the lazies that they hand out, with a cache behind them or without one."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, Generic
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 from forebay import errors
 from forebay._engine.locks.leases import Lease
+from forebay._kernel import waits
+from forebay._logs import logger
 from forebay._model import Item_co
 from forebay.prefetch.loads import Load
-from forebay.sources import SourceInfo
+from forebay.reports import OnProgress, WarmReport
+from forebay.sources import DecodedSource, Source, SourceInfo, source_of
+
+log = logger("forebay.prefetch")
+T = TypeVar("T")
+AHEAD = 64
 
 
 class Lazy(Generic[Item_co]):
-    """An item that is loaded, or on its way: ``Lazy[bytes]``, or of what the prefetcher's ``decode`` returns. ``key``: of it in its source.
+    """An item that is loaded, or on its way: ``Lazy[bytes]``, or of what ``decode`` returns. ``key``: its key in the source.
 
-    Callable from any thread, usable in both processes after a fork; pickled to another process it is asked for there. Hashable: lazies of
-    one source and key are equal. Dropped at any time it releases its share of the item, and nothing else."""
+    Callable from any thread, and usable in both processes after a fork. Unpickled in another process, it requests the item there. Lazies
+    of one source and key are equal and hash alike. A lazy may be dropped at any time: that releases its share of the item, and waits for
+    nothing."""
 
     __slots__ = ("__weakref__", "_load", "_pool", "_values", "key")
 
     def __init__(self, pool: Any, key: str, load: Load | None) -> None:
         self._pool, self.key, self._load = pool, key, load
         self._values: list[Any] = []
-        """Its first is the value, whichever thread appended it: that takes no lock, which a fork could leave held."""
+        """The first one is the value. Whichever thread appends it takes no lock, which a fork could leave held."""
 
     def get(self, sample: Any = None) -> Item_co:
-        """The item; the same object at each call. From the cache, or from memory if it is just being kept; while it is still queued, or
-        waits for room, it is read from the source here and now.
+        """The item: the same object at each call. It comes from the cache, or from memory while it is being stored; while it is still
+        queued, the calling thread reads it from the source at once.
 
-        Its provenance is added to ``sample``: a dict, under ``"__sources__"``, or an object with such an attribute. The share of the
-        item in the cache is let go: the value is the caller's. Raises what the source or the decoder raised, at each call again."""
+        Its provenance is added to ``sample``: a dict, under ``"__sources__"``, or an object with such an attribute. The value is the
+        caller's own; the item in the cache is released. Raises, at each call, what the source or the decoder raised."""
         load = self._load
         if load is not None:
             if not self._values:
                 self._values.append(self._pool._value_of(load))
-            self._load = None  # not before: whoever sees None finds a value
+            self._load = None  # only now: a thread that sees None relies on the value
         if sample is not None:
             add_source(sample, self.source)
         item: Item_co = self._values[0]
@@ -44,7 +54,7 @@ class Lazy(Generic[Item_co]):
 
     @property
     def done(self) -> bool:
-        """Whether `get` would not wait for a load that runs or is queued."""
+        """Whether `get` returns without waiting for a load that is queued or running."""
         load = self._load
         return load is None or load.is_settled
 
@@ -64,11 +74,11 @@ class Lazy(Generic[Item_co]):
         return f"<forebay.Lazy {self.key!r}{'' if self._load is not None else ' with its value'}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ask_again, (self._pool, self.key)
+        return _unpickle, (self._pool, self.key)
 
 
 class Spilled(Lazy[Item_co]):
-    """An object that `Prefetcher.put` spilled to the disk. Each is another one; pickled to another process it goes with its object."""
+    """An object that `Prefetcher.put` spilled to disk. Equal only to itself; its pickle contains the object."""
 
     __slots__ = ("_lease", "_seal")
 
@@ -79,38 +89,38 @@ class Spilled(Lazy[Item_co]):
             self._values.append(value)
 
     def get(self, sample: Any = None) -> Item_co:
-        """The object; its bytes on the disk go. Nothing is added to ``sample``: it has no source."""
+        """The object; its bytes on disk are removed. Nothing is added to ``sample``, since it has no source."""
         lease = self._lease
         if lease is not None:
             try:
                 value = self._pool._unspill(lease, self._seal)
-            except errors.Damaged:  # P1 and P2 see the lease / P1 has the value, and closes it / P2 finds it closed
+            except errors.Damaged:  # P1 and P2 see the lease / P1 has the value and closes the lease / P2 reads a closed one
                 if not self._values:
                     raise
             else:
                 self._values.append(value)
                 self._lease = None
-                self._pool._let_go(lease)
+                self._pool._discard(lease)
         item: Item_co = self._values[0]
         return item
 
     @property
     def done(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     @property
     def source(self) -> SourceInfo:
-        """None that can be named."""
+        """An empty one: the object comes from no source."""
         return SourceInfo("", self.key)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Dropped unread: its bytes go."""
+        """Remove the bytes of an object that nobody read."""
         if is_finalizing():
             return
         lease: Lease | None = getattr(self, "_lease", None)
         if lease is not None:
-            self._pool._let_go(lease)
+            self._pool._discard(lease)
 
     __hash__ = object.__hash__
 
@@ -122,7 +132,7 @@ class Spilled(Lazy[Item_co]):
 
 
 def add_source(sample: Any, info: SourceInfo) -> None:
-    """Note in a sample, a dict or an object with ``__sources__``, that it was made of this too."""
+    """Add a source to those that a sample, a dict or an object with ``__sources__``, was made of."""
     if isinstance(sample, dict):
         sample["__sources__"] = (*(sample.get("__sources__") or ()), info)
     elif hasattr(sample, "__sources__"):
@@ -147,6 +157,161 @@ class Later(Lazy[Item_co]):
         return bool(self._values)
 
 
-def _ask_again(pool: Any, key: str) -> Lazy[Any]:
-    found: Lazy[Any] = pool.get_lazy(key)
-    return found
+def _unpickle(pool: Pool[Any], key: str) -> Lazy[Any]:
+    return pool.get_lazy(key)
+
+
+class Pool(Generic[Item_co]):
+    """The calls of a prefetcher and of `PassThrough` that are made of other calls."""
+
+    source: Any
+    identity: str
+
+    def get_lazy(self, key: str) -> Lazy[Item_co]:
+        raise NotImplementedError
+
+    def get(self, key: str, sample: Any = None) -> Item_co:
+        """Read and decode an item now, without the cache. Raises what the source raises."""
+        value: Item_co = self._read(key)
+        if sample is not None:
+            add_source(sample, self._info(key))
+        return value
+
+    def _read(self, key: str) -> Any:
+        raise NotImplementedError
+
+    def get_many(self, keys: Iterable[str]) -> list[Item_co]:
+        """The items of these keys, in order; several are loaded at a time."""
+        return list(self.stream(keys))
+
+    def stream(self, keys: Iterable[str], ahead: int = AHEAD) -> Iterator[Item_co]:
+        """The items of these keys in order. While the caller works on one, the next ``ahead`` are loaded.
+
+        ``keys`` may be endless: it is consumed only as far ahead as items are loaded. Raises, at an item, what its source raised. Dropping
+        the iterator releases the items ahead. Raises `ConfigError` for a negative ``ahead``."""
+        if ahead < 0:
+            raise errors.ConfigError(f"ahead must not be negative: {ahead}", name="ahead", value=ahead)
+        return self._stream(keys, ahead)
+
+    def _stream(self, keys: Iterable[str], ahead: int) -> Iterator[Item_co]:
+        window: deque[Lazy[Item_co]] = deque()
+        for key in keys:
+            window.append(self.get_lazy(key))
+            if len(window) > ahead:
+                yield window.popleft().get()
+        while window:
+            yield window.popleft().get()
+
+    def _info(self, key: str) -> SourceInfo:
+        info = getattr(self.source, "info", None)
+        return info(key) if info is not None else SourceInfo(self.source.uri, key, None, (key,))
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class PassThrough(Pool[Item_co]):
+    """The same interface without a cache: nothing is loaded ahead, and an item is read when its lazy is asked for it. The baseline for
+    benchmarks. Callable from any thread.
+
+    ``source``, ``decode``: as for `Cache.prefetcher`."""
+
+    def __init__(
+        self, source: Any, *, decode: Any = None, reopen: Callable[[Mapping[str, int]], Pool[Any] | None] | None = None
+    ) -> None:  # fmt: skip
+        """``reopen``: opens the prefetcher that this one stands in for, with these limits, once the cache can be used."""
+        self._reopen, self._turn = reopen, waits.Turn()
+        self._opened: Any = None
+        self._limits: dict[str, int] = {}
+        self.source = wrapped(source_of(source), decode)
+        self.identity, self.closed = f"past:{id(self.source)}", False
+        self.name = ""
+
+    @property
+    def used(self) -> int:
+        """Bytes that items have in the cache."""
+        return 0 if self._opened is None else int(self._opened.used)
+
+    @property
+    def count(self) -> int:
+        """How many items are in the cache."""
+        return 0 if self._opened is None else int(self._opened.count)
+
+    def get_lazy(self, key: str) -> Lazy[Item_co]:
+        """A lazy that reads at its first `get`. Raises `Closed`."""
+        pool: Pool[Item_co] | None = self._prefetcher()
+        return Later(self, key) if pool is None else pool.get_lazy(key)
+
+    def put(self, obj: T, name: str = "") -> Lazy[T]:
+        """A lazy that holds the object. Raises `Closed`."""
+        pool = self._prefetcher()
+        lazy: Lazy[T] = Spilled(self, name, None, obj) if pool is None else pool.put(obj, name)
+        return lazy
+
+    def warm(self, keys: Iterable[str], on_progress: OnProgress | None = None) -> WarmReport:
+        """Nothing can be stored: all keys fail with `NoSpace`. Raises `Closed`."""
+        pool = self._prefetcher()
+        if pool is not None:
+            report: WarmReport = pool.warm(keys, on_progress)
+            return report
+        reason = "the cache cannot be used now" if self._reopen else "the cache is switched off"
+        return WarmReport(
+            (), tuple((key, errors.NoSpace(f"{key}: it cannot be kept: {reason}", key=key, need=0, free=0, budget=0)) for key in keys)
+        )
+
+    def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:
+        """See `Prefetcher.set_limits`. The limits take effect once the cache can be used."""
+        self._limits |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
+        pool = self._prefetcher()
+        if pool is not None:
+            pool.set_limits(budget=budget, max_count=max_count)
+
+    def _prefetcher(self) -> Any:
+        """The prefetcher itself, if it can be opened by now. Raises `Closed`."""
+        if self.closed:
+            raise errors.Closed.of("prefetcher")
+        if self._opened is None and self._reopen is not None and self._turn.take():
+            self._open(self._reopen)
+        return self._opened
+
+    def _open(self, reopen: Callable[[Mapping[str, int]], Pool[Any] | None]) -> None:
+        """Called by one thread at a time. ``reopen`` reports faults itself: they never fail an item."""
+        may_retry = True
+        limits = dict(self._limits)
+        try:
+            with waits.patience(0):
+                pool: Any = reopen(limits)
+            if pool is not None:
+                self._opened, may_retry = pool, False
+                if self.closed:  # meanwhile, by another thread
+                    pool.close()
+                elif self._limits != limits:
+                    pool.set_limits(**self._limits)
+        except errors.ConfigError as error:
+            may_retry = False
+            log.warning("the prefetcher goes on without the cache: %s", str(error))
+        except errors.CacheFault as error:
+            log.warning("the limits of the prefetcher could not be set: %s", str(error))
+        finally:
+            if may_retry:
+                self._turn.give_back()
+
+    def _read(self, key: str) -> Any:
+        return self.source[key]
+
+    def close(self) -> None:
+        """Close it: `get_lazy` raises `Closed` from now on."""
+        self.closed = True
+        if self._opened is not None:
+            self._opened.close()
+
+
+def wrapped(source: Source, decode: Any) -> Source:
+    """The source, with ``decode`` applied to its items unless that is None."""
+    return DecodedSource(source, decode) if decode is not None else source
