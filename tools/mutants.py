@@ -81,7 +81,7 @@ MUTANTS = (
         "tests/engine/catalog/test_writer.py::test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published",
     ),
     Mutant(
-        1, "a small file is written without an intent", "_engine/write/intent.py",
+        1, "a small file is written without an intent", "_engine/write/insert.py",
         "        self._slots.set_intent(ids)\n", "        self._slots.set_intent(range(0))\n",
         f"{STEPS}test_put[small blob]",
     ),
@@ -281,27 +281,27 @@ MUTANTS = (
         "tests/cli/test_looking_changes_nothing.py::test_every_looking_verb[closed]",
     ),
     Mutant(
-        4, "doomed bytes are forgotten", "_engine/space/room.py",
+        4, "doomed bytes are forgotten", "_engine/space/budget.py",
         "        used = totals.entries + totals.granted", "        used = totals.entries - totals.leaving + totals.granted",
         f"{BUDGET}test_doomed_bytes_count_until_they_are_unlinked",
     ),
     Mutant(
-        4, "promised bytes are forgotten", "_engine/space/room.py",
+        4, "promised bytes are forgotten", "_engine/space/budget.py",
         "        used = totals.entries + totals.granted + totals.pending", "        used = totals.entries",
         "tests/stress/test_many_processes.py::test_s04_a_pause_between_samples_is_no_gap",
     ),
     Mutant(
         4, "a body of unknown length grows unasked", "_engine/write/publish.py",
-        "        self._stage.on_grow = self._grow\n", "        self._stage.on_grow = None\n",
+        "else None, on_grow=self._grow)", "else None)",
         f"{STEPS}test_grow_of_unknown_length",
     ),
     Mutant(
-        4, "sizes are counted, not blocks", "_engine/space/room.py",
+        4, "sizes are counted, not blocks", "_engine/space/budget.py",
         "        return -(-size // self._block) * self._block\n", "        return size\n",
         f"{STEPS}test_publish_through_a_writing",
     ),
     Mutant(
-        4, "what a small write left is not removed", "_engine/write/intent.py",
+        4, "what a small write left is not removed", "_engine/write/insert.py",
         "                if not entries.is_known(self._catalog, id):\n", "                if id < 0:\n",
         f"{STEPS}test_put[small blob]",
     ),
@@ -339,7 +339,7 @@ MUTANTS = (
         f"{BUDGET}test_a_lower_limit_that_met_a_busy_catalog_is_applied_later",
     ),
     Mutant(
-        4, "what is to be replaced is there for ever", "_engine/space/room.py",
+        4, "what is to be replaced is there for ever", "_engine/space/budget.py",
         "            replaces, replaced = entries.version(rows, want.space, want.key)\n", "            pass\n",
         "tests/engine/space/test_budget.py::test_what_was_to_be_replaced_is_gone_by_now",
     ),
@@ -521,7 +521,7 @@ MUTANTS = (
         f"{STRANGE}test_a_lost_part_of_the_slots_is_made_anew_of_the_catalog[001]",
     ),
     Mutant(
-        4, "files that no entry names are counted by nobody", "_engine/strays.py",
+        4, "files that no entry names are counted by nobody", "_engine/check.py",
         "if parsed.id not in intended}", "if parsed.id in intended}",
         "tests/cli/test_strays.py::test_s19_strays_are_counted_told_and_removed[by0]",
     ),
@@ -831,7 +831,7 @@ MUTANTS = (
         f"{STRANGE}test_nor_one_that_comes_a_moment_later",
     ),
     Mutant(
-        10, "a lease of another root is linked by its number", "_engine/write/link.py",
+        10, "a lease of another root is linked by its number", "_engine/write/publish.py",
         'source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix))', 'source.kind != "blob"',
         "tests/engine/test_doors.py::test_what_is_leased_in_another_root_is_not_linked",
     ),

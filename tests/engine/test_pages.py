@@ -23,7 +23,8 @@ MOST = 40
 @pytest.fixture
 def cache(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[forebay.Cache]:
     for module, name, value in (
-        (stats, "PAGE", 20), (check, "AT_ONCE", 20), (entries, "RANGE", 20), (store, "REMOVED_AT_ONCE", 16), (listing, "IN_MEMORY", 50),
+        (stats, "ENTRIES_PER_PAGE", 20), (check, "AT_ONCE", 20), (entries, "RANGE", 20),
+        (store, "REMOVED_AT_ONCE", 16), (listing, "IN_MEMORY", 50),
         (render, "A_PAGE", 20),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)

@@ -28,7 +28,6 @@ ORDER = """
     _engine.space _engine.reading < _engine.check
     _engine.packs _engine.check _engine.stats < _engine.engine < _engine.spaces < _engine.key_locks _engine.pack_handles _engine.loading
     _engine.key_locks _engine.pack_handles _engine.loading < _engine.store _engine.passthrough
-    _engine.catalog < _engine.strays < _engine.store
     _config world remote < claims
     _engine.store _engine.passthrough remote < origin < directories sources
     _engine.store < reports

@@ -1,4 +1,4 @@
-"""The oracle: is this root sound? Used by every test, and by ``forebay verify``. And repair.
+"""The oracle: is this root sound? Used by every test, and by ``forebay verify``. And repair, and what lies in a root uncounted.
 
 Everything is looked at while others work: what is seen to be wrong is looked at again under the lock that makes it still.
 """
@@ -6,20 +6,24 @@ Everything is looked at while others work: what is seen to be wrong is looked at
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
 from forebay._engine.catalog import Catalog, checked, entries, reservations, segments, spaces
 from forebay._engine.catalog.schema import DOOMED
 from forebay._engine.files import blobs, pack_files, stages, trees
-from forebay._engine.files.root import Root, parse_tmp_name
+from forebay._engine.files.layout import FANS, PAGE, BlobName, Root, TmpName, parse_blob_below, parse_directory_name, parse_tmp_name
+from forebay._engine.files.root import foreign
 from forebay._engine.index.slots import RECORDS, Slots
 from forebay._engine.locks.fill import Fill
 from forebay._engine.reading import Reading
 from forebay._engine.space.eviction import Eviction
 from forebay._kernel import locks
-from forebay._model import Entry, Problem
+from forebay._kernel.below import LinkInTheWay
+from forebay._model import Entry, Problem, Strays
 from forebay.errors import Damaged
 
 AT_ONCE = 2048
@@ -136,7 +140,7 @@ def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
             if (id, number) not in rows:
                 yield Problem("segment", str(path), "a segment that no row names", key)
         try:
-            index = pack_files.PAGE + root.files.lstat(root.pack(id) / "index").st_size
+            index = PAGE + root.files.lstat(root.pack(id) / "index").st_size
         except FileNotFoundError:
             continue  # it is lost, or on its way out
         if size != index + charged.get(id, 0):
@@ -263,7 +267,7 @@ def _mend_segments(root: Root, catalog: Catalog) -> None:
                 if (id, number) not in rows:
                     root.files.unlink(path)
             try:
-                index = pack_files.PAGE + root.files.lstat(root.pack(id) / "index").st_size
+                index = PAGE + root.files.lstat(root.pack(id) / "index").st_size
             except FileNotFoundError:
                 continue
             segments.recount(txn, id, index)
@@ -286,3 +290,63 @@ def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) 
         finally:
             hold.release()
     return removed
+
+
+def count_strays(root: Root, catalog: Catalog, slots: Slots) -> Strays:
+    """The files that nobody counts: those of ours that no row names, and those that Forebay did not make, in blocks of the disk.
+
+    The first are left by a crash of the machine or a lost catalog; `remove_strays` removes them. The others belong to somebody, and stay.
+    Names are listed a directory at a time; what comes or goes meanwhile is not counted."""
+    files, taken = _counted(_unknown(root, catalog, slots))
+    return Strays(files, taken, *_counted(root.path / name for name in foreign(root.path)))
+
+
+def _counted(paths: Iterable[Path]) -> tuple[int, int]:
+    count = taken = 0
+    for path in paths:
+        size = _size_of(path)
+        if size is not None:
+            count, taken = count + 1, taken + size
+    return count, taken
+
+
+def _size_of(path: str | Path) -> int | None:
+    """The bytes of disk that a file takes, or a directory with all that is in it; None if it is gone. No link is followed."""
+    try:
+        status = os.lstat(path)
+        size = status.st_blocks * 512
+        for above, _, names in os.walk(path) if stat.S_ISDIR(status.st_mode) else ():
+            size += sum(os.lstat(os.path.join(above, name)).st_blocks * 512 for name in names)
+    except FileNotFoundError:
+        return None
+    return size
+
+
+def _unknown(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Path]:
+    """What has one of our names where it belongs, and no row that names it, nor a reservation, when it is looked at."""
+    places: list[tuple[str, Path, Callable[[str], BlobName | TmpName | None]]] = [
+        *(("blob", root.blobs_dir / fan, partial(parse_blob_below, fan)) for fan in FANS),
+        ("tree", root.trees_dir, parse_directory_name),
+        ("pack", root.packs_dir, parse_directory_name),
+        ("", root.tmp_dir, parse_tmp_name),
+    ]
+    for kind, directory, parse in places:
+        try:
+            names = root.files.names_in(directory)
+        except (FileNotFoundError, LinkInTheWay):
+            continue
+        found = [(parsed, name) for name in names if (parsed := parse(name)) is not None]
+        intended = slots.intent()  # after the names: what is being written stands there, or has its row by now
+        while some := found[-AT_ONCE:]:
+            del found[-AT_ONCE:]
+            of = {name: (parsed.id, kind, parsed.suffix) for parsed, name in some if parsed.id not in intended}
+            stray = _not_named(catalog, kind, list(of.values()))
+            yield from (directory / name for name, what in of.items() if what in stray)
+
+
+def _not_named(catalog: Catalog, kind: str, names: Sequence[entries.FileName]) -> set[entries.FileName]:
+    if not kind:  # what is being written, which a row or a reservation only has the id of
+        ours = entries.known(catalog, [id for id, _, _ in names])
+        ours |= entries.known(catalog, [id for id, _, _ in names if id not in ours])
+        return {name for name in names if name[0] not in ours}
+    return entries.unnamed(catalog, list(entries.unnamed(catalog, names)))  # twice: what was being published has its row by now

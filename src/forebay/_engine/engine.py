@@ -31,9 +31,8 @@ from forebay._engine.space.ranking import Ranking
 from forebay._engine.space.segment_tails import SegmentTails
 from forebay._engine.space.settings import Settings, apply, keep
 from forebay._engine.stats import StatsReader
-from forebay._engine.write.intent import Intent
-from forebay._engine.write.link import Linker
-from forebay._engine.write.publish import Publisher
+from forebay._engine.write.insert import Intent
+from forebay._engine.write.publish import Linker, Publisher
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
 from forebay._model import Entry, Problem
@@ -196,7 +195,7 @@ class Engine:
         inline = InlineEviction(self.budget, self.eviction, self.ranking, self.counters)
         self.intent = Intent(root, self.catalog, self.slots)
         self.publisher = Publisher(root, self.catalog, self.slots, self.owners, self.budget, inline, self.intent)
-        self.linker = Linker(root, self.catalog, self.slots, self.budget, self.publisher)
+        self.linker = Linker(root, self.catalog, self.slots, self.publisher)
         self.packing = Packing(root, self.catalog, self.leases, self.owners, self.budget, self.publisher, self._tails)
         self.reading = Reading(root, self.catalog, self.slots, self.leases, self.memo, self.counters)
         self.stats = StatsReader(root, self.catalog, self.slots, self.counters, self.leases)

@@ -63,7 +63,7 @@ class Reservations:
                 id = txn.new_id()
                 if engine.leases.hold(id):
                     held.append(id)
-                entry = engine.publisher.insert(txn, label, id, "session", 0, b"", None)
+                entry = engine.publisher.inserter.insert(txn, label, id, "session", 0, b"", None)
                 txn.leftovers = True
         except BaseException:
             for id in held:

@@ -10,8 +10,8 @@ from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
 from forebay._engine.index import counters
+from forebay._engine.space.budget import SpaceRequest
 from forebay._engine.space.eviction import EvictionVictim
-from forebay._engine.space.room import SpaceRequest
 from forebay._engine.space.settings import keep
 from forebay._logs import logger
 from forebay._model import Policy

@@ -14,7 +14,7 @@ from forebay._engine.locks.leases import Leases
 from forebay._model import Entry
 
 _set = object.__setattr__  # of an entry that nobody else has yet: `replace` takes as long as all the rest
-PAGE = 1000
+ENTRIES_PER_PAGE = 1000
 """Entries that are read at once: a few milliseconds of SQLite."""
 Facts = tuple[str, int, float, float, str, bool]
 """Of an entry: key, bytes, when it was last used and when created, in seconds since 1970, life, and whether it is leased."""
@@ -42,8 +42,8 @@ class StatsReader:
         return sorted((self.with_times(entry) for entry in entries.live(self._catalog, space)), key=lambda entry: entry.used)
 
     def page(self, space: int, after: str | None, *, backwards: bool = False) -> list[Entry]:
-        """`PAGE` live entries at most of one space, with their times, in order of their keys, from behind ``after`` on."""
-        found = entries.page(self._catalog, space, after, PAGE, backwards=backwards)
+        """`ENTRIES_PER_PAGE` live entries at most of one space, with their times, in order of their keys, from behind ``after`` on."""
+        found = entries.page(self._catalog, space, after, ENTRIES_PER_PAGE, backwards=backwards)
         leased = self._leases.leased_among([entry.id for entry in found])
         times = self._slots.times([entry.slot for entry in found])
         walls = self._slots.clock.walls
@@ -56,22 +56,22 @@ class StatsReader:
 
     def fact_page(self, space: int, after: str | None, *, backwards: bool = False) -> list[Facts]:
         """`page`, of what a person wants to see of many."""
-        found = entries.page_of_facts(self._catalog, space, after, PAGE, backwards=backwards)
+        found = entries.page_of_facts(self._catalog, space, after, ENTRIES_PER_PAGE, backwards=backwards)
         leased = self._leases.leased_among([row[0] for row in found])
         used = self._slots.clock.walls(self._slots.used_many([row[2] for row in found]))
         return [(key, size, last, created, life, id in leased) for (id, key, _, size, life, created), last in zip(found, used, strict=True)]
 
     def key_page(self, space: int, after: str | None, *, backwards: bool = False) -> list[str]:
         """`page`, of the keys alone."""
-        return [key for key, _ in entries.page_of_keys(self._catalog, space, after, PAGE, backwards=backwards)]
+        return [key for key, _ in entries.page_of_keys(self._catalog, space, after, ENTRIES_PER_PAGE, backwards=backwards)]
 
     def keys(self, space: int) -> list[str]:
         """The keys of one space, the least recently used first: for many, without the rest of what is known of them."""
         found: list[tuple[int, str]] = []
-        rows = entries.page_of_keys(self._catalog, space, None, PAGE)
+        rows = entries.page_of_keys(self._catalog, space, None, ENTRIES_PER_PAGE)
         while rows:
             found += zip(self._slots.used_many([slot for _, slot in rows]), (key for key, _ in rows), strict=True)
-            rows = entries.page_of_keys(self._catalog, space, rows[-1][0], PAGE)
+            rows = entries.page_of_keys(self._catalog, space, rows[-1][0], ENTRIES_PER_PAGE)
         return [key for _, key in sorted(found)]
 
     def with_times(self, entry: Entry) -> Entry:

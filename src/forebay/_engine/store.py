@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, Literal
 
 from forebay import errors
-from forebay._engine import check, strays
+from forebay._engine import check
 from forebay._engine.catalog import CatalogBroken, DiskFull, entries
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import SCARCE, faults
@@ -25,8 +25,8 @@ from forebay._engine.key_locks import KeyLocks
 from forebay._engine.loading import Reservations
 from forebay._engine.locks.leases import Lease
 from forebay._engine.pack_handles import Packs
+from forebay._engine.space.budget import SpaceRequest
 from forebay._engine.space.eviction import EvictionVictim
-from forebay._engine.space.room import SpaceRequest
 from forebay._engine.space.settings import Settings as Settings
 from forebay._engine.spaces import Spaces
 from forebay._engine.stats import Facts, Usage
@@ -482,18 +482,18 @@ class Store:
     @recover_and_retry
     def strays(self) -> Strays:
         """What lies in the root and is counted by nobody."""
-        return strays.look(self.root, self.engine.catalog, self.engine.slots)
+        return check.count_strays(self.root, self.engine.catalog, self.engine.slots)
 
     @recover_and_retry
     def remove_strays(self) -> Strays:
         """Remove what no entry names, of Forebay's making; gives what went. Never from under a lease, nor from under a writer."""
         self.engine.check_usable(writing=True)
-        before = strays.look(self.root, self.engine.catalog, self.engine.slots)
+        before = check.count_strays(self.root, self.engine.catalog, self.engine.slots)
         if not before.files:
             return Strays()
         with faults("files that no entry names"):
             check.remove_strays(self.root, self.engine.catalog, self.engine.eviction, self.engine.fill)
-        left = strays.look(self.root, self.engine.catalog, self.engine.slots)
+        left = check.count_strays(self.root, self.engine.catalog, self.engine.slots)
         return Strays(max(before.files - left.files, 0), max(before.bytes - left.bytes, 0))
 
     def recover(self, error: CatalogBroken) -> None:

@@ -119,7 +119,7 @@ FIRST = {
 def test_a_page_of_damaged_rows_hides_nothing_behind_it(
     place: Path, what: str, read_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(stats, "PAGE", 4)
+    monkeypatch.setattr(stats, "ENTRIES_PER_PAGE", 4)
     in_child(lambda: _with(place, lambda store: store.put_many("v", [(f"k{n:02d}", b"x") for n in range(40)])))
     forge(place, f"UPDATE entries SET {FIRST[what]} WHERE key < 'k13' OR key BETWEEN 'k20' AND 'k31' OR key > 'k35'")
     sound = [f"k{n:02d}" for n in (*range(13, 20), *range(32, 36))]

@@ -174,8 +174,7 @@ def test_an_object_that_became_shorter_leaves_no_tail(root: Root, stage: Stage) 
 
 def test_an_unknown_size_grows_by_steps_that_were_granted(root: Root, stage: Stage) -> None:
     granted: list[int] = []
-    stage.on_grow = granted.append
-    assert stage.begin(None) == (Span(0, -1),)
+    assert stage.begin(None, on_grow=granted.append) == (Span(0, -1),)
     for at, piece in pieces((Span(0, len(DATA)),)):
         stage.write(at, piece)
         assert granted[-1] >= root.tmp(KEY, ID).stat().st_size
@@ -189,8 +188,7 @@ def test_a_growth_that_finds_no_ample_room_takes_what_it_needs(stage: Stage) -> 
         if size > 3 * MIB:
             raise NoSpace.of("key", size, 0, 3 * MIB)
 
-    stage.on_grow = little
-    stage.begin(None)
+    stage.begin(None, on_grow=little)
     stage.write(0, bytes(2 * MIB))
     stage.write(2 * MIB, bytes(MIB))
     with pytest.raises(NoSpace):

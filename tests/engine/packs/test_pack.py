@@ -365,7 +365,7 @@ def test_a_job_that_closes_all_descriptors(tmp_path: Path) -> None:
 
 def test_a_window_that_grows(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views from before stay good, and what is known stays true."""
-    monkeypatch.setattr("forebay._engine.packs.mapped.FIRST_WINDOW", MiB)
+    monkeypatch.setattr("forebay._engine.packs.segments.FIRST_WINDOW", MiB)
     samples = cache.samples("w", 100)
     views = []
     for slot in range(100):

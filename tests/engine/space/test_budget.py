@@ -12,7 +12,7 @@ import pytest
 from forebay import errors
 from forebay._engine.catalog import reservations, writer
 from forebay._engine.space import budget, ranking
-from forebay._engine.space.room import SpaceRequest
+from forebay._engine.space.budget import SpaceRequest
 from forebay._engine.store import Settings, Store
 from forebay._engine.write.insert import Label
 from forebay._kernel import host

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
+from forebay._engine.files.blobs import checksum_of
 from forebay._engine.space.ranking import Scope
 from forebay._engine.store import Store
+from forebay._engine.write.insert import Label, New
 from forebay._engine.write.reservations import NOTHING, Item, Need
 from tests.harness import KiB, MiB, opened
 from tests.processes import Gate, fork
@@ -168,3 +170,13 @@ def test_a_session_takes_its_entries_along(store: Store) -> None:
     leases[0].close()
     store.put("v", "k", b"a write")
     assert len(store.entries("ahead")) == 20
+
+
+def test_entries_made_together_keep_the_time_of_their_validation(store: Store) -> None:
+    """As one that is made alone does: it was seen to be the remote's before it was published."""
+    space, inserter = store.spaces.ensure("v"), store.engine.publisher.inserter
+    earlier = store.now() - 10**12
+    with store.engine.catalog.write() as txn:
+        label = Label(space.id, space.name, "", validated=earlier)
+        inserter.insert_many(txn, label, [New(id, f"k{id}", 1, checksum_of(b"x"), None, b"x") for id in txn.new_ids(2)])
+    assert [store.validated(entry) for entry in store.entries("v")] == [earlier, earlier]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from forebay._engine.catalog.transactions import DiskFull
+from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
 from forebay._kernel import host
 from forebay._logs import logger
@@ -13,7 +14,6 @@ log = logger("forebay.catalog")
 
 SIZE = 4 << 20
 LEAST = 128 << 10  # it is made again of what there is, and leaves as much for the next transaction
-PAGE = 4096
 
 
 class Ballast:

@@ -25,6 +25,7 @@ from forebay._engine.catalog.transactions import Rows as Rows
 from forebay._engine.catalog.transactions import Txn as Txn
 from forebay._engine.catalog.wal import EASY, KEEP, REFUSE, RETIRE, SOFT, STEP, Wal
 from forebay._engine.catalog.writer import Holding, WriterLock
+from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
 from forebay._kernel import host, waits
 from forebay._logs import logger
@@ -32,7 +33,6 @@ from forebay._logs import logger
 log = logger("forebay.catalog")
 T = TypeVar("T")
 
-PAGE = 4096
 WORTH, LIVE = 1024, 1024
 """Pages that have to be free, and that may be in use, for the catalog to be written anew without them: so much of the log is there for."""
 TRIES, LOOKS = 3, 8
@@ -403,18 +403,22 @@ class Catalog:
         """Make the file small again where almost all of its pages are free: by itself it only grows. Others may read meanwhile.
 
         Raises `WriterBusy`, `DiskFull`."""
+        if not self._is_worth_compacting():  # a look without the writer lock: almost always there is nothing to do
+            return
         with self._writer.holding(None):
             self.check_same()
+            if not self._is_worth_compacting():
+                return
             with self._mutex, translated():
-                con = self._connection_locked()
-                free, pages = con.execute("SELECT freelist_count, page_count FROM pragma_freelist_count, pragma_page_count").fetchone()
-                if free < WORTH or pages - free > LIVE:
-                    return
                 self._make_way_locked()
                 con = self._connection_locked()
                 host.step("compact", self._path)
                 con.execute("VACUUM")
                 self._try_to_bound_locked(self._wal.size())
+
+    def _is_worth_compacting(self) -> bool:
+        free, pages = self.one("SELECT freelist_count, page_count FROM pragma_freelist_count, pragma_page_count")
+        return bool(free >= WORTH and pages - free <= LIVE)
 
     def _begin_locked(self) -> sqlite3.Connection:
         """Caller: holds the writer lock."""

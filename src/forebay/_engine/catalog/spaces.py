@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from forebay._engine.catalog import entries
-from forebay._engine.catalog.connection import PAGE, CatalogBroken, Rows, Txn
+from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
 from forebay._engine.catalog.schema import DOOMED, LIVE
+from forebay._engine.files.layout import PAGE
 from forebay._engine.files.settings_file import Kept, SpaceLimits
 from forebay._model import Policy
 

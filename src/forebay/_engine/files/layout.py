@@ -18,6 +18,8 @@ from forebay._kernel.below import Below
 VERSION = 1
 SLOTS_MAGIC = int.from_bytes(b"FBSLOTS1", "little")
 LONGEST_FORMAT = 4096
+PAGE = 4096
+"""Bytes of a memory page, of a page of the catalog, and of the steps in which files are laid out."""
 LEASE_FILES = 64
 LOCKS = ("keys", "writer", "owners", "names", *(f"leases-{n:02d}" for n in range(LEASE_FILES)))
 FANS = tuple(f"{n:02x}" for n in range(256))

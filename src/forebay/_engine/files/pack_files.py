@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forebay._engine.files import pack_records
-from forebay._engine.files.layout import Root, parse_directory_name
+from forebay._engine.files.layout import PAGE, Root, parse_directory_name
 from forebay._kernel import host, locks, mappings
 from forebay._kernel.below import LinkInTheWay, NoPlainFile
 from forebay.errors import Damaged
 
-PAGE = 4096
 HEADER_WORDS = PAGE // 8
 _MAGIC = int.from_bytes(b"FBPACK01", "little")
 FROZEN, QUOTA = 4, 5

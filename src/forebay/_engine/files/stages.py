@@ -74,7 +74,7 @@ class Stage:
 
     partial: Partial | None
     total: int | None
-    on_grow: Callable[[int], None] | None
+    _on_grow: Callable[[int], None] | None
 
     _idle: threading.Condition  # guards what follows; notified when no `write` is running
     _fd: int | None
@@ -88,7 +88,7 @@ class Stage:
 
     def __init__(self, root: Root, keyhash: int, id: int, fd: int) -> None:
         self.root, self.keyhash, self.id, self.path = root, keyhash, id, root.tmp(keyhash, id)
-        self.partial = self.total = self.on_grow = None
+        self.partial = self.total = self._on_grow = None
         self._idle, self._fd, self._writers = threading.Condition(), fd, 0
         self._coverage, self._blocks, self._chunks, self._map = Coverage(), {}, {}, None
         self._growing, self._granted = threading.Lock(), 0
@@ -191,13 +191,15 @@ class Stage:
         with self._idle:
             return self._coverage.done
 
-    def begin(self, total: int | None, validator: str | None = None) -> tuple[Span, ...]:
+    def begin(
+        self, total: int | None, validator: str | None = None, *, on_grow: Callable[[int], None] | None = None
+    ) -> tuple[Span, ...]:  # fmt: skip
         """Reserve room for ``total`` bytes and return the spans to fetch: the missing ones of `partial` if size and ``validator`` still
         match, else all; one span of length -1 if the total is unknown. ``validator``: only a strong one.
 
         Called again when the object changed: everything written before is void. Raises OSError (ENOSPC) where the disk is full."""
         kept, self.partial = self.partial, None
-        self.total = total
+        self.total, self._on_grow = total, on_grow
         if kept and (kept.size, kept.validator) == (total, validator):
             self._map = ChunkMap(self._map_path, self.root, kept.size)
             return self.missing()
@@ -251,11 +253,11 @@ class Stage:
             if size <= self._granted:
                 return
             ample = size + min(max(size // 4, _GROWTH[0]), _GROWTH[1])
-            if self.on_grow:
+            if self._on_grow:
                 try:
-                    self.on_grow(ample)
+                    self._on_grow(ample)
                 except NoSpace:
-                    self.on_grow(ample := size)
+                    self._on_grow(ample := size)
             self._granted = ample
 
     def finish(self) -> tuple[int, bytes]:

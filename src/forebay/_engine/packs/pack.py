@@ -24,10 +24,8 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.counters import BYTES_HIT, BYTES_STORED, DAMAGED, HITS, MISSES, Counters
 from forebay._engine.index.slots import Slots
 from forebay._engine.locks.leases import Lease
-from forebay._engine.packs.appending import Appender, Segments
-from forebay._engine.packs.lookup import Finder, finder
-from forebay._engine.packs.mapped import GONE, Mapped
 from forebay._engine.packs.packing import SegmentRequest
+from forebay._engine.packs.segments import GONE, Appender, Finder, Mapped, Segments, finder
 from forebay._kernel import host, locks, mappings
 from forebay._model import Buffer
 

@@ -19,12 +19,12 @@ from forebay._engine.catalog import Catalog, Txn, entries, reservations, segment
 from forebay._engine.catalog.segments import Segment
 from forebay._engine.files import pack_files, pack_records
 from forebay._engine.files.faults import faults
+from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
-from forebay._engine.space.budget import Budget
-from forebay._engine.space.room import SpaceRequest
+from forebay._engine.space.budget import Budget, SpaceRequest
 from forebay._engine.space.segment_tails import SegmentTails
 from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import Publisher
@@ -65,25 +65,11 @@ class Packing:
 
     def create(self, label: Label, length: int, *, fingerprint: str | None = None) -> Lease:
         """An empty pack in place of what had its name, leased. Caller: holds the key. Raises `NoSpace` or another `CacheFault`."""
-        keyhash, size = hash_of(label.space, label.key), pack_files.PAGE + pack_files.index_size(length)  # the directory takes a block
-        with faults(label.key, size):
-            reserved = self._budget.reserve(self._publisher.want(self._catalog, label, size))
-            try:
-                pack_files.build(self.root, reserved.id, length, keyhash=keyhash)
-                self._leases.hold(reserved.id)  # before anybody can see it: a held one that nobody holds is swept
-                try:
-                    with self._catalog.write() as txn:
-                        entry = self._publisher.insert(txn, label, reserved.id, "pack", size, b"", fingerprint)
-                        reservations.delete(txn, reserved.id)
-                        txn.leftovers = entries.any_leftovers(txn)
-                except BaseException:
-                    self._leases.let_go_soon(reserved.id)
-                    raise
-                return self._leases.adopt(entry)
-            except BaseException:
-                pack_files.remove(self.root, reserved.id, keyhash=keyhash)
-                self._budget.cancel(reserved.id)
-                raise
+        keyhash, size = hash_of(label.space, label.key), PAGE + pack_files.index_size(length)  # the directory takes a block
+        return self._publisher.build(
+            label, "pack", size, self._leases, lambda id: pack_files.build(self.root, id, length, keyhash=keyhash),
+            lambda id: pack_files.remove(self.root, id, keyhash=keyhash), validator=fingerprint,
+        )  # fmt: skip
 
     # -- segments --------------------------------------------------------------------------------------------------
 
@@ -110,7 +96,7 @@ class Packing:
         if row is None or row.owner != me:
             return None
         row = replace(row, tail=full[1])
-        if row.capacity - row.tail <= max(row.capacity // 256, pack_files.PAGE):
+        if row.capacity - row.tail <= max(row.capacity // 256, PAGE):
             return row
         return replace(row, size=pack_files.punch_segment(self.root, pack, row.number, row.tail, row.capacity))
 
@@ -213,4 +199,4 @@ def _want(room: SegmentRequest, segment: Segment, keyhash: int) -> SpaceRequest:
 
 
 def _rounded(size: int) -> int:
-    return -(-size // pack_files.PAGE) * pack_files.PAGE
+    return -(-size // PAGE) * PAGE

@@ -1,4 +1,15 @@
-"""Rows of new entries and their slots, in a transaction of the caller's. Nothing of it is seen before the commit but empty slots."""
+"""Rows of new entries and their slots, and the intent that lets small files be written and published in one step.
+
+Before small files are written, a word in the table of slots names them:
+
+intent   the word is set                                  a crash: there is nothing to remove
+files    written under their final names                  a crash: the next writer removes them before it grants room to anybody
+commit   the entries are visible                          a crash: the next writer finds their rows, and only clears the word
+clear
+
+All of this happens under the writer lock, so one word is enough, and nobody can promise the files' bytes to another process before
+they are counted or gone.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forebay._engine.catalog import Txn, entries
+from forebay._engine.catalog import Catalog, Txn, entries
+from forebay._engine.files import blobs
+from forebay._engine.files.root import Root
 from forebay._engine.index.slots import Slots
-from forebay._engine.space.budget import Budget
-from forebay._engine.space.room import SpaceRequest
+from forebay._engine.space.budget import Budget, SpaceRequest
 from forebay._kernel import host
 from forebay._model import Entry
 
@@ -79,7 +91,7 @@ class Inserter:
         now, created, boot, room = self._slots.clock.now(), time.time(), host.boot_id(), self.budget.room
         for old in entries.find_many(txn, label.space, [new.key for new in several]):
             self._supersede(txn, old)
-        made: list[tuple[Entry, bytes | None]] = []
+        rows: list[tuple[Entry, bytes | None]] = []
         for new, slot in zip(several, entries.free_slots(txn, len(several)), strict=True):
             inline = new.data is not None
             charge = room.charge(new.size, inline=True) if inline else room.charge_published(new.size)
@@ -87,8 +99,33 @@ class Inserter:
                 new.id, label.space_name, new.key, "value" if inline else "blob", new.size, charge, slot, new.checksum, new.validator,
                 created, boot, label.life, "", new.meta,
             )  # fmt: skip
-            made.append((entry, new.data))
-        entries.insert_many(txn, label.space, made)
-        for entry, _ in made:
-            self._slots.settle(entry.slot, entry.id, now, now, label.space)
-        return [entry for entry, _ in made]
+            rows.append((entry, new.data))
+        entries.insert_many(txn, label.space, rows)
+        validated = now if label.validated is None else label.validated
+        for entry, _ in rows:
+            self._slots.settle(entry.slot, entry.id, now, validated, label.space)
+        return [entry for entry, _ in rows]
+
+
+class Intent:
+    """The intent of one root. Its methods are called under the writer lock."""
+
+    def __init__(self, root: Root, catalog: Catalog, slots: Slots) -> None:
+        self._root, self._catalog, self._slots = root, catalog, slots
+
+    def begin(self, txn: Txn, ids: range) -> None:
+        """Allow the files of these ids to be written; ``txn`` is to commit their rows."""
+        self._slots.set_intent(ids)
+        txn.then = self._clear
+
+    def _clear(self) -> None:
+        self._slots.set_intent(range(0))
+
+    def recover(self) -> None:
+        """Remove the files of a writer that died before its commit."""
+        ids = self._slots.intent()
+        if ids:
+            for id in ids:
+                if not entries.is_known(self._catalog, id):
+                    blobs.remove_whatever_suffix(self._root, id)
+            self._clear()

@@ -5,7 +5,7 @@ stage         the file grows under tmp/                     a crash leaves a cou
 row, rename   uncommitted row, then the final name          a crash leaves the reservation, which names both places
 commit        the entry is visible, the reservation gone
 
-What is small comes into memory, and has its file written in the very transaction that publishes it: see `intent`.
+What is small comes into memory, and has its file written in the very transaction that publishes it: see `insert`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forebay import errors
 from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.writer import WriterBusy
-from forebay._engine.files import blobs
+from forebay._engine.files import blobs, trees
 from forebay._engine.files.chunkmaps import CHUNK
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
@@ -30,12 +30,11 @@ from forebay._engine.index.slots import Slots
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
 from forebay._engine.locks.owners import Owners
-from forebay._engine.space.budget import Budget
+from forebay._engine.space.budget import Budget, SpaceRequest
 from forebay._engine.space.inline_eviction import InlineEviction
-from forebay._engine.space.room import SpaceRequest
 from forebay._engine.write.combine import Combiner
-from forebay._engine.write.insert import Inserter, Label
-from forebay._engine.write.intent import Intent
+from forebay._engine.write.insert import Inserter, Intent, Label
+from forebay._kernel import host
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
 
 INLINE = 16 << 10
@@ -59,15 +58,15 @@ class _Ready(NamedTuple):
     checksum: bytes
 
 
-class Publisher(Inserter):
+class Publisher:
     """Writes entries into one root. Callable from any thread."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, owners: Owners, budget: Budget, displacing: InlineEviction, intent: Intent
+        self, root: Root, catalog: Catalog, slots: Slots, owners: Owners, budget: Budget, inline_eviction: InlineEviction, intent: Intent
     ) -> None:  # fmt: skip
-        super().__init__(slots, budget)
-        self.root, self.rows, self._catalog = root, catalog, catalog
-        self._owners, self._displacing, self._intent = owners, displacing, intent
+        self.root, self.rows, self._catalog, self.budget = root, catalog, catalog, budget
+        self.inserter = Inserter(slots, budget)
+        self._owners, self._inline_eviction, self._intent = owners, inline_eviction, intent
         self._together = Combiner(self._publish_together, shared=WriterBusy)
 
     def after_fork_child(self) -> None:
@@ -104,16 +103,16 @@ class Publisher(Inserter):
         checksum = blobs.checksum_of(data)
         with self._catalog.write() as txn:
             want = self.want(txn, label, len(data), inline=True)
-            fits, gone = self._displacing.make_room(txn, want)
+            fits, gone = self._inline_eviction.make_room(txn, want)
             if fits:
-                entry = self.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, want)
-        self._displacing.tell(gone)
+                entry = self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, want)
+        self._inline_eviction.tell(gone)
         if fits:
             return entry
         reserved = self.budget.reserve(want, patience=patience)
         try:
             with self._catalog.write() as txn:
-                entry = self.insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
+                entry = self.inserter.insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
                 reservations.delete(txn, reserved.id)
                 txn.leftovers = entries.any_leftovers(txn)
                 return entry
@@ -140,7 +139,7 @@ class Publisher(Inserter):
                 want = self.want(txn, label, len(data), inline=True)
                 if not self.budget.room.fits(txn, want):
                     break
-                found.append(self.insert(txn, label, txn.new_id(), "value", len(data), blobs.checksum_of(data), None, data, want))
+                found.append(self.inserter.insert(txn, label, txn.new_id(), "value", len(data), blobs.checksum_of(data), None, data, want))
                 left.popleft()
                 done += len(data) + ROW
         return found
@@ -179,7 +178,7 @@ class Publisher(Inserter):
         label = one.writing.label
         blobs.write(self.root, id, one.data, one.checksum, label.suffix)
         one.writing.named(id)
-        return self.insert(txn, label, id, "blob", one.size, one.checksum, one.writing.validator, want=want)
+        return self.inserter.insert(txn, label, id, "blob", one.size, one.checksum, one.writing.validator, want=want)
 
     def publish(self, writings: Sequence[Writing]) -> list[Entry]:
         """Give finished stages their names and their rows, all in one transaction."""
@@ -202,11 +201,40 @@ class Publisher(Inserter):
         if reservations.by_id(txn, reserved.id) is None:
             raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was made anew meanwhile")
         writing.named(reserved.id)
-        entry = self.insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
+        entry = self.inserter.insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
         reservations.delete(txn, reserved.id)
         blobs.publish(self.root, writing.stage.path, reserved.id, label.suffix)
         named.append(writing)
         return entry
+
+    def build(
+        self, label: Label, kind: str, size: int, leases: Leases, make: Callable[[int], object],
+        undo: Callable[[int], object], *,
+        checksum: bytes = b"", validator: str | None = None, members: Sequence[tuple[str, int]] = (),
+    ) -> Lease:  # fmt: skip
+        """Reserve ``size`` bytes, let ``make`` build the files of the new id, enter the row, and return its lease, which exists before
+        anybody can see the entry. ``undo`` removes the files after a failure. ``members``: names and ids of the entries of a tree.
+
+        Raises `NoSpace` or another `CacheFault`."""
+        with faults(label.key, size):
+            reserved = self.budget.reserve(self.want(self.rows, label, size))
+            held = False
+            try:
+                make(reserved.id)
+                held = leases.hold(reserved.id)
+                with self._catalog.write() as txn:
+                    entry = self.inserter.insert(txn, label, reserved.id, kind, size, checksum, validator)
+                    if members:
+                        entries.link(txn, entry.id, members)
+                    reservations.delete(txn, reserved.id)
+                    txn.leftovers = entries.any_leftovers(txn)
+                return leases.adopt(entry)
+            except BaseException:
+                if held:
+                    leases.let_go_soon(reserved.id)
+                undo(reserved.id)
+                self.budget.cancel(reserved.id)
+                raise
 
     def adopt(self, keyhash: int) -> tuple[Reservation, Stage] | None:
         """What a fetch of this key left whose process is gone or gave up. Caller: holds the key's lock."""
@@ -289,12 +317,11 @@ class Writing:
             self._reserved = budget.resize(self._reserved, size)
         if self._stage is None:
             self._stage = Stage.create(publisher.root, self._keyhash, self._reserved.id)
-        self._stage.on_grow = self._grow
         self._resumable = info.strong and info.validator is not None and size > CHUNK
-        wanted = self._stage.begin(info.size, info.validator if info.strong else None)
+        missing = self._stage.begin(info.size, info.validator if info.strong else None, on_grow=self._grow)
         if self._reserved.size > size:  # after the stage let go of what was written: no byte is ever uncounted
             self._reserved = budget.resize(self._reserved, size)
-        return wanted
+        return missing
 
     def to_disk(self) -> None:
         """Go on as a stage with what came into memory: there is no room as things are, or others are published with it."""
@@ -411,3 +438,63 @@ class Writing:
             if self._stage is not None:
                 self._stage.discard()
             self._publisher.budget.cancel(self._reserved.id)
+
+
+class Linker:
+    """Links entries of one root. Callable from any thread."""
+
+    def __init__(self, root: Root, catalog: Catalog, slots: Slots, publisher: Publisher) -> None:
+        self._root, self._catalog, self._slots, self._publisher = root, catalog, slots, publisher
+
+    def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], leases: Leases, validator: str | None = None) -> Lease:
+        """A tree of entries: its directories cost room, its files are theirs. Caller: holds leases on the members, and is alone at the
+        tree's key."""
+        size = trees.footprint([name for name, _ in members], host.disk(self._root.path).block)
+        files = [(name, self._root.blob_name(entry.id, entry.suffix)) for name, entry in members]
+        keyhash = hash_of(label.space, label.key)
+        return self._publisher.build(
+            label, "tree", size, leases, lambda id: trees.build(self._root, id, files, keyhash=keyhash),
+            lambda id: trees.remove(self._root, id, keyhash=keyhash), validator=validator, members=[(name, e.id) for name, e in members],
+        )  # fmt: skip
+
+    def name(self, id: int, label: Label, *, overwrite: bool) -> bool:
+        """Give an entry that lived as long as it was held a name, under which it stays. False if the name is taken, unless ``overwrite``.
+
+        Raises `CacheFault` where the entry is gone."""
+        with faults(label.key), self._catalog.write() as txn:
+            entry = entries.by_id(txn, id)
+            if entry is None:
+                raise errors.CacheFault(f"what was to be called {label.key!r} is gone: the catalog was made anew meanwhile", key=label.key)
+            if entries.find(txn, label.space, label.key) is not None and not overwrite:
+                return False
+            self._move(txn, entry, label)
+            entries.set_life(txn, label.space, label.key, label.life)
+            return True
+
+    def _move(self, txn: Txn, entry: Entry, label: Label) -> None:
+        """It gets another slot: memos of other processes know the old name by the old one."""
+        old = entries.find(txn, label.space, label.key)
+        if old is not None and old.id != entry.id:
+            entries.supersede(txn, old)
+            self._slots.clear(old.slot, old.id)
+        slot = entries.free_slot(txn)
+        self._slots.ensure(slot)
+        self._slots.set_space(slot, label.space)
+        self._slots.touch(slot, self._slots.used(entry.slot))
+        self._slots.set_validated(slot, self._slots.validated(entry.slot))
+        self._slots.clear(entry.slot, entry.id)
+        entries.rename(txn, entry, label.space, label.key, slot)
+        self._slots.set_id(slot, entry.id)
+        txn.leftovers = True
+
+    def link(self, label: Label, leased: Lease, leases: Leases, validator: str | None = None) -> Lease:
+        """The bytes of a leased file under another name too: a hard link, charged to both spaces. Raises `CacheFault` for what is no file,
+        or not of this root: there its number is another's."""
+        source = leased.entry
+        if source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix)):
+            raise errors.CacheFault(f"{source.key!r} cannot be linked: it is no file of {self._root.path}", key=source.key)
+        path = self._root.blob(source.id, source.suffix)
+        return self._publisher.build(
+            label, "blob", source.size, leases, lambda id: blobs.link_blob(self._root, path, id, label.suffix),
+            lambda id: blobs.remove_blob(self._root, id, label.suffix), checksum=source.checksum, validator=validator,
+        )  # fmt: skip

@@ -1,7 +1,7 @@
 """Room that is promised ahead, and entries that are made of it many at a time: for who loads what others will want soon.
 
 promise   a row without files counts bytes, blocks and entries   a crash: the next who lacks room deletes the row
-keep      the files, their rows, a smaller promise               a crash: as for any small files, see `intent`
+keep      the files, their rows, a smaller promise               a crash: as for any small files, see `insert`
 
 So a loader asks nobody before each read, and one transaction publishes what several of them brought.
 """
@@ -20,10 +20,8 @@ from forebay._engine.files import blobs
 from forebay._engine.files.faults import faults
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
-from forebay._engine.space.budget import Budget
-from forebay._engine.space.room import SpaceRequest
-from forebay._engine.write.insert import Label, New
-from forebay._engine.write.intent import Intent
+from forebay._engine.space.budget import Budget, SpaceRequest
+from forebay._engine.write.insert import Intent, Label, New
 from forebay._engine.write.publish import INLINE, Publisher, Writing
 from forebay._model import Buffer, Entry, Noted, ObjectInfo
 
@@ -151,7 +149,7 @@ class SpaceReservation:
             if inline is None:
                 blobs.write(self._publisher.root, id, item.data, checksum)
             several.append(New(id, item.key, size, checksum, validator_of(item.session), inline, item.note))
-        return self._publisher.insert_many(txn, Label(self._space.id, self._space.name, "", life=life), several)
+        return self._publisher.inserter.insert_many(txn, Label(self._space.id, self._space.name, "", life=life), several)
 
     def keep_large(self, item: Item, *, life: str = "cached") -> Lease:
         """The same for one that is too large to be written while others wait to write."""

@@ -1,0 +1,208 @@
+"""The segments of an open pack: lookup in the window that they are mapped into, and appending to the one that this handle writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from forebay import errors
+from forebay._engine.files import pack_files
+from forebay._engine.files.layout import PAGE, Root
+from forebay._engine.packs.packing import SegmentRequest, Taken
+from forebay._kernel import host, locks, mappings
+
+NOTHING = memoryview(b"").cast("Q")
+Find = Callable[[int, bool], memoryview | None]
+
+
+class Finder(Protocol):
+    """What `finder` gives. It keeps its pack alive; the pack refers to it weakly, so that both go when the last handle does."""
+
+    take: Callable[[], tuple[int, int]]
+    """Hits and their bytes since the last time."""
+    show: Callable[[memoryview], None]
+    """Look into this view from now on, in which everything lies where it lay."""
+    shut: Callable[[], None]
+    """Find nothing any more: every call goes the long way."""
+
+    def __call__(self, slot: int, copy: bool = False) -> memoryview | None: ...
+
+
+def finder(starts: memoryview, ends: memoryview, view: memoryview, slowly: Find) -> Finder:
+    """A function that gives the payload of a slot: where it begins and ends in ``view`` stand in ``starts`` and ``ends``; ``slowly`` is
+    asked where an end is 0, or a writable copy is wanted."""
+    hits = size = 0
+
+    def find(slot: int, copy: bool = False) -> memoryview | None:
+        nonlocal hits, size
+        try:
+            end = ends[slot]
+        except IndexError:
+            end = 0
+        if end and slot >= 0 and not copy:
+            start = starts[slot]
+            hits += 1
+            size += end - start
+            return view[start:end]
+        return slowly(slot, copy)
+
+    def take() -> tuple[int, int]:
+        nonlocal hits, size
+        taken = hits, size
+        hits = size = 0
+        return taken
+
+    def show(other: memoryview) -> None:
+        nonlocal view
+        view = other
+
+    def shut() -> None:
+        nonlocal ends, view
+        ends, view = NOTHING, GONE  # of a thread that is in `find` now the view makes a ValueError, as `Closed` is one
+
+    found = cast(Finder, find)
+    found.take, found.show, found.shut = take, show, shut
+    return found
+
+
+FIRST_WINDOW = 1 << 30
+GONE = memoryview(b"")
+GONE.release()
+
+
+class Mapped:
+    """Callable from any thread; a forked child has what was mapped before, and goes on by itself.
+
+    ``view`` shows all of it. Once a window is full it is another one, in which everything lies where it lay."""
+
+    def __init__(self, root: Root, pack: int) -> None:
+        """Raises OSError where the process may not have so many addresses."""
+        self._root, self._pack = root, pack
+        self._window = mappings.Window(FIRST_WINDOW)
+        self.view, self._top = self._window.view, 0
+        self._mutex = threading.Lock()  # guards all above, and _placed
+        self._placed: dict[int, tuple[int, int]] = {}  # segment -> where it begins in the view, its length
+
+    def after_fork_child(self) -> None:
+        self._mutex = threading.Lock()
+
+    def close(self) -> None:
+        """Show nothing any more. What is out stays mapped until it is dropped."""
+        with self._mutex:
+            self.view, self._placed = GONE, {}
+            del self._window
+
+    def where(self, number: int, offset: int) -> tuple[int, int] | None:
+        """Where a segment that should have this offset begins in the view, and its length; a length of 0: it is gone.
+
+        None where it cannot be mapped now."""
+        with self._mutex:
+            placed = self._placed.get(number)
+            if placed is None or offset >= placed[1]:  # cut short by somebody when it was mapped, and perhaps made whole since
+                placed = self._place_locked(number)
+            return placed
+
+    def private(self, number: int, start: int, length: int) -> memoryview:
+        """So many bytes of a segment, writable: what is stored there is seen by nobody else, and never kept. Raises OSError."""
+        first = start // PAGE * PAGE
+        fd = pack_files.open_segment(self._root, self._pack, number)
+        try:
+            return mappings.map_file(fd, start - first + length, offset=first, writable=True, private=True)[start - first :]
+        finally:
+            os.close(fd)
+
+    def _place_locked(self, number: int) -> tuple[int, int] | None:
+        try:
+            fd = pack_files.open_segment(self._root, self._pack, number)
+        except (FileNotFoundError, errors.Damaged):
+            return 0, 0
+        except OSError:
+            return None
+        try:
+            length = os.fstat(fd).st_size
+            if number in self._placed and length <= self._placed[number][1]:
+                return self._placed[number]
+            if self._top + length > self._window.length:
+                self._widen_locked(self._top + length)
+            self._window.place(fd, length, self._top)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        self._placed[number] = self._top, length
+        self._top += -(-length // PAGE) * PAGE
+        return self._placed[number]
+
+    def _widen_locked(self, wanted: int) -> None:
+        window = mappings.Window(1 << (2 * wanted - 1).bit_length())
+        for number, (begin, length) in self._placed.items():
+            fd = pack_files.open_segment(self._root, self._pack, number)
+            try:
+                window.place(fd, length, begin)
+            finally:
+                os.close(fd)
+        self._window, self.view = window, window.view
+
+
+AHEAD = 1 << 20
+"""A segment's blocks are counted when it is taken, and allocated by and by: so much at once."""
+
+
+class Segments(Protocol):
+    """Gives a pack its segments: see `Packs`."""
+
+    def take_segment(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken: ...
+
+    def leave_segment(self, pack: int, number: int, tail: int) -> None: ...
+
+    def forget_segment(self, ticket: int) -> None: ...
+
+
+class Appender:
+    """The segment that this process appends to."""
+
+    def __init__(self, segments: Segments, taken: Taken, claims: locks.Claims) -> None:
+        """Raises OSError; then the descriptor is the caller's still. ``claims``: on the pack's index."""
+        self.claims, segment = claims, taken.segment
+        self._segments, self.fd, self._ticket, self.number = segments, taken.fd, taken.ticket, segment.number
+        self.tail, self.capacity = segment.tail, segment.capacity
+        self.ready = 0  # up to here its blocks are allocated
+        self._inode = os.fstat(self.fd).st_ino
+
+    def make_ready(self, need: int) -> None:
+        """Have the blocks for ``need`` bytes more, and some ahead. Raises what the disk raises; then it is as it was.
+
+        Looks, too, whether the descriptor is still of the segment. Between two looks its high number protects the job's files: where
+        the job closed it, a write fails."""
+        if not self._is_open():
+            raise OSError(errno.EBADF, "the job closed a descriptor of ours")
+        begin = max(self.ready, self.tail // PAGE * PAGE)
+        end = min(max(self.tail + need, begin + AHEAD), self.capacity)
+        host.allocate(self.fd, begin, end - begin)
+        self.ready = end
+
+    def _is_open(self) -> bool:
+        try:
+            return os.fstat(self.fd).st_ino == self._inode
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self.abandon()
+        self.claims.close()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing() or not hasattr(self, "capacity"):
+            return  # it was not made
+        self.abandon()
+        self._segments.forget_segment(self._ticket)
+
+    def abandon(self) -> None:
+        """Close the file: whose segment it is stays as it is."""
+        ours, fd, self.fd = self._is_open(), self.fd, -1
+        if ours:
+            os.close(fd)
