@@ -59,7 +59,7 @@ _PLACES = {
     "Progress": "forebay.reports",
     "RemoteOptions": "forebay.remote",
     "Report": "forebay._model",
-    "Samples": "forebay.cache",  # which `Samples.import_pfio` needs, to open the default one
+    "Samples": "forebay.samples",
     "Space": "forebay.cache.space",
     "Stats": "forebay.reports",
     "Tasks": "forebay.tasks",

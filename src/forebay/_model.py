@@ -318,6 +318,10 @@ class Victim:
     used: float
     id: int
 
+    @classmethod
+    def of(cls, entry: Entry) -> Self:
+        return cls(entry.name, entry.size, entry.charge, entry.used, entry.id)
+
 
 @dataclass(frozen=True, slots=True)
 class Report:

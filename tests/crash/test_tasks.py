@@ -24,7 +24,7 @@ DIGEST = "0" * 32
 
 
 def values_of(store: Store, which: str = "pickle") -> Values:
-    return Values(Origin(store, RemoteOptions()), None, "v", codec(which))
+    return Values(Origin(store, RemoteOptions()), "v", codec(which))
 
 
 def same(found: object, wanted: object) -> bool:

@@ -290,7 +290,7 @@ def test_only_the_maker_may_name(cache: forebay.Cache, call: str) -> None:
     with pytest.raises(RuntimeError):
         getattr(arrived, call)("kept")
     arrived.close()
-    arrived._home.close()
+    arrived._origin.close()
 
 
 def test_frozen_is_for_good_and_for_all(cache: forebay.Cache) -> None:
@@ -359,7 +359,7 @@ def test_a_codec_of_ones_own(cache: forebay.Cache) -> None:
         assert samples.get_or_put(1, lambda: "made") == "made"
         arrived = pickle.loads(pickle.dumps(samples))
         assert arrived.get(0) == "hello"
-        arrived._home.close()
+        arrived._origin.close()
     with pytest.raises(ValueError, match="codec"):
         cache.samples("b", 10, codec="zip")
 
@@ -597,7 +597,7 @@ def test_what_pfio_preserved(cache: forebay.Cache, tmp_path: Path, monkeypatch: 
     ours.close()
     again.close()
     if how == "default":
-        ours._home.close()
+        ours._origin.close()
 
 
 def test_the_import_of_pfios_files_says_where_it_is_now(cache: forebay.Cache) -> None:

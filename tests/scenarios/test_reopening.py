@@ -116,7 +116,7 @@ def test_every_front_uses_the_cache_once_it_can_be_used(tmpfs: Callable[[str], P
         assert pool.count == 1
         assert copies[1].get_lazy("b").get() == b"item"
         copies[0].close(), copies[1].close(), unnamed.close()
-        copies[0]._home.close()
+        copies[0]._origin.close()
         stats = cache.stats()
         assert (stats.budget, dict(stats.spaces)["s"][0]) == (32 << 20, 1)
         assert cache.path == small / "root"
@@ -177,7 +177,7 @@ def test_a_try_that_was_interrupted_is_made_again(tmp_path: Path, disk: Disk, mo
     with passing(tmp_path / "root", disk) as cache:
         for error in (KeyboardInterrupt(), errors.ConfigError("the root makes no sense now"), OSError(errno.EIO, "no")):
             with monkeypatch.context() as broken:
-                broken.setattr(opening, "_open", raising(error))
+                broken.setattr(opening.RootOptions, "open", raising(error))
                 with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else contextlib.nullcontext():
                     assert not cache.put("k", b"v")
         assert cache.put("k", b"v")
@@ -191,7 +191,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def test_a_child_that_is_forked_while_its_parent_tries_tries_itself(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    entered, go, known = threading.Event(), threading.Event(), opening._open
+    entered, go, known = threading.Event(), threading.Event(), opening.RootOptions.open
 
     def slow(*args: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -199,7 +199,7 @@ def test_a_child_that_is_forked_while_its_parent_tries_tries_itself(tmp_path: Pa
             go.wait(HANG)
         return known(*args)
 
-    monkeypatch.setattr(opening, "_open", slow)
+    monkeypatch.setattr(opening.RootOptions, "open", slow)
     with passing(tmp_path / "root", disk) as cache:
         thread = threading.Thread(target=cache.put, args=("mine", b"v"))
         thread.start()

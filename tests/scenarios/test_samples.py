@@ -225,7 +225,7 @@ def test_s17_a_handle_of_what_is_gone(root: Path, caplog: pytest.LogCaptureFixtu
         arrived = pickle.loads(data)
         assert "gone" in caplog.text
         assert (arrived.get(1), arrived.put(1, b"one"), arrived.get_or_put(1, lambda: b"made")) == (None, False, b"made")
-        arrived._home.close()
+        arrived._origin.close()
 
 
 def test_s17_an_array_without_a_name_lives_as_long_as_a_worker(root: Path, children: Callable[..., Any], flag: Callable[[], Any]) -> None:

@@ -32,7 +32,7 @@ def test_both_programs_run_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
         for _ in range(2):
             assert names["solve"](3).tolist() == [0, 1, 2]
         if "tasks" in names:
-            names["tasks"]._home.close()
+            names["tasks"]._values.origin.close()
     assert runs == [3, 3]  # joblib's, and ours
     assert sorted(os.listdir()) == ["cache", "forebay-cache"]
     with pytest.raises(forebay.errors.RootRefused, match="joblib"):

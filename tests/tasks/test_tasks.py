@@ -591,7 +591,7 @@ def test_an_error_of_the_programs_own_reaches_another_process(cache: Cache, tmp_
 
 
 def forebay_waits(tasks: Tasks) -> int:
-    return int(tasks._home.stats().waits)
+    return int(tasks._values.origin.store.counts()["waits"])
 
 
 def _wait_until(what: Callable[[], bool]) -> None:
@@ -733,7 +733,7 @@ def test_a_class_of_the_script_is_found_by_its_name_else_by_its_code(tasks: Task
         class Point:
             def __init__(self, x): self.x = x
             def twice(self): return 2 * self.x
-        tasks = forebay.Cache({str(tasks._home.path)!r}).tasks("flow")
+        tasks = forebay.Cache({str(tasks._values.origin.path)!r}).tasks("flow")
         if "write" in sys.argv:
             tasks.write("p", [Point(3), Point])
         if "{defined}" == "False":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, overload
@@ -14,20 +14,20 @@ from forebay._engine.index.memo import no_hit
 from forebay._engine.locks.fill import Waiting
 from forebay._engine.locks.leases import Lease
 from forebay._engine.passthrough import PassThrough
+from forebay._engine.stats import Usage
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Buffer, Codec, Entry, Item
-from forebay.cache.maintenance import Upkeep, open_again
+from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays, Victim
+from forebay.cache.entries import Entries, Name, find, planned, shown
 from forebay.cache.space import VALUES, Space, checked
 from forebay.cache.warming import warm
-from forebay.origin import URLS, Origin
-from forebay.origin.opening import Reopening, is_network, open_store
+from forebay.origin import FOREVER, URLS, Origin
 from forebay.origin.request import FetchOptions, Target
 from forebay.reports import OnProgress as OnProgress
 from forebay.reports import Plan as Plan
 from forebay.reports import Progress as Progress
-from forebay.reports import ProgressReporter
+from forebay.reports import ProgressReporter, coldest_until
 from forebay.reports import Stats as Stats
 from forebay.reports import WarmReport as WarmReport
 from forebay.samples import Samples, open_samples
@@ -42,10 +42,9 @@ if TYPE_CHECKING:
 log = logger("forebay.cache")
 
 _SECOND = 1_000_000_000
-_FOREVER = 1 << 60  # nanoseconds: 36 years, so that an entry that was invalidated (validated in 1970) is too old even so
 
 
-class Cache(Upkeep):
+class Cache:
     """The local cache of this node: one directory, one byte budget, any number of processes.
 
     ``root``: the directory (default: ``$FOREBAY_HOME``, else ``~/.cache/forebay``). ``budget``, ``min_free``: bytes as int or
@@ -66,38 +65,35 @@ class Cache(Upkeep):
         upstream: str | os.PathLike[str] | None = None, offline: bool | None = None, max_age: float | str | None = None,
         timeout: float | None = None, remote_options: remote.RemoteOptions | None = None, enabled: bool = True,
     ) -> None:  # fmt: skip
-        said = _config.EnvironmentSettings.from_environment()
-        if root is not None and not os.fspath(root):
-            raise errors.ConfigError("root='' names no directory: '.' is the current one", name="root", value="")
-        shared = said.shared if shared is None else shared
-        place = Path(root) if root is not None else said.home or _config.default_root(is_network=is_network)
-        self._how: dict[str, Any] = {
-            "shared": shared, "read_only": read_only, "upstream": upstream, "offline": offline, "max_age": max_age, "timeout": timeout,
-            "remote_options": remote_options, "enabled": enabled,
-        }  # fmt: skip
-        self.offline = said.offline if offline is None else offline
-        age = said.max_age if max_age is None else _config.parse_age(max_age, name="max_age")
-        self._max_age = int(min(age * _SECOND, _FOREVER))
-        self._timeout = _config.parse_timeout(timeout)
-        if max_entries is not None and max_entries < 0:
-            raise errors.ConfigError(f"max_entries={max_entries} makes no sense: it is not negative", name="max_entries", value=max_entries)
-        budget, min_free = said.budget if budget is None else budget, said.min_free if min_free is None else min_free
-        options = remote_options or remote.RemoteOptions.from_environment()  # before anything is opened
-        how = place, budget, min_free, max_entries, shared, read_only
-        with waits.patience(self._timeout):
-            store = open_store(*how) if enabled else PassThrough()
-        self.path = store.root.path if isinstance(store, Store) else place.absolute()
-        above = open_store(Path(upstream), None, None, None, True, True) if upstream is not None else None
-        self._origin = Origin(
-            store, options, above if isinstance(above, Store) else None,
-            set() if enabled else {"NoSpace"},  # that nothing is kept was asked for: it need not be told
-            self.offline, self._max_age, self._timeout, Reopening(*how) if enabled and isinstance(store, PassThrough) else None,
+        self._origin = Origin.for_root(
+            root, budget=budget, shared=shared, read_only=read_only, min_free=min_free, max_entries=max_entries, upstream=upstream,
+            offline=offline, max_age=max_age, timeout=timeout, remote_options=remote_options, enabled=enabled,
         )  # fmt: skip
-        self._passes = self._origin.reopening is not None
-        self._hit = store.hot_lookup(URLS)
-        self.closed = False
+        self._max_age = self._origin.max_age
         self._values = Space(self._origin, VALUES)
-        self._opened: weakref.WeakSet[Samples[Any] | Prefetcher[Any] | NoPrefetch[Any]] = weakref.WeakSet()
+        self._bind(self._origin.store)
+
+    def _bind(self, store: Store | PassThrough) -> None:
+        self._bound, self._hit = store, store.hot_lookup(URLS)
+
+    @property
+    def path(self) -> Path:
+        """The root directory."""
+        return self._origin.path
+
+    @property
+    def offline(self) -> bool:
+        """Whether no remote is ever asked."""
+        return self._origin.offline
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._origin.closed
+
+    @property
+    def _store(self) -> Store | PassThrough:
+        return self._origin.store
 
     # -- objects of remotes ----------------------------------------------------------------------------------------
 
@@ -132,9 +128,8 @@ class Cache(Upkeep):
         Without a ``with`` keep the `Lease` that is returned: the file exists, unchanged, until the lease is closed or dropped. A local
         file is its own path, unless ``force``. Raises `NoSpace` where the object cannot be kept, `WaitTimeout`, `RemoteError`."""
         target, ask = self._target(url, filesystem), self._ask(max_age, refresh, **how)
-        return self._origin.local(target, ask).reopened_by(
-            open_again, *self.__reduce__(), "local", url, {**how, "filesystem": filesystem, "max_age": "forever"}
-        )
+        lease = self._origin.local(target, ask)
+        return self._reopened_by(lease, "local", url, {**how, "filesystem": filesystem, "max_age": "forever"})
 
     def directory(
         self, url: str | os.PathLike[str], *, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None,
@@ -160,7 +155,7 @@ class Cache(Upkeep):
             ProgressReporter(remote.shown(url), on_progress).say("done", size, size)
         part = {"include": include, "exclude": exclude, "filesystem": filesystem}
         how = {**part, "max_age": "forever", "timeout": timeout, "offline": offline, "force": force, "pin": pin}
-        return found.reopened_by(open_again, *self.__reduce__(), "directory", url, how)
+        return self._reopened_by(found, "directory", url, how)
 
     def copy_directory(
         self, url: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, overwrite: bool = False,
@@ -221,27 +216,22 @@ class Cache(Upkeep):
 
     def get(self, key: str) -> memoryview | None:
         """The bytes that were put under this key, read-only; None if there are none. A hit takes no lock and no system call."""
-        return self._open_space(self._values).get(key)
+        return self._values.get(key)
 
     def put(self, key: str, data: Buffer) -> bool:
         """Keep bytes under a key, in place of what was there. False, with one warning, where they cannot be kept."""
-        return self._open_space(self._values).put(key, data)
+        return self._values.put(key, data)
 
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
         """The bytes under this key; else what ``fn`` gives, kept: of all processes one runs it, the others wait for its result.
 
         What ``fn`` raises reaches all who waited. Where it cannot be kept the caller gets it all the same."""
-        return self._open_space(self._values).get_or_put(key, fn, timeout=self._timeout if timeout is None else timeout)
+        return self._values.get_or_put(key, fn, timeout=timeout)
 
     def space(self, name: str, *, quota: int | str | None = None, policy: str | None = None) -> Space:
         """A named part of the cache, with a quota of its own (bytes) and a policy: ``lru``, ``freeze`` or ``wait``."""
-        self._check_open()
-        if not name or ":" in checked(name):
-            raise errors.ConfigError(f"the space {name!r} cannot be named: not empty, and without ':'", name="name", value=name)
-        size = _config.parse_size(quota, total=self.budget, name="quota") if quota is not None else None
-        with waits.patience(self._timeout):
-            self._origin.open_space(name, policy=policy, quota=size)
-        return Space(self._origin, name, self)
+        self._origin.open_space(_checked_space(name), policy=policy, quota=self._size(quota, "quota"))
+        return Space(self._origin, name)
 
     @overload
     def samples(
@@ -273,14 +263,10 @@ class Cache(Upkeep):
         the array afresh. ``quota``: bytes it may have, whoever writes. ``policy``: ``freeze`` only: what does not fit is not stored, what
         is stored stays. ``copy``: `Samples.get` gives writable copies. Without ``length`` the array must be there: else `NotCached`.
         Raises `ConfigError` (a ValueError) for another length or codec than it was made with."""
-        self._check_open()
         if policy != "freeze":
             raise errors.ConfigError(f"policy={policy!r}: samples know 'freeze' only", name="policy", value=policy)
-        size = _config.parse_size(quota, total=self.budget, name="quota") if quota is not None else None
-        with waits.patience(self._timeout):
-            found = open_samples(self._origin, self, name, length, codec=codec, fingerprint=fingerprint, quota=size, copy=copy)
-        self._opened.add(found)
-        return found
+        size = self._size(quota, "quota")
+        return open_samples(self._origin, name, length, codec=codec, fingerprint=fingerprint, quota=size, copy=copy)
 
     @overload
     def prefetcher(
@@ -315,17 +301,10 @@ class Cache(Upkeep):
         cache then. ``keep=False``: an item goes when its last holder in any process is done with it. Raises `ConfigError`."""
         from forebay.prefetch import open_prefetcher  # with all kinds of sources: half of those who open a cache never want it
 
-        self._check_open()
-        if not name or ":" in checked(name):
-            raise errors.ConfigError(f"the space {name!r} cannot be named: not empty, and without ':'", name="name", value=name)
-        size = _config.parse_size(budget, total=self.budget, name="budget") if budget is not None else None
-        with waits.patience(self._timeout):
-            found = open_prefetcher(
-                self._origin, self, source, decode=decode, name=name, workers=workers, budget=size, max_count=max_count, policy=policy,
-                store=store, codec=codec, keep=keep,
-            )  # fmt: skip
-        self._opened.add(found)
-        return found
+        return open_prefetcher(
+            self._origin, source, decode=decode, name=_checked_space(name), workers=workers, budget=self._size(budget, "budget"),
+            max_count=max_count, policy=policy, store=store, codec=codec, keep=keep,
+        )  # fmt: skip
 
     def tasks(
         self, name: str, *, budget: int | str | None = None, config: Any = None, codec: Any = None, copy: bool = False
@@ -339,8 +318,7 @@ class Cache(Upkeep):
         own, and may be written to. Raises `ConfigError`, `MissingExtra`."""
         from forebay.tasks import open_tasks  # half of those who open a cache never want it
 
-        self._check_open()
-        return open_tasks(self._origin, self, name, codec, config, budget, copy)
+        return open_tasks(self._origin, _checked_space(name), codec, config, self._size(budget, "budget"), copy)
 
     def claim(
         self, dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], remotes: str | Sequence[str | None] | None = None,
@@ -353,17 +331,145 @@ class Cache(Upkeep):
         self._check_open()
         return claim(dirs, remotes, world, job, name=name, shared=shared, timeout=timeout)
 
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    def entries(self, space: str | None = None) -> Entries:
+        """What is kept, the least recently used first; ``leased`` says whether anybody holds it now. A sequence that is read from the cache
+        in pages, each time it is gone through: it takes no more memory for a million entries than for some thousands."""
+        self._check_open()
+        return Entries(self._store, space)
+
+    def entry(self, name: Name) -> Entry | None:
+        """One entry by its name: a URL, ``space:key``, or a key of `Cache.put`, which is called ``values:key`` in full. What a space has
+        under ``space:key`` comes before a key of `Cache.put` that reads so. Raises `Ambiguous` where a name means several."""
+        place = self._find(name)
+        found = self._store.entry(*place) if place is not None else None
+        return replace(found, leased=self._store.is_leased(found)) if found is not None else None
+
+    def hold(self, name: Name) -> Lease:
+        """A lease on the file or the directory that is kept under a name; nothing is fetched. Raises `NotCached`."""
+        place = self._find(name)
+        lease = self._store.lease(*place) if place is not None else None
+        if lease is None:
+            raise errors.NotCached.of(shown(name))
+        return self._reopened_by(lease, "hold", name, {})
+
+    @property
+    def budget(self) -> int:
+        """Bytes that all processes together may keep."""
+        self._check_open()
+        return self._store.usage().budget
+
+    def stats(self) -> Stats:
+        """What all processes of the node did, and what is kept. Where the cache cannot tell, zeros, with one warning."""
+        self._check_open()
+        try:
+            now, counts = self._store.usage(), self._store.counts()
+        except OSError as error:
+            if self._store.keeps and self._store.root.read_only:
+                raise  # to look was all that was wanted
+            self._origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
+            now, counts = Usage(0, 0, 0), {}
+        return Stats(
+            **counts, bytes_used=now.used, bytes_reserved=now.reserved, budget=now.budget,
+            entries=sum(s.entries for s in now.spaces),
+            spaces={s.name: (s.entries, s.bytes) for s in now.spaces},
+        )  # fmt: skip
+
+    def overhead(self) -> dict[str, int]:
+        """Bytes on the disk beside what the budget counts: of the ``log`` of the catalog, the ``slots``, the ``directories``, and of
+        ``other`` files. Each has a bound: see "Limits" in the README."""
+        self._check_open()
+        return self._store.overhead()
+
+    def reset_stats(self) -> None:
+        """Count from zero, for all processes."""
+        self._check_open()
+        with waits.patience(self._origin.timeout):
+            self._store.zero_counts()
+
+    def check(self, *, deep: bool = False) -> list[Problem]:
+        """What is wrong with the root; empty: it is sound. ``deep`` reads every byte."""
+        self._check_open()
+        return self._store.check(deep=deep)
+
+    def repair(self, *, deep: bool = True) -> list[Problem]:
+        """Mend what `check` finds, by setting aside what is damaged and removing what no entry names; gives what was mended."""
+        self._check_open()
+        return self._store.repair(deep=deep)
+
+    def strays(self) -> Strays:
+        """What lies in the root and is counted by nobody. `prune` and `repair` remove what is of Forebay's making."""
+        self._check_open()
+        return self._store.strays()
+
+    # -- removing --------------------------------------------------------------------------------------------------
+
+    def pin(self, name: Name) -> None:
+        """Never evict this name, nor later versions of it. Raises `NotCached`, or `WriterBusy`."""
+        self._set_life(name, "pinned")
+
+    def unpin(self, name: Name) -> None:
+        """Let it go again when space is needed. Raises `NotCached`, or `WriterBusy`."""
+        self._set_life(name, "cached")
+
+    def _set_life(self, name: Name, life: str) -> None:
+        place = self._find(name)
+        with waits.patience(self._origin.timeout):
+            if place is None or not self._store.set_life(*place, life):
+                raise errors.NotCached.of(shown(name))
+
+    def evict(self, name: Name) -> Report:
+        """Remove a name now, if nobody uses it; of a directory its files too, but for those that another one has. Raises `NotCached`, or
+        `WriterBusy`."""
+        entry = self.entry(name)
+        if entry is None:
+            raise errors.NotCached.of(shown(name))
+        files = [file for _, file in self._store.members(entry)] if entry.kind == "tree" else []
+        report = self._remove([Victim.of(entry)])
+        if report.spared or not files:
+            return report
+        with_it = self._remove(map(Victim.of, files))
+        return Report(report.removed + with_it.removed, (), report.freed + with_it.freed)
+
+    def _remove(self, victims: Iterable[Victim]) -> Report:
+        with waits.patience(self._origin.timeout):
+            return self._store.remove(victims)
+
+    def plan(
+        self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False
+    ) -> Plan:  # fmt: skip
+        """What would go: so much of the coldest that ``need`` bytes are free for new ones, of the budget and on the disk above
+        ``min_free``; or all that ``where``, ``space`` or ``all`` says. Pinned entries stay. Nothing is removed before `Plan.execute`."""
+        self._check_open()
+        cold = Entries(self._store, space, lambda e: e.life != "pinned" and (where is None or where(e)))
+        if need is None and (where is not None or space is not None or all):
+            return Plan(planned(cold), self._remove)
+        lacking = self._store.lacking(0 if need is None else _config.parse_size(need, total=self.budget, name="need"))
+        return Plan(tuple(map(Victim.of, coldest_until(cold, lacking))), self._remove, max(lacking, 0))
+
+    def prune(self) -> Plan:
+        """What is over the budget now, or what the disk lacks of ``min_free``. `Plan.execute` removes it, and what dead processes left
+        half done, and files that no entry names; unfinished downloads stay, to be gone on from, until their room is wanted."""
+        return Plan(self.plan().victims, self._tidy)
+
+    def _tidy(self, victims: Sequence[Victim]) -> Report:
+        report = self._remove(victims)
+        with waits.patience(self._origin.timeout):
+            self._store.make_room()
+            strays = self._store.remove_strays()
+            return replace(report, freed=report.freed + strays.bytes, stray_files=strays.files)
+
+    def clear(self, space: str | None = None) -> Plan:
+        """Everything in one space, or in all: a plan to be executed."""
+        return self.plan(space=space, all=True)
+
     # -- life ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Let go of the root. Buffers, files and leases that were handed out stay good; any other call is `Closed`."""
-        if not self.closed:
-            for opened in list(self._opened):
-                opened.close()
-            self.closed, self._hit = True, no_hit
-            self._store.close()
-            if self._origin.upstream is not None:
-                self._origin.upstream.close()
+        self._origin.close()
+        self._hit = no_hit
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -373,7 +479,7 @@ class Cache(Upkeep):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (str(self.path), self._how)
+        return _unpickle, self._origin.init_args
 
     def __forebay_content__(self) -> None:
         """As an argument of a cached function: which cache it works with does not change what it gives."""
@@ -382,17 +488,23 @@ class Cache(Upkeep):
         return f"<forebay.Cache {str(self.path)!r}{' closed' if self.closed else ''}>"
 
     def _check_open(self) -> None:
-        if not (self.closed or self._passes):
-            return
-        super()._check_open()
-        if self._passes:
-            store = self._origin.current()
-            if isinstance(store, Store):
-                self._passes, self.path, self._hit = False, store.root.path, store.hot_lookup(URLS)
+        store = self._origin.current()
+        if store is not self._bound:  # a root that could not be used until now
+            self._bind(store)
 
-    def _open_space(self, space: Space) -> Space:
+    def _find(self, name: Name) -> tuple[str, str] | None:
+        """The space and the key of what is kept under a name; None where nothing is. Raises `Ambiguous`."""
         self._check_open()
-        return space
+        return find(self._store, name)
+
+    def _size(self, size: int | str | None, name: str) -> int | None:
+        """A size in bytes; percentages are of the budget."""
+        self._check_open()
+        return _config.parse_size(size, total=self.budget, name=name) if size is not None else None
+
+    def _reopened_by(self, lease: Lease, method: str, name: str | os.PathLike[str] | Entry, options: dict[str, Any]) -> Lease:
+        """The lease, which pickles as this call of a cache on the same root."""
+        return lease.reopened_by(_reopen_lease, self._origin.init_args, method, name, options)
 
     def _target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
         self._check_open()
@@ -408,10 +520,10 @@ class Cache(Upkeep):
         offline = self.offline if offline is None else offline
         age = self._max_age if max_age is None else _config.parse_age(max_age, name="max_age") * _SECOND
         now = self._store.now(exact=refresh)
-        since = -1 if offline else now if refresh else 1 if age >= _FOREVER else max(1, now - int(age))
+        since = -1 if offline else now if refresh else 1 if age >= FOREVER else max(1, now - int(age))
         sha256 = None if sha256 is None else _config.parse_sha256(sha256)
-        patience = self._timeout if timeout is None else _config.parse_timeout(timeout)
-        return FetchOptions(since, offline, sha256, etag, patience, bypass, force, pin, on_wait, on_progress, refresh and not offline)
+        timeout = self._origin.timeout if timeout is None else _config.parse_timeout(timeout)
+        return FetchOptions(since, offline, sha256, etag, timeout, bypass, force, pin, on_wait, on_progress, refresh and not offline)
 
 
 def origin_of(cache: Cache) -> Origin:
@@ -422,12 +534,27 @@ def origin_of(cache: Cache) -> Origin:
 
 def fault_of(cache: Cache) -> str | None:
     """Why nothing can be found or kept in a cache, which is read past therefore; None: it is in order."""
-    return cache._store.why if isinstance(cache._store, PassThrough) else None
+    store = cache._store
+    return None if store.keeps else store.why
 
 
 def _patterns(given: str | Iterable[str] | None) -> str | tuple[str, ...] | None:
     return given if given is None or isinstance(given, str) else tuple(given)
 
 
-def _arrive(path: str, how: dict[str, Any]) -> Cache:
-    return _config.without_limits(Cache, path, **how)
+def _checked_space(name: str) -> str:
+    """The name of a space. Raises `ConfigError`."""
+    if not name or ":" in checked(name):
+        raise errors.ConfigError(f"the space {name!r} cannot be named: not empty, and without ':'", name="name", value=name)
+    return name
+
+
+def _unpickle(path: str, init_kwargs: dict[str, Any]) -> Cache:
+    return _config.without_limits(Cache, path, **init_kwargs)
+
+
+def _reopen_lease(init_args: tuple[str, dict[str, Any]], method: str, name: Any, options: dict[str, Any]) -> Lease:
+    """What a pickled lease unpickles as: the same call on the same root. The lease outlives this opening of the cache."""
+    with _unpickle(*init_args) as cache:
+        lease: Lease = getattr(cache, method)(name, **options)
+        return lease

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from itertools import chain, islice
 from operator import attrgetter, itemgetter
 from typing import TypeVar, overload
 
+from forebay import errors, remote
 from forebay._engine.catalog.spill import Spill
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.stats import Facts
 from forebay._engine.store import Store
-from forebay._model import Entry, Victim
-from forebay.origin import URLS
+from forebay._model import Entry, Victim, is_text
+from forebay.cache.space import VALUES
+from forebay.origin import DIRECTORIES, URLS
+from forebay.origin.request import folder_of
 
 T = TypeVar("T")
+Name = str | os.PathLike[str] | Entry
+"""How an entry is named: a URL, ``space:key``, the key of a value of `Cache.put`, or what `Cache.entries` gave."""
+
 IN_MEMORY = 20_000
 _FIELDS = attrgetter(*(field.name for field in fields(Entry)))
 
@@ -140,7 +147,7 @@ class Victims(_Listing[Victim]):
         self._entries = entries
 
     def __iter__(self) -> Iterator[Victim]:
-        return map(victim_of, self._entries)
+        return map(Victim.of, self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -153,8 +160,44 @@ def planned(entries: Entries) -> Sequence[Victim]:
     """The victims as they are now; of many, as they will be."""
     if sum(1 for _ in islice(entries.by_name(), IN_MEMORY)) == IN_MEMORY:
         return Victims(entries)
-    return tuple(map(victim_of, entries))
+    return tuple(map(Victim.of, entries))
 
 
-def victim_of(entry: Entry) -> Victim:
-    return Victim(entry.name, entry.size, entry.charge, entry.used, entry.id)
+def find(store: Store | PassThrough, name: Name) -> tuple[str, str] | None:
+    """The space and the key of what is kept under a name; None where nothing is. Raises `Ambiguous`."""
+    if isinstance(name, Entry):
+        return name.space, name.key
+    text = os.fspath(name)
+    names = {space.name for space in store.usage().spaces}
+
+    def is_kept(place: tuple[str, str]) -> bool:
+        # the store makes a space that it is asked for, and keeps no key that is no text; looking must not
+        return place[0] in names and is_text(place[1]) and store.entry(*place) is not None
+
+    space, colon, key = text.partition(":")
+    if colon and space in (URLS, VALUES, DIRECTORIES):  # said outright: what tells apart names that mean several
+        outright = [place for place in (_places_of(key) if space == URLS else [(space, key)]) if is_kept(place)]
+        if outright:
+            return outright[0]
+    urls = _places_of(text)
+    meant = [place for place in ((space, key), next(filter(is_kept, urls), urls[-1]), (VALUES, text)) if is_kept(place)]
+    if colon and meant and meant[0] == (space, key) and meant[-1] == (VALUES, text):
+        meant.pop()  # which `values:` names; the other has no name but this
+    if len(set(meant)) > 1:
+        raise errors.Ambiguous.of(shown(name), [f"{space}:{key}" for space, key in dict.fromkeys(meant)])
+    return meant[0] if meant else None
+
+
+def _places_of(url: str) -> list[tuple[str, str]]:
+    """Where what a URL names may be kept: under the name itself, as what a filesystem object gave, which is no URL; as an object; as a
+    directory."""
+    try:
+        key = remote.canonical(url)
+    except (errors.ConfigError, UnicodeError):
+        return [(URLS, url)]
+    return [(URLS, url), (URLS, key), (DIRECTORIES, folder_of(key))]
+
+
+def shown(name: Name) -> str:
+    """What messages call an entry."""
+    return name.name if isinstance(name, Entry) else remote.redacted(remote.shown(name))

@@ -10,7 +10,7 @@ from forebay._engine.index.memo import Remembered
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import waits
-from forebay._model import Buffer, is_text
+from forebay._model import Buffer, Victim, is_text
 from forebay.codecs import as_bytes
 from forebay.origin import Origin
 
@@ -23,17 +23,15 @@ class Space:
     """Values of one space. Made by `Cache.space`; callable from any thread, usable in both processes after a fork, picklable with
     its cache."""
 
-    def __init__(self, origin: Origin, name: str, home: Any = None) -> None:
-        self._origin, self.name, self._home = origin, name, home
-        self._bind()
+    def __init__(self, origin: Origin, name: str) -> None:
+        self._origin, self.name = origin, name
+        self._bind(origin.current())
 
-    def _bind(self) -> None:
-        self._bound = self._origin.current()
-        self._passes = self._origin.reopening is not None  # and looks again at each call
-        self._quick = self._bound.hot_lookup(self.name)
+    def _bind(self, store: Store | PassThrough) -> None:
+        self._bound, self._quick = store, store.hot_lookup(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self._home, self.name)
+        return Space, (self._origin, self.name)
 
     def __repr__(self) -> str:
         return f"<forebay.Space {self.name!r}>"
@@ -110,7 +108,7 @@ class Space:
         store = self._store()
         with waits.patience(self._origin.timeout):
             entry = store.entry(self.name, key)
-            return entry is not None and bool(store.remove([self._origin.victim(entry)]).removed)
+            return entry is not None and bool(store.remove([Victim.of(entry)]).removed)
 
     def keys(self) -> list[str]:
         """All keys, from the least to the most recently used."""
@@ -120,20 +118,14 @@ class Space:
         return self._store().entry(self.name, key) is not None
 
     def _store(self) -> Store | PassThrough:
-        if self._home is not None and self._home.closed:
-            raise errors.Closed.of("cache")
-        if self._passes:
-            self._bind()
-        return self._bound
+        store = self._origin.current()
+        if store is not self._bound:  # a root that could not be used until now
+            self._bind(store)
+        return store
 
     def _hit(self, found: Remembered) -> memoryview:
         self._origin.store.count_hit(found.size)
         return memoryview(found.view)
-
-
-def _arrive(home: Any, name: str) -> Space:
-    found: Space = home.space(name)
-    return found
 
 
 def checked(key: str) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from forebay import errors
-from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay._model import Transfer
 from forebay.directories.manifests import MARK, File, Manifest
@@ -71,7 +70,7 @@ class Listings:
 
     def _keep(self, place: RemoteDirectory, listing: Listing) -> None:
         store = self._origin.store
-        if not isinstance(store, Store) or store.root.read_only:
+        if not store.keeps or store.root.read_only:
             return
         try:
             entry = store.entry(LISTINGS, place.key)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from forebay import errors
-from forebay._engine.store import Store
 from forebay._logs import logger
 from forebay._model import BufferSink
 from forebay.directories.copying import locked
@@ -110,7 +109,7 @@ def _locks(origin: Origin, place: RemoteDirectory) -> Iterator[Callable[[], cont
     local, store = place.local, origin.store
     if local is not None:
         yield lambda: locked(Path(local, METADATA))
-    if isinstance(store, Store):
+    if store.keeps:
         yield lambda: store.locks.named(f"metadata {place.key}")
 
 

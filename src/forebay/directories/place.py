@@ -9,9 +9,9 @@ from typing import Any
 
 from forebay import errors, remote
 from forebay._model import ObjectInfo, Remote
-from forebay.origin import Origin, folder_of
+from forebay.origin import Origin
 from forebay.origin.prefix import Prefix
-from forebay.origin.request import Target
+from forebay.origin.request import Target, folder_of
 
 
 @dataclass(frozen=True, slots=True)

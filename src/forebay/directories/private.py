@@ -12,7 +12,6 @@ from typing import Any
 from forebay import errors
 from forebay._engine.files.trees import remove_whole
 from forebay._engine.locks.leases import Lease
-from forebay._engine.store import Store
 from forebay.directories import copying
 from forebay.directories.manifests import File, Part, Patterns
 from forebay.directories.place import RemoteDirectory, place_of
@@ -68,7 +67,7 @@ def _bring(origin: Origin, place: RemoteDirectory, part: Part, ask: FetchOptions
 
 def _alone(origin: Origin, target: Path, ask: FetchOptions) -> contextlib.AbstractContextManager[object]:
     store = origin.store
-    if isinstance(store, Store) and not store.root.read_only:
+    if store.keeps and not store.root.read_only:
         return store.locks.named(f"copy to {target}", timeout=ask.timeout, on_wait=ask.on_wait)
     return copying.locked(target)
 

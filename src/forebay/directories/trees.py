@@ -20,7 +20,7 @@ from forebay._engine.files.faults import FULL
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import waits
-from forebay._model import noted
+from forebay._model import Victim, noted
 from forebay.directories import thread_pool
 from forebay.directories.listings import Listing, Listings
 from forebay.directories.manifests import File, Manifest, Part, Patterns
@@ -57,7 +57,7 @@ class Directories:
         if place.local is not None and not ask.force:
             return _as_it_is(place.local)
         store = self._origin.store
-        if not isinstance(store, Store):
+        if not store.keeps:
             raise errors.NoSpace(f"{place.key} cannot be kept: {store.why}", key=place.key, need=0, free=0, budget=0)
         try:
             with waits.patience(ask.timeout):
@@ -100,7 +100,7 @@ class Directories:
                 continue
             entry = self._origin.adopt(URLS, key, path, validator=file.validator)
             if file.digest is not None and entry.checksum.hex() != file.digest:
-                store.remove([self._origin.victim(entry)])
+                store.remove([Victim.of(entry)])
                 raise errors.CacheFault(f"{path} was written to since it was uploaded: it is not kept", key=entry.key)
         self._listings.keep(place, Manifest.of(place.key, (file for file, _ in files)))
 

@@ -6,14 +6,15 @@ import hashlib
 import io
 import json
 import os
-import stat
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, TypeVar, cast
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
 
-from forebay import errors, remote
+from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.passthrough import PassThrough
@@ -21,10 +22,10 @@ from forebay._engine.store import Store
 from forebay._engine.write.publish import Writing
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, Victim, noted
+from forebay._model import BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, noted
 from forebay.origin.files import RANGE, LeasedFile, RangeFile
-from forebay.origin.opening import Reopening
-from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, is_same_version
+from forebay.origin.opening import Reopening, RootOptions, is_network, others_can_write
+from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, in_memory, is_same_version
 
 log = logger("forebay.origin")
 T = TypeVar("T")
@@ -32,40 +33,135 @@ T = TypeVar("T")
 URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"
 """The spaces of what has a URL: objects; trees of links to them; what lies in a directory."""
 
+FOREVER = 1 << 60
+"""Nanoseconds: 36 years. An entry that was invalidated (validated in 1970) is older even than this."""
+
 POSTPONED = 30_000_000_000
 """Nanoseconds until a remote that could not be reached is asked again whether an object has changed."""
 
 
-@dataclass(slots=True)
+class Handle(Protocol):
+    """What a front hands out and closes with its origin."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
 class Origin:
-    """Objects of remotes, through one store. Callable from any thread and after a fork."""
+    """What the fronts of one cache share: its store, its remotes, and the defaults of its calls; objects of remotes through that store.
+
+    Callable from any thread and after a fork. Pickles as the arguments that opened it: where it arrives it is opened again, once for all
+    handles of one pickle, and the limits of the root stay as they are there."""
 
     store: Store | PassThrough
     options: remote.RemoteOptions
     upstream: Store | None = None
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)  # the kinds of trouble that were logged
     offline: bool = False  # what calls of the cache ask for, if they do not say; ``max_age`` in nanoseconds
     max_age: int = 300_000_000_000
     timeout: float | None = None  # seconds that a call waits in all, where it does not say
     reopening: Reopening | None = None  # while ``store`` is a `PassThrough` that need not stay one
+    root: Path = Path()
+    init_kwargs: dict[str, Any] = field(default_factory=dict)  # of `for_root`, without the limits of the root
+    closed: bool = False
     unset_spaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # what fronts have asked of spaces meanwhile
     _targets: dict[str, Target] = field(default_factory=dict)
+    _handles: weakref.WeakSet[Handle] = field(default_factory=weakref.WeakSet)
+
+    # -- opening and closing ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def for_root(
+        cls, root: str | os.PathLike[str] | None = None, *, budget: int | str | None = None, shared: bool | None = None,
+        read_only: bool = False, min_free: int | str | None = None, max_entries: int | None = None,
+        upstream: str | os.PathLike[str] | None = None, offline: bool | None = None, max_age: float | str | None = None,
+        timeout: float | None = None, remote_options: remote.RemoteOptions | None = None, enabled: bool = True,
+    ) -> Self:  # fmt: skip
+        """The origin of a cache that is made with these arguments: see `Cache`."""
+        environment = _config.EnvironmentSettings.from_environment()
+        if root is not None and not os.fspath(root):
+            raise errors.ConfigError("root='' names no directory: '.' is the current one", name="root", value="")
+        shared = environment.shared if shared is None else shared
+        init_kwargs = {
+            "shared": shared, "read_only": read_only, "upstream": upstream, "offline": offline, "max_age": max_age, "timeout": timeout,
+            "remote_options": remote_options, "enabled": enabled,
+        }  # fmt: skip
+        age = environment.max_age if max_age is None else _config.parse_age(max_age, name="max_age")
+        timeout = _config.parse_timeout(timeout)
+        if max_entries is not None and max_entries < 0:
+            raise errors.ConfigError(f"max_entries={max_entries} makes no sense: it is not negative", name="max_entries", value=max_entries)
+        options = remote_options or remote.RemoteOptions.from_environment()  # before anything is opened
+        path = Path(root) if root is not None else environment.home or _config.default_root(is_network=is_network)
+        own = RootOptions(
+            path, environment.budget if budget is None else budget, environment.min_free if min_free is None else min_free, max_entries,
+            shared, read_only,
+        )  # fmt: skip
+        with waits.patience(timeout):
+            store = own.open_or_pass() if enabled else PassThrough()
+        above = RootOptions(Path(upstream), shared=True, read_only=True).open_or_pass() if upstream is not None else None
+        return cls(
+            store, options, above if above is not None and above.keeps else None,
+            warned=set() if enabled else {"NoSpace"},  # the caller asked for nothing to be kept, and needs no warning of it
+            offline=environment.offline if offline is None else offline, max_age=int(min(age * 1_000_000_000, FOREVER)), timeout=timeout,
+            reopening=Reopening(own) if enabled and not store.keeps else None, root=path.absolute(), init_kwargs=init_kwargs,
+        )  # fmt: skip
+
+    @classmethod
+    def reopen(cls, root: str, init_kwargs: dict[str, Any]) -> Origin:
+        """The origin that these `init_args` open. It sets no limits of the root: the environment of this process does not count."""
+        return _config.without_limits(cls.for_root, root, **init_kwargs)
+
+    @property
+    def init_args(self) -> tuple[str, dict[str, Any]]:
+        """What reopens it, in any process of the node."""
+        return str(self.path), self.init_kwargs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Origin.reopen, self.init_args
+
+    def __forebay_content__(self) -> None:
+        """As a part of an argument of a cached function: which cache it works with does not change what it gives."""
+
+    @property
+    def path(self) -> Path:
+        """The root directory."""
+        return self.store.root.path if self.store.keeps else self.root
+
+    def register(self, handle: Handle) -> None:
+        """Close this handle with the cache, if it still exists then."""
+        self._handles.add(handle)
+
+    def close(self) -> None:
+        """Close all handles, and let go of the root. A second call does nothing."""
+        if self.closed:
+            return
+        for handle in list(self._handles):
+            handle.close()
+        self.closed = True
+        self.store.close()
+        if self.upstream is not None:
+            self.upstream.close()
+
+    def check_open(self) -> None:
+        """Raises `Closed`."""
+        if self.closed:
+            raise errors.Closed.of("cache")
 
     @property
     def others_can_write(self) -> bool:
         """Whether anybody but this user and the superuser can write what is read here, or upstream: a group's root, another's. Nothing
         that lies there is executed unless that is asked for."""
-        reopening = self.reopening
-        may = reopening is not None and reopening.others_may_write
-        return may or any(_others_can_write(store) for store in (self.store, self.upstream) if isinstance(store, Store))
+        may = self.reopening is not None and self.reopening.others_may_write
+        return may or any(others_can_write(store) for store in (self.store, self.upstream) if store is not None and store.keeps)
 
     def current(self) -> Store | PassThrough:
-        """The store: from the moment on when it can be used, if it could not when it was opened."""
+        """The store: from the moment on when it can be used, if it could not when it was opened. Raises `Closed`."""
+        self.check_open()
         reopening = self.reopening
-        if reopening is not None and (found := reopening.attempt()) is not None:
-            self.store, self.reopening = found, None
+        if reopening is not None and (opened := reopening.attempt()) is not None:
+            self.store, self.reopening = opened, None
         store = self.store
-        if self.unset_spaces and isinstance(store, Store):
+        if self.unset_spaces and store.keeps:
             self._open_noted(store)
         return store
 
@@ -84,8 +180,9 @@ class Origin:
     def open_space(self, name: str, **limits: Any) -> None:
         """Have a space with these limits (see `Store.open_space`), as soon as there is a store that can make it."""
         store = self.current()
-        if isinstance(store, Store):
-            store.spaces.open(name, **limits)
+        if store.keeps:
+            with waits.patience(self.timeout):
+                store.spaces.open(name, **limits)
         else:
             self.unset_spaces[name] = limits
             self.current()  # another thread may have opened it before this was noted
@@ -369,8 +466,8 @@ class Origin:
 
     def warn(self, what: str, message: str, *values: object) -> None:
         """Each kind of trouble is told once a process; the counters tell how often it came."""
-        if what not in self.told:
-            self.told.add(what)
+        if what not in self.warned:
+            self.warned.add(what)
             log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
 
     def _direct(self, target: Target, ask: FetchOptions) -> memoryview:
@@ -490,10 +587,6 @@ class Origin:
             remote.resolve(path, self.options).fetch(path, writing)
             return writing.publish(validator=validator)
 
-    @staticmethod
-    def victim(entry: Entry) -> Victim:
-        return Victim(entry.name, entry.size, entry.charge, entry.used, entry.id)
-
     def invalidate(self, target: Target) -> None:
         """Let the next call ask the remote: for the object, and for the directory of this name."""
         for entry in (self.store.entry(URLS, target.key), self.store.entry(LISTINGS, folder_of(target.key))):
@@ -501,25 +594,6 @@ class Origin:
                 self.store.set_validated(entry, 0)
 
 
-def in_memory() -> int:
-    """The bound where there is no budget: half of the machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def folder_of(key: str) -> str:
-    """The key of a directory, from that of an object of its name."""
-    head, mark, tail = key.partition("?") if "?" in key else key.partition("#")
-    return head.rstrip("/") + "/" + mark + tail
-
-
 def _sha256_of(path: str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _others_can_write(store: Store) -> bool:
-    try:
-        found = os.stat(store.root.path)
-    except OSError:
-        return store.root.shared
-    return found.st_uid not in (os.geteuid(), 0) or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))

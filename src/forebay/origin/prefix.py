@@ -11,7 +11,8 @@ from urllib.parse import quote
 from forebay import errors, remote
 from forebay._engine.locks.leases import Lease
 from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
-from forebay.origin import URLS, Origin, in_memory
+from forebay.origin import URLS, Origin
+from forebay.origin.request import in_memory
 from forebay.remote import RemoteOptions
 
 

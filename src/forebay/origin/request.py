@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
@@ -127,3 +128,14 @@ class SpillingSink:
 def is_same_version(found: str | None, wanted: str) -> bool:
     """Whether two validators name one version, with or without their quotes."""
     return (found or "").removeprefix("W/").strip('"') == wanted.removeprefix("W/").strip('"')
+
+
+def in_memory() -> int:
+    """The bound where there is no budget: half of the machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def folder_of(key: str) -> str:
+    """The key of a directory, from that of an object of its name."""
+    head, mark, tail = key.partition("?") if "?" in key else key.partition("#")
+    return head.rstrip("/") + "/" + mark + tail

@@ -17,6 +17,7 @@ import xxhash
 from forebay import codecs, errors
 from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
+from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Item_co, Noted
 from forebay.codecs import as_bytes
@@ -43,11 +44,11 @@ class Prefetcher(Pool[Item_co]):
     Callable from any thread; usable in both processes after a fork, loads pending or not; picklable if its source is. A context
     manager. Dropped, it ends its threads."""
 
-    def __init__(self, origin: Origin, home: Any, source: Source, how: dict[str, Any]) -> None:
-        self._origin, self._home, self._how = origin, home, how
+    def __init__(self, origin: Origin, source: Source, how: dict[str, Any]) -> None:
+        self._origin, self._how = origin, how
         self.source = source
         self.name: str = how["name"]
-        assert isinstance(origin.store, Store)
+        assert origin.store.keeps
         self._store = origin.store
         bind = getattr(source, "bind", None)
         if bind is not None:
@@ -82,12 +83,12 @@ class Prefetcher(Pool[Item_co]):
         size = getattr(self.source, "size", None)
         return PrefetchConfig(
             store=self._store, space=self.name, workers=self._how["workers"], keep=self._how["keep"], make=self._maker.make,
-            size_of=size if self._maker.is_raw else None, lease=self._maker.lease, timeout=self._home._timeout,
+            size_of=size if self._maker.is_raw else None, lease=self._maker.lease, timeout=self._origin.timeout,
             report_fault=_FallbackReporter(self._origin, self.name), session=session,
         )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self._home, self.source, self._how)
+        return _unpickle, (self._origin, self.source, self._how)
 
     def __repr__(self) -> str:
         return f"<forebay.Prefetcher {self.name!r} of {self.source.uri!r}{' closed' if self.closed else ''}>"
@@ -274,7 +275,7 @@ class _FallbackReporter:
 # -- making ------------------------------------------------------------------------------------------------------------
 
 
-def open_prefetcher(origin: Origin, home: Any, source: Any, *, decode: Any = None, **how: Any) -> Prefetcher[Any] | PassThrough[Any]:
+def open_prefetcher(origin: Origin, source: Any, *, decode: Any = None, **how: Any) -> Prefetcher[Any] | PassThrough[Any]:
     """See `Cache.prefetcher`. ``budget`` in bytes."""
     if how["store"] not in STORES:
         raise errors.ConfigError(f"store={how['store']!r}: there are {' and '.join(map(repr, STORES))}", name="store", value=how["store"])
@@ -285,27 +286,30 @@ def open_prefetcher(origin: Origin, home: Any, source: Any, *, decode: Any = Non
     found = wrapped(source_of(source), decode)
     chosen = how["codec"]
     how["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=origin.others_can_write)
-    store, again = origin.current(), _Again(home, found, how)
-    may_come = not store.root.read_only if isinstance(store, Store) else origin.reopening is not None
-    return (again() if may_come else None) or PassThrough(found, reopen=again if may_come else None)
+    store, again = origin.current(), _Again(origin, found, how)
+    may_come = not store.root.read_only if store.keeps else origin.reopening is not None
+    with waits.patience(origin.timeout):
+        pool = (again() if may_come else None) or PassThrough(found, reopen=again if may_come else None)
+    origin.register(pool)
+    return pool
 
 
 @dataclass(frozen=True, slots=True)
 class _Again:
     """Opens a prefetcher, if that can be done now."""
 
-    home: Any
+    origin: Origin
     source: Any
     how: dict[str, Any]
 
     def __call__(self, limits: Mapping[str, int] = _NONE) -> Prefetcher[Any] | None:
-        origin, how = self.home._origin, {**self.how, **limits}
+        origin, how = self.origin, {**self.how, **limits}
         store = origin.current()
-        if not isinstance(store, Store):
+        if not store.keeps:
             return None
         try:
             store.spaces.ensure(how["name"], policy=how["policy"], quota=how["budget"], max_count=how["max_count"])
-            return Prefetcher(origin, self.home, self.source, how)
+            return Prefetcher(origin, self.source, how)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             origin.fall_back(error, f"the prefetcher {how['name']!r}")
             return None
@@ -341,6 +345,5 @@ def _checked(found: Any, source: Source, key: str) -> bytes:
         raise errors.ConfigError(message, name="source", value=type(found).__name__) from error
 
 
-def _arrive(home: Any, source: Any, how: dict[str, Any]) -> Prefetcher[Any] | PassThrough[Any]:
-    found: Prefetcher[Any] | PassThrough[Any] = home.prefetcher(source, **how)
-    return found
+def _unpickle(origin: Origin, source: Any, how: dict[str, Any]) -> Prefetcher[Any] | PassThrough[Any]:
+    return open_prefetcher(origin, source, **how)

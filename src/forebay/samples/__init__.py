@@ -38,10 +38,8 @@ class Samples(Generic[Item]):
     Callable from any thread; usable in both processes after a fork; pickled to another process it is the same array. What was
     handed out stays good after `close` and after an eviction; any other call then raises `Closed`."""
 
-    def __init__(
-        self, origin: Origin, home: Any, pack: Pack | NoPack, codec: codecs.Codec, name: str | None, *, copy: bool = False
-    ) -> None:
-        self._origin, self._home, self._codec, self._copy = origin, home, codec, copy
+    def __init__(self, origin: Origin, pack: Pack | NoPack, codec: codecs.Codec, name: str | None, *, copy: bool = False) -> None:
+        self._origin, self._codec, self._copy = origin, codec, copy
         self._told: set[str] = set()
         self._creator = os.getpid()
         self.name = name
@@ -56,8 +54,8 @@ class Samples(Generic[Item]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._pack, _LatePack):
-            return _open_late, (self._home, self.name, len(self), self._codec, self._pack.fingerprint, self._copy)
-        return _arrive, (self._home, self._pack.id, len(self), self._codec, self.name, self._copy)
+            return _unpickle_late, (self._origin, self.name, len(self), self._codec, self._pack.fingerprint, self._copy)
+        return _unpickle, (self._origin, self._pack.id, len(self), self._codec, self.name, self._copy)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "frozen" if self.frozen else f"{self.filled:,} filled"
@@ -302,7 +300,7 @@ class Samples(Generic[Item]):
 
     def _store(self) -> Store:
         """Of a pack, which only a store has."""
-        assert isinstance(self._origin.store, Store)
+        assert self._origin.store.keeps
         return self._origin.store
 
     @property
@@ -314,8 +312,8 @@ class Samples(Generic[Item]):
 
 
 def open_samples(
-    origin: Origin, home: Any, name: str | None, length: int | None, *, codec: Any, fingerprint: str | bytes | None, quota: int | None,
-    copy: bool,
+    origin: Origin, name: str | None, length: int | None, *, codec: Any, fingerprint: str | bytes | None, quota: int | None = None,
+    copy: bool = False,
 ) -> Samples[Any]:  # fmt: skip
     """See `Cache.samples`."""
     chosen = codecs.codec(codec)
@@ -338,20 +336,22 @@ def open_samples(
             pack.set_quota(quota)
         return pack
 
-    pack = find_pack()
+    with waits.patience(origin.timeout):
+        pack = find_pack()
     if pack is None and not length:
         raise errors.NotCached.of(f"{SPACE}:{name}")
-    if not isinstance(pack, Pack) and (isinstance(origin.store, Store) or origin.reopening is not None):
+    if not isinstance(pack, Pack) and (origin.store.keeps or origin.reopening is not None):
         pack = _LatePack(wanted.length, find_pack, fingerprint)
-    return Samples(origin, home, pack or NoPack(wanted.length), chosen, name, copy=copy)
+    samples = Samples[Any](origin, pack or NoPack(wanted.length), chosen, name, copy=copy)
+    origin.register(samples)
+    return samples
 
 
-def _open_late(
-    home: Any, name: str | None, length: int, codec: codecs.Codec[Any], fingerprint: str | bytes | None, copy: bool
+def _unpickle_late(
+    origin: Origin, name: str | None, length: int, codec: codecs.Codec[Any], fingerprint: str | bytes | None, copy: bool
 ) -> Samples[Any]:  # fmt: skip
     """A handle that came from another process, where the array could not be opened."""
-    found: Samples[Any] = home.samples(name, length, codec=codec, fingerprint=fingerprint, copy=copy)
-    return found
+    return open_samples(origin, name, length, codec=codec, fingerprint=fingerprint, copy=copy)
 
 
 class _LatePack(NoPack):
@@ -385,9 +385,8 @@ class _LatePack(NoPack):
                 self._turn.give_back()
 
 
-def _arrive(home: Any, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:
+def _unpickle(origin: Origin, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:
     """A handle that came from another process: of the same array, whatever its name is by now."""
-    origin: Origin = home._origin
     pack: Pack | NoPack | None = None
     try:
         lease = origin.store.packs.find_by_id(id)
@@ -398,6 +397,6 @@ def _arrive(home: Any, id: int, length: int, codec: codecs.Codec, name: str | No
         origin.fall_back(error, f"samples:{name or ''}")
     if pack is None:
         log.warning("the array that was sent here is gone: nothing is found in it, and nothing kept")
-    found = Samples(origin, home, pack or NoPack(length, id), codec, name, copy=copy)
-    found._creator = 0
-    return found
+    samples = Samples[Any](origin, pack or NoPack(length, id), codec, name, copy=copy)
+    samples._creator = 0
+    return samples

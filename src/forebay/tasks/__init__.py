@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from forebay import errors
-from forebay._config import parse_size
 from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
 from forebay.origin import DIRECTORIES, LISTINGS, URLS, Origin
@@ -65,18 +64,14 @@ class Tasks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = self._values
-        return _arrive, (self._home.__reduce__(), self.name, values.codec, self._config, self._bypass, self._copy)
+        return _unpickle, (*values.origin.init_args, self.name, values.codec, self._config, self._bypass, self._copy)
 
     def __forebay_content__(self) -> str:
         """As an argument: where something is kept does not change what a function gives."""
         return self.name
 
     def __repr__(self) -> str:
-        return f"<forebay.Tasks {self.name!r} in {str(self._home.path)!r}>"
-
-    @property
-    def _home(self) -> Any:
-        return self._values.home
+        return f"<forebay.Tasks {self.name!r} in {str(self._values.origin.path)!r}>"
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -195,33 +190,30 @@ class Tasks:
         self._bypass.set_condition(name, cond)
 
 
-def open_tasks(origin: Origin, home: Any, name: str, codec: Any, config: Any, budget: int | str | None, copy: bool = False) -> Tasks:
-    """See `Cache.tasks`."""
+def open_tasks(origin: Origin, name: str, codec: Any, config: Any, budget: int | None, copy: bool = False) -> Tasks:
+    """See `Cache.tasks`. ``budget`` in bytes."""
     if name in TAKEN:
         raise errors.ConfigError(f"the name {name!r} is taken by the cache itself: choose another one", name="name", value=name)
     chosen = codec_of(codec) if codec is not None else default_codec(others_can_write=origin.others_can_write)
     parsed = _parsed(config)
-    home.space(name, quota=None if budget is None else parse_size(budget, total=home.budget, name="budget"))
-    values = Values(origin, home, name, chosen)
-    _open[str(home.path), name, chosen.name] = values
+    origin.open_space(name, policy=None, quota=budget)
+    values = _open[str(origin.path), name, chosen.name] = Values(origin, name, chosen)
     return Tasks(values, parsed, copy=copy)
 
 
 _open: weakref.WeakValueDictionary[tuple[str, str, str], Values] = weakref.WeakValueDictionary()
-_arrived: dict[tuple[str, str, str], Values] = {}
+_unpickled: dict[tuple[str, str, str], Values] = {}
 """What this process has open, by root, space and codec. What came by pickle alone stays open: the next that comes is the same."""
 
 
-def _arrive(
-    how: tuple[Any, ...], name: str, codec: Codec, config: Config | None, bypass: Bypass, copy: bool = False
+def _unpickle(
+    root: str, init_kwargs: dict[str, Any], name: str, codec: Codec, config: Config | None, bypass: Bypass, copy: bool
 ) -> Tasks:  # fmt: skip
-    """A handle that came from another process: with what is open here already, if it is the same. ``how``: to open its cache."""
-    opener, given = how[:2]
-    key = str(given[0]), name, codec.name
+    """A handle that came from another process: with what is open here already, if it is the same."""
+    key = root, name, codec.name
     values = _open.get(key)
-    if values is None or values.home.closed or values.home.__reduce__()[1] != given:
-        home = opener(*given)
-        values = _open[key] = _arrived[key] = Values(home._origin, home, name, codec)
+    if values is None or values.origin.closed or values.origin.init_args != (root, init_kwargs):
+        values = _open[key] = _unpickled[key] = Values(Origin.reopen(root, init_kwargs), name, codec)
     return Tasks(values, config, bypass, copy)
 
 

@@ -32,17 +32,15 @@ class Values:
     ``counted``: what this process did with this object, by the names in `COUNTED`. An entry carries, beside its bytes, the name of its
     codec, and the digest of the arguments that it was made of, where a function made it."""
 
-    def __init__(self, origin: Origin, home: Any, space: str, codec: Codec) -> None:
-        self._origin, self.home, self.space, self.codec = origin, home, space, codec
-        self._bind()
+    def __init__(self, origin: Origin, space: str, codec: Codec) -> None:
+        self.origin, self.space, self.codec = origin, space, codec
+        self._bind(origin.current())
         self._told: set[tuple[str, str]] = set()
         self.counted = dict.fromkeys(COUNTED, 0)
         host.at_fork(self)
 
-    def _bind(self) -> None:
-        self._bound = self._origin.current()
-        self._passes = self._origin.reopening is not None  # and looks again at each call
-        self._quick = self._bound.finder(self.space)
+    def _bind(self, store: Store | PassThrough) -> None:
+        self._bound, self._quick = store, store.finder(self.space)
 
     def before_fork(self) -> None:
         """Nothing is to be done."""
@@ -63,7 +61,7 @@ class Values:
         found = self._look(key, digest, who, copy)
         if found is None:
             self.counted["misses"] += 1
-            self._origin.store.count("misses")
+            self.origin.store.count("misses")
         return found
 
     def _look(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
@@ -79,19 +77,19 @@ class Values:
         value = self._decoded(store, key, found, who, copy)
         if value is not None:
             store.touch(found.entry)
-            self._origin.store.count_hit(found.size)
+            self.origin.store.count_hit(found.size)
             self.counted["hits"] += 1
         return value
 
     def _slowly(self, store: Store | PassThrough, key: str) -> tuple[Store | PassThrough, Remembered | None]:
         """By the catalog: here, else in the root upstream; and which of them has it."""
         try:
-            with waits.patience(self._origin.timeout):
+            with waits.patience(self.origin.timeout):
                 found = store.view(self.space, key)
-            if found is None and (above := self._origin.upstream) is not None:
+            if found is None and (above := self.origin.upstream) is not None:
                 return above, above.view(self.space, key)
         except errors.CacheFault as error:
-            self._origin.fall_back(error, f"{self.space}:{key}")
+            self.origin.fall_back(error, f"{self.space}:{key}")
             return store, None
         return store, found
 
@@ -181,10 +179,10 @@ class Values:
         if pieces is None:
             return None
         try:
-            with waits.patience(self._origin.timeout):
+            with waits.patience(self.origin.timeout):
                 store.put_pieces(self.space, key, pieces, life="pinned" if pin else "cached", meta=self._meta(digest))
         except errors.CacheFault as error:
-            if not isinstance(store, PassThrough):  # else it was asked for, or told when the root could not be opened
+            if store.keeps:  # else it was asked for, or a warning said so when the root could not be opened
                 self._not_kept(key, who, str(error), error)
             return None
         return pieces
@@ -207,15 +205,15 @@ class Values:
         """What lies under a key in this root, without a use of it."""
         store = self._store()
         try:
-            with waits.patience(self._origin.timeout):
+            with waits.patience(self.origin.timeout):
                 return self._quick(key) or store.view(self.space, key)
         except errors.CacheFault as error:
-            self._origin.fall_back(error, f"{self.space}:{key}")
+            self.origin.fall_back(error, f"{self.space}:{key}")
             return None
 
     def _not_kept(self, key: str, who: str, why: str, error: Exception) -> None:
         self.counted["store_failures"] += 1
-        self._origin.store.count("store_failures")
+        self.origin.store.count("store_failures")
         kind = f"{type(error).__name__} {getattr(error, 'limit', '')}"
         self._say(who, kind, f"what {who} gave is not kept: {why}" if who else f"{self.space}:{key} is not kept: {why}")
 
@@ -287,13 +285,13 @@ class Values:
         return attempt.result[0] if attempt.result else await make()
 
     def _patience(self, timeout: float | None) -> float | None:
-        return self._origin.timeout if timeout is None else timeout
+        return self.origin.timeout if timeout is None else timeout
 
     # -- names -----------------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
         """Whether there is something under this key, by whatever codec. No use of it."""
-        above = self._origin.upstream
+        above = self.origin.upstream
         return self._store().entry(self.space, key) is not None or (above is not None and above.entry(self.space, key) is not None)
 
     def has_any(self, prefix: str) -> bool:
@@ -301,7 +299,7 @@ class Values:
         try:
             return self._store().spaces.has_any(self.space, prefix)
         except errors.CacheFault as error:
-            self._origin.fall_back(error, f"{self.space}:{prefix}")
+            self.origin.fall_back(error, f"{self.space}:{prefix}")
             return False
 
     def evict(self, key: str) -> bool:
@@ -309,19 +307,19 @@ class Values:
         store = self._store()
         entry = store.entry(self.space, key)
         try:
-            with waits.patience(self._origin.timeout):
+            with waits.patience(self.origin.timeout):
                 return entry is not None and store.discard(entry)
         except errors.CacheFault as error:
-            self._origin.warn(f"evict {type(error).__name__}", "%s is not removed: %s", f"{self.space}:{key}", error)
+            self.origin.warn(f"evict {type(error).__name__}", "%s is not removed: %s", f"{self.space}:{key}", error)
             return False
 
     def flush(self) -> int:
         """Remove all that are not pinned; gives how many went."""
         try:
-            with waits.patience(self._origin.timeout):
+            with waits.patience(self.origin.timeout):
                 return self._store().spaces.clear(self.space)
         except errors.CacheFault as error:
-            self._origin.warn(f"flush {type(error).__name__}", "%s is not flushed: %s", self.space, error)
+            self.origin.warn(f"flush {type(error).__name__}", "%s is not flushed: %s", self.space, error)
             return 0
 
     def keys(self) -> list[str]:
@@ -341,11 +339,10 @@ class Values:
         return self._store().spaces.quota(self.space)
 
     def _store(self) -> Store | PassThrough:
-        if self.home is not None and self.home.closed:
-            raise errors.Closed.of("cache")
-        if self._passes:
-            self._bind()
-        return self._bound
+        store = self.origin.current()
+        if store is not self._bound:  # a root that could not be used until now
+            self._bind(store)
+        return store
 
 
 class _KeptCall:
@@ -371,7 +368,7 @@ class _KeptCall:
         found = values.kept(self._key, value, digest=self._digest or "", pin=self._pin, who=self._who, copy=self._copy)
         if found is None:
             # Those who wait would make it one after the other, each in vain.
-            values._origin.store.locks.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))
+            values.origin.store.locks.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))
         else:
             self.result = found
         return self.result
@@ -386,8 +383,8 @@ class _KeptCall:
             return error
         if str(error) == NOT_KEPT:
             self._values.counted["waits"] += 1
-        elif not isinstance(self._values._origin.store, PassThrough):
-            self._values._origin.fall_back(error, f"{self._values.space}:{self._key}")
+        elif self._values.origin.store.keeps:
+            self._values.origin.fall_back(error, f"{self._values.space}:{self._key}")
         return None
 
     @property

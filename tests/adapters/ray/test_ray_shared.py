@@ -45,7 +45,7 @@ def tasks(root: Path) -> Iterator[ray_tasks.RayTasks]:
     session.attach(SimpleNamespace(_actor_id=1), ray_tasks._place(1, root, "MB", None, "read-through"))
     session._good_until = math.inf
     yield ray_tasks.RayTasks("a group's")
-    session.values()._origin.store.close()  # type: ignore[union-attr]
+    session.values().origin.store.close()  # type: ignore[union-attr]
     session.end()
 
 
@@ -76,7 +76,7 @@ def test_chias_names(root: Path, tmp_path: Path) -> None:
     plant(root, chia.SPACE, tmp_path / "executed")
     actor = chia._Cache(str(root), 1 << 20)
     look(actor.write, actor.read, tmp_path / "executed")
-    actor._tasks._values._origin.store.close()  # type: ignore[union-attr]
+    actor._tasks._values.origin.store.close()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("codec", ["pickle", "pytree"])
@@ -90,7 +90,7 @@ def test_a_node_whose_own_cache_is_a_groups_copies_no_pickles(
     assert own.codec == "pickle"
     monkeypatch.setenv("FOREBAY_HOME", os.fspath(root))
     away: Any = ray_sessions._open(dataclasses.replace(own, node="another", codec=codec), ray_head.Head("a group's"))
-    store = away._origin.store
+    store = away.origin.store
     assert (f"others can write to {root}: no values are copied to it" in caplog.text) == (codec == "pickle")
     assert isinstance(store, PassThrough) == (codec == "pickle")
     store.close()

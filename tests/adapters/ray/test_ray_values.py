@@ -51,7 +51,7 @@ def caches(tmp_path: Path) -> Iterator[tuple[forebay.Cache, forebay.Cache]]:
 @pytest.fixture
 def head(caches: tuple[forebay.Cache, forebay.Cache]) -> Head:
     tasks = caches[0].tasks("ray", budget="16MiB")
-    return Head(HeadValues(tasks._values._origin, caches[0], "ray", tasks._values.codec))
+    return Head(HeadValues(tasks._values.origin, "ray", tasks._values.codec))
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def away(caches: tuple[forebay.Cache, forebay.Cache], head: Head) -> RemoteValue
 
 def away_in(cache: forebay.Cache, head: Head) -> RemoteValues:
     plain = cache.tasks("copies")._values
-    return RemoteValues(plain._origin, cache, "copies", plain.codec, head)
+    return RemoteValues(plain.origin, "copies", plain.codec, head)
 
 
 def test_small_values_come_with_the_answer_and_large_ones_once(head: Head, away: RemoteValues) -> None:
@@ -100,7 +100,7 @@ def test_another_call_s_output_is_not_taken(head: Head, away: RemoteValues, capl
 def test_nor_that_of_a_copy_which_another_process_just_made(head: Head, away: RemoteValues, caches: Any) -> None:
     """P1 gets the old value / P2 the new one, which it copies / P1 copies, and looks at what is there."""
     head.served.keep("tag", LARGE, digest="a" * 32)
-    store = away._origin.store
+    store = away.origin.store
     put = store.put_pieces
 
     def then_another(space: str, key: str, pieces: Any, **how: Any) -> Any:
@@ -194,7 +194,7 @@ def test_a_value_whose_class_is_not_there_stays(head: Head, away: RemoteValues, 
 def test_tokens_of_a_root_that_was_made_anew_are_others(head: Head, away: RemoteValues) -> None:
     head.served.keep("a", 1)
     token = head.served.give("a", "pickle", False, "").token  # type: ignore[union-attr]
-    assert token.startswith(f"{head.served._origin.store.root.id:x}-")
+    assert token.startswith(f"{head.served.origin.store.root.id:x}-")
 
 
 def test_payloads_pickle_without_and_beside_the_pickle() -> None:

@@ -206,7 +206,7 @@ def unpickled(owner: object, data: bytes) -> Samples | PfioFile | None:
     """A source that another process pickled; its cache stays open until ``owner`` is collected."""
     source: Samples | PfioFile | None = pickle.loads(data)
     if isinstance(source, Samples):
-        weakref.finalize(owner, source._home.close).atexit = False
+        weakref.finalize(owner, source._origin.close).atexit = False
     return source
 
 

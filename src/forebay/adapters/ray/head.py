@@ -50,7 +50,7 @@ class HeadActor:
         self._cache = Cache(place.path)
         self._tasks = self._cache.tasks(SPACE, budget=place.budget, codec=place.codec)
         plain = self._tasks._values
-        self._values = HeadValues(plain._origin, self._cache, SPACE, plain.codec)
+        self._values = HeadValues(plain.origin, SPACE, plain.codec)
 
     def place(self) -> CacheLocation:
         """Where it is."""

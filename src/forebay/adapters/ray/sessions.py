@@ -232,4 +232,4 @@ def _open(place: CacheLocation, head: Head) -> Values | NullValues:
         cache.close()
         cache = Cache(enabled=False)
     plain = cache.tasks(f"{SPACE}@{place.root:016x}", codec=place.codec)._values
-    return RemoteValues(plain._origin, cache, plain.space, plain.codec, head)
+    return RemoteValues(plain.origin, plain.space, plain.codec, head)

@@ -12,6 +12,8 @@ from forebay._engine.index.memo import Remembered
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._model import Buffer
+from forebay.codecs import Codec
+from forebay.origin import Origin
 from forebay.tasks.values import Values
 
 T = TypeVar("T")
@@ -60,7 +62,7 @@ class HeadValues(Values):
         store = self._store()
         found = self._stored(key)
         if found is None:
-            self._origin.store.count("misses")
+            self.origin.store.count("misses")
             return None
         mine, there = self._token(found.id), found.entry.meta
         if there != meta and (digested or there.rpartition(" ")[0] != meta):
@@ -88,7 +90,7 @@ class HeadValues(Values):
     def _token(self, id: int) -> str:
         """Of an entry. In a root that somebody deleted, and that was made anew, ids begin again."""
         store = self._store()
-        return f"{store.root.id:x}-{id:x}" if isinstance(store, Store) else f"{id:x}"
+        return f"{store.root.id:x}-{id:x}" if store.keeps else f"{id:x}"
 
 
 class Asks(Protocol):
@@ -107,8 +109,8 @@ class RemoteValues(Values):
 
     A copy carries in front of what the head's entry carries the token of that: it is used while the head says the same one."""
 
-    def __init__(self, origin: Any, home: Any, space: str, codec: Any, head: Asks) -> None:
-        super().__init__(origin, home, space, codec)
+    def __init__(self, origin: Origin, space: str, codec: Codec, head: Asks) -> None:
+        super().__init__(origin, space, codec)
         self._head = head
 
     def _look(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
@@ -117,7 +119,7 @@ class RemoteValues(Values):
         except Unreachable:
             return None
         except errors.CacheFault as error:  # the head's
-            self._origin.fall_back(error, f"{self.space}:{key}")
+            self.origin.fall_back(error, f"{self.space}:{key}")
             return None
 
     def _ask(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
@@ -169,9 +171,9 @@ class RemoteValues(Values):
             found = store.view(self.space, key)
             return found if found is not None and found.entry.meta == meta else None  # else another process has put its own there
         except errors.CacheFault as error:
-            if isinstance(store, PassThrough):
+            if not store.keeps:
                 return None  # that was told
-            self._origin.warn(f"copy {type(error).__name__}", "%s is not copied to this node: %s", f"{self.space}:{key}", error)
+            self.origin.warn(f"copy {type(error).__name__}", "%s is not copied to this node: %s", f"{self.space}:{key}", error)
             return None
 
     def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "") -> bool:
@@ -202,7 +204,7 @@ class RemoteValues(Values):
         self, key: str, digest: str | None, make: Callable[[], T], *, pin: bool = False, who: str = "", copy: bool = False, **how: Any
     ) -> T:  # fmt: skip
         """See `Values.single`. On a node without a cache nobody is waited for; what is made is kept at the head."""
-        if not isinstance(self._store(), PassThrough):
+        if self._store().keeps:
             return super().single(key, digest, make, pin=pin, who=who, copy=copy, **how)
         found = self.look(key, digest, who=who, copy=copy)
         if found is not None:
