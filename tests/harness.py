@@ -1,5 +1,4 @@
-"""Real processes around one root: children that are forked, watched and killed at a step of their own; and a look at the disk that
-knows nothing of the engine's code."""
+"""Stores for tests, and a look at the disk that knows nothing of the engine's code."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import pickle
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,10 +30,6 @@ def test_each_public_name_can_be_had(name: str) -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         forebay.nonsense  # noqa: B018
-
-
-def test_the_version_stands_in_one_way_everywhere() -> None:
-    assert tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"] == forebay.__version__
 
 
 def public_members(cls: type) -> Iterator[tuple[str, object]]:
