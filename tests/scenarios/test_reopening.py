@@ -275,15 +275,15 @@ def test_a_prefetcher_is_opened_by_one_thread() -> None:
         def close(self) -> None:
             self.closed = True
 
-    def again(limits: object) -> Any:
+    def reopen(limits: object) -> Any:
         opened.append(Opened())
         entered.set()
         go.wait(HANG)
         return opened[-1]
 
-    pool: Any = prefetch.PassThrough(Source(), again=again)
+    pool: Any = prefetch.PassThrough(Source(), reopen=reopen)
     pool._turn._backoff._at = 0.0
-    thread = threading.Thread(target=pool._look)
+    thread = threading.Thread(target=pool._prefetcher)
     thread.start()
     assert entered.wait(HANG)
     pool._turn._backoff._at = 0.0
