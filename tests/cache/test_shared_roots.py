@@ -137,7 +137,7 @@ def test_a_spilled_object_is_known_again_by_who_spilled_it(shared: Cache, tmp_pa
         data = pool._store.bytes_leased(lazy._lease)
         assert len(framed) < len(data) or size < 1000
         pool._store.bytes_leased = lambda lease: memoryview(framed)  # type: ignore[method-assign]
-        with pytest.raises(errors.Damaged, match="make it anew"):
+        with pytest.raises(errors.Damaged, match="create it again"):
             lazy.get()
         del pool._store.bytes_leased
     assert not (tmp_path / "executed").exists()

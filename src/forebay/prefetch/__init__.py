@@ -1,4 +1,4 @@
-"""Load in the background what the loop will need next, and hand out lazies for it."""
+"""Prefetchers load in the background what a loop will need next, and hand out lazies for it."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _PICKLE = codecs.codec("pickle")
 
 
 class Prefetcher(Pool[Item_co]):
-    """Loads items of one source into the cache, in threads of its own. Made by `Cache.prefetcher`.
+    """Loads the items of one source into the cache, in threads of its own. Made by `Cache.prefetcher`.
 
-    Callable from any thread; usable in both processes after a fork, loads pending or not; picklable if its source is. A context
-    manager. Dropped, it ends its threads."""
+    Callable from any thread. Usable in both processes after a fork, whether loads are pending or not. Picklable if its source is. A context
+    manager. When the last reference to it is gone, its threads end."""
 
     def __init__(self, origin: Origin, source: Source, how: dict[str, Any]) -> None:
         self._origin, self._how = origin, how
@@ -57,13 +57,13 @@ class Prefetcher(Pool[Item_co]):
         session = self._join()
         self._loader = Loader(self._job(session))
         self.identity = f"{self.name}:{self._digest}"
-        # Weakly: an error that somebody keeps holds its frames, these a lazy, and a lazy us.
+        # Weakly: an error that a caller keeps holds its frames, these hold a lazy, and a lazy holds this object.
         weakref.finalize(self, abandon, weakref.ref(self._loader.queue)).atexit = False
 
     def _join(self) -> Lease | None:
-        """What the names of all items end in: they differ for all that makes other bytes.
+        """Determine what the names of all items end in: it differs wherever the bytes could differ.
 
-        Items without a version are named after a session, which ends with the last process that uses it."""
+        The items of a source without a version belong to a session, which ends with the last process that uses it."""
         version = getattr(self.source, "version", None)
         decoder = () if self._maker.is_raw else (*decoder_of(self.source), self._maker.codec.name)
         parts = [self.source.uri, repr(version), self._how["store"], *decoder]
@@ -96,15 +96,16 @@ class Prefetcher(Pool[Item_co]):
     # -- items -----------------------------------------------------------------------------------------------------
 
     def get_lazy(self, key: str) -> Lazy[Item_co]:
-        """Begin to load an item. Returns at once. Raises `Closed` (a RuntimeError)."""
+        """Start to load an item, and return at once. Raises `Closed` (a RuntimeError)."""
         if type(key) is not str or not key:
-            raise errors.ConfigError(f"key={key!r} names no item: a key is a str, and not empty", name="key", value=repr(key))
+            raise errors.ConfigError(f"key must be a str that is not empty, not {key!r}", name="key", value=repr(key))
         return Lazy(self, key, self._loader.submit(key, *self._name_of(key)))
 
     def put(self, obj: T, name: str = "") -> Lazy[T]:
-        """Spill an object to the disk, pickled, and give a lazy for it: its bytes go when it is read or dropped. ``name``: to be shown.
+        """Spill a pickled object to disk and return a lazy for it. Its bytes are removed when the lazy is read or dropped. ``name``: what
+        listings show.
 
-        Where there is no room it stays in memory. Raises what its pickling raises, and `Closed`."""
+        If there is no room, the object stays in memory. Raises `Closed`, and what pickling it raises."""
         self._check_open()
         data = b"".join(_PICKLE.encode(obj))
         seal = _seal(data) if self._origin.others_can_write else b""
@@ -122,24 +123,26 @@ class Prefetcher(Pool[Item_co]):
     def _unspill(self, lease: Lease, seal: bytes) -> Any:
         data = self._store.bytes_leased(lease)
         if data is not None and seal:
-            data = memoryview(bytes(data))  # of our own first: others could change it between the look and its use
+            data = memoryview(bytes(data))  # a private copy: others could change the file between the check and the use
         if data is None or (seal and _seal(data) != seal):
-            raise errors.Damaged(f"the spilled object {lease.entry.key!r} is damaged or gone: make it anew", key=lease.entry.key)
+            raise errors.Damaged(f"the spilled object {lease.entry.key!r} is damaged or missing: create it again", key=lease.entry.key)
         return _PICKLE.decode(data, lambda: memoryview(bytearray(data)))
 
     def _discard(self, lease: Lease) -> None:
-        """Of what was spilled. Runs inside anything: nothing here waits."""
+        """Remove the bytes of a spilled object. Callable from a finalizer: nothing here waits."""
         lease.close()
         self._loader.discard(lease.entry)
 
     def warm(self, keys: Iterable[str], on_progress: OnProgress | None = None) -> WarmReport:
-        """Have items in the cache, and hold none. ``on_progress`` is told of each that is there. What is there already costs no read: an
-        interrupted call is taken up again by the same call. Items that cannot be kept are among the failed, with `NoSpace`."""
+        """Load items into the cache without holding them. ``on_progress`` is called for each item that is there.
+
+        Items that are there already are not read: the same call again continues an interrupted one. The report lists as failed what the
+        source raised for, and what could not be stored, with `NoSpace` or the fault of the cache. Raises `Closed`."""
         done: list[str] = []
         failed: list[tuple[str, errors.ForebayError]] = []
         window: deque[tuple[str, Load]] = deque()
 
-        def land(count: int) -> None:
+        def finish_all_but(count: int) -> None:
             while len(window) > count:
                 key, load = window.popleft()
                 error = self._loader.wait_until_stored(load)
@@ -153,40 +156,40 @@ class Prefetcher(Pool[Item_co]):
         for key in keys:
             self._check_open()
             window.append((key, self._loader.submit(key, *self._name_of(key))))
-            land(4 * int(self._how["workers"]))
-        land(0)
+            finish_all_but(4 * int(self._how["workers"]))
+        finish_all_but(0)
         return WarmReport(tuple(done), tuple(failed))
 
-    # -- what is there ---------------------------------------------------------------------------------------------
+    # -- the space -------------------------------------------------------------------------------------------------
 
     @property
     def used(self) -> int:
-        """Bytes that the items of this pool's space have now, for all processes."""
+        """Bytes of the items in this prefetcher's space now, over all processes."""
         return self._store.spaces.usage(self.name)[0]
 
     @property
     def count(self) -> int:
-        """How many items this pool's space has now, for all processes."""
+        """Number of items in this prefetcher's space now, over all processes."""
         return self._store.spaces.usage(self.name)[1]
 
     def set_limits(self, *, budget: int | None = None, max_count: int | None = None) -> None:
-        """Set how many bytes and items the space may have, for all processes, at once: what is over a lower limit and not held goes. What
-        is None stays as it is. Raises `ConfigError`."""
+        """Set how many bytes and items the space may have, for all processes at once. What exceeds a lower limit, and is not held, is
+        evicted. A limit that is None stays as it is. Raises `ConfigError`."""
         for name, value in (("budget", budget), ("max_count", max_count)):
             if value is not None and (type(value) is not int or value < 0):
-                raise errors.ConfigError(f"{name}={value!r}: a number that is not negative is wanted", name=name, value=value)
+                raise errors.ConfigError(f"{name} must be an integer that is not negative, not {value!r}", name=name, value=value)
         self._store.spaces.ensure(self.name, quota=budget, max_count=max_count)
         self._how |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
         self._loader.look_at_limit()
 
     @property
     def closed(self) -> bool:
-        """Whether this pool was closed, or its cache."""
+        """Whether this prefetcher or its cache was closed."""
         return self._loader.closed
 
     def close(self) -> None:
-        """Cancel what is queued, and wait for what runs. Lazies that were handed out still deliver; `get_lazy` is then `Closed`.
-        A second call does nothing."""
+        """Cancel the loads that are queued, and wait for those that run. Lazies that were handed out stay usable; `get_lazy` raises
+        `Closed` from now on. A second call does nothing."""
         self._loader.close()
 
     def _check_open(self) -> None:
@@ -196,19 +199,19 @@ class Prefetcher(Pool[Item_co]):
     # -- how an item is made ---------------------------------------------------------------------------------------
 
     def _name_of(self, key: str) -> tuple[str, bool]:
-        """Of an item in the cache, and whether it is bound to the session. What is before the ``~`` is for people; what is behind it keeps
-        apart what must not be mixed."""
+        """The name of an item in the cache, and whether it is bound to the session. The part before the ``~`` is for people; the part after
+        it differs wherever the bytes could differ."""
         version = None
         if self._item_version is not None:
             try:
                 version = self._item_version(key)
-            except Exception as error:  # noqa: BLE001  # the source's own: its read will tell
+            except Exception as error:  # noqa: BLE001  # the source's own: its read will raise
                 log.debug("the version of %s is not known: %s", key, str(error))
         bound = version is None and self._bound is not self._digest
-        what = self._bound if version is None else f"{self._digest}.{version}"
+        suffix = self._bound if version is None else f"{self._digest}.{version}"
         if not key.isascii() and (plain := key.encode("utf-8", "backslashreplace").decode()) != key:
-            key, what = plain, f"{what}.escaped"  # half a character, as in names of files that are no UTF-8
-        return f"{self.source.uri.rstrip('/')}/{key}~{what}", bound
+            key, suffix = plain, f"{suffix}.escaped"  # surrogates, as in file names that are not UTF-8
+        return f"{self.source.uri.rstrip('/')}/{key}~{suffix}", bound
 
     def _read(self, key: str) -> Any:
         self._check_open()
@@ -219,8 +222,8 @@ class Prefetcher(Pool[Item_co]):
 
 
 class _Maker:
-    """How items are made, as they are stored and as they are given. It does not know the prefetcher: the threads hold this, and whoever
-    drops the prefetcher ends them."""
+    """How items are made: the bytes that are stored, and the values that callers get. The threads refer to this object only, never to the
+    prefetcher, so that they end when the prefetcher is dropped."""
 
     def __init__(self, source: Source, how: dict[str, Any], store: Store, *, counts: bool) -> None:
         self._source, self._store, self._counts = source, store, counts
@@ -235,23 +238,23 @@ class _Maker:
         self._read = getattr(self._inner, "fetch", self._inner.__getitem__) if self.lease is not None else self._inner.__getitem__
 
     def make(self, key: str) -> Buffer:
-        """The bytes of an item as they are stored."""
+        """Read an item. Returns its bytes as they are stored."""
         began = time.monotonic_ns()
         self._store.count("misses")
         try:
-            found = self._read(key)
+            item = self._read(key)
         finally:
             self._store.count("wait_ns_remote", time.monotonic_ns() - began)
         if not self.is_raw:
-            return b"".join(self.codec.encode(found))
-        data = _checked(found, self._source, key)
+            return b"".join(self.codec.encode(item))
+        data = _as_bytes(item, self._source, key)
         if self._counts:
             self._store.count("requests")
             self._store.count("bytes_remote", len(data))
         return data
 
     def value(self, key: str, data: Buffer) -> Any:
-        """What `Lazy.get` gives."""
+        """The value that `Lazy.get` returns, of the stored bytes."""
         if not self.is_raw:
             view = memoryview(data).toreadonly()
             return self.codec.decode(view, lambda: memoryview(bytearray(view)))
@@ -263,7 +266,7 @@ class _Maker:
 
 @dataclass(frozen=True, slots=True)
 class _FallbackReporter:
-    """The cache could not help: counted, and each kind told once."""
+    """Counts the faults of the cache, and logs the first of each kind. Does not refer to the prefetcher."""
 
     origin: Origin
     space: str
@@ -316,16 +319,16 @@ class _Again:
 
 
 def decoder_of(source: Any) -> tuple[str, ...]:
-    """The name and the version of what decodes the items of a source."""
-    found: list[str] = []
+    """The names and versions of the decoders of a source."""
+    decoders: list[str] = []
     while isinstance(source, DecodedSource):
-        found += [str(source.decoder), repr(source.decoder_version)]
+        decoders += [str(source.decoder), repr(source.decoder_version)]
         source = source.inner
-    return tuple(found)
+    return tuple(decoders)
 
 
 def _seal(data: Buffer) -> bytes:
-    """By which the process that spilled an object knows its bytes again: it unpickles no others."""
+    """Digest by which the process that spilled an object recognizes its bytes: it unpickles no others."""
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
@@ -333,16 +336,15 @@ def _digest(parts: Iterable[str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass"))[:16]
 
 
-def _checked(found: Any, source: Source, key: str) -> bytes:
-    if type(found) is bytes or isinstance(found, Noted):
-        return found
+def _as_bytes(item: Any, source: Source, key: str) -> bytes:
+    if type(item) is bytes or isinstance(item, Noted):
+        return item
     try:
-        return bytes(as_bytes(found))
+        return bytes(as_bytes(item))
     except (TypeError, ValueError) as error:
-        message = (
-            f"the source {source.uri!r} gave a {type(found).__name__} for {key!r}, and bytes were wanted: give decode= for other objects"
-        )
-        raise errors.ConfigError(message, name="source", value=type(found).__name__) from error
+        kind = type(item).__name__
+        message = f"the source {source.uri!r} returned a {kind} for {key!r} instead of bytes: pass decode= for other objects"
+        raise errors.ConfigError(message, name="source", value=kind) from error
 
 
 def _unpickle(origin: Origin, source: Any, how: dict[str, Any]) -> Prefetcher[Any] | PassThrough[Any]:
