@@ -13,11 +13,11 @@ from forebay._logs import logger
 log = logger("forebay.catalog")
 
 SIZE = 4 << 20
-LEAST = 128 << 10  # it is made again of what there is, and leaves as much for the next transaction
+LEAST = 128 << 10  # it is restored with what is free, but leaves this much for the next transaction
 
 
 class Ballast:
-    """The ballast of one root. Callable from any thread; other processes give up and restore the same file."""
+    """The ballast of one root. Callable from any thread; other processes release and restore the same file."""
 
     def __init__(self, root: Root) -> None:
         self._root = root
@@ -25,7 +25,7 @@ class Ballast:
         """Bytes that the disk lacks for all of it, after it was given up."""
 
     def make(self) -> None:
-        """Have it, if there is none, and none was given up a moment ago: then a commit restores it."""
+        """Create it if it is missing, unless it was released a moment ago: then a commit restores it."""
         if self.owed:
             return
         try:

@@ -1,8 +1,7 @@
-"""Rows are not believed: whoever can write to a root can write to its catalog.
+"""Validation of rows: whoever can write to a root can write to its catalog.
 
-Here, and nowhere else, it is decided which values may become names of files, offsets of locks and records of tables. A row with others
-is damage: nobody gets it, it is told once, and the next transaction sets it aside: see `Rows.doubt`.
-"""
+Only this module decides which values may become file names, offsets of locks and indexes of tables. A row with other values is damage:
+it is served to no caller, logged once, and set aside by the next transaction: see `Rows.doubt`."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _ENTRIES = frozenset((_ENTRY, (*_ENTRY[:8], _NONE, *_ENTRY[9:])))  # with a vali
 
 
 def is_number(value: object, end: int = NUMBERS) -> bool:
-    """Whether it is a number that one of ours could be: an id, a keyhash, a count of bytes."""
+    """Whether it is a number that Forebay could have written: an id, a keyhash, a count of bytes."""
     return type(value) is int and 0 <= value < end
 
 
@@ -44,7 +43,7 @@ def is_slot(value: object) -> bool:
 
 
 def entry(rows: Rows, row: Sequence[Any]) -> Entry | None:
-    """An entry from its columns, in its own order; None for a row that is no entry of ours."""
+    """Makes an entry from its columns, in the order of its fields; None for a row that Forebay did not write."""
     if (
         tuple(map(type, row)) in _ENTRIES
         and 0 < row[0] < NUMBERS
@@ -60,13 +59,13 @@ def entry(rows: Rows, row: Sequence[Any]) -> Entry | None:
 
 
 def entries(rows: Rows, several: Iterable[Sequence[Any]]) -> list[Entry]:
-    """`entry`, of several: those that are ours."""
+    """`entry`, for several rows: the valid ones."""
     return [sound for row in several if (sound := entry(rows, row)) is not None]
 
 
 def files(rows: Rows, several: Sequence[Sequence[Any]], shape: str) -> list[Any]:
-    """Rows of entries that begin with an id, as ``shape`` says for each column:
-    ``i`` a number, ``s`` a slot, ``t`` a text, ``k`` a kind, ``r`` a real number, ``x`` a suffix."""
+    """Returns the valid rows, each of which begins with an entry's id. ``shape`` gives the type of each column: ``i`` a number, ``s`` a
+    slot, ``t`` a text, ``k`` a kind, ``r`` a real number, ``x`` a suffix."""
     if not several:
         return []
     columns, slot = list(zip(*several, strict=True)), shape.find("s")
@@ -84,7 +83,7 @@ def files(rows: Rows, several: Sequence[Sequence[Any]], shape: str) -> list[Any]
 
 
 def reservation(rows: Rows, row: Sequence[Any]) -> bool:
-    """Whether a reservation, in the order of its columns, may be one of ours."""
+    """Whether a reservation, in the order of its columns, is valid."""
     id, owner, space, key, keyhash, _, size, charge, suffix, _, count = row
     numbers = (id, space, keyhash, size, charge, count, 0 if owner is None else owner)
     if all(map(is_number, numbers)) and id > 0 and type(key) is str and is_suffix(suffix):
@@ -94,7 +93,7 @@ def reservation(rows: Rows, row: Sequence[Any]) -> bool:
 
 
 def segment(rows: Rows, row: Sequence[Any]) -> bool:
-    """Whether a segment of a pack, in the order of its columns, may be one of ours."""
+    """Whether a segment of a pack, in the order of its columns, is valid."""
     pack, number, owner, capacity, size, tail = row
     if all(map(is_number, (pack, 0 if owner is None else owner, capacity, size, tail))) and is_number(number, _SEGMENTS):
         return True
@@ -103,7 +102,7 @@ def segment(rows: Rows, row: Sequence[Any]) -> bool:
 
 
 def owner(rows: Rows, row: Sequence[Any]) -> bool:
-    """Whether a process, in the order of its columns, may be one of ours."""
+    """Whether a process, in the order of its columns, is valid."""
     id, pid, *words = row
     if is_number(id) and is_number(pid) and all(isinstance(word, str | float) for word in words):
         return True

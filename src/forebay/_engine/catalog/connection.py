@@ -34,10 +34,11 @@ log = logger("forebay.catalog")
 T = TypeVar("T")
 
 WORTH, LIVE = 1024, 1024
-"""Pages that have to be free, and that may be in use, for the catalog to be written anew without them: so much of the log is there for."""
+"""The catalog is compacted when at least ``WORTH`` pages are free and at most ``LIVE`` in use: the log has room for that many."""
 TRIES, LOOKS = 3, 8
-"""How often a statement that others' writes overtook is begun again before it takes the writer lock; where it cannot."""
-_RESERVED = 0x4000_0001  # https://www.sqlite.org/lockingv3.html: who writes with a rollback journal has this byte of the database
+"""How often a statement that other processes' writes have overtaken is repeated: before it takes the writer lock; where it cannot take
+it."""
+_RESERVED = 0x4000_0001  # https://www.sqlite.org/lockingv3.html: a writer with a rollback journal has this byte of the database locked
 
 
 class Catalog:
@@ -61,12 +62,12 @@ class Catalog:
         """Bytes of the disk that were free when a transaction last looked."""
         self._copied_at = 0  # the size of the log when this process last copied it into the database
         self._doubts = Doubts()
-        self._ids = [0, 0]  # from, to: taken by this process, and nobody's yet
+        self._ids = [0, 0]  # from, to: ids that this process has taken and not used yet
         self.ballast = Ballast(root)
         self._still = False
         self._suspect: tuple[int, int] | None = None
         self.lost = ""
-        """What became of the catalog that the one in use took the place of, until somebody has said so."""
+        """Why the previous catalog was replaced, until a caller has reported it."""
         self._pid = os.getpid()
 
     def _join_peers(self) -> threading.RLock:
@@ -88,8 +89,8 @@ class Catalog:
             self._connection_locked()
 
     def rebuild(self, why: str) -> None:
-        """Throw the catalog away and begin an empty one. The caller then sweeps the files that no row names. Two processes may both have
-        seen the damage: the one that comes second finds a sound catalog and keeps it."""
+        """Replace the catalog by an empty one. The caller then sweeps the files that no row names. If two processes have seen the
+        damage, the second one finds a sound catalog and keeps it."""
         with self.writer():
             with self._mutex:
                 self._close_peers_locked()
@@ -106,8 +107,8 @@ class Catalog:
                 self._connect_locked()
 
     def _is_sound_locked(self) -> bool:
-        """Whether SQLite finds no fault with the catalog as it lies there. Not all damage shows in its pages: one that the same call says a
-        second time to be damaged is."""
+        """Whether SQLite finds no fault with the catalog that is there now. Not all damage shows in its pages: a catalog that the same call
+        reports as damaged a second time is replaced."""
         try:
             with translated():
                 self._connect_locked()
@@ -122,7 +123,7 @@ class Catalog:
         return True
 
     def trust(self) -> None:
-        """Whoever said that the catalog is damaged, and was told that it is not, is content with it by now."""
+        """Forget that this catalog was reported as damaged and found sound: it has worked since."""
         self._suspect = None
 
     def problem(self, *, apart: bool = True) -> str | None:
@@ -143,7 +144,7 @@ class Catalog:
         draft = f"{self._path}.new"
         for ending in ("", "-wal", "-shm", "-journal"):
             self._root.files.make_way(draft + ending)
-        os.close(self._root.files.create(draft, self._root.file_mode))  # SQLite gives the mode of this file to those beside it
+        os.close(self._root.files.create(draft, self._root.file_mode))  # SQLite copies the mode of this file to those beside it
         host.step("catalog-create", draft)
         with translated(), contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as con:
             con.execute(f"PRAGMA page_size = {PAGE}")
@@ -151,7 +152,7 @@ class Catalog:
             schema.create(con, self._root.id)
         self.ballast.make()
         for ending in ("-wal", "-shm"):
-            # A journal whose catalog somebody deleted: SQLite would take it for the new one's, and ids would be given twice.
+            # The log of a catalog that was deleted: SQLite would take it for the new one's, and ids would be given twice.
             self._root.files.make_way(self._path + ending)
         self._root.files.rename(draft, self._path)
         return True
@@ -165,7 +166,7 @@ class Catalog:
         if self._still:
             con = self._connected("immutable=1&mode=ro")
         elif strange := self._wal.strange():
-            raise CatalogBroken(f"{strange} is no plain file", damaged=True)
+            raise CatalogBroken(f"{strange} is not a plain file", damaged=True)
         elif not self._root.read_only:
             con = self._connected_to_write()
         elif os.path.lexists(self._wal.journal):
@@ -173,7 +174,7 @@ class Catalog:
         else:
             try:
                 con = self._connected("mode=ro&readonly_shm=1")  # else SQLite writes into the journal's index, or makes it
-            except sqlite3.OperationalError:  # the index is gone, or a writer died while he changed it
+            except sqlite3.OperationalError:  # the index is gone, or a writer died while changing it
                 con = self._connected("mode=ro")
         try:
             where = os.stat(self._path)
@@ -188,8 +189,9 @@ class Catalog:
         self._con, self._pid = con, os.getpid()
 
     def _connected_to_write(self) -> sqlite3.Connection:
-        """SQLite plays a rollback journal back before it sees that there is a log, and removes whatever file that journal names: unless
-        somebody has the byte locked that says whose the journal is. This process does, by a lock that is not SQLite's own."""
+        """SQLite plays back a rollback journal before it sees that there is a log, and removes whatever file that journal names, unless
+        another holder has locked the byte that marks the journal as in use. So this process locks it, by a lock that is not SQLite's
+        own."""
         self._check_plain()
         guard = self._guard
         if not guard.is_same():
@@ -229,7 +231,7 @@ class Catalog:
     def _check_plain(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(self._path).st_mode):
-                raise CatalogBroken(f"the catalog {self._path} is no plain file", damaged=True)
+                raise CatalogBroken(f"the catalog {self._path} is not a plain file", damaged=True)
 
     def _check_identity(self, con: sqlite3.Connection) -> None:
         if not self._root.read_only:
@@ -251,7 +253,7 @@ class Catalog:
         if self._pid != os.getpid():  # forked behind Python's back: SQLite's state here is the parent's, not to be used nor closed
             raise errors.CacheFault("this process was forked by C code: it reads past the cache")
         if self._still and not self._immutable and self._wal.exists():
-            self._close_locked()  # somebody writes now
+            self._close_locked()  # another process writes now
         if self._con is None:
             self._connect_locked()
         assert self._con is not None
@@ -262,7 +264,7 @@ class Catalog:
     def all(self, sql: str, *values: Any) -> list[Any]:
         """The rows of one statement, fetched to the end: a reader that stays open would let the log grow.
 
-        One that takes longer than others need to write some MiB is begun again, and at last run under the writer lock."""
+        A statement that takes longer than other processes need to write some MiB is repeated, and finally run under the writer lock."""
         return self._until_current(self._try_all, sql, values)
 
     def _until_current(self, attempt: Callable[[str, tuple[Any, ...]], list[Any] | None], sql: str, values: tuple[Any, ...]) -> list[Any]:
@@ -319,7 +321,7 @@ class Catalog:
         return rows if index == self._wal.current_index() else None
 
     def _is_current_locked(self) -> bool:
-        """Whether the index of the log is the one that was opened. Inside a transaction nobody can retire it."""
+        """Whether the index of the log is the one that was opened. During a transaction no process can retire it."""
         if self._con is None or self._still or self._con.in_transaction:
             return True
         return self._index is not None and self._index == self._wal.current_index()
@@ -344,8 +346,8 @@ class Catalog:
 
     @property
     def doubted(self) -> list[str]:
-        """Rows that cannot be ours, and that no transaction has set aside yet."""
-        waiting = list(self._doubts.waiting)  # in one step: others add to it
+        """Invalid rows that no transaction has set aside yet."""
+        waiting = list(self._doubts.waiting)  # in one step: other threads add to it
         return [f"{table} {', '.join(map(repr, key))}" for table, key in waiting]
 
     def doubt(self, table: str, key: tuple[Any, ...], what: str) -> None:
@@ -389,7 +391,8 @@ class Catalog:
         self._tidy(txn)
 
     def insist(self, work: Callable[[Txn], T], timeout: float | None = None) -> T:
-        """What ``work`` gives in a transaction; it is called again where the disk was full and the ballast made room."""
+        """Returns what ``work`` returns in a transaction; ``work`` is called again if the disk was full and releasing the ballast made
+        room."""
         try:
             with self.write(timeout) as txn:
                 return work(txn)
@@ -400,7 +403,7 @@ class Catalog:
             return work(txn)
 
     def compact(self) -> None:
-        """Make the file small again where almost all of its pages are free: by itself it only grows. Others may read meanwhile.
+        """Shrink the file where almost all of its pages are free: SQLite only lets it grow. Other processes may read meanwhile.
 
         Raises `WriterBusy`, `DiskFull`."""
         if not self._is_worth_compacting():  # a look without the writer lock: almost always there is nothing to do
@@ -455,12 +458,12 @@ class Catalog:
         if txn.leftovers:
             try:
                 self._sweep()
-            except (errors.CacheFault, OSError) as error:  # what the caller wrote stands; the next writer sweeps
+            except (errors.CacheFault, OSError) as error:  # the caller's write is committed; the next writer sweeps
                 log.warning("sweeping %s failed: %s", self._root.path, str(error))
 
     def check_same(self) -> None:
-        """The path must still name the file that we have open: else commits would go to a file that nobody will see again.
-        Raises `CatalogBroken`: numbers of spaces and owners that came from the old one mean nothing in the new one."""
+        """Check that the path still names the file that is open: else commits would go to a file that no other process sees. Raises
+        `CatalogBroken`: ids of spaces and owners from the old file mean nothing in the new one."""
         if not self._writer.is_same():
             raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
         try:
@@ -487,9 +490,9 @@ class Catalog:
             raise errors.CacheFault(f"{self._wal.log} has {size:,} bytes, and cannot be copied into the catalog")
 
     def _bound_log_locked(self) -> None:
-        """After a commit: copy the log into the database where it had grown, whoever wrote. It starts again with the next transaction.
+        """After a commit: copy the log into the database if it has grown, whichever process wrote it. The next transaction restarts it.
 
-        Caller: holds the writer lock, so that nobody can be stopped while he copies and go on with it later."""
+        Caller: holds the writer lock, so that no process can be stopped while it copies, and continue later."""
         size = self._log_size
         if size <= SOFT:
             self._copied_at = 0
@@ -498,7 +501,7 @@ class Catalog:
             self._try_to_bound_locked(size)
 
     def _try_to_bound_locked(self, size: int) -> bool:
-        """Whether nothing of the log is needed any more. Never waits; what was committed stands, whatever fails here."""
+        """Returns whether the log is completely copied. Never waits; commits stay valid whatever fails here."""
         try:
             done = self._copy_log_locked()
             if size >= RETIRE:  # it did not start again for several transactions: a reader is in the way
@@ -515,15 +518,15 @@ class Catalog:
         return not busy and bool(frames == copied)
 
     def _retire_index_locked(self) -> None:
-        """Go on without those who read: they find out, and read again. See the module `wal`."""
+        """Continue without the processes that are reading: they notice, and read again. See the module `wal`."""
         con = self._connection_locked()
-        con.execute("BEGIN IMMEDIATE")  # while SQLite's writer lock is held nobody makes the index anew
+        con.execute("BEGIN IMMEDIATE")  # while SQLite's writer lock is held, no process recreates the index
         try:
             retired = self._wal.retire_index()
         finally:
             con.execute("ROLLBACK")
         if retired:
-            log.info("a process that stands still reads %s: its log goes on without it", self._path)
+            log.info("a stopped process reads %s: its log continues without that process", self._path)
             self._close_peers_locked()
 
     def _unlink_retired(self) -> None:
@@ -537,13 +540,15 @@ class Catalog:
     def _close_locked(self) -> None:
         con, self._con, self._seen, self._index, self._ids = self._con, None, None, None, [0, 0]
         if con is not None and self._writer.is_lost():
-            host.never_free(con)  # the job closed SQLite's descriptors, and may have opened others: closing writes into them
+            host.never_free(
+                con
+            )  # the job closed SQLite's descriptors, and may have reopened their numbers: closing would write into its files
         elif con is not None and self._pid == os.getpid():
             with contextlib.suppress(sqlite3.Error):
                 con.close()
 
     def _close_peers_locked(self) -> None:
-        """Caller: goes on with the same catalog, and learns if it is another one by now."""
+        """Close all connections of this process. Caller: continues with the same catalog, and notices if it was replaced."""
         self._peers.stop_apart()
         for catalog in self._peers.catalogs:
             seen = catalog._seen

@@ -89,7 +89,7 @@ def payload(rows: Rows, id: int) -> bytes | None:
 
 
 def any_leftovers(rows: Rows) -> bool:
-    """Whether anything waits to be swept: replaced, doomed, or held by somebody who may be gone."""
+    """Whether anything waits to be swept: superseded or doomed entries, or held ones whose holder may be gone."""
     return bool(
         rows.all(f"SELECT EXISTS (SELECT 1 FROM entries WHERE state > {LIVE}) OR EXISTS (SELECT 1 FROM entries WHERE life = 'held')")[0][0]
     )
@@ -107,7 +107,7 @@ def any_trees(rows: Rows) -> bool:
 
 
 def page(rows: Rows, space: int, after: str | None, limit: int, *, backwards: bool = False) -> list[Entry]:
-    """The live entries of one space that follow the key ``after`` in order of keys; empty: there are no more."""
+    """The live entries of one space after the key ``after``, in order of keys; empty at the end."""
     columns = _COLUMNS.replace("s.name", "(SELECT name FROM spaces WHERE id = ?1)")
     return _page(rows, columns, space, after, limit, backwards, lambda page_rows: checked.entries(rows, page_rows))
 
@@ -147,7 +147,7 @@ def by_ids(rows: Rows, ids: Sequence[int]) -> list[Entry]:
 
 
 def has_any(rows: Rows, space: int, prefix: str) -> bool:
-    """Whether a key of this space that is served begins so."""
+    """Whether any live key of this space begins with ``prefix``."""
     last = f"{prefix}\U0010ffff"
     return (
         rows.one(f"SELECT 1 FROM entries WHERE space = ? AND key >= ? AND key < ? AND state = {LIVE} LIMIT 1", space, prefix, last)
@@ -156,14 +156,14 @@ def has_any(rows: Rows, space: int, prefix: str) -> bool:
 
 
 def living_in(rows: Rows, first: int, end: int) -> list[tuple[int, int, int]]:
-    """Slot, id and space of the live entries whose slots are in this range."""
+    """Slot, id and space of the live entries with slots in this range."""
     living = rows.all(f"SELECT id, slot, space FROM entries WHERE state = {LIVE} AND slot >= ? AND slot < ?", first, end)
     return [(slot, id, space) for id, slot, space in checked.files(rows, living, "isi")]
 
 
 def top_slot(rows: Rows) -> int:
-    """All slots that were given out lie below. Raises `CatalogBroken` where it is far above what is taken and free: the table would be
-    made larger and larger for nobody. Counts rows."""
+    """The first slot that was never used. Raises `CatalogBroken` where it is far above the used and free slots: the table of slots would be
+    enlarged for nothing. Counts rows."""
     top = next_slot(rows)
     if top > RECORDS + rows.one(COUNT_SLOTS)[0]:
         raise CatalogBroken(f"the catalog is damaged: next_slot is {top}, and there are far fewer slots", damaged=True)
@@ -203,7 +203,8 @@ def _freed(txn: Txn, slots: list[int]) -> list[int]:
 
 
 def _new(txn: Txn, top: int, free: int) -> int:
-    """The first new slot, once it is seen that it follows those of the entries: the table grows by it. ``free``: all that are free."""
+    """The first new slot, once it is checked that the slots before it are in use: the table grows by it. ``free``: the number of free
+    slots."""
     if not txn.is_proven(top + 1):
         (noted,) = txn.one("SELECT sum(entries) FROM spaces")
         if type(noted) is not int or top > RECORDS + noted + free:
@@ -234,7 +235,7 @@ def _row(space: int, e: Entry) -> tuple[Any, ...]:
 
 
 def supersede(txn: Txn, entry: Entry) -> None:
-    """Make room for a new version under the same key. A small value goes at once; a file when its last lease does."""
+    """Make room for a new version under the same key. A small value is deleted at once; a file when its last lease is released."""
     if entry.kind == "value":
         delete(txn, entry.id, entry.kind)
     else:
@@ -242,7 +243,7 @@ def supersede(txn: Txn, entry: Entry) -> None:
 
 
 def doom(txn: Txn, id: int) -> bool:
-    """Begin the removal. False if the entry is gone, pinned meanwhile, or linked from a tree that stands."""
+    """Begin the removal. False if the entry is gone, was pinned meanwhile, or is linked from a live tree."""
     return bool(txn.run(f"{_DOOM} AND id = ?", id))
 
 
@@ -293,12 +294,12 @@ def drop_value(txn: Txn, id: int) -> bool:
 
 
 def leaving(rows: Rows, limit: int = 256) -> list[tuple[int, int, str, str, int]]:
-    """Entries that were replaced or doomed and whose bytes are still there: (id, slot, kind, suffix, state)."""
+    """Superseded and doomed entries whose bytes still exist: (id, slot, kind, suffix, state)."""
     return checked.files(rows, rows.all(f"SELECT id, slot, kind, suffix, state FROM entries WHERE state > {LIVE} LIMIT ?", limit), "iskxi")
 
 
 def held(rows: Rows, after: int, limit: int) -> list[Entry]:
-    """Entries that live only as long as somebody holds them, by id from ``after`` on."""
+    """Entries that live only as long as a process holds them, by id after ``after``."""
     held_rows = rows.all(f"{_FROM} WHERE e.life = 'held' AND e.state = {LIVE} AND e.id > ? ORDER BY e.id LIMIT ?", after, limit)
     return checked.entries(rows, held_rows)
 
@@ -333,7 +334,7 @@ def _file_of(name: FileName) -> FileName:
 
 
 def between(rows: Rows, low: int, high: int, *, values: bool) -> list[Entry]:
-    """The live entries whose ids are behind ``low``, and not behind ``high``; with ``values`` the small ones in the catalog, too."""
+    """The live entries with ids above ``low``, up to ``high``; with ``values``, also the small ones in the catalog."""
     kinds = "" if values else " AND e.kind != 'value'"
     return checked.entries(rows, rows.all(f"{_FROM} WHERE e.id > ? AND e.id <= ? AND e.state = {LIVE}{kinds}", low, high))
 
@@ -365,7 +366,7 @@ def set_meta(txn: Txn, id: int, meta: str) -> None:
 
 
 def rename(txn: Txn, entry: Entry, space: int, key: str, slot: int) -> None:
-    """Give a live entry another name and another slot. Caller: has superseded who had the name."""
+    """Give a live entry another name and another slot. Caller: has superseded the entry that had the name."""
     txn.run("UPDATE entries SET space = ?, key = ?, slot = ? WHERE id = ?", space, key, slot, entry.id)
 
 

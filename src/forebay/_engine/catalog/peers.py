@@ -1,8 +1,7 @@
-"""The catalogs of one path in this process, and long looks at it through connections of their own.
+"""The catalogs of one path in this process, and their long queries on separate connections.
 
-SQLite lets the connections of a process share the index of the log, and none may be inside SQLite at a fork. So a long look that runs
-outside the mutex is stopped, and waited for, before the index is another one and before a fork; then it begins again.
-"""
+The connections of a process share SQLite's index of the log, and none may be inside SQLite at a fork. So a long query that runs outside
+the mutex is interrupted, and waited for, before the index is replaced and before a fork; then it starts again."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _ASK_AGAIN = 0.01
 
 
 class Apart:
-    """One long look."""
+    """One long query."""
 
     def __init__(self) -> None:
         self.con: sqlite3.Connection | None = None
@@ -51,8 +50,8 @@ class Peers:
         self._apart: set[Apart] = set()  # added to under the mutex, removed from by single steps
 
     def guard(self) -> locks.LockFile:
-        """On the catalog itself, for as long as one of the catalogs keeps it. Closed when no connection is open only: whoever closes a file
-        loses all that SQLite has locked there. Caller: holds the mutex."""
+        """A lock file on the catalog itself, shared by its users here. It is closed only when no connection is open: closing any
+        descriptor of a file drops all of SQLite's locks on it. Caller: holds the mutex."""
         guard = self._guard() or locks.LockFile(self._path, self._opener, writable=False)
         self._guard = weakref.ref(guard)
         return guard
@@ -69,15 +68,15 @@ class Peers:
         one.ended.set()
 
     def stop_apart(self) -> None:
-        """Wait until all have ended. Caller: holds the mutex, so that none begins meanwhile."""
+        """Wait until all queries have ended. Caller: holds the mutex, so that none begins meanwhile."""
         for one in list(self._apart):
             while one.con is not None and not one.ended.is_set():
                 with contextlib.suppress(sqlite3.ProgrammingError):  # it was closed a moment ago
                     one.con.interrupt()
-                one.ended.wait(_ASK_AGAIN)  # an interrupt that comes before the statement is lost
+                one.ended.wait(_ASK_AGAIN)  # an interrupt before the statement begins is lost
 
 
-_peers: dict[tuple[int, str], Peers] = {}  # by process and path: a child of a fork begins anew
+_peers: dict[tuple[int, str], Peers] = {}  # by process and path: a forked child has none yet
 
 
 def peers_of(path: str, opener: locks.Opener) -> Peers:
@@ -86,6 +85,6 @@ def peers_of(path: str, opener: locks.Opener) -> Peers:
 
 
 def forget_ancestors() -> None:
-    """In a child: an ancestor's number comes round, and his mutex may be held."""
+    """In a child: a process id may be reused, and the mutex of an ancestor's entry may be held."""
     for name in [name for name in _peers if name[0] != os.getpid()]:
         _peers.pop(name, None)

@@ -80,7 +80,7 @@ def failure(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | No
 
 
 def record_failure(txn: Txn, space: int, key: str, error: dict[str, Any], at: int) -> None:
-    """Note that an attempt failed: for those who wait. ``at``: nanoseconds of the node's monotonic clock."""
+    """Record that an attempt failed, for the processes that wait. ``at``: nanoseconds of the node's monotonic clock."""
     txn.run(
         "INSERT INTO failures VALUES (?1, ?2, ?3, ?4) ON CONFLICT(space, key) DO UPDATE SET error = ?3, at = ?4",
         space, key, json.dumps(error), at,
@@ -89,12 +89,12 @@ def record_failure(txn: Txn, space: int, key: str, error: dict[str, Any], at: in
 
 
 def forget_failures(txn: Txn) -> None:
-    """After a reboot: the clock they were noted by began anew."""
+    """After a reboot: the clock of their times has restarted."""
     txn.run("DELETE FROM failures")
 
 
 def waits(rows: Rows) -> list[KeyWait]:
-    """The nested waits that are noted, those of dead processes too."""
+    """The recorded nested waits, those of dead processes too."""
     key_waits = []
     for name, value in rows.all("SELECT name, value FROM meta WHERE name > 'wait/' AND name < 'wait0'"):
         try:

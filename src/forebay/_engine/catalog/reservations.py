@@ -1,4 +1,4 @@
-"""Statements about bytes that are promised, and what is left of fetches whose process is gone."""
+"""Statements about reserved bytes, and about the remains of fetches whose process is gone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from forebay._engine.catalog.connection import Rows, Txn
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Bytes promised to one write. Its id becomes the entry's. ``owner`` None: a partial that waits for a successor.
+    """Bytes reserved for one write. Its id becomes the entry's. ``owner`` None: a partial file that waits for a successor.
 
-    ``rows``: how many entries it is for. One whose ``keyhash`` is 0 has no files: see `SpaceReservation`."""
+    ``rows``: for how many entries it is. With ``keyhash`` 0 it has no files: see `SpaceReservation`."""
 
     id: int
     owner: int | None
@@ -48,7 +48,7 @@ def by_id(rows: Rows, id: int) -> Reservation | None:
 
 
 def by_key(rows: Rows, keyhash: int) -> list[Reservation]:
-    """What stands under a key's lock: the newest first."""
+    """The reservations under a key's lock, newest first."""
     return _sound(rows, rows.all(f"{_FROM} WHERE keyhash = ? ORDER BY id DESC", keyhash))
 
 
@@ -62,12 +62,12 @@ def abandoned(rows: Rows) -> list[Reservation]:
 
 
 def any_others(rows: Rows, space: int, but: int) -> bool:
-    """Whether anybody else writes into a space, or waits for room there."""
+    """Whether another process writes into a space, or waits for room there."""
     return bool(rows.one("SELECT EXISTS (SELECT 1 FROM reservations WHERE space = ? AND id != ? AND owner IS NOT NULL)", space, but)[0])
 
 
 def owners(rows: Rows) -> list[int]:
-    """Who has reservations."""
+    """The owners of reservations."""
     return [row[0] for row in rows.all("SELECT DISTINCT owner FROM reservations WHERE owner IS NOT NULL")]
 
 
@@ -91,7 +91,8 @@ def set_owner(txn: Txn, id: int, owner: int | None) -> None:
 
 
 def disown(txn: Txn, owner: int) -> None:
-    """The owner is dead: what it had granted stays counted as partials; what was only asked for, or has no files, goes."""
+    """The owner is dead: its granted reservations stay counted as partials; those that were only requested, or have no files, are
+    deleted."""
     txn.run("DELETE FROM reservations WHERE owner = ? AND (granted = 0 OR keyhash = 0)", owner)
     txn.run("UPDATE reservations SET owner = NULL WHERE owner = ?", owner)
 

@@ -92,7 +92,7 @@ COUNT_SLOTS = "SELECT (SELECT count(*) FROM entries) + (SELECT count(*) FROM fre
 
 
 def is_sane(con: sqlite3.Connection) -> bool:
-    """Whether the next id, the next slot and the limits can be told, and no slot is given twice. In memory is a byte for each slot."""
+    """Whether the next id, the next slot and the limits are valid, and no slot is used twice. Needs one byte of memory per slot."""
     meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('next_id', 'next_slot')").fetchall())
     if not all(type(meta.get(name)) is int and 0 <= meta[name] < end for name, end in (("next_id", 1 << 61), ("next_slot", 1 << 31))):
         return False

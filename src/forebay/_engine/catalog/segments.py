@@ -1,4 +1,4 @@
-"""Statements about the segments of packs: who appends to which, and how much of it is allocated."""
+"""Statements about the segments of packs: their writers, and how much of each is allocated."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from forebay._engine.catalog.connection import Rows, Txn
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A file of a pack. ``owner``: the process that appends to it; None: nobody does, and ``tail`` is where the next one goes on.
-    ``capacity``: where it ends; ``size``: bytes of it that are allocated, and charged."""
+    """A file of a pack. ``owner``: the process that appends to it; None: no process does, and ``tail`` is where the next one continues.
+    ``capacity``: its length; ``size``: bytes that are allocated, and charged."""
 
     pack: int
     number: int
@@ -40,13 +40,13 @@ def last(rows: Rows, pack: int) -> int:
 
 
 def roomy(rows: Rows, pack: int, need: int) -> list[Segment]:
-    """The segments of a pack that somebody appends to, or nobody any more though ``need`` bytes go in; the newest first."""
+    """The segments of a pack that a process appends to, or that have no writer and room for ``need`` bytes; newest first."""
     where = "pack = ? AND (owner IS NOT NULL OR capacity - tail >= ?)"
     return _sound(rows, rows.all(f"{_FROM} WHERE {where} ORDER BY number DESC", pack, need))
 
 
 def owned(rows: Rows) -> list[Segment]:
-    """All segments that some process, dead or alive, appends to."""
+    """All segments with an owner, dead or alive."""
     return _sound(rows, rows.all(f"{_FROM} WHERE owner IS NOT NULL"))
 
 
@@ -83,6 +83,6 @@ def sums(rows: Rows) -> dict[int, int]:
 
 
 def recount(txn: Txn, pack: int, index: int) -> None:
-    """Note the size of a pack as its rows have it; ``index``: bytes that it takes beside its segments."""
+    """Update the size of a pack from its rows; ``index``: bytes of its index file."""
     size = index + sums(txn).get(pack, 0)
     txn.run("UPDATE entries SET size = ?2, charge = ?2 WHERE id = ?1 AND size != ?2", pack, size)

@@ -39,10 +39,10 @@ class SpaceRow:
 
 
 class Totals(NamedTuple):
-    """What is used, and what binds, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being
+    """What is used and what limits it, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being
     unlinked; ``granted`` and ``pending``: of reservations; ``over``: of the catalog beside small values, above `ALLOWANCE`; ``rows``:
     of entries and reservations; ``space``: of the live entries of one space, ``rows_here`` their number, ``quota`` and
-    ``max_count`` its own. ``leftovers``: something waits to be swept: replaced, doomed, or held by somebody who may be gone.
+    ``max_count`` its own limits. ``leftovers``: something waits to be swept, see `entries.any_leftovers`.
     ``any_promised``: there are reservations."""
 
     entries: int
@@ -111,13 +111,13 @@ def by_id(rows: Rows, id: int) -> SpaceRow | None:
 
 
 def _space(row: Sequence[Any]) -> SpaceRow:
-    """Raises `CatalogBroken` for one that none of ours is: without a space nothing can be said of its entries."""
+    """Makes a space from its row. Raises `CatalogBroken` if it is invalid: without its space no entry can be served."""
     space = SpaceRow(*row)
     _numbers((space.id, space.quota, space.bytes, space.charge, space.entries, space.max_count))
     words = space.name, space.kind, space.policy
     if set(map(type, words)) != {str} or space.policy.lower() not in _POLICIES or space.id <= 0:
         raise CatalogBroken(f"the catalog is damaged: the row of the space {space.name!r}", damaged=True)
-    if min(space.bytes, space.charge, space.entries) < 0:  # a check finds them wrong, and a repair counts anew
+    if min(space.bytes, space.charge, space.entries) < 0:  # a check reports them, and a repair counts again
         return replace(space, bytes=max(space.bytes, 0), charge=max(space.charge, 0), entries=max(space.entries, 0))
     return space
 
@@ -125,12 +125,12 @@ def _space(row: Sequence[Any]) -> SpaceRow:
 def _numbers(row: Sequence[Any]) -> Sequence[Any]:
     """What is to be added and compared. Raises `CatalogBroken` where that cannot be done."""
     if not _NUMBERS.issuperset(map(type, row)):
-        raise CatalogBroken("the catalog is damaged: a total or a limit is no number", damaged=True)
+        raise CatalogBroken("the catalog is damaged: a total or a limit is not a number", damaged=True)
     return row
 
 
 def every(rows: Rows) -> list[SpaceRow]:
-    """For people who look: ``entries`` counts live ones only."""
+    """All spaces, for display: ``entries`` counts live ones only."""
     return [_space(row) for row in rows.all(_SEEN)]
 
 

@@ -13,7 +13,7 @@ _CACHE = "-8000"  # KiB
 
 
 class Spill:
-    """Rows of plain values, by a number. Of one thread. Raises `CacheFault` where there is no room for the file."""
+    """Rows of plain values, each with a number to sort by. For one thread. Raises `CacheFault` where there is no room for the file."""
 
     def __init__(self) -> None:
         with translated():
@@ -28,7 +28,7 @@ class Spill:
             self._con.executemany("INSERT INTO rows VALUES (?, ?)", ((number, marshal.dumps(row)) for number, row in rows))
 
     def sorted(self, *, backwards: bool = False) -> Iterator[tuple[Any, ...]]:
-        """All rows in order of their numbers; those of one number as they came. The file goes at the end."""
+        """All rows in order of their numbers; equal numbers in order of insertion. The file is removed at the end."""
         try:
             with translated():
                 ordered = self._con.execute(f"SELECT data FROM rows ORDER BY place {'DESC' if backwards else 'ASC'}, rowid")

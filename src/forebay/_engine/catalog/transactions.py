@@ -1,4 +1,4 @@
-"""What is said to SQLite inside a transaction, and what its errors mean."""
+"""Transactions, and the meaning of SQLite's errors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ KINDS = ("blob", "value", "tree", "pack", "session")
 NUMBERS, SLOTS = 1 << 62, 1 << 32
 """Ids and hashes of keys, and slots, lie below these."""
 _TOLD = 10_000
-_KEYS = {"segments": "pack IS ? AND number IS ?", "failures": "space IS ? AND key IS ?", "meta": "name IS ?"}  # of the others: their id
+_KEYS = {"segments": "pack IS ? AND number IS ?", "failures": "space IS ? AND key IS ?", "meta": "name IS ?"}  # other tables: their id
 # What a sound catalog in its own file never answers. `SQLITE_ERROR` is a table or a column that is not there, or a sum of numbers that
-# nobody wrote; a header of its own decides whether SQLite takes a file that may be written to for one that may only be read.
+# Forebay did not write; the file's header can make SQLite treat a writable file as read-only.
 _DAMAGE = {
     sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_INTERNAL, sqlite3.SQLITE_CONSTRAINT,
     sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_FORMAT,
@@ -37,7 +37,7 @@ class CatalogBroken(errors.CacheFault):
 
 
 class DiskFull(errors.CacheFault):
-    """SQLite found no room, or the disk quota is used up. ``relieved``: there is some now, since the ballast was given up."""
+    """SQLite found no room, or the disk quota is used up. ``relieved``: there is room now, since the ballast was released."""
 
     errno = errno.ENOSPC
     relieved: bool = False
@@ -51,14 +51,15 @@ class Rows(Protocol):
     def one(self, sql: str, *values: Any) -> Any: ...
 
     def doubt(self, table: str, key: tuple[Any, ...], what: str) -> None:
-        """A row holds what none of ours would: it is served to nobody, told once, and set aside by the next transaction."""
+        """Report a row with values that Forebay did not write: it is served to no caller, logged once, and set aside by the next
+        transaction."""
 
     def has_slot(self, slot: int) -> bool:
         """Whether an entry may live in this slot: none lives behind the chunk of the table that the next new one is in."""
 
 
 def number_below(value: Any, name: str, end: int) -> int:
-    """A number of the catalog's own, that must lie below ``end``. Raises `CatalogBroken`: nothing else could tell what is taken."""
+    """A number of the catalog's own, which must lie below ``end``. Raises `CatalogBroken`: there is no other record of what is in use."""
     if type(value) is not int or not 0 <= value < end:
         raise CatalogBroken(f"the catalog is damaged: {name} is {value!r}", damaged=True)
     return value
@@ -71,13 +72,13 @@ def next_slot(rows: Rows) -> int:
 
 
 class Doubts:
-    """Rows that cannot be ours, of which this process knows: so many at once; what is left out is met again. Its methods are single
-    steps: no lock."""
+    """Invalid rows that this process knows of: a limited number at once; the others are found again. Each method is a single step,
+    without a lock."""
 
     def __init__(self) -> None:
         self.waiting: dict[tuple[str, tuple[Any, ...]], None] = {}
         self._told: set[tuple[str, tuple[Any, ...]]] = set()
-        self.slots_end = 0  # that there are slots up to here was seen; there may be more by now
+        self.slots_end = 0  # slots up to here are known to exist; there may be more by now
         self.slots_proven = 0  # and that they are not more than their entries need
 
     def has_slot(self, rows: Rows, slot: int) -> bool:
@@ -96,7 +97,7 @@ class Doubts:
 
 
 def fetched(con: sqlite3.Connection, sql: str, values: Sequence[Any]) -> list[Any]:
-    """All rows of a statement. A text that is none comes as the bytes that it has: so the other rows can be had."""
+    """All rows of a statement. A text that is not UTF-8 is returned as bytes, so that the other rows can be read."""
     try:
         return con.execute(sql, values).fetchall()
     except sqlite3.OperationalError as error:
@@ -114,7 +115,7 @@ def _text(data: bytes) -> str | bytes:
 
 
 class translated:
-    """Around what SQLite does: its errors become ours. A class, since a generator takes thrice as long."""
+    """Translates SQLite's errors into Forebay's. A class, since a generator takes three times as long."""
 
     __slots__ = ()
 
@@ -132,7 +133,7 @@ class translated:
         name = getattr(error, "sqlite_errorname", type(error).__name__)
         if code in _FULL:
             raise DiskFull(f"the catalog cannot grow: {error} ({name})") from error
-        # Python's own: text that is no text.
+        # Python's own error: text that is not UTF-8
         undecodable = not code and isinstance(error, sqlite3.OperationalError)
         if code & 0xFF in _DAMAGE or code in _DAMAGE_EXACTLY or undecodable:
             raise CatalogBroken(f"the catalog is damaged: {error} ({name})", damaged=True) from error
@@ -160,7 +161,7 @@ class Txn:
         return rows[0] if rows else None
 
     def run(self, sql: str, *values: Any) -> int:
-        """Change rows; gives how many."""
+        """Change rows; returns how many."""
         return self._con.execute(sql, values).rowcount
 
     def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
@@ -195,7 +196,7 @@ class Txn:
         self.settle_doubts()
 
     def settle_doubts(self) -> None:
-        """Set aside the rows that cannot be ours. An entry's files go as those of one that was replaced, whatever their suffix."""
+        """Set aside the invalid rows. An entry's files are removed like those of a superseded one, whatever their suffix."""
         while self._doubts.waiting:
             (table, key), _ = self._doubts.waiting.popitem()
             if table == "entries":
@@ -222,7 +223,7 @@ class Txn:
         self.run(trigger)
 
     def new_ids(self, count: int = 1) -> range:
-        """Ids in a row that none had before. A process takes many at once: others' ids do not tell which came first."""
+        """Consecutive unused ids. A process takes many at once, so ids of different processes do not tell which came first."""
         first, end = self._ids
         if end - first < count:
             taken = max(count, IDS)

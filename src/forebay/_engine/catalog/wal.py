@@ -1,14 +1,13 @@
-"""The write-ahead log of the catalog, its bound, and what else may lie beside the catalog.
+"""The write-ahead log of the catalog, its size limit, and foreign files beside the catalog.
 
-SQLite starts its log again from the beginning once all of it is in the database and no reader needs it any more. A reader says what
-it needs by a lock on the log's index, the file ``catalog.sqlite-shm``. A process that is stopped inside a SELECT holds that lock for
-as long as it is stopped, and the log would grow meanwhile.
+SQLite restarts its log once all of it is in the database and no reader needs it any more. A reader marks what it needs by a lock on the
+log's index, the file ``catalog.sqlite-shm``. A process that is stopped inside a SELECT holds that lock as long as it is stopped, and
+the log would grow meanwhile.
 
-So the index can be *retired*, by whoever has the writer lock: it is marked as one that no SQLite can read, then unlinked. Every
-process finds out at its next statement, reconnects and gets the new index, which SQLite makes from the log. A statement that was
-running meanwhile may have read pages of two moments: its rows are thrown away and it runs again. The mark comes before the unlink:
-a connection that still has the old index can neither read by it nor, when it is closed, copy the log by it.
-"""
+So the holder of the writer lock can *retire* the index: it marks the index as unreadable for any SQLite, then unlinks it. Every process
+notices at its next statement, reconnects and gets the new index, which SQLite makes from the log. A statement that was running
+meanwhile may have read pages of two moments: its rows are discarded and it runs again. The mark comes before the unlink: a connection
+that still has the old index can neither read by it nor, when it is closed, copy the log by it."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ SOFT, STEP = 2 << 20, 512 << 10
 RETIRE = 8 << 20
 """What the log may have when its readers are waited for no longer."""
 KEEP = SOFT
-"""What the log keeps of its blocks when it starts again: on a full disk they are room for the transactions that evict, and blocks that
-are given back and taken anew each time cost a small put a tenth."""
+"""The blocks that the log keeps when it restarts: on a full disk they are room for the transactions that evict, and freeing and allocating
+blocks each time makes a small put a tenth slower."""
 EASY = 256 << 20
-"""Where so much of the disk was free a transaction ago, nobody looks how much is."""
+"""If this much of the disk was free a transaction ago, the free space is not checked again."""
 REFUSE = 12 << 20
-"""No transaction begins above this; one takes at most 4 MiB: so the log never has more than 16. Only the links of a directory come, and
-go, all at once: then it has about 100 bytes and the name more for each of its files."""
+"""No transaction begins above this size. One takes at most 4 MiB, so the log never exceeds 16 MiB. The exception are the links of a
+directory, which are written and deleted at once: about 100 bytes plus the name for each of its files."""
 
 # https://www.sqlite.org/walformat.html: two copies of a header of 48 bytes in native order, the last 8 are a checksum of those before.
 _HEADER = struct.Struct("=12I")
@@ -50,11 +49,11 @@ class Wal:
     def __init__(self, catalog: str, files: Below) -> None:
         self.log, self.index, self._files = f"{catalog}-wal", f"{catalog}-shm", files
         self.journal = f"{catalog}-journal"
-        """A rollback journal, as a catalog with a log never has one: somebody put it there."""
+        """A rollback journal: a catalog with a log never has one, so another program put it there."""
         self._catalog = catalog
 
     def uri(self, how: str) -> str:
-        """The catalog, as SQLite is told to open it."""
+        """The URI by which SQLite opens the catalog."""
         return f"file:{self._catalog.replace('%', '%25').replace('?', '%3f').replace('#', '%23')}?{how}"
 
     def size(self) -> int:
@@ -72,8 +71,8 @@ class Wal:
         return next((path for path in (self.log, self.index) if _is_plain(path) is False), None)
 
     def mend(self) -> None:
-        """Remove what is strange, and let the header say that there is a log. Caller: holds the writer lock, and no connection of this
-        process is open: closing a descriptor of the catalog would take its locks."""
+        """Remove foreign files, and restore the header's flag that there is a log. Caller: holds the writer lock, and this process has
+        no open connection: closing a descriptor of the catalog would drop its locks."""
         if _is_plain(self.log) is False and _is_plain(self.index) and not self.retire_index():
             self._files.unlink(self.index)  # it is of another log, which is gone
         for path in (self.log, self.index):
@@ -82,17 +81,17 @@ class Wal:
         try:
             fd = self._files.open(self._catalog, os.O_RDWR)
         except OSError:
-            return  # it is gone, is no file, or may not be written to: the caller finds out
+            return  # it is gone, not a plain file, or not writable: the caller notices
         try:
             head = os.pread(fd, _MODE_AT + 2, 0)
             if head.startswith(_MAGIC) and head[_MODE_AT:] not in (_LOG_MODE, b""):
-                log.warning("%s: somebody took its log away: it has one again", self._catalog)
+                log.warning("%s: another program switched its log off: it is switched on again", self._catalog)
                 host.pwrite(fd, _LOG_MODE, _MODE_AT)
         finally:
             os.close(fd)
 
     def remove(self, path: str) -> None:
-        """Remove a file, pipe, link or empty directory beside the catalog that is not ours."""
+        """Remove a foreign file, pipe, link or empty directory beside the catalog."""
         log.warning("%s: nothing of Forebay's: it is removed", path)
         self._files.make_way(path)
 
@@ -106,7 +105,8 @@ class Wal:
 
     @contextlib.contextmanager
     def pinned_index(self) -> Iterator[tuple[int, int] | None]:
-        """`current_index`, whose number no other file gets while the block runs. Its descriptor's end lets go of no lock of SQLite's."""
+        """`current_index`, whose inode number is not reused while the block runs. Closing its descriptor releases none of SQLite's
+        locks."""
         try:
             fd = self._files.open(self.index, os.O_PATH)
         except FileNotFoundError:
@@ -138,7 +138,7 @@ class Wal:
         return True
 
     def is_retired(self) -> bool:
-        """Whether there is an index whose retirer was killed before he could unlink it. Caller: has no connection open."""
+        """Whether there is an index that a process marked and was killed before unlinking it. Caller: has no connection open."""
         try:
             fd = self._files.open(self.index)
         except FileNotFoundError:
@@ -155,7 +155,7 @@ class Wal:
 
 
 def _is_plain(path: str) -> bool | None:
-    """Whether a plain file lies there; None: nothing does."""
+    """Whether it is a plain file; None if it does not exist."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except FileNotFoundError:

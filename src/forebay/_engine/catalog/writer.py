@@ -1,12 +1,12 @@
-"""The writer lock: of all threads and processes that share a root, one changes the catalog.
+"""The writer lock: of all threads and processes that share a root, one changes the catalog at a time.
 
-Who waits asks again every few milliseconds instead of being woken at each release. A process that goes on writing has SQLite's
-pages in its cache, each other one must read them anew: eight that take turns need twice the CPU of eight that write in bursts.
-Who has waited for `HUNGRY` seconds says so, and whoever lets go then makes way for him.
+A waiter tries again every few milliseconds instead of being woken at each release. A process that goes on writing has SQLite's pages in
+its cache, while each other process must read them again: eight that take turns need twice the CPU of eight that write in bursts.
+A process that has waited for `HUNGRY` seconds announces it; the next one that releases the lock then lets it go first.
 
-A holder that is stopped (Ctrl-Z, a debugger, a frozen container) holds the lock as long as it is. A process that has waited in vain
-once does not wait again: it tries, and goes on without the cache at once, until it gets the lock or sees that it changed hands.
-"""
+A holder that is stopped (Ctrl-Z, a debugger, a frozen container) holds the lock as long as it is stopped. A process whose wait has timed
+out once does not wait again: it tries, and otherwise continues without the cache at once, until it gets the lock or sees that the holder
+has changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from forebay.errors import WriterBusy as WriterBusy
 
 PATIENCE = 10.0
 GRACE = 0.2
-"""The lock is waited for so long, even where the patience of a call is used up: the next holder may be a moment away."""
+"""The shortest wait for the lock, even where a call's timeout is used up: it may be released any moment."""
 HUNGRY = 0.1
 PAUSE = 0.001, 0.004
 YIELD = 0.0003
@@ -35,7 +35,7 @@ class WriterLock:
     """The lock of one root. Callable from any thread; waits at most ``timeout`` seconds."""
 
     _stuck: ClassVar[dict[str, tuple[int, str]]] = {}
-    """Locks that this process has waited for in vain: what WRITER_WORD was then, and who had it."""
+    """Locks that this process has waited for without success: the value of WRITER_WORD then, and the holder."""
 
     def __init__(self, root: Root, words: waits.Words) -> None:
         self._root, self._words = root, words
@@ -46,12 +46,12 @@ class WriterLock:
         self._path = os.fspath(root.lock("writer"))
 
     def holding(self, timeout: float | None = None) -> Holding:
-        """The lock around a block. Entering it raises `WriterBusy` after ``timeout`` (default: what is left of the call's patience), or at
-        once where the holder is stuck; `ReadOnly` in a read-only root. A ``timeout`` of 0: only if it is free."""
+        """The lock around a block. Entering it raises `WriterBusy` after ``timeout`` (default: what is left of the call's timeout), or
+        at once where the holder is stuck; `ReadOnly` in a read-only root. A ``timeout`` of 0: only if it is free."""
         return Holding(self, timeout)
 
     def still(self) -> Holding:
-        """Nobody changes the catalog meanwhile. In a read-only root a shared lock does: who only looks can have no other."""
+        """Prevent changes of the catalog during a block. In a read-only root by a shared lock: a reader can have no other."""
         return Holding(self, None, looking=True)
 
     def take(self, timeout: float | None = None, *, looking: bool = False) -> None:
@@ -65,7 +65,7 @@ class WriterLock:
         try:
             if not self._try():
                 if timeout <= 0:
-                    raise WriterBusy("the catalog is busy: somebody writes now", waited=0.0, holder="")
+                    raise WriterBusy("the catalog is busy: another process or thread is writing", waited=0.0, holder="")
                 self._wait(timeout)
         except BaseException:
             self._turn.release()
@@ -93,7 +93,7 @@ class WriterLock:
             if self._ask_hungry():
                 return
             word, holder = stuck
-            if self._words.value(WRITER_WORD) == word:  # else somebody let go of it since: it is worth waiting for
+            if self._words.value(WRITER_WORD) == word:  # else it was released since: it is worth waiting for
                 raise WriterBusy(f"the catalog is busy, as a moment ago: held by {holder}", waited=0.0, holder=holder)
             self._stuck.pop(self._path, None)
         began = time.monotonic()
@@ -113,12 +113,12 @@ class WriterLock:
         waits.patience.spend(time.monotonic() - began)
         if late is not None:
             self._stuck[self._path] = self._words.value(WRITER_WORD), late.holder
-            waited = timeout - left + late.waited  # not what it took to find out who has it
+            waited = timeout - left + late.waited  # without the time it took to find the holder
             message = f"the catalog is busy: waited {waited:.1f} s for {late.what}, held by {late.holder}: continue that process, or end it"
             raise WriterBusy(message, waited=waited, holder=late.holder) from late
 
     def _ask_hungry(self) -> bool | None:
-        self._words.bump(HUNGRY_WORD)  # before the attempt: who lets go after it has seen this
+        self._words.bump(HUNGRY_WORD)  # before the attempt: a release after it sees this
         return self._try() or None
 
     def _try(self) -> bool:
@@ -133,7 +133,9 @@ class WriterLock:
         hungry = self._words.value(HUNGRY_WORD)
         if hungry != self._fed:
             self._fed = hungry
-            self._words.bump(WRITER_WORD, 1)  # who slept first; when he lets go, he finds the word changed too, and wakes the next
+            self._words.bump(
+                WRITER_WORD, 1
+            )  # the first sleeper; when it releases the lock, it finds the word changed too, and wakes the next
             time.sleep(YIELD)  # else this thread has the lock again before the woken one runs
         self._turn.release()
 
@@ -142,7 +144,7 @@ class WriterLock:
         return self._file.is_same()
 
     def is_lost(self) -> bool:
-        """Whether the job closed the lock's descriptor, and then others of ours too."""
+        """Whether the job closed the lock's descriptor, and probably others of Forebay's."""
         return self._file.is_lost()
 
     def close(self) -> None:

@@ -128,7 +128,7 @@ def _read_format(directory: Path) -> int | None:
         _refuse(directory, "a root of Forebay", f"a FORMAT file containing {text[:40]!r}", "choose another directory, or remove this one")
     version = int(match[1])
     if version > VERSION:
-        message = f"{directory} has format {version}, this Forebay reads up to {VERSION}: upgrade Forebay, or choose another directory"
+        message = f"{directory} has format {version}, this Forebay reads format {VERSION} at most: upgrade it, or choose another directory"
         raise NewerFormat(message, path=str(directory), found=version, known=VERSION)
     return int(match[2], 16)
 
