@@ -168,7 +168,7 @@ def calls(folder: Path) -> Iterator[tuple[str, set[CodeType]]]:
         def load(number: int) -> None:
             with cache.prefetcher(UrlSource(f"{server.url}/items"), name=f"pool{number}", workers=1) as pool:
                 lazy = pool.get_lazy(items[number].rpartition("/")[2])
-                pool._loader.settle(lazy._load)
+                pool._loader.wait_until_stored(lazy._load)
 
         yield "`get_lazy`, until the item is published", watched(load)
         yield "`Cache.directory` of 3 files", watched(lambda number: cache.directory(f"/runs/{number}", filesystem=memory).close())
