@@ -1,9 +1,8 @@
-"""The clock of one root: it never goes back, for any process, whatever is done to the machine's clock.
+"""The clock of one root: it never goes back, for any process, whatever happens to the machine's clock.
 
-Times of use and of validation are nanoseconds of this clock. It goes on with the kernel's monotonic clock, and follows the wall clock
-where that is ahead: the larger of the two. So it does not stand still while the wall clock, once set back, catches up. The table of
-slots carries how far it is ahead of the monotonic clock, and for the time after a reboot what was seen last.
-"""
+Times of use and of validation are nanoseconds of this clock. It is the later of two: the wall clock, and this clock continued by the
+kernel's monotonic clock. So it does not stand still while a wall clock that was set back catches up. The table of slots stores how far it
+is ahead of the monotonic clock and, for the time after a reboot, its latest time."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from forebay.errors import CacheFault
 
 LOOK_AGAIN = 1_000_000_000
 BELIEVED = 100 * 366 * 86_400 * 1_000_000_000
-"""The clock is not further ahead of the wall clock than a century: what says otherwise was damaged, or forged, and is written over. A
-machine whose clock began in 1970 is not as far behind."""
+"""The clock is at most a century ahead of the wall clock: a value beyond that is damaged or forged, and is overwritten. A machine whose
+clock starts in 1970 is not as far behind."""
 BOOT, AHEAD, SEEN = 0, 1, 2
 """Words: a number of this boot; what the clock is ahead of the monotonic one; what it was lately."""
 
@@ -27,7 +26,7 @@ class ClockTable(Protocol):
     """What holds the words."""
 
     def clock_words(self) -> tuple[memoryview, int]:
-        """``(words, at)``: where `BOOT` stands. Raises CacheFault or OSError where the table cannot be had."""
+        """``(words, at)``: the index of `BOOT`. Raises CacheFault or OSError where the table is not available."""
 
 
 class Clock:
@@ -47,24 +46,24 @@ class Clock:
         since, until, skew = self.window
         if not since <= wall < until:
             return self.look()
-        self.window = wall, until, skew  # one that goes back from here is seen at once
+        self.window = wall, until, skew  # a clock that is set back from here is noticed at once
         return wall + skew
 
     def look(self) -> int:
         """`now`, compared with what other processes saw."""
-        wall = max(time.time_ns(), 1)  # before the other one: who pauses in between sees too little, never too much
+        wall = max(time.time_ns(), 1)  # before the monotonic one: a pause in between makes it late, never early
         ticks = time.monotonic_ns()
         others = self._told(wall, ticks)
         self._ahead = ahead = max(self._ahead, wall - ticks, others or 0)
         now = ticks + ahead
         if self._writable:
             self._tell(ahead, now)
-        wall = time.time_ns()  # after the monotonic one: who pauses in between is late until he looks again, and never early
-        self.window = wall, wall + (0 if others is None else LOOK_AGAIN), now - wall  # a table that is not made yet is looked for again
+        wall = time.time_ns()  # after the monotonic one: a pause in between makes it late until the next look, never early
+        self.window = wall, wall + (0 if others is None else LOOK_AGAIN), now - wall  # while there is no table, look for it again
         return now
 
     def is_past(self, moment: int) -> bool:
-        """Whether a time that stands in the root can be: none is of the future."""
+        """Whether a time in the root is plausible: not in the future."""
         return moment <= self.now() or moment <= self.look()
 
     def wall(self, moment: int) -> float:
@@ -74,11 +73,11 @@ class Clock:
     def walls(self, moments: Iterable[int]) -> list[float]:
         """`wall`, of many."""
         self.now()
-        skew = round(self.window[2], -6)  # each look finds it a little different: an entry's times are the same at every one
+        skew = round(self.window[2], -6)  # each look measures it slightly differently: an entry's times must not change
         return [max(moment - skew, 1) / 1e9 if moment else 0.0 for moment in moments]
 
     def _told(self, wall: int, ticks: int) -> int | None:
-        """What others saw; 0 where that cannot be believed, None where it cannot be read."""
+        """What other processes stored; 0 where that is not plausible, None where it cannot be read."""
         try:
             words, at = self._table.clock_words()
         except (CacheFault, OSError):

@@ -1,8 +1,7 @@
 """Counters of all processes in one mapped file: a page per process, in it a block per thread, so that no count takes a lock.
 
-A page belongs to whoever has its byte of ``locks/owners`` locked, and goes on from what the process before counted there. So nothing
-has to be folded when a process ends, however it ends, and counting needs neither the catalog nor its writer lock.
-"""
+A page belongs to the process that has its byte of ``locks/owners`` locked, and continues from what the process before counted there. So
+nothing has to be added up when a process ends, however it ends, and counting needs neither the catalog nor its writer lock."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ NAMES = (
 PAGE = 4096
 FIRST_LOCK = 1 << 62
 """The offset in ``locks/owners`` of the first page's lock. Owners have lower ones."""
-_MARK = int.from_bytes(b"FBCOUNT1")  # the first word of a page; the second is the pid of who has it
+_MARK = int.from_bytes(b"FBCOUNT1")  # the first word of a page; the second is the pid of its process
 _STEP = 64 * PAGE  # the file grows by this much
 _MOST_PAGES = 1 << 16
 _WORDS = len(NAMES)  # of a block
@@ -67,10 +66,10 @@ _ASK_AGAIN = 1.0
 
 
 class Counters:
-    """What this process counts, and what others do. Callable from any thread.
+    """The counters of this process, and the totals of all. Callable from any thread.
 
-    A page is claimed at the first count, in a forked child too. Where none can be had, counts go to memory of the process alone until
-    `claim` gets one, which takes them along."""
+    A page is claimed at the first count, in a forked child too. Where none is available, counts go to memory of this process alone until
+    `claim` gets one, and are added to it."""
 
     _page: _Page
     _sharing: threading.Lock  # guards the block that threads share
@@ -106,7 +105,7 @@ class Counters:
         return seat.block
 
     def claim(self) -> None:
-        """Count where others see it from now on, if that can be had. Waits for nobody."""
+        """Count where other processes see it from now on, if possible. Never waits."""
         if self._claimed or time.monotonic() < self._ask_at:
             return
         with self._claiming:
@@ -115,8 +114,8 @@ class Counters:
             self._ask_at = time.monotonic() + _ASK_AGAIN
             try:
                 words = self._claim_page()
-            except OSError as error:  # a full disk, no descriptor left, something else in the file's place
-                log.info("what this process counts is not seen by others yet: %s", str(error))
+            except OSError as error:  # a full disk, no descriptor left, another kind of file in its place
+                log.info("other processes do not see the counts of this one yet: %s", str(error))
                 return
             before, self._page = self._page, _Page(words)
             self._claimed = True
@@ -144,11 +143,11 @@ class Counters:
         finally:
             os.close(fd)
         host.set_word(words, 1, os.getpid())
-        host.set_word(words, 0, _MARK)  # last: until then nobody believes what stands there
+        host.set_word(words, 0, _MARK)  # last: until then the page is invalid
         return words
 
     def detach(self) -> None:
-        """Let go of the page, and count from zero in memory until the next `claim`. What was counted stays."""
+        """Release the page, and count from zero in memory until the next `claim`. Earlier counts stay in the page."""
         self._pages.close()
         self._begin()
 
@@ -158,7 +157,7 @@ class Counters:
         self._claimed = True
 
     def sums(self) -> list[int]:
-        """What stands in the page of this process: with what others counted there before."""
+        """The counts in the page of this process, including those of its earlier processes."""
         return _sums(self._page.words)
 
     def totals(self) -> list[int]:

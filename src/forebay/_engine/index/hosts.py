@@ -1,8 +1,8 @@
-"""Hosts that gave no answer lately: a small table in the root, so that each process of the node need not find it out for itself.
+"""Hosts that recently did not answer: a small table in the root, so that not every process of the node has to find out by itself.
 
-A record names a host by its hash, and tells when it was found silent, how long that process had waited, and when it last answered anybody.
-Times are those of the node's monotonic clock, which nobody sets. What lies there is believed for `PERIOD` at most, whatever it says.
-"""
+A record identifies a host by its hash, and holds when it was found silent, how long that process had waited, and when it last answered
+any process. Times are those of the node's monotonic clock, which cannot be set. A record is valid for `PERIOD` at most, whatever it
+says."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ log = logger("forebay.hosts")
 PERIOD = 5.0
 """Seconds for which a silent host is left alone."""
 LONG_ENOUGH = 3.0
-"""Seconds without an answer that tell everybody of a silent host; a shorter wait tells those who would not have waited longer."""
+"""A wait of this many seconds without an answer makes a host silent for every process; a shorter one only for calls with a shorter
+timeout."""
 _HEARD_EVERY = 1.0  # seconds
-_RECORD = struct.Struct("=QQQQ")  # hash of the host; found silent, in ns; after a wait, in ms; heard, in ns
+_RECORD = struct.Struct("=QQQQ")  # hash of the host; found silent, in ns; after a wait, in ms; last answer, in ns
 _COUNT = 256
 _SIZE = _COUNT * _RECORD.size
 _SECOND = 1_000_000_000
 
 
 class SilentHosts:
-    """Callable from any thread and after a fork. Raises nothing: where the table cannot be used, this process remembers for itself.
+    """Callable from any thread and after a fork. Raises nothing: where the table cannot be used, this process keeps one of its own.
 
-    ``root``: whose table; None: none."""
+    ``root``: the root of the table; None: no shared table."""
 
     def __init__(self, root: Root | None = None) -> None:
         self._root = root
@@ -41,7 +42,8 @@ class SilentHosts:
         self._heard: dict[str, int] = {}  # when that was last noted
 
     def silent_since(self, host_name: str, timeout: float) -> float | None:
-        """How many seconds ago it was found silent; None: it may be asked, by who would wait ``patience`` seconds for an answer."""
+        """How many seconds ago the host was found silent; None if it may be asked, by a call that would wait ``timeout`` seconds for an
+        answer."""
         at, waited, heard = self._look(host_name)
         now = time.monotonic_ns()
         if not now - PERIOD * _SECOND < at <= now or at <= heard <= now:
@@ -61,22 +63,22 @@ class SilentHosts:
         self._note(host_name, 0, 0.0, now)
 
     def silent(self, host_name: str, began: float, waited: float) -> None:
-        """A request that began then (seconds of the monotonic clock) got no byte for ``waited`` seconds. An object that is slow does not
-        make its host silent: one that answered anybody meanwhile is not."""
+        """A request that began then (seconds of the monotonic clock) got no byte for ``waited`` seconds. One slow object does not make
+        its host silent: a host that has answered any request meanwhile is not."""
         heard = max(self._look(host_name)[2], self._heard.get(host_name, 0))
         now = time.monotonic_ns()
         if not began * _SECOND <= heard <= now:
             self._note(host_name, now, waited, heard)
 
     def _look(self, host_name: str) -> tuple[int, float, int]:
-        """When it was found silent, after what wait, and when it was heard last."""
+        """When the host was found silent, after what wait, and when it last answered."""
         name, offset = _place_of(host_name)
         records = [_RECORD.unpack_from(table, offset) for table in (self._own, self._shared()) if len(table) == _SIZE]
         of_it = [(at, waited / 1000, heard) for known, at, waited, heard in records if known == name]
         return max(of_it, key=lambda each: max(each[0], each[2]), default=(0, 0.0, 0))
 
     def _shared(self) -> bytes:
-        """The table in the root, which others write, too."""
+        """The table in the root, which other processes write too."""
         if self._root is None:
             return b""
         try:
@@ -105,13 +107,13 @@ class SilentHosts:
             status = os.fstat(fd)
             if stat.S_ISREG(status.st_mode) and status.st_size == _SIZE:
                 host.pwrite(fd, record, offset)
-            else:  # not ours: it is made anew
+            else:  # not Forebay's: it is recreated
                 root.replace(root.hosts, bytes(_SIZE))
         finally:
             os.close(fd)
 
 
 def _place_of(host_name: str) -> tuple[int, int]:
-    """The hash of a host's name, and where its record lies: others that lie there too are forgotten."""
+    """The hash of a host's name, and the offset of its record: a later host with the same offset replaces it."""
     name = int.from_bytes(hashlib.blake2s(host_name.encode("utf-8", "replace"), digest_size=8).digest(), "little") or 1
     return name, name % _COUNT * _RECORD.size

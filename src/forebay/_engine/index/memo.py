@@ -1,8 +1,7 @@
-"""What this process remembers of entries, so that a hit costs no lock and no system call.
+"""Per-process index of mapped entries, so that a hit takes no lock and no system call.
 
-A remembered entry is good while its slot still holds its id. The memo lets go of evicted entries at the next call, at most once
-a second: a mapping that stays would keep the bytes of an unlinked file on the disk.
-"""
+A remembered entry is valid while its slot still holds its id. The memo drops evicted entries at the next call, at most once a second: a
+mapping that stays would keep the bytes of an unlinked file on the disk."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Remembered:
         return bool(self.slot[ID] == self.id)
 
     def touch(self, now: int) -> None:
-        """It was used. Caller: has just seen that it is current; the root may be written to."""
+        """Record its use. Caller: has just checked that it is current; the root is writable."""
         self.slot[USED] = now
 
 
@@ -66,7 +65,7 @@ class Memo:
         self._bytes = 0
         self._count = 0
         self._evictions = -1
-        # While the wall clock is between the first two, the root's is ahead of it by the third; then a call goes the long way.
+        # While the wall clock is between the first two, the root's is ahead of it by the third; outside, a call takes the slow path.
         self._window = _NO_WINDOW
 
     def get(self, space: str, name: str) -> Remembered | None:
@@ -103,8 +102,8 @@ class Memo:
         return hit
 
     def finder(self, space: str) -> Find:
-        """A function that gives what is remembered of a space's keys and still current; None: go the long way. It touches and counts
-        nothing: whether it is what was wanted the caller knows. No lock and no system call."""
+        """Returns a function that returns the current item of a key of the space; None: take the slow path. It records no use and counts
+        nothing: its caller knows whether the item is a hit. No lock and no system call."""
         known, now_ns = self._of(space), time.time_ns
 
         def find(name: str) -> Remembered | None:
@@ -140,14 +139,14 @@ class Memo:
                 item.names.append((space, name))
 
     def forget(self, space: str, name: str) -> None:
-        """Let go of what this name leads to."""
+        """Drop the item that this name leads to."""
         with self._mutex:
             self._forget_locked(self._of(space).get(name))
 
     def let_go(self) -> None:
-        """Drop what was evicted meanwhile, if anything was, at most once a second; or where the wall clock jumped.
+        """Drop entries that were evicted meanwhile, if any were, at most once a second; or where the wall clock jumped.
 
-        Raises `SlotsReplaced`: then nothing that is remembered would ever be seen to be replaced or gone."""
+        Raises `SlotsReplaced`: otherwise this process would never notice that a remembered entry was replaced or evicted."""
         since, until, _ = self._window
         if since <= time.time_ns() < until:
             return
@@ -179,7 +178,7 @@ class Memo:
 
     def after_fork_child(self) -> None:
         self._mutex = threading.Lock()
-        self._window = _NO_WINDOW  # the first hit goes the long way
+        self._window = _NO_WINDOW  # the first hit takes the slow path
 
     def _all_locked(self) -> Iterator[Remembered]:
         return iter({id(item): item for known in self._known.values() for item in known.values()}.values())
@@ -194,7 +193,7 @@ class Memo:
         self._count -= 1
 
     def _shrink_locked(self) -> None:
-        """Down to three quarters: first what is dead, then what was used longest ago by anybody."""
+        """Shrink to three quarters: first drop evicted items, then the least recently used ones, by any process."""
         every = sorted(self._all_locked(), key=lambda f: f.slot[USED] if f.is_current() else 0)
         for item in every:
             if self._bytes <= self._max_bytes * 3 // 4 and self._count <= self._max_count * 3 // 4 and item.is_current():

@@ -1,8 +1,7 @@
-"""The table of slots: for each entry its id, when it was last used and last validated, and its space; mapped by every process.
+"""The table of slots: for each entry its id, its times of last use and validation, and its space; mapped by every process.
 
-A chunk file holds 65,536 records of four aligned 8-byte words after one page of header. Chunks are allocated whole and never
-shrink, so a mapping stays good as long as anybody holds it. Only whole words are stored: those do not tear.
-"""
+A chunk file holds 65,536 records of four aligned 8-byte words after one page of header. Chunks are allocated whole and never shrink, so a
+mapping stays valid as long as it exists. Only whole words are stored, so readers never see half of one."""
 
 from __future__ import annotations
 
@@ -28,26 +27,25 @@ _SIZE = 4096 + RECORDS * _WORDS * 8
 
 
 class SlotsBroken(CacheFault):
-    """A part of the table is lost or damaged: it can be made anew of the catalog."""
+    """A part of the table is lost or damaged: it can be recreated from the catalog."""
 
 
 class SlotsReplaced(SlotsBroken):
-    """Another table lies in the root than the one that was mapped, or none: what stands in the mapped one means nothing to others."""
+    """The table in the root is not the one that was mapped, or is missing: stores to the mapped one reach no other process."""
 
 
 class Slots:
     """The table of one root. Callable from any thread and, mappings being inherited, after a fork.
 
-    A slot's words may be stored by any process at any time; who may store an id is said in `catalog`. Every method raises
-    `SlotsBroken` where the table lacks the slot's chunk or is another root's, and OSError where the disk fails.
-    """
+    Any process may store to a slot's words at any time; `catalog` defines which one may store an id. Every method raises `SlotsBroken`
+    where the slot's chunk is missing or another root's, and OSError where the disk fails."""
 
     _chunks: dict[int, tuple[memoryview, int, int]]  # chunk -> its words, st_dev, st_ino
 
     def __init__(self, root: Root) -> None:
         self._root = root
         self._chunks = {}
-        self._changed = 0  # when the directory was, as far as it was looked at
+        self._changed = 0  # when the directory was changed, as of the last check
         self._place = str(root.slots_dir)
         self.clock = Clock(self, writable=not root.read_only)
 
@@ -75,9 +73,9 @@ class Slots:
         return True
 
     def remake(self, chunk: int, live: Iterable[tuple[int, int, int]]) -> None:
-        """Make a lost or damaged chunk anew: ``live`` are the slots in it, each with its entry's id and space. When they were used is lost.
+        """Recreate a lost or damaged chunk: ``live`` are the slots in it, each with its entry's id and space. Times of use are lost.
 
-        Caller: holds the writer lock. Raises `CacheFault` where a directory is in the way that is not empty."""
+        Caller: holds the writer lock. Raises `CacheFault` where a non-empty directory is in its place."""
         now = self.clock.now()
 
         def fill(fd: int) -> None:
@@ -102,15 +100,15 @@ class Slots:
         return self._words(0), _EVICTIONS
 
     def bump_evictions(self) -> None:
-        """Tell all processes that an entry is gone. Needs no lock: the clock gives each eviction a value of its own, where a count
-        that two processes raise at once would come back to what a third one has seen."""
+        """Tell all processes that an entry is gone. Needs no lock: the clock gives each eviction a value of its own, while a counter
+        that two processes increment at once could return to a value that a third one has seen."""
         host.set_word(self._words(0), _EVICTIONS, time.monotonic_ns())
 
     def intent(self) -> range:
         """The ids of entries whose files are being written under the writer lock."""
         words = self._words(0)
         first = words[_INTENT]
-        count = words[_INTENDED]  # of more than one transaction would write it is nobody's of ours
+        count = words[_INTENDED]  # no transaction writes more: a larger count is not Forebay's
         return range(first, first + count) if first and count <= _MOST_INTENDED else range(0)
 
     def set_intent(self, ids: range) -> None:
@@ -138,7 +136,7 @@ class Slots:
         host.set_word(words, base + ID, id)
 
     def clear(self, slot: int, id: int) -> bool:
-        """Empty ``slot`` if the entry ``id`` lives there. Caller: holds the writer lock, so that nobody stores in between."""
+        """Empty ``slot`` if it holds the entry ``id``. Caller: holds the writer lock, so that no process stores in between."""
         words, base = self.record(slot)
         if words[base + ID] != id:
             return False
@@ -150,27 +148,28 @@ class Slots:
         return self._past(slot, USED)
 
     def touch(self, slot: int, ns: int) -> None:
-        """Say that the slot's entry was used at ``ns`` of the `clock`. Does nothing in a read-only root."""
+        """Record that the slot's entry was used at ``ns`` of the `clock`. Does nothing in a read-only root."""
         self._put(slot, USED, ns)
 
     def validated(self, slot: int) -> int:
-        """When the slot's entry was last seen to be the remote's, in ns of the `clock`; 0: ask. What is of the future is not believed."""
+        """When the slot's entry was last found current at the remote, in ns of the `clock`; 0: never. A time in the future counts as
+        never."""
         return self._past(slot, VALIDATED)
 
     def stamp(self, slot: int) -> int:
-        """What stands there as the time of the last validation, whatever it means: another one is another validation."""
+        """The stored time of the last validation, valid or not: another value means another validation."""
         return self._get(slot, VALIDATED)
 
     def set_validated(self, slot: int, ns: int) -> None:
-        """Say that the slot's entry was validated at ``ns`` of the `clock`. Does nothing in a read-only root."""
+        """Record that the slot's entry was validated at ``ns`` of the `clock`. Does nothing in a read-only root."""
         self._put(slot, VALIDATED, ns)
 
     def space(self, slot: int) -> int:
-        """The number of the space that the slot's entry is of; 0: it was written before slots said so."""
+        """The id of the space of the slot's entry; 0: written by a version that did not store it."""
         return self._get(slot, SPACE)
 
     def set_space(self, slot: int, space: int) -> None:
-        """Say of which space the slot's next entry is. Caller: holds the writer lock."""
+        """Set the space of the slot's next entry. Caller: holds the writer lock."""
         self._put(slot, SPACE, space)
 
     def stripe(self, number: int, stripes: int, top: int) -> Iterator[tuple[range, list[int]]]:
@@ -188,22 +187,22 @@ class Slots:
         chunks = {chunk: self._words(chunk) for chunk in {slot // RECORDS for slot in slots}}
         places = ((chunks[slot // RECORDS], _HEADER + slot % RECORDS * _WORDS) for slot in slots)
         times = [(words[base + USED], words[base + VALIDATED]) for words, base in places]
-        now = self.clock.look()  # after the words: an entry that is used in between is no entry that never was
+        now = self.clock.look()  # after the words: a use in between must not look like the future
         return [(used if used <= now else 0, validated if validated <= now else 0) for used, validated in times]
 
     def used_many(self, slots: Sequence[int]) -> list[int]:
         """`used` of each of ``slots``, fast for many."""
         columns: dict[int, Sequence[int]] = {}
-        many = len(slots) > 1000  # a list of a chunk's ticks takes 1 ms, and is three times as fast to look into
+        many = len(slots) > 1000  # making a list of a chunk's ticks takes 1 ms, and makes each access three times as fast
         for chunk in {slot // RECORDS for slot in slots}:
             column = self._words(chunk)[_HEADER + USED :: _WORDS]
             columns[chunk] = column.tolist() if many else column
         ticks = [columns[slot // RECORDS][slot % RECORDS] for slot in slots]
-        now = self.clock.look()  # after the ticks: one that is later is nobody's
+        now = self.clock.look()  # after the ticks: a later one is not valid
         return [tick if tick <= now else 0 for tick in ticks]
 
     def are_same(self) -> bool:
-        """`is_same`, for each transaction: looks closer only where names in the directory changed since the last look."""
+        """`is_same`, for each transaction: checks closely only if the directory's names changed since the last check."""
         try:
             changed = os.stat(self._place).st_mtime_ns
         except FileNotFoundError:
@@ -221,7 +220,7 @@ class Slots:
             raise SlotsReplaced(f"the table of slots in {self._root.slots_dir} was replaced", path=str(self._root.slots_dir))
 
     def forget(self) -> None:
-        """Map the table anew when it is next needed. Views that are out show what they did."""
+        """Map the table again when it is next needed. Existing views keep showing the old one."""
         self._chunks.clear()
 
     def is_same(self) -> bool:
@@ -269,7 +268,7 @@ class Slots:
         except FileNotFoundError as error:
             raise SlotsBroken(f"{path} is missing", path=str(path)) from error
         except (NoPlainFile, LinkInTheWay) as error:
-            raise SlotsBroken(f"{path} is no file", path=str(path)) from error
+            raise SlotsBroken(f"{path} is not a plain file", path=str(path)) from error
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise

@@ -1,1 +1,1 @@
-"""Who holds what: leases on entries, the keys' locks, processes and their death."""
+"""Leases on entries, the locks of keys, and which processes are alive."""

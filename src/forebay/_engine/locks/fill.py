@@ -1,8 +1,7 @@
 """Absent -> lock -> look again -> make -> publish: at most one process of the node makes a key at a time.
 
-The key's lock is a byte of ``locks/keys``. Who waits for it learns what came of the work: an entry, a failure that was recorded
-after the wait began, or neither: then the worker died, and who has the lock now takes over.
-"""
+The key's lock is a byte of ``locks/keys``. A process that waits for it finds the result: an entry, or a failure that was recorded after
+the wait began, or neither: then the worker died, and the process that has the lock now takes over."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ _held: contextvars.ContextVar[tuple[int, ...] | None] = contextvars.ContextVar("
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What who waits is told: for which key, ``since`` how many seconds, who has it, how far he is (bytes; total None: not known)."""
+    """The state of a wait, for its callback: the key, ``since`` how many seconds, the holder, its progress in bytes (total None:
+    unknown)."""
 
     key: str
     since: float
@@ -56,7 +56,7 @@ def hash_of(space: int, key: str) -> int:
 
 
 class KeyHold:
-    """The lock of one key, taken. Any thread may let go; a second time does nothing."""
+    """The lock of one key, held. Any thread may release it; releasing it again does nothing."""
 
     def __init__(self, fill: Fill, keyhash: int) -> None:
         self._fill, self.keyhash = fill, keyhash
@@ -96,10 +96,11 @@ class Fill:
         on_wait: OnWait | None = None,
         on_hold: Callable[[KeyHold], None] | None = None,
     ) -> T:
-        """What ``look`` finds, else what ``make`` makes under the key's lock, which ``on_hold`` is given, and may be let go earlier.
+        """Returns what ``look`` finds, else what ``make`` makes under the key's lock. ``on_hold`` is called with the lock, which may be
+        released before ``make`` returns.
 
-        Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds of
-        waiting; `Busy` where waiting would never end."""
+        Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds of waiting;
+        `Busy` where waiting would never end."""
         keyhash = hash_of(space, key)
         waiting_since = self._lock(key, keyhash, timeout, on_wait)
         with KeyHold(self, keyhash) as hold:
@@ -114,7 +115,7 @@ class Fill:
     async def single_async(
         self, space: int, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
     ) -> T:
-        """`single` for a coroutine: the event loop goes on while another makes the value, and while ``make`` is awaited."""
+        """`single` for a coroutine: the event loop goes on while another process makes the value, and while ``make`` is awaited."""
         keyhash = hash_of(space, key)
         waiting_since = await self._lock_async(key, keyhash, timeout)
         try:
@@ -127,8 +128,8 @@ class Fill:
             self.unlock(keyhash)
 
     def _look_again(self, space: int, key: str, look: Callable[[], T | None], since: int | None) -> T | None:
-        """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: we are here. What P1 failed with, after ``since``,
-        is raised."""
+        """P1 looks: absent / P2 looks: absent / P1 locks, makes, unlocks / P2 locks: this is P2. Raises what P1 failed with after
+        ``since``."""
         value = look()
         error = self.failure(space, key, since) if value is None and since is not None else None
         if error is not None:
@@ -137,13 +138,13 @@ class Fill:
 
     @contextlib.contextmanager
     def _making(self, space: int, key: str, keyhash: int) -> Iterator[None]:
-        """Around what makes a key's value under its lock: a failure reaches those who wait."""
+        """Around making a key's value under its lock: a failure reaches the processes that wait."""
         held = _held.get()
         token = _held.set(None if held is None else (*held, keyhash))
         try:
             yield
         except errors.CacheFault:
-            raise  # ours, not the source's: each caller passes the cache by himself
+            raise  # the cache's, not the source's: each caller continues without the cache on its own
         except Exception as error:
             self.note_failure(space, key, error)
             raise
@@ -152,8 +153,8 @@ class Fill:
 
     @contextlib.contextmanager
     def working(self, is_working: bool = True) -> Iterator[None]:
-        """Around what is done with keys held that this object was not told of: in there no key is waited for, since two such could wait
-        for each other. ``is_working=False``: around what may wait, whatever is held."""
+        """Around work with held keys that this object does not know of: no key is waited for inside, since two such waits could wait for
+        each other. ``is_working=False``: around work that may wait whatever is held."""
         token = _held.set(None if is_working else ())
         try:
             yield
@@ -161,13 +162,13 @@ class Fill:
             _held.reset(token)
 
     def hold(self, space: int, key: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:
-        """The key's lock, to be let go by any thread."""
+        """Take the key's lock. Any thread may release it."""
         keyhash = hash_of(space, key)
         self._lock(key, keyhash, timeout, on_wait)
         return KeyHold(self, keyhash)
 
     async def hold_async(self, space: int, key: str, *, timeout: float | None = None) -> KeyHold:
-        """The same for a coroutine: the event loop goes on."""
+        """`hold` for a coroutine: the event loop goes on."""
         keyhash = hash_of(space, key)
         await self._lock_async(key, keyhash, timeout)
         return KeyHold(self, keyhash)
@@ -190,7 +191,7 @@ class Fill:
         return KeyHold(self, keyhash) if self._keys.try_lock(keyhash, exclusive=True) else None
 
     def sleep(self, space: int, key: str, seconds: float) -> None:
-        """Until the key's lock may have been let go, at most ``seconds``."""
+        """Sleep until the key's lock may have been released, at most ``seconds``."""
         self._words.sleep(_word_of(hash_of(space, key)), seconds)
 
     def unlock(self, keyhash: int) -> None:
@@ -206,7 +207,7 @@ class Fill:
         return 0, None
 
     def _lock(self, key: str, keyhash: int, timeout: float | None, on_wait: OnWait | None) -> int | None:
-        """Take the key's lock. Gives when the waiting began, on the clock of failures; None if there was none."""
+        """Take the key's lock. Returns when the wait began, on the clock of failures; None if there was none."""
         if self._is_free(keyhash):
             return None
         began = time.monotonic()
@@ -251,7 +252,7 @@ class Fill:
 
     @contextlib.contextmanager
     def _waiting(self, key: str, keyhash: int) -> Iterator[int]:
-        """Around a wait for a key's lock, counted; gives when it began. Raises `Busy`."""
+        """Around a wait for a key's lock, which is counted; yields when it began. Raises `Busy`."""
         held = _held.get()
         if held is None or keyhash in held:
             raise Busy(f"{key!r} is being made by {self._owners.holder_of(keyhash)}, and this caller holds another key", key=key)
@@ -264,7 +265,7 @@ class Fill:
             self._counters.add(WAIT_NS_LOCK, time.monotonic_ns() - since)
 
     def note_failure(self, space: int, key: str, error: Exception) -> None:
-        """Let those who wait for this key know what became of it."""
+        """Record a failure for the processes that wait for this key."""
         with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
             at = time.monotonic_ns()
             processes.record_failure(txn, space, key, errors.to_wire(error), at)

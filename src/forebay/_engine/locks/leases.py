@@ -1,8 +1,7 @@
-"""Leases: while anyone holds one on an entry, its path exists and its bytes do not change.
+"""Leases: while any process holds one on an entry, its path exists and its bytes do not change.
 
-A lease is a shared kernel lock on the byte at offset *id* of one of 64 files. Who evicts asks for the same byte exclusively,
-through descriptions of its own, so that a process's evictor meets the leases of its own threads too.
-"""
+A lease is a shared kernel lock on the byte at offset *id* of one of 64 files. An evictor asks for the same byte exclusively, through
+other file descriptions, so that a process's evictor meets the leases of its own threads too."""
 
 from __future__ import annotations
 
@@ -26,15 +25,14 @@ HEAL_WITHIN = 1.0
 
 
 class Lease:
-    """A hold on one cached file or directory: while it is open the path exists and the bytes do not change.
+    """A hold on one cached file or directory: while it is open, the path exists and the bytes do not change.
 
-    ``with lease as path`` gives the path, a plain ``str``, and releases it at the end of the block. Without a ``with``, `path` or
+    ``with lease as path`` gives the path, a plain ``str``, and releases the lease at the end of the block. Without a ``with``, `path` or
     ``os.fspath(lease)`` gives the same string, until `close`, garbage collection, or the death of every process that holds it.
-    ``entry``: what is held, with its size and validator.
+    ``entry``: the entry, with its size and validator.
 
-    Callable from any thread. A lease taken before a ``fork`` pins for the child too. A pickled or copied lease is a lease of its own:
-    unpickling opens the same URL again, in the process and the cache where that happens, without asking the remote for what is cached.
-    """
+    Callable from any thread. A lease taken before a ``fork`` also holds the entry for the child. A pickled or copied lease is separate:
+    unpickling opens the same URL again, in the process and the cache where that happens, without asking the remote for cached bytes."""
 
     _reopen: tuple[Callable[..., Lease], tuple[Any, ...]] | None = None
 
@@ -43,7 +41,7 @@ class Lease:
         self._release = [leases.let_go_soon]  # a list, since `pop` is one step: of two threads that close, one does
 
     def close(self) -> None:
-        """Let go. A second call does nothing."""
+        """Release the lease. A second call does nothing."""
         try:
             release = self._release.pop()
         except IndexError:
@@ -51,7 +49,7 @@ class Lease:
         release(self.entry.id)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # at exit the kernel lets go, whatever is left of the interpreter
+        if not is_finalizing():  # at exit the kernel releases it, whatever is left of the interpreter
             self.close()
 
     @property
@@ -112,7 +110,7 @@ class _InPlace(Lease):
 
 
 def _nothing(id: int) -> None:
-    """There is nothing to let go."""
+    """Nothing to release."""
 
 
 class _Files(dict[int, locks.LockFile]):
@@ -130,7 +128,7 @@ class _Files(dict[int, locks.LockFile]):
         return list(self.values())
 
     def before_fork(self, *, keep: bool) -> None:
-        self._forking = self.every()  # another thread may make one while the process is copied: it was not told of this fork
+        self._forking = self.every()  # another thread may make one while the process is copied: its `before_fork` was not called
         for file in self._forking:
             file.before_fork(keep=keep)
 
@@ -156,11 +154,11 @@ class Leases:
             entry = entries.find(self._catalog, space, key)
             if entry is None or self._slots.id_of(entry.slot) == entry.id:
                 return entry
-            # P1 reads the row / P2 replaces it: row and slot are a successor's / P1 reads the slot: look again.
+            # P1 reads the row / P2 replaces the entry: row and slot are the new one's / P1 reads the slot: look again.
         if self._root.read_only:
             return None
-        # A replacer or evictor that died between emptying the slot and its commit left a live row whose slot is empty. Under
-        # the writer lock nobody is between the two, so the row is right.
+        # A process that died between emptying the slot and its commit left a live row whose slot is empty. Under the writer lock no
+        # process is between the two, so the row is right.
         try:
             with self._catalog.writer(HEAL_WITHIN):
                 self._catalog.check_same()
@@ -191,7 +189,7 @@ class Leases:
         return leases
 
     def _try(self, entry: Entry) -> Lease | None:
-        """Lock first, then look at the slot: an evictor that had the lock before us has emptied it."""
+        """Lock first, then check the slot: an evictor that had the lock before has emptied it."""
         file = self._held[entry.id % FILES]
         if not file.try_lock(entry.id, exclusive=False):
             return None
@@ -215,7 +213,7 @@ class Leases:
         return self._held[id % FILES].try_lock(id, exclusive=False)
 
     def adopt(self, entry: Entry) -> Lease:
-        """The lease of an entry whose byte `hold` locked."""
+        """The lease of an entry whose byte `hold` has locked."""
         return Lease(self, entry, self._path_of(entry))
 
     def let_go_soon(self, id: int) -> None:
@@ -223,11 +221,11 @@ class Leases:
         self._held[id % FILES].unlock_soon(id)
 
     def try_evict(self, id: int) -> bool:
-        """The exclusive right to remove an entry: nobody has a lease, and nobody gets one until `evicted`."""
+        """Take the exclusive right to remove an entry: no process has a lease, and none gets one until `evicted`."""
         return self._evicting[id % FILES].try_lock(id, exclusive=True)
 
     def evicted(self, id: int) -> None:
-        """Give the right of `try_evict` back."""
+        """Release the right of `try_evict`."""
         self._evicting[id % FILES].unlock(id)
 
     @contextlib.contextmanager

@@ -1,11 +1,11 @@
-"""Waiting for a key while holding others: allowed, as long as no two such waits wait for each other.
+"""Waiting for a key while holding others: allowed, unless such waits form a cycle.
 
-Who makes a value may need another one that somebody else is making: the calls of a flow ask for each other. Such waits end, unless they
-form a circle: A makes k1 and waits for k2, B makes k2 and waits for k1. So who begins one notes in the catalog what it holds and what
-it wants. Notes come in one after the other, so whoever closes a circle sees all of it, and does not wait.
+A function that makes a value may need another value that another process is making: the calls of a flow ask for each other. Such waits
+end, unless they form a cycle: A makes k1 and waits for k2, B makes k2 and waits for k1. So a process records in the catalog, before it
+waits, what it holds and what it waits for. Records are written one after the other, so the one that closes a cycle sees all of it, and
+does not wait.
 
-A note of a process that died is none: its owner's lock tells.
-"""
+The record of a dead process is ignored: the lock of its owner tells."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Nesting:
 
     @contextlib.contextmanager
     def waiting(self, key: str, held: Collection[int], target: int) -> Iterator[None]:
-        """Around a wait for the key ``wanted`` by who holds the keys ``held``. Raises `Busy` where it would never end."""
+        """Around a wait for the key ``target`` by a holder of the keys ``held``. Raises `Busy` where the wait would never end."""
         if not held:
             yield
             return
@@ -43,7 +43,7 @@ class Nesting:
         try:
             yield
         finally:
-            # A note that stays for want of room makes somebody do alone what he could have waited for, until this process ends.
+            # A record that stays, for want of room, only makes other processes compute alone what they could have waited for.
             with contextlib.suppress(errors.CacheFault, OSError), self._catalog.write() as txn:
                 processes.leave_wait(txn, note)
 
@@ -58,7 +58,7 @@ class Nesting:
 
 
 def leads_to(held: Iterable[int], target: int, waits: Iterable[processes.KeyWait]) -> bool:
-    """Whether who has ``wanted`` waits, over any number of others, for one of the keys ``held``."""
+    """Whether the holder of ``target`` waits, directly or through other waits, for one of the keys ``held``."""
     goals, seen, next_ones = set(held), set[int](), {target}
     edges = list(waits)
     while next_ones:

@@ -1,8 +1,7 @@
-"""Who has the root open, who died, and what the dead left.
+"""Which processes have the root open, which have died, and what the dead have left.
 
-Each process has a random id and holds a kernel lock on that byte of ``locks/owners``. Its row in the catalog is for people;
-whether it lives is decided by its lock alone.
-"""
+Each process has a random id and holds a kernel lock on that byte of ``locks/owners``. Its row in the catalog is for display; only its
+lock decides whether it is alive."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Owners:
         self._pid = 0
 
     def me(self) -> int:
-        """The id of this process, registered at first use. A forked child registers anew."""
+        """The id of this process, registered at first use. A forked child registers under an id of its own."""
         if self._pid == os.getpid():
             return self._id
         with self._mutex:
@@ -55,11 +54,11 @@ class Owners:
         self._id, self._pid = id, os.getpid()
 
     def reap(self, txn: Txn) -> int:
-        """Take what dead processes had reserved off their names; gives how many were found dead."""
+        """Disown the reservations of dead processes; returns how many dead processes were found."""
         return self._reap_dead(txn, reservations.owners(txn))
 
     def any_dead(self) -> bool:
-        """Whether a dead process has reserved something under its name."""
+        """Whether a dead process owns a reservation."""
         return any(self.is_dead(id) for id in reservations.owners(self._catalog))
 
     def _reap_dead(self, txn: Txn, suspects: list[int]) -> int:
@@ -79,19 +78,20 @@ class Owners:
         reservations.disown(txn, id)
 
     def is_dead(self, id: int) -> bool:
-        """Whether the process that had this id is gone. An id never comes back, so the dead stay dead."""
+        """Whether the process with this id has ended. Ids are never reused."""
         if id == self._id or not self._probe.try_lock(id, exclusive=True):
             return False
         self._probe.unlock(id)
         return True
 
     def forget(self) -> None:
-        """The catalog was made anew: register in it at the next use. The byte stays locked: an old row is not taken for a dead one's."""
+        """The catalog was recreated: register in it at the next use. The byte stays locked, so an old row does not count as a dead
+        process's."""
         with self._mutex:
             self._id = self._pid = 0
 
     def living(self) -> list[processes.Owner]:
-        """Who has the root open now, this process included."""
+        """The processes that have the root open now, this one included."""
         living = []
         for owner in processes.every(self._catalog):
             if owner.id == self._id or not self._probe.try_lock(owner.id, exclusive=True):
@@ -101,7 +101,7 @@ class Owners:
         return living
 
     def holder_of(self, keyhash: int) -> str:
-        """Who works on this key, in words for people: from the kernel's list of locks, else from the reservation."""
+        """A description of the process that works on this key: from the kernel's list of locks, else from the reservation."""
         for pid in locks.holders(self._root.lock("keys"), keyhash):
             return locks.describe_process(pid)
         for reservation in reservations.by_key(self._catalog, keyhash):
@@ -110,7 +110,7 @@ class Owners:
         return "an unknown process"
 
     def close(self) -> None:
-        """Leave, and give the id back; where the catalog is busy, as one that died."""
+        """Deregister; where the catalog is busy, leave the row as a dead process does."""
         with self._mutex, contextlib.suppress(OSError):
             if self._pid == os.getpid():
                 self._catalog.insist(lambda txn: self._bury(txn, self._id), LEAVE_WITHIN)
