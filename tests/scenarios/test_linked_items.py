@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 
 import forebay
+from forebay import errors
+from forebay._engine.store import Store
+from forebay.cache import origin_of
+from forebay.remote import filesystems
 from forebay.sources import TarSource, UrlSource
 from forebay.testing import ScriptedServer
 
@@ -80,6 +84,25 @@ def test_what_changed_is_fetched(cache: forebay.Cache, server: ScriptedServer) -
     put(server, 1)
     url = f"{server.url}/data/0.bin"
     cache.read(url)
+    new = os.urandom(SIZE)
+    server.put("/data/0.bin", new)
+    with cache.prefetcher(UrlSource(f"{server.url}/data", version="2")) as pool:
+        assert pool.get_lazy("0.bin").get() == new
+    assert (server.gets, server.heads) == (2, 1)
+
+
+def test_what_changed_within_the_lag_of_the_clock_is_fetched(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick clock of a process may be a second behind what another process noted as the time of its request."""
+    now = Store.now
+
+    def lagging(self: Store, *, exact: bool = False) -> int:
+        return now(self, exact=True) - (0 if exact else 10**9)
+
+    monkeypatch.setattr(Store, "now", lagging)
+    put(server, 1)
+    cache.read(f"{server.url}/data/0.bin")
     new = os.urandom(SIZE)
     server.put("/data/0.bin", new)
     with cache.prefetcher(UrlSource(f"{server.url}/data", version="2")) as pool:
@@ -164,6 +187,49 @@ def test_a_damaged_object_is_read_from_the_source(cache: forebay.Cache, server: 
     with cache.prefetcher(UrlSource(f"{server.url}/data", version="1")) as pool:
         assert pool.get_lazy("0.bin").get() == bodies["0.bin"]
     cache.repair()
+
+
+def test_a_filesystem_object_is_identified_once_for_all_items(cache: forebay.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its identity is the hash of a pickle."""
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    bodies = {f"{number}.bin": os.urandom(SIZE) for number in range(5)}
+    for name, body in bodies.items():
+        memory.pipe_file(f"linked/{name}", body)
+        cache.read(f"linked/{name}", filesystem=memory)
+    calls: list[object] = []
+    identity = filesystems.identity
+    monkeypatch.setattr(filesystems, "identity", lambda filesystem: calls.append(filesystem) or identity(filesystem))
+    with cache.prefetcher(UrlSource("linked", filesystem=memory)) as pool:
+        calls.clear()
+        for name, body in bodies.items():
+            assert pool.get_lazy(name).get() == body
+        assert inodes(cache)["prefetch"] == inodes(cache)["urls"], "they are linked"
+    assert len(calls) <= 1
+
+
+def test_no_signature_is_logged_where_the_cache_cannot_be_looked_into(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        member = tarfile.TarInfo("0.bin")
+        member.size = 4
+        tar.addfile(member, io.BytesIO(b"data"))
+    url = server.put("/shard.tar", packed.getvalue())
+    source = TarSource(f"{url}?X-Amz-Signature=SIKRIT")
+    source.bind(origin_of(cache))
+    view = Store.view
+
+    def broken(self: Store, space: str, key: str) -> object:
+        if space == "urls":
+            raise errors.CacheFault(f"{key} cannot be looked for", key=key)
+        return view(self, space, key)
+
+    monkeypatch.setattr(Store, "view", broken)
+    caplog.set_level("DEBUG")
+    assert list(map(source.__getitem__, source.keys())) == [b"data"]
+    assert "cannot be looked for" in caplog.text
+    assert "SIKRIT" not in caplog.text
 
 
 def test_members_of_a_shard_that_was_pulled(cache: forebay.Cache, server: ScriptedServer) -> None:

@@ -83,7 +83,7 @@ class Listings:
 
     def keep(self, place: RemoteDirectory, files: Manifest) -> None:
         """What is there since this moment, as its writer knows."""
-        self._keep(place, Listing(files, files.version, self._origin.store.now()))
+        self._keep(place, Listing(files, files.version, self._origin.store.now(exact=True)))
 
     def postpone(self, place: RemoteDirectory, until: int) -> None:
         """Let the next who want it go without asking until then."""

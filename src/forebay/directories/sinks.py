@@ -7,7 +7,7 @@ import os
 import threading
 from pathlib import Path
 
-from forebay import errors
+from forebay import errors, remote
 from forebay._kernel import host
 from forebay._model import Buffer, ObjectInfo, Partial, Span
 from forebay.directories.manifests import File
@@ -76,7 +76,7 @@ class FileSink:
         file = self._file
         other = file.validator is not None and info.validator is not None and not is_same_version(info.validator, file.validator)
         if other or (info.size is not None and file.size not in (info.size, None)):
-            raise errors.RemoteChanged(f"{file.name} is another one now than when the directory was listed", url=info.url)
+            raise errors.RemoteChanged(f"{file.name} is another one now than when the directory was listed", url=remote.shown(info.url))
         if self._fd is None:
             self._fd = self._gate.create(self._path)
         else:

@@ -96,7 +96,7 @@ class Directories:
             key = place.target(file.name).key
             there = store.entry(URLS, key)
             if there is not None and there.validator == file.validator and there.checksum.hex() == file.digest:
-                store.set_validated(there, store.now())
+                store.set_validated(there, store.now(exact=True))
                 continue
             entry = self._origin.adopt(URLS, key, path, validator=file.validator)
             if file.digest is not None and entry.checksum.hex() != file.digest:

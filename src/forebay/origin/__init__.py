@@ -568,7 +568,7 @@ class Origin:
         return None
 
     def _is_unchanged(self, target: Target, entry: Entry) -> bool:
-        began = self.store.now()
+        began = self.store.now(exact=True)
         try:
             with self.reaching():
                 info = target.remote.stat(target.url, known=entry.validator)

@@ -12,7 +12,7 @@ from forebay import errors, remote
 from forebay._engine.locks.leases import Lease
 from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
 from forebay.origin import URLS, Origin
-from forebay.origin.request import in_memory
+from forebay.origin.request import Target, in_memory
 from forebay.remote import RemoteOptions
 
 
@@ -108,7 +108,7 @@ class RemoteAccess:
 
     def bind(self, origin: Origin) -> None:
         """Ask with this cache's options, let it count what is asked, and take what it has. The last one that it is bound to holds."""
-        self.origin, self._bound_at = origin, origin.store.now()
+        self.origin, self._bound_at = origin, origin.store.now(exact=True)
         self._options, self._own = self._given or origin.options, None
 
     def kept(self, url: str, *, versioned: bool = False) -> Lease | None:
@@ -117,8 +117,15 @@ class RemoteAccess:
         origin = self.origin
         if origin is None or self.is_local(url):
             return None
-        since = -1 if origin.offline else self._bound_at if versioned else origin.store.now() - origin.max_age
-        return origin.kept(origin.target(url, self.filesystem), since)
+        since = -1 if origin.offline else self._bound_at if versioned else origin.store.now(exact=True) - origin.max_age
+        return origin.kept(self._target(origin, url), since)
+
+    def _target(self, origin: Origin, url: str) -> Target:
+        if self.filesystem is None:
+            return origin.target(url)
+        kind, identity, served_by = self._filesystem()
+        key = remote.key_on(kind, url, identity)
+        return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0]), served_by)
 
     def _filesystem(self) -> tuple[str, str, Remote]:
         """Of the filesystem object: the scheme of its URLs, what tells it from others, and its remote. Found once: it costs a pickle."""
@@ -202,7 +209,7 @@ class RemoteAccess:
         try:
             found = origin.store.view(URLS, self.key(url))
         except errors.CacheFault as error:
-            origin.fall_back(error, url)
+            origin.fall_back(error, self.key(url))
             return None
         if found is None or found.entry.validator != validator or span.end > found.size:
             return None

@@ -78,7 +78,7 @@ class Shards:
         origin = self._reach.origin
         if origin is None or self._reach.is_local(url):
             return self._reach.stat(url)
-        since = -1 if origin.offline else origin.store.now() - origin.max_age
+        since = -1 if origin.offline else origin.store.now(exact=True) - origin.max_age
 
         def look() -> ObjectInfo | None:
             return _noted(origin, url, self._reach.key(url), since)
