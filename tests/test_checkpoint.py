@@ -51,7 +51,7 @@ def local(tmp_path: Path) -> Path:
 # -- what it is --------------------------------------------------------------------------------------------------------
 
 
-def test_a_url() -> None:
+def test_a_checkpoint_of_a_url() -> None:
     found = Checkpoint("s3://bucket/run/step_100")
     assert found.url == "s3://bucket/run/step_100"
     assert found.path == "bucket/run/step_100"
@@ -154,7 +154,7 @@ def test_equality(shelf: Shelf, tmp_path: Path) -> None:
     assert len({Checkpoint(CKPT, shelf.arrow()), Checkpoint(CKPT, shelf.arrow())}) == 1
 
 
-def test_it_is_no_path() -> None:
+def test_a_checkpoint_is_no_path() -> None:
     with pytest.raises(TypeError, match="as_directory") as caught:
         os.fspath(Checkpoint("s3://bucket/x"))  # type: ignore[call-overload]
     assert "to_directory" in str(caught.value)
@@ -360,7 +360,7 @@ def test_a_directory_that_is_not_there(local: Path, cache: forebay.Cache, shelf:
         assert not (local / "target").exists()
 
 
-def test_a_part(ckpt: Checkpoint) -> None:
+def test_a_part_of_a_checkpoint_by_include_and_exclude(ckpt: Checkpoint) -> None:
     with ckpt.as_directory(include=["model-*.safetensors"]) as path:
         assert set(files_of(path)) == {"model-00001.safetensors", "model-00002.safetensors"}
     with ckpt.as_directory(exclude="model-*.safetensors") as path:
@@ -572,7 +572,7 @@ def test_several_processes_with_one_path_do_it_once(ckpt: Checkpoint, tmp_path: 
     assert sorted(os.listdir(tmp_path)) == ["copy", "root", "shelf"]
 
 
-def test_threads_too(ckpt: Checkpoint, tmp_path: Path) -> None:
+def test_threads_that_copy_to_one_directory_fetch_once(ckpt: Checkpoint, tmp_path: Path) -> None:
     found: list[dict[str, int]] = []
     threads = [
         threading.Thread(target=lambda: found.append(inodes_of(ckpt.to_directory(tmp_path / "copy")))) for _ in range(6)

@@ -375,7 +375,7 @@ MUTANTS = (
     Mutant(
         6, "the clock of a root is set back", "_engine/index/clock.py",
         "max(self._ahead, wall - ticks, others or 0)\n", "max(wall - ticks, 0)\n",
-        "tests/engine/index/test_clock.py::test_it_goes_on_while_the_wall_clock_was_set_back",
+        "tests/engine/index/test_clock.py::test_the_clock_goes_on_while_the_wall_clock_was_set_back",
     ),
     Mutant(
         6, "each process has a clock of its own", "_engine/index/clock.py",
@@ -1253,7 +1253,7 @@ MUTANTS = (
     Mutant(
         13, "a barrier lets through who waits with the dead", "claims/barriers.py",
         "if 0 not in seats and self._all_live(seats):", "if 0 not in seats:",
-        f"{BARRIERS}test_those_who_come_later_know_nothing_of_the_dead",
+        f"{BARRIERS}test_ranks_that_join_later_are_told_of_no_earlier_death",
     ),
     Mutant(
         13, "seats of the round before the last are taken", "claims/barriers.py",
@@ -1263,7 +1263,7 @@ MUTANTS = (
     Mutant(
         13, "who died on his way to a barrier is waited for", "claims/barriers.py",
         "missed = [*dead, *snapshot.occupants(seat for seat in previous if not seat & DEAD)]", "missed = [*dead]",
-        f"{BARRIERS}test_one_that_crossed_is_killed_on_its_way",
+        f"{BARRIERS}test_a_rank_that_crossed_a_barrier_is_killed_on_its_way",
     ),
     Mutant(
         13, "a barrier breaks at a time of the wall clock", "claims/barriers.py",
@@ -1311,7 +1311,8 @@ def misfits(root: Path = ROOT) -> list[str]:
         count = (root / "src/forebay" / mutant.file).read_text().count(mutant.old)
         if count != 1:
             found.append(f"{mutant.name}: its old text occurs {count} times in {mutant.file}")
-        if not (root / mutant.test.partition("::")[0]).exists():
+        file, _, test = mutant.test.partition("[")[0].partition("::")
+        if not (root / file).exists() or f"def {test}(" not in (root / file).read_text():
             found.append(f"{mutant.name}: there is no {mutant.test}")
     missing = set(range(1, 14)) - {mutant.invariant for mutant in MUTANTS}
     return found + [f"invariant {number} has no mutant" for number in sorted(missing)]

@@ -320,6 +320,7 @@ class Victim:
 
     @classmethod
     def of(cls, entry: Entry) -> Self:
+        """Return the victim that stands for ``entry``."""
         return cls(entry.name, entry.size, entry.charge, entry.used, entry.id)
 
 

@@ -163,7 +163,7 @@ def test_another_number_while_nobody_waits(place: Path, house: ClaimContext, chi
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
-def test_one_that_waits_is_killed(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_that_waits_at_a_barrier_is_killed(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(3, LONG)))
     other = children(lambda: rank(place, 2, lambda barrier: broken(barrier, 3)))
     comes_to_wait(house, 2)
@@ -172,7 +172,7 @@ def test_one_that_waits_is_killed(place: Path, house: ClaimContext, children: Pr
     assert other.result() == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
 
 
-def test_one_that_crossed_is_killed_on_its_way(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_that_crossed_a_barrier_is_killed_on_its_way(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     gate = Gate()
     killed = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), gate.wait())))
     idle = children(lambda: rank(place, 2, lambda barrier: gate.wait()))  # who lives, and never comes, does not hide it
@@ -186,7 +186,7 @@ def test_one_that_crossed_is_killed_on_its_way(place: Path, house: ClaimContext,
     idle.kill()
 
 
-def test_one_is_killed_before_it_ever_came(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_is_killed_before_it_came_to_the_barrier(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     gate = Gate()
     killed = children(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
     gate.wait()
@@ -335,7 +335,7 @@ def test_a_death_is_no_news_at_another_barrier(place: Path, house: ClaimContext,
     assert another.wait(2, LONG) + late.result() == 1
 
 
-def test_but_it_is_at_one_where_the_dead_took_part(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_death_is_reported_at_a_barrier_where_the_dead_took_part(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     crossed = Barrier(house, "another")
 
     def take_part(barrier: Barrier) -> None:
@@ -349,7 +349,7 @@ def test_but_it_is_at_one_where_the_dead_took_part(place: Path, house: ClaimCont
     assert broken(Barrier(house, NAME), 2)[0] == broken(crossed)[0] == [f"rank 1 (process {killed.pid})"]
 
 
-def test_those_who_come_later_know_nothing_of_the_dead(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_ranks_that_join_later_are_told_of_no_earlier_death(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     """Workers of one epoch are killed in the barrier; those of the next one use it as if nobody had been there."""
     old = [children(lambda: rank(place, 0, lambda barrier: barrier.wait(3, LONG))) for _ in range(2)]
     comes_to_wait(house, 2)
@@ -548,7 +548,7 @@ def test_the_last_one_stops_at_every_step(house: ClaimContext) -> None:
     assert stopped > 3
 
 
-def test_one_gives_up_while_the_last_one_stands_still(house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_gives_up_while_the_last_one_is_stopped(house: ClaimContext, children: ProcessGroup) -> None:
     """He may have counted us; but we do not wait for him longer than we were told to."""
     barrier, stands = Barrier(house, NAME), Gate()
     barrier.wait(1)
@@ -606,7 +606,9 @@ def test_ctrl_c_takes_the_arrival_back(place: Path, house: ClaimContext, childre
     assert Barrier(house, NAME).wait(1) == 0
 
 
-def test_it_says_whom_it_waits_for(place: Path, house: ClaimContext, children: ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_barrier_logs_for_whom_it_waits(
+    place: Path, house: ClaimContext, children: ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
     gate = Gate()
     stopped = children(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
     gate.wait()
@@ -642,7 +644,7 @@ def test_nobody_sleeps_through_the_last_arrival(house: ClaimContext, children: P
     assert len(child.result()) == 200
 
 
-def test_one_who_comes_newly_tells_nothing_again(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_that_joins_reports_no_death_again(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
     """He is told of no death that the others were told of here, though he had the claim when it happened."""
     here, go = Gate(), Gate()
     other = children(lambda: rank(place, 2, lambda barrier: (here.open(), go.wait(), barrier.wait(2, LONG))[2]))

@@ -38,7 +38,7 @@ def tree(tmp_path: Path) -> Path:
         ("new/a", "newer/a", "apart"),
     ],
 )
-def test_what_meets(tree: Path, a: str, b: str, found: str) -> None:
+def test_which_directories_are_the_same_or_overlap(tree: Path, a: str, b: str, found: str) -> None:
     one, other = canonical(f"{tree}/{a}"), canonical(f"{tree}/{b}")
     assert (same(one, other), same(other, one)) == ((found == "same"),) * 2
     assert (overlap(one, other), overlap(other, one)) == ((found != "apart"),) * 2

@@ -287,7 +287,7 @@ def test_more_than_there_is(house: ClaimContext) -> None:
 
 
 @pytest.mark.parametrize("step", ["create", "allocate"])
-def test_it_is_full_in_the_middle(place: Path, house: ClaimContext, step: str) -> None:
+def test_shared_memory_that_fills_up_while_it_is_created_leaves_nothing(place: Path, house: ClaimContext, step: str) -> None:
     def full(call: str, subject: str) -> None:
         if call == step:
             raise OSError(errno.ENOSPC, "no space left on device")

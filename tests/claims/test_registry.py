@@ -84,7 +84,7 @@ def at_once(children: ProcessGroup, works: Sequence[Callable[[Callable[[], None]
 # -- the directory of the registry -------------------------------------------------------------------------------------
 
 
-def test_it_is_open_to_all_whatever_the_umask(registry: Path) -> None:
+def test_the_registry_is_open_to_all_whatever_the_umask(registry: Path) -> None:
     before = os.umask(0o077)
     try:
         with claim("/local") as found:
@@ -97,21 +97,21 @@ def test_it_is_open_to_all_whatever_the_umask(registry: Path) -> None:
         os.umask(before)
 
 
-def test_one_that_anybody_may_clear_is_mended(registry: Path) -> None:
+def test_a_registry_without_the_sticky_bit_gets_it(registry: Path) -> None:
     registry.mkdir()
     registry.chmod(0o777)
     Registry()
     assert stat.S_IMODE(registry.stat().st_mode) == 0o1777
 
 
-def test_one_of_a_group_stays_as_it_is(registry: Path) -> None:
+def test_a_registry_of_a_group_keeps_its_mode(registry: Path) -> None:
     registry.mkdir(0o770)
     registry.chmod(0o770)
     claim("/local").close()
     assert stat.S_IMODE(registry.stat().st_mode) == 0o770
 
 
-def test_its_parents_are_made(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_registry_creates_its_parent_directories(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_CLAIMS", str(registry / "deep" / "er"))
     claim("/local").close()
     assert (registry / "deep" / "er" / "lock").exists()

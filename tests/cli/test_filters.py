@@ -33,7 +33,7 @@ def entry(size: int = 0, used: float = 0, created: float = 0, life: str = "cache
         ("space!=urls", entry(space="values"), entry(space="urls")),
     ],
 )
-def test_a_term(term: str, passes: Entry, fails: Entry) -> None:
+def test_each_filter_term_passes_and_refuses(term: str, passes: Entry, fails: Entry) -> None:
     test = parse_filters([term], now=NOW)
     assert test(passes)
     assert not test(fails)

@@ -73,6 +73,6 @@ def test_what_is_written_to_all_the_time_is_not_called_damaged(
         assert "--repair" not in said.out
 
 
-def test_one_code_for_several() -> None:
+def test_several_failures_share_one_exit_code() -> None:
     offline, failed = errors.Offline("x"), errors.NotFound("x")
     assert [shared_code(found) for found in ([], [offline, offline], [offline, failed])] == [OK, ABSENT, FAILED]

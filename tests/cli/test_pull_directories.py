@@ -57,7 +57,7 @@ def test_clear_takes_a_directory_and_its_files_at_once(run: Run, url: str, cache
     assert cache.entries() == []
 
 
-def test_a_part(run: Run, url: str, server: ScriptedServer, cache: Cache) -> None:
+def test_pull_takes_include_and_exclude(run: Run, url: str, server: ScriptedServer, cache: Cache) -> None:
     ran = run("pull", url, "--include", "model-*", "--include", "*.json", "--exclude", "*-00002*")
     assert (ran.code, ran.err) == (0, "")
     assert {entry.key.removeprefix(url) for entry in cache.entries("urls")} == {"model-00001.safetensors", "config.json"}
@@ -173,7 +173,7 @@ def test_path_of_a_directory(run: Run, url: str, server: ScriptedServer) -> None
     assert server.gets == REQUESTS
 
 
-def test_it_is_listed_and_removed(run: Run, url: str, home: Path) -> None:
+def test_a_pulled_directory_is_listed_and_removed(run: Run, url: str, home: Path) -> None:
     run("pull", url)
     assert f"directories:{url}" in run("ls", "-q").lines
     assert run("rm", f"directories:{url}").code == 0

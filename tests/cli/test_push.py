@@ -73,7 +73,7 @@ def test_offline_is_its_own_code(run: Run, near: Path, monkeypatch: pytest.Monke
     assert run("push", near, "s3://bucket/run/").code == 3
 
 
-def test_keep(run: Run, near: Path, aws: RgwServer, tmp_path: Path, cache: Cache) -> None:  # noqa: F811
+def test_push_keep_leaves_the_directory_in_the_cache(run: Run, near: Path, aws: RgwServer, tmp_path: Path, cache: Cache) -> None:  # noqa: F811
     aws.client().create_bucket(Bucket="push")
     url = f"s3://push/{tmp_path.name}-{os.getpid()}/step_100/"
     assert run("push", "--keep", near, url).code == 0

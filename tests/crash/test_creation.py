@@ -92,7 +92,7 @@ def test_a_catalog_is_made_anew(scene: Callable[[int], Scene]) -> None:
     stage.play(before, lambda store: None, after, least=10)
 
 
-def test_a_repair(scene: Callable[[int], Scene]) -> None:
+def test_a_killed_repair_is_ended_by_the_next(scene: Callable[[int], Scene]) -> None:
     """Blobs are cut, flipped, lost, and strays lie about; who repairs dies; the next one ends it."""
 
     def before(store: Store) -> None:

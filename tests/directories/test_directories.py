@@ -150,7 +150,7 @@ def test_a_tree_goes_before_its_files_can(cache: forebay.Cache, remote: Remote) 
     assert data_usage(cache.path) == 0
 
 
-def test_it_stays_until_room_is_needed(cache: forebay.Cache, remote: Remote, shelf: Shelf) -> None:
+def test_a_directory_stays_until_room_is_needed(cache: forebay.Cache, remote: Remote, shelf: Shelf) -> None:
     with cache.directory(remote.url, **remote.how) as path:
         first = os.fspath(path)
     shelf.forget()
@@ -197,7 +197,7 @@ def test_metadata_of_ray_is_a_file_like_others(cache: forebay.Cache, remote: Rem
         assert (Path(path) / ".metadata.json").read_bytes() == b'{"a": 1}'
 
 
-def test_many_files(cache: forebay.Cache, shelf: Shelf) -> None:
+def test_many_files_are_listed_in_few_requests_and_opened_once(cache: forebay.Cache, shelf: Shelf) -> None:
     files = {f"{n % 7}/{n}": b"%d" % n for n in range(500)}
     shelf.fill(CKPT, files)
     with cache.directory(CKPT, filesystem=shelf.arrow()) as path:
@@ -308,7 +308,9 @@ def test_a_local_directory_that_is_not_there(cache: forebay.Cache, tmp_path: Pat
         (["model-0000[12].*"], ["?odel-00001*"], {"model-00002.safetensors"}),
     ],
 )
-def test_a_part(cache: forebay.Cache, remote: Remote, include: Any, exclude: Any, wanted: set[str] | None) -> None:
+def test_a_part_of_a_directory_by_include_and_exclude(
+    cache: forebay.Cache, remote: Remote, include: Any, exclude: Any, wanted: set[str] | None
+) -> None:
     if wanted is None:
         with pytest.raises(errors.NotFound):
             cache.directory(remote.url, include=include, exclude=exclude, **remote.how)
@@ -420,7 +422,7 @@ def test_what_is_not_there_is_told_and_not_remembered(cache: forebay.Cache, remo
         assert files_of(path) == {"late": b"it came"}
 
 
-def test_it_went_away(cache: forebay.Cache, remote: Remote) -> None:
+def test_a_remote_directory_that_went_away_is_not_found(cache: forebay.Cache, remote: Remote) -> None:
     cache.directory(remote.url, **remote.how).close()
     for name in FILES:
         remote.remove(name)
@@ -739,7 +741,7 @@ def test_a_file_that_vanishes_between_listing_and_fetch(tmp_path: Path, remote: 
             assert files_of(path) == left
 
 
-def test_it_changes_again_and_again(tmp_path: Path, server: ScriptedServer) -> None:
+def test_a_remote_directory_that_changes_again_and_again_is_an_error(tmp_path: Path, server: ScriptedServer) -> None:
     """A directory that is never at rest, not even after it was listed, is an error, and no endless loop."""
     url = http_directory(server, FILES)
     count = [0]
@@ -1042,7 +1044,7 @@ def test_pinned_it_is_not_evicted(cache: forebay.Cache, remote: Remote) -> None:
     cache.unpin(cache.entries("directories")[0].name)
 
 
-def test_it_is_listed(cache: forebay.Cache, server: ScriptedServer) -> None:
+def test_a_directory_is_listed_among_the_entries(cache: forebay.Cache, server: ScriptedServer) -> None:
     """Scenario 39: it can be seen what is there."""
     url = http_directory(server, FILES)
     cache.directory(url).close()
@@ -1070,7 +1072,7 @@ def test_in_a_root_that_may_only_be_read(tmp_path: Path, remote: Remote) -> None
             cache.directory("bucket/run", **remote.how)
 
 
-def test_after_close(cache: forebay.Cache, remote: Remote, tmp_path: Path) -> None:
+def test_a_directory_after_the_cache_was_closed(cache: forebay.Cache, remote: Remote, tmp_path: Path) -> None:
     other = forebay.Cache(tmp_path / "root")
     lease = other.directory(remote.url, **remote.how)
     other.close()

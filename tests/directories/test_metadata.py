@@ -32,7 +32,7 @@ def read(cache: forebay.Cache, remote: Remote) -> dict[str, Any]:
 
 
 @every_kind
-def test_there_is_none(cache: forebay.Cache, remote: Remote) -> None:
+def test_metadata_that_is_not_there_is_empty(cache: forebay.Cache, remote: Remote) -> None:
     assert read(cache, remote) == {}
 
 
@@ -56,7 +56,7 @@ def test_write_and_update(cache: forebay.Cache, remote: Remote) -> None:
     assert read(cache, remote) == {"only": True}
 
 
-def test_it_is_written_as_ray_writes_it(cache: forebay.Cache, tmp_path: Path) -> None:
+def test_metadata_is_written_as_ray_writes_it(cache: forebay.Cache, tmp_path: Path) -> None:
     where, told = place_of(cache._origin, tmp_path / "ckpt"), {"step": 1, "name": "ü", "nested": {"a": [1.5, None]}}
     metadata.update(cache._origin, where, told)
     assert (tmp_path / "ckpt" / ".metadata.json").read_text() == json.dumps(told)
@@ -183,7 +183,7 @@ def test_a_local_directory_that_cannot_be_locked(cache: forebay.Cache, tmp_path:
     assert files_of(tmp_path / "ckpt") == {".metadata.json": b'{"a": 1}'}
 
 
-def test_offline(tmp_path: Path, server: ScriptedServer) -> None:
+def test_metadata_offline(tmp_path: Path, server: ScriptedServer) -> None:
     server.put("/ckpt/.metadata.json", b'{"a": 1}')
     with forebay.Cache(tmp_path / "root", budget=8 << 20, min_free=0) as cache:
         url = f"{server.url}/ckpt"

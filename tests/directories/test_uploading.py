@@ -653,7 +653,7 @@ def test_what_does_not_fit_is_uploaded_all_the_same(far: Remote, near: Path, tmp
     assert "not kept" in caplog.text
 
 
-def test_offline(far: Remote, near: Path, tmp_path: Path, shelf: Shelf) -> None:  # noqa: F811
+def test_an_upload_offline(far: Remote, near: Path, tmp_path: Path, shelf: Shelf) -> None:  # noqa: F811
     with forebay.Cache(tmp_path / "offline", budget=8 << 20, min_free=0, offline=True) as cache:
         with pytest.raises(errors.Offline):
             uploading.push(cache._origin, place_of(cache._origin, CKPT, far.filesystem), near)

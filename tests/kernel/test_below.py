@@ -133,7 +133,7 @@ def test_the_last_name_is_not_followed_either_and_a_pipe_waits_for_nobody(top: P
         Below(top).open(top / "pipe")
 
 
-def test_it_travels(top: Path) -> None:
+def test_a_directory_and_its_errors_can_be_pickled(top: Path) -> None:
     files = pickle.loads(pickle.dumps(Below(top)))
     assert files.names_in(top / "a/b") == []
     with pytest.raises(LinkInTheWay) as caught:

@@ -387,7 +387,7 @@ def test_the_last_to_register_is_told_first_before_and_last_after() -> None:
     assert len(listeners) == 3
 
 
-def test_one_that_fails_keeps_no_other_from_being_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fork_listener_that_fails_keeps_no_other_from_being_called(caplog: pytest.LogCaptureFixture) -> None:
     said: list[str] = []
     listeners = [Listener("a", said), Listener("bad", said, fails=True), Listener("c", said)]
     assert in_child(lambda: said)[-3:] == ["child a", "child bad", "child c"]

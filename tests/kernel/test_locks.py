@@ -226,7 +226,7 @@ def no_descriptors_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_it_is_seen_that_the_file_was_deleted_or_replaced(path: Path) -> None:
+def test_a_deleted_or_replaced_lock_file_is_noticed(path: Path) -> None:
     file = LockFile(path)
     file.try_lock(7, exclusive=True)
     assert file.is_same()

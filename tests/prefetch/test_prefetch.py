@@ -166,7 +166,7 @@ def test_put_gives_back_the_object(any_pool: Any) -> None:
     assert any_pool.put(1, "same") != any_pool.put(1, "same")
 
 
-def test_closed(any_pool: Any) -> None:
+def test_a_closed_prefetcher_refuses_calls(any_pool: Any) -> None:
     lazy, spilled = any_pool.get_lazy("a"), any_pool.put("x")
     assert not any_pool.closed
     any_pool.close()
@@ -186,7 +186,7 @@ def test_an_empty_item(any_pool: Any, source: Items) -> None:
     assert any_pool.get_lazy("empty").get() == b""
 
 
-def test_it_takes_decode(cache: forebay.Cache, source: Items, tmp_path: Path) -> None:
+def test_a_prefetcher_takes_a_decode_function(cache: forebay.Cache, source: Items, tmp_path: Path) -> None:
     off = forebay.Cache(tmp_path / "off", enabled=False)
     for home in (cache, off):
         with home.prefetcher(source, decode=lambda key, data: (key, len(data))) as pool:
@@ -823,7 +823,7 @@ def test_a_limit_of_nothing(cache: forebay.Cache, source: Items) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "freeze", "wait"])
-def test_policies(cache: forebay.Cache, source: Items, policy: str) -> None:
+def test_each_policy_keeps_the_limit_of_items(cache: forebay.Cache, source: Items, policy: str) -> None:
     with cache.prefetcher(source, max_count=10, policy=policy, workers=1) as pool:
         for _ in range(2):
             for key in KEYS[:20]:
@@ -1176,7 +1176,7 @@ def test_a_handle_arrives_by_pickle(cache: forebay.Cache, source: Items, tmp_pat
     assert source.all_reads() == {"a": 1, "b": 1}
 
 
-def test_it_says_what_it_is(any_pool: Any) -> None:
+def test_the_repr_says_what_it_is(any_pool: Any) -> None:
     assert "a" in repr(any_pool.get_lazy("a"))
     assert any_pool.source.uri == "test://items"
 

@@ -32,7 +32,7 @@ def epochs(out: str) -> list[tuple[int, bool, int, float]]:
     return [(int(n), float(read) > 0, int(kept), float(size)) for n, read, kept, size in re.findall(row, out, re.MULTILINE)]
 
 
-def test_its_second_run_decodes_nothing(tmp_path: Path) -> None:
+def test_the_second_run_of_the_training_decodes_nothing(tmp_path: Path) -> None:
     kept = (0, False, IMAGES, 0.5)
     first = [(IMAGES, True, 0, 0.0), kept]
     for workers, expected in (("2", first), ("0", [kept, kept])):
@@ -54,7 +54,7 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
         os.killpg(run.pid, 0)
 
 
-def test_it_has_a_help(tmp_path: Path) -> None:
+def test_each_example_has_a_help(tmp_path: Path) -> None:
     out, _ = start(tmp_path, "--help").communicate(timeout=200)
     for option in ("--workers", "--epochs", "--root"):
         assert option in out

@@ -158,7 +158,7 @@ print(helper._helper._process.pid, flush=True)
 
 
 @pytest.mark.parametrize("end", ["killed", "killed with a child", "regular"])
-def test_it_dies_with_its_process(server: ScriptedServer, end: str) -> None:
+def test_the_helper_dies_with_its_process(server: ScriptedServer, end: str) -> None:
     pytest.importorskip("aiohttp")
     after = {
         "killed": "time.sleep(60)",
@@ -183,7 +183,7 @@ def test_it_dies_with_its_process(server: ScriptedServer, end: str) -> None:
                 os.kill(child, signal.SIGKILL)
 
 
-def test_it_outlives_the_thread_that_started_it(http: FilesystemRemote, server: ScriptedServer) -> None:
+def test_the_helper_outlives_the_thread_that_started_it(http: FilesystemRemote, server: ScriptedServer) -> None:
     url = server.put("/a", BODY)
 
     def work() -> bool:
@@ -233,7 +233,7 @@ def test_nothing_is_started_for_what_is_asked_here() -> None:
     assert in_child(work)
 
 
-def test_it_writes_no_file(server: ScriptedServer, tmp_path: Path) -> None:
+def test_the_helper_writes_no_file(server: ScriptedServer, tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
     with script(
         TALK + "sys.stdin.read()", server.put("/a", BODY), stdin=subprocess.PIPE, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}

@@ -174,7 +174,7 @@ def test_conditional_writes(local: LocalRemote, tmp_path: Path) -> None:
     assert there(tmp_path) == ["x"]
 
 
-def test_one_of_many_comes_first(local: LocalRemote, tmp_path: Path) -> None:
+def test_of_many_conditional_writes_one_succeeds(local: LocalRemote, tmp_path: Path) -> None:
     url = str(tmp_path / "x")
 
     def attempt(number: int) -> bool:

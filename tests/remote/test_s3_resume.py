@@ -130,7 +130,7 @@ def test_without_resume_nothing_is_left(aws: RgwServer, client: Any, bucket: str
     assert left(client, bucket) == 0
 
 
-def test_other_bytes_are_not_mixed_in(aws: RgwServer, bucket: str, source: Path) -> None:  # noqa: F811
+def test_a_resumed_upload_sends_parts_that_changed_again(aws: RgwServer, bucket: str, source: Path) -> None:  # noqa: F811
     url = f"s3://{bucket}/changed"
     cut_off(url, source, at=4)
     other = BODY[:PART] + bytes(reversed(BODY[PART:]))  # of the same size: one part is as it was

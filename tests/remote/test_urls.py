@@ -54,7 +54,7 @@ SIGNED = [
         *((f"https://h/a?{signed}", "https://h/a") for signed in SIGNED),
     ],
 )
-def test_key(url: str, key: str) -> None:
+def test_the_key_of_a_url(url: str, key: str) -> None:
     assert canonical(url) == key
 
 
@@ -166,7 +166,7 @@ def test_half_a_character_is_no_url(url: str) -> None:
         ("/data/a.npy", ".npy"),
     ],
 )
-def test_suffix(url: str, wanted: str) -> None:
+def test_the_suffix_of_a_url(url: str, wanted: str) -> None:
     assert suffix(url) == wanted
 
 
@@ -198,5 +198,5 @@ def test_a_chain_of_fsspec_is_no_path(ask: Callable[[str], object]) -> None:
     assert scheme("a::b") == "file"
 
 
-def test_scheme() -> None:
+def test_the_scheme_of_a_url() -> None:
     assert [scheme(u) for u in ("HTTP://h", "s3://b", "/a", "c:/a", "a")] == ["http", "s3", "file", "file", "file"]

@@ -465,7 +465,7 @@ def test_unused_arrays_go_the_least_recently_used_first(tmp_path: Path) -> None:
             assert sorted(names(cache)) == ["c", "e"]
 
 
-def test_one_that_is_open_makes_no_way(tmp_path: Path) -> None:
+def test_an_open_array_is_not_evicted(tmp_path: Path) -> None:
     with forebay.Cache(tmp_path / "root", budget=MiB, min_free=0) as cache, cache.samples("a", 60) as samples:
         assert fill(samples) == 60
         assert not cache.put("large", bytes(600_000))

@@ -148,7 +148,7 @@ def test_a_root_without_a_catalog_while_another_process_writes(tmp_path: Path) -
         assert cache.check(deep=True) == []
 
 
-def test_it_is_not_tried_at_each_call(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_is_not_tried_again_at_each_call(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "FIRST_PAUSE", 3600.0)
     with forebay.Cache(tmp_path / "root") as cache:
         disk.full = False

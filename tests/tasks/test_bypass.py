@@ -105,7 +105,7 @@ def test_only_functions_are_taken() -> None:
         Bypass().set_condition("f", None)  # type: ignore[arg-type]
 
 
-def test_it_travels() -> None:
+def test_a_bypass_can_be_pickled() -> None:
     replays = made(f={"bypass": True, "data": "p", "tags": "a"})
     replays.set_provider("f", provider)
     arrived = pickle.loads(pickle.dumps(replays))

@@ -81,7 +81,7 @@ def test_as_chia_tells_it(config: Config) -> None:
     assert config.as_chia() == {"build": True, "simulate": ["iter.*", "last"], "report": ["final"]}
 
 
-def test_it_travels(config: Config) -> None:
+def test_a_configuration_can_be_pickled(config: Config) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
 
 
@@ -92,7 +92,7 @@ def test_a_mapping_says_the_same(config: Config) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "cache:\n", "cache:\nbypass:\n", "cache: {}", "---\n", "null"])
-def test_nothing_listed(tmp_path: Path, text: str) -> None:
+def test_a_configuration_that_lists_nothing_is_the_default(tmp_path: Path, text: str) -> None:
     assert load(written(tmp_path / "flow.yaml", text)) == Config()
 
 

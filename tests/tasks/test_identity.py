@@ -467,7 +467,7 @@ sys.stdout.buffer.write(tree_of(ast.parse(sys.stdin.read()).body[0]))
 
 
 @pytest.mark.parametrize("python", sorted(OTHERS))
-def test_other_versions_agree(python: str) -> None:
+def test_other_versions_of_python_give_the_same_tree(python: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(forebay.__file__).parents[1]), "PYTHONUTF8": "1"}
     done = subprocess.run([python, "-c", ELSEWHERE], input=SAMPLE.encode(), capture_output=True, timeout=60, check=False, env=environment)
     if done.returncode and b"not found" in done.stderr:

@@ -93,7 +93,7 @@ def test_keys_read_well() -> None:
 # -- identity ----------------------------------------------------------------------------------------------------------
 
 
-def test_identities() -> None:
+def test_a_function_method_or_instance_has_its_qualified_name() -> None:
     assert identity_of(plain) == f"{HERE}.plain"
     assert identity_of(Model.fit) == f"{HERE}.Model.fit"
     assert identity_of(Model) == f"{HERE}.Model"
@@ -418,7 +418,7 @@ def test_a_partial_that_holds_what_has_no_content(caplog: pytest.LogCaptureFixtu
     assert Naming(held, "s{step}").call((1, 2), {}) == Naming(held, "s{step}").call((1, 2), {})
 
 
-def test_it_travels() -> None:
+def test_a_tag_can_be_pickled() -> None:
     naming = Naming(plain, "s{a}", version=2, ignore="c")
     arrived = pickle.loads(pickle.dumps(naming))
     assert arrived.call((1,), {}) == naming.call((1,), {"c": 9})

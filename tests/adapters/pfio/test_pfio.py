@@ -77,7 +77,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 @pytest.mark.keeps("PFIO itself leaves a descriptor open")
 @pytest.mark.parametrize("name", ["FileCache", "MultiprocessFileCache"])
 @pytest.mark.parametrize("seed", range(6))
-def test_it_answers_as_the_real_one(tmp_path: Path, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_cache_answers_as_pfios(tmp_path: Path, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = pytest.importorskip("pfio.cache")
     rng = random.Random(seed)
     how = {"do_pickle": bool(seed % 2), "cache_size_limit": rng.choice([None, 0, 12 * 16 + 60, 1e3, 200.5, True])}
@@ -415,7 +415,7 @@ def drop(cache: Any) -> None:
 
 @both
 @pytest.mark.parametrize("end", [leave, drop])
-def test_one_entry_that_goes_with_the_cache(kind: Any, place: str, end: Callable[[Any], None]) -> None:
+def test_a_cache_is_one_file_that_goes_with_it(kind: Any, place: str, end: Callable[[Any], None]) -> None:
     os.mkdir(place)
     Path(place, "mine").write_text("stays")
     cache = filled(kind(10, dir=place))
@@ -431,7 +431,7 @@ def test_one_entry_that_goes_with_the_cache(kind: Any, place: str, end: Callable
 
 
 @both
-def test_it_goes_at_exit(kind: Any, place: str) -> None:
+def test_the_file_of_a_cache_goes_at_exit(kind: Any, place: str) -> None:
     code = f"""
 import os
 from forebay.adapters.pfio import {kind.__name__}

@@ -82,7 +82,7 @@ def test_a_view_stays_when_the_name_is_gone(tmp_path: Path) -> None:
     assert view.readonly
 
 
-def test_it_travels_as_its_path(tmp_path: Path) -> None:
+def test_a_pfio_file_is_pickled_as_its_path(tmp_path: Path) -> None:
     file = pickle.loads(pickle.dumps(PfioFile(written(tmp_path / "a", SLOTS, 8), 4)))
     assert len(file) == 4
     assert content(file) == {i: SLOTS[i] for i in (0, 2, 3)}

@@ -141,7 +141,7 @@ def test_a_token_is_read_again(server: Stored, tmp_path: Path, monkeypatch: pyte
 
 @caches
 @pytest.mark.parametrize("status", [500, 403, 204])
-def test_other_answers_are_misses(server: Stored, package: str, status: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_answers_of_the_server_are_misses(server: Stored, package: str, status: int, caplog: pytest.LogCaptureFixture) -> None:
     cache = of(package).HTTPCache(1, url(server))
     cache.put(0, b"x")
     server.status = status

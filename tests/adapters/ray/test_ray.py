@@ -55,7 +55,7 @@ def checkpoint(remote: Remote, cache: forebay.Cache) -> RayCheckpoint:
 # -- a checkpoint of Ray's ---------------------------------------------------------------------------------------------
 
 
-def test_it_is_one_of_ray_s(checkpoint: RayCheckpoint, remote: Remote) -> None:
+def test_our_checkpoint_is_one_of_rays(checkpoint: RayCheckpoint, remote: Remote) -> None:
     assert isinstance(checkpoint, ray.train.Checkpoint)
     assert checkpoint.path == CKPT
     assert checkpoint.filesystem == remote.filesystem
@@ -114,7 +114,7 @@ def test_a_mock_filesystem_by_its_url(cache: forebay.Cache) -> None:
 
 
 @every_kind
-def test_its_directory_is_in_the_cache_and_there_once(remote: Remote, cache: forebay.Cache) -> None:
+def test_the_directory_of_a_checkpoint_is_in_the_cache_once(remote: Remote, cache: forebay.Cache) -> None:
     checkpoint = RayCheckpoint(remote.url, remote.filesystem, cache)
     with checkpoint.as_directory() as path, RayCheckpoint(remote.url, remote.filesystem, cache).as_directory() as other:
         assert path == other
@@ -268,7 +268,7 @@ def test_each_reads_the_other_s_metadata(remote: Remote, cache: forebay.Cache) -
 # -- from one to the other ---------------------------------------------------------------------------------------------
 
 
-def test_there_and_back(checkpoint: RayCheckpoint, cache: forebay.Cache, remote: Remote, tmp_path: Path) -> None:
+def test_checkpoints_convert_to_rays_and_back(checkpoint: RayCheckpoint, cache: forebay.Cache, remote: Remote, tmp_path: Path) -> None:
     ours = forebay.Checkpoint(remote.url, remote.filesystem, cache)
     assert isinstance(to_ray(ours), RayCheckpoint)
     assert from_ray(to_ray(ours)) is ours
@@ -287,7 +287,7 @@ def test_a_remote_that_pyarrow_does_not_know_goes_to_ray_in_fsspec_s_clothes(cac
         assert files_of(path) == {"a.bin": b"some bytes"}
 
 
-def test_it_pickles_with_its_cache(checkpoint: RayCheckpoint, cache: forebay.Cache) -> None:
+def test_a_checkpoint_is_pickled_with_its_cache(checkpoint: RayCheckpoint, cache: forebay.Cache) -> None:
     there = pickle.loads(pickle.dumps(checkpoint))
     assert type(there) is RayCheckpoint
     assert (there.path, there.url, there.filesystem) == (checkpoint.path, checkpoint.url, checkpoint.filesystem)

@@ -685,7 +685,7 @@ class Elsewhere:
         return ours.start(10, path, "MB", namespace="lost").write("a", 1)
 
 
-def test_its_node_is_lost(nodes: Nodes, place: Path, log: Log, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_node_that_has_a_value_is_lost(nodes: Nodes, place: Path, log: Log, caplog: pytest.LogCaptureFixture) -> None:
     third = nodes.add("third", place / "home-third")
     try:
         other = Elsewhere.options(resources={"third": 1}).remote()

@@ -116,7 +116,7 @@ def test_nor_that_of_a_copy_which_another_process_just_made(head: Head, away: Re
     assert np.array_equal(found[0], LARGE)
 
 
-def test_it_was_replaced_between_two_questions(head: Head, away: RemoteValues) -> None:
+def test_a_value_that_was_replaced_between_two_requests(head: Head, away: RemoteValues) -> None:
     head.served.keep("a", LARGE)
     head.before = lambda method: method == "send" and head.served.keep("a", LARGE + 1)
     assert away.look("a") is None  # gone since

@@ -50,7 +50,7 @@ def data_set(remote: Path | None, local: Path) -> Any:
     return StreamingDataset(remote=None if remote is None else str(remote), local=str(local), shuffle=True, batch_size=4)
 
 
-def test_its_modules_keep_their_names() -> None:
+def test_streamings_modules_keep_their_names() -> None:
     """Programs import them, and tests patch them."""
     modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "streaming"}
     before = {name: dict(vars(module)) for name, module in modules.items()}

@@ -52,7 +52,7 @@ def test_what_streaming_knows_of_it(name: str) -> None:
     barrier(1)
 
 
-def test_its_lock_has_the_calls_of_a_filelock(name: str) -> None:
+def test_the_lock_of_a_barrier_has_the_calls_of_a_filelock(name: str) -> None:
     barrier, other = SharedBarrier("/nowhere/lock", name), SharedBarrier("/nowhere/lock", name)
     lock = barrier.lock
     assert lock.lock_file == "/nowhere/lock"
@@ -82,7 +82,7 @@ def _lock_not_held(barrier: SharedBarrier) -> None:
         barrier.lock.acquire(timeout=0.01)
 
 
-def test_its_claim_goes_with_it(name: str, node: Node) -> None:
+def test_the_claim_of_a_barrier_goes_with_it(name: str, node: Node) -> None:
     barrier, second = SharedBarrier("/nowhere/lock", name), SharedBarrier("/nowhere/lock", name)
     del barrier
     assert len(node.claims()) == 1
@@ -163,7 +163,7 @@ def test_the_death_of_one_is_told_to_the_other(name: str) -> None:
             assert str(other.pid) in message
 
 
-def test_it_belongs_to_the_claim_of_its_number(name: str, node: Node) -> None:
+def test_a_barrier_belongs_to_the_claim_of_its_number(name: str, node: Node) -> None:
     prefix, memory = get_shm_prefix(["/data/a"], [None], World(1, 1, 1, 0))
     barrier = SharedBarrier("/nowhere/lock", f"{prefix:06}_barrier")
     barrier(1)

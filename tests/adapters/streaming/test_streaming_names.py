@@ -126,7 +126,7 @@ def test_what_is_another_users_stays(prefix: int) -> None:
     assert path.exists()
 
 
-def test_one_piece_that_is_used_keeps_all_of_its_number(prefix: int) -> None:
+def test_memory_that_is_used_keeps_all_of_its_number(prefix: int) -> None:
     paths = [Path(path) for path in names.paths_of(prefix)]
     for path in paths:
         path.write_bytes(bytes(8))

@@ -55,7 +55,7 @@ def test_what_it_gives(node: Node) -> None:
     assert (node.claims(), taken(prefix)) == ([], False)
 
 
-def test_it_is_given_back_with_the_memory(node: Node) -> None:
+def test_a_prefix_is_given_back_with_its_memory(node: Node) -> None:
     prefix, memory = get_shm_prefix([A], ["s3://bucket/a"], ALONE)
     for name in (*names.MEMORY[1:], "another"):
         Path(names.SHM, names.name_of(prefix, name)).touch()

@@ -19,7 +19,7 @@ from tests.harness import MiB, bytes_of, opened
 from tests.processes import Gate, fork
 
 
-def test_one_that_writes_without_end_lets_a_hungry_one_in(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_writes_without_end_lets_one_that_waits_long_in(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within some turns of his own after he was told, not within as many as fit into the patience of the other."""
     place, said = quick_path / "root", Gate()
     turns = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")  # how often he had it
@@ -107,7 +107,7 @@ def test_a_killed_writer_lets_go(quick_path: Path) -> None:
     said.close()
 
 
-def test_it_says_who_has_it(tmp_path: Path) -> None:
+def test_a_busy_writer_lock_names_its_holder(tmp_path: Path) -> None:
     with opened(tmp_path / "root", MiB) as store:
         other = module.WriterLock(store.root, store.engine.words)
         with store.engine.catalog.writer(), pytest.raises(errors.CacheFault, match=rf"busy.*{os.getpid()}"):

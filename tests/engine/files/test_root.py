@@ -286,7 +286,7 @@ def test_names_are_parsed_as_they_are_made(root: Root) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x", "0123456789abcdef-", "0123456789ABCDEF", "0123456789abcdef/..", "0123456789abcdef\n"])
-def test_other_names_are_not_ours(name: str) -> None:
+def test_foreign_names_do_not_parse(name: str) -> None:
     assert parse_blob_name(name) is None
     assert parse_tmp_name(name) is None
     assert roots.VERSION == 1

@@ -150,6 +150,6 @@ def trees_id(root: Root, names: list[str]) -> int:
     return ID
 
 
-def test_other_names_under_trees_are_none_of_ours(root: Root) -> None:
+def test_foreign_names_under_trees_are_not_listed(root: Root) -> None:
     (root.trees_dir / "notes").mkdir()
     assert list(trees.list_trees(root)) == []

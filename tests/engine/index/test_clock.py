@@ -40,7 +40,7 @@ def words(store: Store) -> tuple[memoryview, int]:
     return store.engine.slots.clock_words()
 
 
-def test_it_goes_on_while_the_wall_clock_was_set_back(store: Store, clocks: Clocks) -> None:
+def test_the_clock_goes_on_while_the_wall_clock_was_set_back(store: Store, clocks: Clocks) -> None:
     before = store.now()
     clocks.step(-HOUR)
     seen = [store.now() for _ in range(1000)]
@@ -53,7 +53,7 @@ def test_it_goes_on_while_the_wall_clock_was_set_back(store: Store, clocks: Cloc
     assert store.now() - seen[-1] >= 20_000_000, "it does not stand still until the other one catches up"
 
 
-def test_it_follows_a_wall_clock_that_is_ahead_and_stays_there(store: Store, clocks: Clocks) -> None:
+def test_the_clock_follows_a_wall_clock_that_is_ahead_and_stays_there(store: Store, clocks: Clocks) -> None:
     before = store.now()
     clocks.step(DAY)
     assert store.now() - before >= DAY
@@ -146,7 +146,7 @@ def test_what_cannot_be_is_written_over(store: Store, word: int, value: int) -> 
     assert bytes_of(store, "k") == b"x"
 
 
-def test_one_that_was_forged_far_ahead_runs_on(store: Store) -> None:
+def test_a_clock_that_was_forged_far_ahead_runs_on(store: Store) -> None:
     store.now()
     table, at = words(store)
     table[at + AHEAD] += 50 * 365 * DAY

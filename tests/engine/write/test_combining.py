@@ -85,13 +85,13 @@ class Doing:
         return run(works, self.go.set, self.queue, self.began)
 
 
-def test_those_who_wait_go_together() -> None:
+def test_items_that_wait_share_a_transaction() -> None:
     doing = Doing()
     assert doing.run(range(40)) == [2 * n for n in range(40)]
     assert [len(call) for call in doing.calls] == [1, combine.MOST, combine.MOST, 7]
 
 
-def test_one_that_fails_takes_nobody_along() -> None:
+def test_an_item_that_fails_fails_no_other() -> None:
     doing = Doing()
     found = doing.run([1, 2, -3, 4])
     assert (found[0], found[1], found[3]) == (2, 4, 8)
