@@ -2,9 +2,9 @@
 
     python examples/flow.py      # 3 features, 12 models and a report are computed, by two processes
     python examples/flow.py      # the same again: nothing is computed, scikit-learn is not even imported
-    python examples/flow.py --costs 0.1 1 10 100 1000   # what is new is computed, the rest is there
+    python examples/flow.py --costs 0.1 1 10 100 1000   # only what is new is computed
 
-Run it in two terminals at once: they share the work. Ctrl-C ends it, and loses nothing that was ready.
+Run it in two terminals at once: they share the work. Ctrl-C ends it and loses no finished result.
 Needs: pip install 'forebay[examples,tasks]'
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 import forebay
 
 DEFAULT = Path(tempfile.gettempdir()) / f"forebay-flow-{os.getuid()}"
-HERE = Path(os.environ.get("FLOW_ROOT", DEFAULT))  # the processes of the pool come by here too
+HERE = Path(os.environ.get("FLOW_ROOT", DEFAULT))  # the processes of the pool run this line too
 tasks = forebay.Cache(HERE, budget="200MB").tasks("flow")
 
 
@@ -37,11 +37,11 @@ def digits() -> tuple[Any, Any]:
     """Images and labels. They are read back as views of the mapping, whichever process stored them."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    return found.images / 16, found.target
+    dataset = load_digits()
+    return dataset.images / 16, dataset.target
 
 
-@tasks.cached(tag="features-{kind}")  # when the function changes it runs again: what older code stored is not used
+@tasks.cached(tag="features-{kind}")  # a changed function runs again: outputs of older code are not used
 def features(kind: str) -> Any:
     """One row for each image."""
     images, _ = digits()
@@ -56,7 +56,7 @@ def features(kind: str) -> Any:
 
 
 class Score(NamedTuple):
-    right: float  # share of the digits that were told right, in five folds
+    right: float  # share of correctly classified digits, in five folds
     spread: float
 
 
@@ -68,59 +68,59 @@ def score(kind: str, cost: float) -> Score:
     from sklearn.preprocessing import StandardScaler
     from sklearn.svm import SVC
 
-    found = cross_val_score(make_pipeline(StandardScaler(), SVC(C=cost)), features(kind), digits()[1], cv=5)
-    return Score(float(found.mean()), float(found.std()))
+    scores = cross_val_score(make_pipeline(StandardScaler(), SVC(C=cost)), features(kind), digits()[1], cv=5)
+    return Score(float(scores.mean()), float(scores.std()))
 
 
 @tasks.cached(tag="confused-{kind}-{cost}")
 def confused(kind: str, cost: float) -> list[tuple[int, int, int]]:
-    """What was taken for what most often: the digit, what it was taken for, how many times."""
+    """The most frequent errors: the digit, what it was classified as, how many times."""
     from sklearn.model_selection import cross_val_predict
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
     from sklearn.svm import SVC
 
     truth = digits()[1]
-    said = cross_val_predict(make_pipeline(StandardScaler(), SVC(C=cost)), features(kind), truth, cv=5)
-    pairs, counts = np.unique(np.stack([truth, said])[:, truth != said], axis=1, return_counts=True)
+    predicted = cross_val_predict(make_pipeline(StandardScaler(), SVC(C=cost)), features(kind), truth, cv=5)
+    pairs, counts = np.unique(np.stack([truth, predicted])[:, truth != predicted], axis=1, return_counts=True)
     return [(int(pairs[0, i]), int(pairs[1, i]), int(counts[i])) for i in np.argsort(-counts, kind="stable")[:3]]
 
 
-# -- how it went -------------------------------------------------------------------------------------------------------
+# -- the report -------------------------------------------------------------------------------------------------------
 
 
-class Told(NamedTuple):
+class Call(NamedTuple):
     value: Any
     seconds: float
-    ran: int  # calls that were computed for it in the process that was asked, those inside of it too
+    ran: int  # calls that the process computed for it, nested ones included
     by: int
 
 
-def told(function: Any, *arguments: Any) -> Told:
-    """Call a function of the flow, and tell whether it was computed."""
+def timed(function: Any, *arguments: Any) -> Call:
+    """Call a function of the flow, and report whether it was computed."""
     began, runs = time.perf_counter(), tasks.stats().runs
     value = function(*arguments)
-    return Told(value, time.perf_counter() - began, tasks.stats().runs - runs, os.getpid())
+    return Call(value, time.perf_counter() - began, tasks.stats().runs - runs, os.getpid())
 
 
-def line(what: str, found: Told, result: str) -> int:
-    source = f"computed by process {found.by}" if found.ran else "from the cache"
-    print(f"{what:<22}{source:<30}{found.seconds:>8.3f} s   {result}", flush=True)
-    return found.ran
+def line(what: str, call: Call, result: str) -> int:
+    source = f"computed by process {call.by}" if call.ran else "from the cache"
+    print(f"{what:<22}{source:<30}{call.seconds:>8.3f} s   {result}", flush=True)
+    return call.ran
 
 
 def flow(kinds: list[str], costs: list[float], jobs: int) -> int:
-    """Print a line for each part; gives how many calls were computed."""
-    grid, found, ran = list(itertools.product(kinds, costs)), {}, 0
+    """Print a line for each part; return the number of computed calls."""
+    grid, values, ran = list(itertools.product(kinds, costs)), {}, 0
     with ProcessPoolExecutor(jobs) as pool:
-        scores = [pool.submit(told, score, *point) for point in grid]  # two that want the same features: one computes them
+        scores = [pool.submit(timed, score, *point) for point in grid]  # if two need the same features, one computes them
         for point, future in zip(grid, scores, strict=True):
             one = future.result()
-            found[point] = one.value
+            values[point] = one.value
             ran += line(f"{point[0]}, cost {point[1]:g}", one, f"{one.value.right:.2%} right, +- {one.value.spread:.2%}")
-    best = max(found, key=lambda point: found[point].right)
-    report = told(confused, *best)
-    ran += line("report on the best", report, ", ".join(f"{a} taken for {b} {n} times" for a, b, n in report.value))
+    best = max(values, key=lambda point: values[point].right)
+    report = timed(confused, *best)
+    ran += line("report on the best", report, ", ".join(f"{a} classified as {b} {n} times" for a, b, n in report.value))
     print(f"best: {best[0]}, cost {best[1]:g}")
     return ran
 
@@ -130,7 +130,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", default=["pixels", "spectrum", "gradients"], help="features to try (default: all)")
     parser.add_argument("--costs", nargs="+", type=float, default=[0.1, 1, 10, 100], help="the grid (default: 0.1 1 10 100)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.epilog = f"The cache lies in {HERE}; FLOW_ROOT sets another place."
+    parser.epilog = f"The cache is in {HERE}; FLOW_ROOT sets another directory."
     return parser.parse_args(arguments)
 
 

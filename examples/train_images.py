@@ -1,9 +1,9 @@
 """Trains a small network on real images, and prints what each epoch read from where.
 
-    python examples/train_images.py      # each image is decoded once, by whichever worker comes first
+    python examples/train_images.py      # each image is decoded once, by the first worker that needs it
     python examples/train_images.py      # the same again: nothing is decoded any more
 
-Run it in two terminals at once: what one of them decodes the other finds. Ctrl-C ends it, and loses nothing.
+Run it in two terminals at once: each finds what the other one has decoded. Ctrl-C ends it and loses nothing.
 
 The images are cut from the two photographs that come with scikit-learn, a temple and a flower, and stored as PNG files; the
 network learns to tell which of the two a piece is from. Needs: pip install 'forebay[examples]'
@@ -30,12 +30,12 @@ from torch.utils.data import DataLoader, Dataset
 import forebay
 from forebay.adapters.torch import CachedDataset
 
-CUT, SIDE = 160, 64  # pixels: of a piece as it is stored, and as the network sees it
+CUT, SIDE = 160, 64  # pixels: of a piece as a PNG file, and as the network sees it
 DECODED_BYTES = 3 * SIDE * SIDE
 
 
 class Pieces(Dataset[Any]):
-    """The PNG files: decoded, made smaller, labelled. It counts what it reads, in all worker processes together."""
+    """The PNG files: decoded, resized, labelled. Counts what it reads, in all worker processes together."""
 
     def __init__(self, folder: Path) -> None:
         self.files = sorted(folder.glob("*.png"))
@@ -56,7 +56,7 @@ class Pieces(Dataset[Any]):
 
 
 def mirrored(item: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
-    """Another image each time: applied behind the cache, and never stored."""
+    """Random augmentation: applied after the cache, and never stored."""
     image, label = item
     return (image.flip(2) if random.random() < 0.5 else image).float() / 255, label
 
@@ -69,8 +69,8 @@ def network() -> nn.Module:
 
 
 def train(pieces: Pieces, dataset: CachedDataset, epochs: int, workers: int) -> None:
-    """One line an epoch."""
-    torch.set_num_threads(1)  # the workers want processors too
+    """Train, and print one line per epoch."""
+    torch.set_num_threads(1)  # leaves processors to the workers
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     loader = DataLoader(dataset, batch_size=32, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
@@ -97,11 +97,11 @@ def train(pieces: Pieces, dataset: CachedDataset, epochs: int, workers: int) -> 
 
 
 def cut_photographs(folder: Path, count: int) -> None:
-    """Store ``count`` pieces as PNG files, all or none: the folder gets its name when it is whole."""
+    """Store ``count`` pieces as PNG files, all or none: the folder gets its name when it is complete."""
     from sklearn.datasets import load_sample_images
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    place = random.Random(0)
+    position = random.Random(0)
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         whole = Path(unfinished) / "whole"
         whole.mkdir()
@@ -109,10 +109,10 @@ def cut_photographs(folder: Path, count: int) -> None:
         for n in range(count):
             label = n % len(photographs)
             height, width, _ = photographs[label].shape
-            top, left = place.randrange(height - CUT), place.randrange(width - CUT)
+            top, left = position.randrange(height - CUT), position.randrange(width - CUT)
             piece = photographs[label][top : top + CUT, left : left + CUT]
             Image.fromarray(piece).save(whole / f"{n:06d}-{label}.png", compress_level=1)
-        if not folder.exists():  # somebody may have been quicker
+        if not folder.exists():  # another process may have been faster
             whole.rename(folder)
 
 
@@ -121,8 +121,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     default = Path(tempfile.gettempdir()) / f"forebay-example-{os.getuid()}"
     parser.add_argument("--workers", type=int, default=2, help="worker processes of the loader (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--images", type=int, default=1200, help="how many pieces to cut (default: %(default)s)")
-    parser.add_argument("--root", type=Path, default=default, help="where images and cache are kept (default: %(default)s)")
+    parser.add_argument("--images", type=int, default=1200, help="number of pieces to cut (default: %(default)s)")
+    parser.add_argument("--root", type=Path, default=default, help="directory of images and cache (default: %(default)s)")
     return parser.parse_args(arguments)
 
 
@@ -135,8 +135,8 @@ def main(arguments: list[str]) -> int:
             cut_photographs(folder, options.images)
         pieces = Pieces(folder)
         with forebay.Cache(options.root / "cache", budget="1GiB") as cache:
-            made_of = f"{options.images} pieces of {CUT} as {SIDE} pixels"
-            samples = cache.samples("pieces", len(pieces), codec="pickle", fingerprint=made_of)
+            fingerprint = f"{options.images} pieces of {CUT} as {SIDE} pixels"
+            samples = cache.samples("pieces", len(pieces), codec="pickle", fingerprint=fingerprint)
             train(pieces, CachedDataset(pieces, samples, mirrored), options.epochs, options.workers)
         if pieces.decoded.value:
             print("Run it again: now everything comes from the cache.")
