@@ -190,22 +190,22 @@ def test_all_that_a_call_waits_for_shares_its_timeout(root: Path, server: Script
 
 
 def test_a_call_of_its_own_has_its_own_patience() -> None:
-    patience = waits.patience
-    with patience(2.0):
-        assert patience.remaining() == 2.0
-        with patience(None):
-            patience.spend(0.5)
-        assert patience.remaining() == 1.5
-        with patience(1.0):
-            patience.spend(0.25)
-            assert patience.remaining() == 0.75
-        assert patience.remaining() == 1.25
-        with patience(None, afresh=True):
-            patience.spend(100)
-            assert patience.remaining() > 1000
-        with patience(5.0):
-            assert patience.remaining() == 1.25
-            patience.spend(3.0)
-            assert patience.remaining() == 0
-        assert patience.remaining() == 0
-    assert patience.remaining() > 1000
+    limit = waits.time_limit
+    with limit(2.0):
+        assert limit.remaining() == 2.0
+        with limit(None):
+            limit.spend(0.5)
+        assert limit.remaining() == 1.5
+        with limit(1.0):
+            limit.spend(0.25)
+            assert limit.remaining() == 0.75
+        assert limit.remaining() == 1.25
+        with limit(None, afresh=True):
+            limit.spend(100)
+            assert limit.remaining() > 1000
+        with limit(5.0):
+            assert limit.remaining() == 1.25
+            limit.spend(3.0)
+            assert limit.remaining() == 0
+        assert limit.remaining() == 0
+    assert limit.remaining() > 1000

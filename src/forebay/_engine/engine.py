@@ -240,7 +240,7 @@ class Engine:
                     self.owners.reap(txn)
             self._clean_after_reboot()
             if entries.held(self.catalog, 0, 1):  # perhaps of processes that are dead
-                with waits.patience(0):
+                with waits.time_limit(0):
                     self.eviction.sweep()
         except errors.WriterBusy as error:  # it can be read from all the same; the next process that opens it sweeps
             log.info("%s: not swept: %s", self.root.path, str(error))

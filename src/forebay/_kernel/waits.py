@@ -78,14 +78,14 @@ class Words:
             time.sleep(min(seconds, _LOOK))  # this machine has no such call, or a sandbox forbids it
 
 
-class patience:
-    """Around one call: all that it waits for shares ``seconds``; what it does meanwhile does not count. None: no limit of its own.
+class time_limit:
+    """Limits the waiting inside one call: all its waits share ``seconds``; its other work does not count. None: no limit of its own.
 
-    Calls inside share what is left of the outer one's. ``afresh``: around a function of the program's own, which has its own limits."""
+    Nested limits share what is left of the outer one. ``afresh``: around a function of the program's own, which has its own limits."""
 
     __slots__ = ("_afresh", "_outer", "_seconds", "left")
 
-    _current: contextvars.ContextVar[patience | None] = contextvars.ContextVar("forebay_patience", default=None)
+    _current: contextvars.ContextVar[time_limit | None] = contextvars.ContextVar("forebay_time_limit", default=None)
 
     left: float
 
@@ -100,7 +100,7 @@ class patience:
 
     @classmethod
     def spend(cls, seconds: float) -> None:
-        """So long the current call has waited."""
+        """Subtract ``seconds`` that the current call has waited."""
         current = cls._current.get()
         if current is not None:
             current.left -= seconds
@@ -157,10 +157,10 @@ class Turn:
 
 class Wait:
     """One wait: its duration, and when to log it. ``timeout``, ``say_after``: in seconds. ``by``: the words between what is waited for
-    and its holder. Limited by the `patience` that is left."""
+    and its holder. Limited by the `time_limit` that is left."""
 
     def __init__(self, timeout: float | None, say_after: float = 5.0, by: str = "held by") -> None:
-        self.timeout, self._by = min(math.inf if timeout is None else timeout, patience.remaining()), by
+        self.timeout, self._by = min(math.inf if timeout is None else timeout, time_limit.remaining()), by
         self._began = time.monotonic()
         self._say_at = say_after
 
@@ -169,7 +169,7 @@ class Wait:
         returns what is waited for, and a description of its holder."""
         waited = self.waited
         if waited >= self.timeout:
-            patience.spend(waited)
+            time_limit.spend(waited)
             subject, holder = what()
             raise errors.WaitTimeout.of(subject, waited, holder, self._by)
         if waited >= self._say_at:
@@ -196,7 +196,7 @@ def wait_for(
         value = words.value(index)  # before the attempt: a bump in between ends the sleep at once
         found = attempt()
         if found is not None:
-            patience.spend(wait.waited)
+            time_limit.spend(wait.waited)
             return found
         pause = wait.turn(what)
         if on_turn is not None:
@@ -216,7 +216,7 @@ async def wait_for_async(
         value = words.value(index)
         found = attempt()
         if found is not None:
-            patience.spend(wait.waited)
+            time_limit.spend(wait.waited)
             return found
         pause = wait.turn(what)
         if on_turn is not None:

@@ -385,7 +385,7 @@ class Cache:
     def reset_stats(self) -> None:
         """Count from zero, for all processes."""
         self._check_open()
-        with waits.patience(self._origin.timeout):
+        with waits.time_limit(self._origin.timeout):
             self._store.zero_counts()
 
     def check(self, *, deep: bool = False) -> list[Problem]:
@@ -415,7 +415,7 @@ class Cache:
 
     def _set_life(self, name: Name, life: str) -> None:
         place = self._find(name)
-        with waits.patience(self._origin.timeout):
+        with waits.time_limit(self._origin.timeout):
             if place is None or not self._store.set_life(*place, life):
                 raise errors.NotCached.of(shown(name))
 
@@ -433,7 +433,7 @@ class Cache:
         return Report(report.removed + with_it.removed, (), report.freed + with_it.freed)
 
     def _remove(self, victims: Iterable[Victim]) -> Report:
-        with waits.patience(self._origin.timeout):
+        with waits.time_limit(self._origin.timeout):
             return self._store.remove(victims)
 
     def plan(
@@ -455,7 +455,7 @@ class Cache:
 
     def _tidy(self, victims: Sequence[Victim]) -> Report:
         report = self._remove(victims)
-        with waits.patience(self._origin.timeout):
+        with waits.time_limit(self._origin.timeout):
             self._store.make_room()
             strays = self._store.remove_strays()
             return replace(report, freed=report.freed + strays.bytes, stray_files=strays.files)

@@ -44,7 +44,7 @@ class Space:
             return quick
         checked(key)
         try:
-            with waits.patience(self._origin.timeout):
+            with waits.time_limit(self._origin.timeout):
                 found = store.view(self.name, key)
         except errors.CacheFault as error:
             self._origin.fall_back(error, f"{self.name}:{key}")
@@ -65,7 +65,7 @@ class Space:
         checked(key)
         view = as_bytes(data)
         try:
-            with waits.patience(self._origin.timeout if timeout is None else timeout):
+            with waits.time_limit(self._origin.timeout if timeout is None else timeout):
                 store.put(self.name, key, view, timeout=timeout)
         except errors.CacheFault as error:
             store.count("store_failures")
@@ -88,14 +88,14 @@ class Space:
 
         def make() -> memoryview:
             store.count("misses")
-            with waits.patience(None, afresh=True):
+            with waits.time_limit(None, afresh=True):
                 ran.append(memoryview(bytes(as_bytes(fn()))))
             self.put(key, ran[0])
             return ran[0]
 
         timeout = self._origin.timeout if timeout is None else timeout
         try:
-            with waits.patience(timeout):
+            with waits.time_limit(timeout):
                 found = look()
                 return found if found is not None else store.locks.single(self.name, key, look, make, timeout=timeout)
         except (errors.CacheFault, errors.WaitTimeout) as error:
@@ -106,7 +106,7 @@ class Space:
     def evict(self, key: str) -> bool:
         """Remove a key. False if there is none, or it is in use."""
         store = self._store()
-        with waits.patience(self._origin.timeout):
+        with waits.time_limit(self._origin.timeout):
             entry = store.entry(self.name, key)
             return entry is not None and bool(store.remove([Victim.of(entry)]).removed)
 

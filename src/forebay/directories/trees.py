@@ -60,7 +60,7 @@ class Directories:
         if not store.keeps:
             raise errors.NoSpace(f"{place.key} cannot be kept: {store.why}", key=place.key, need=0, free=0, budget=0)
         try:
-            with waits.patience(ask.timeout):
+            with waits.time_limit(ask.timeout):
                 return _Tree(self._origin, self._listings, store, place, part, ask).lease()
         except errors.CacheFault as error:
             if isinstance(error, errors.NoSpace) or error.errno not in FULL:

@@ -96,7 +96,7 @@ class Origin:
             path, environment.budget if budget is None else budget, environment.min_free if min_free is None else min_free, max_entries,
             shared, read_only,
         )  # fmt: skip
-        with waits.patience(timeout):
+        with waits.time_limit(timeout):
             store = own.open_or_pass() if enabled else PassThrough()
         above = RootOptions(Path(upstream), shared=True, read_only=True).open_or_pass() if upstream is not None else None
         return cls(
@@ -181,7 +181,7 @@ class Origin:
         """Have a space with these limits (see `Store.open_space`), as soon as there is a store that can make it."""
         store = self.current()
         if store.keeps:
-            with waits.patience(self.timeout):
+            with waits.time_limit(self.timeout):
                 store.spaces.open(name, **limits)
         else:
             self.unset_spaces[name] = limits
@@ -214,7 +214,7 @@ class Origin:
 
     def read(self, target: Target, ask: FetchOptions) -> memoryview:
         """The bytes, read-only: over the mapping where they are kept, else in memory."""
-        with waits.patience(ask.timeout):
+        with waits.time_limit(ask.timeout):
             return self._read(target, ask)
 
     def _read(self, target: Target, ask: FetchOptions) -> memoryview:
@@ -282,7 +282,7 @@ class Origin:
             made.append(True)
             return self._obtain(target, ask, spilling) if any(seen) else self._fetch(target, ask, spilling)
 
-        with waits.patience(ask.timeout):
+        with waits.time_limit(ask.timeout):
             lease = None if looked else look()
             if lease is None:
                 lease = self.store.locks.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait, on_hold=on_hold)

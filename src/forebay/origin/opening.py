@@ -79,7 +79,7 @@ class Reopening:
             return None
         store = None
         try:
-            with waits.patience(0):
+            with waits.time_limit(0):
                 store = self._root.open()
         except (errors.ForebayError, OSError) as error:  # whatever became of the root: the cache was working without it until now
             log.info("the cache in %s still cannot be used: %s", self._root.path, str(error))

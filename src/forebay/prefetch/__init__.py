@@ -291,7 +291,7 @@ def open_prefetcher(origin: Origin, source: Any, *, decode: Any = None, **how: A
     how["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=origin.others_can_write)
     store, again = origin.current(), _Again(origin, found, how)
     may_come = not store.root.read_only if store.keeps else origin.reopening is not None
-    with waits.patience(origin.timeout):
+    with waits.time_limit(origin.timeout):
         pool = (again() if may_come else None) or PassThrough(found, reopen=again if may_come else None)
     origin.register(pool)
     return pool

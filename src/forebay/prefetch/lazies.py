@@ -285,7 +285,7 @@ class PassThrough(Pool[Item_co]):
         may_retry = True
         limits = dict(self._limits)
         try:
-            with waits.patience(0):
+            with waits.time_limit(0):
                 pool: Any = reopen(limits)
             if pool is not None:
                 self._opened, may_retry = pool, False

@@ -97,7 +97,7 @@ class Samples(Generic[Item]):
 
         def make() -> tuple[Item]:
             try:
-                with waits.patience(None, afresh=True):
+                with waits.time_limit(None, afresh=True):
                     value = fn()
             except BaseException as error:
                 failed.append(error)
@@ -107,7 +107,7 @@ class Samples(Generic[Item]):
 
         timeout = self._origin.timeout if timeout is None else timeout
         try:
-            with waits.patience(timeout):
+            with waits.time_limit(timeout):
                 return self._origin.store.locks.single(SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, timeout=timeout)[0]
         except (errors.CacheFault, errors.WaitTimeout) as error:
             if failed:
@@ -187,7 +187,7 @@ class Samples(Generic[Item]):
         Of several that fill one slot at the same time one does. Raises IndexError, `Closed`, `ConfigError` for what the codec does
         not take."""
         try:
-            with waits.patience(self._origin.timeout):
+            with waits.time_limit(self._origin.timeout):
                 return self._pack.put(i, self._codec.encode, value)
         except (errors.CacheFault, Unencodable) as error:
             self._tell(i, error)
@@ -336,7 +336,7 @@ def open_samples(
             pack.set_quota(quota)
         return pack
 
-    with waits.patience(origin.timeout):
+    with waits.time_limit(origin.timeout):
         pack = find_pack()
     if pack is None and not length:
         raise errors.NotCached.of(f"{SPACE}:{name}")
@@ -371,7 +371,7 @@ class _LatePack(NoPack):
     def _look(self) -> None:
         may_try = True
         try:
-            with waits.patience(0):
+            with waits.time_limit(0):
                 found = self._find_pack()
             attach = self.comes()
             if isinstance(found, Pack) and attach is not None:

@@ -84,7 +84,7 @@ class Values:
     def _slowly(self, store: Store | PassThrough, key: str) -> tuple[Store | PassThrough, Remembered | None]:
         """By the catalog: here, else in the root upstream; and which of them has it."""
         try:
-            with waits.patience(self.origin.timeout):
+            with waits.time_limit(self.origin.timeout):
                 found = store.view(self.space, key)
             if found is None and (above := self.origin.upstream) is not None:
                 return above, above.view(self.space, key)
@@ -179,7 +179,7 @@ class Values:
         if pieces is None:
             return None
         try:
-            with waits.patience(self.origin.timeout):
+            with waits.time_limit(self.origin.timeout):
                 store.put_pieces(self.space, key, pieces, life="pinned" if pin else "cached", meta=self._meta(digest))
         except errors.CacheFault as error:
             if store.keeps:  # else it was asked for, or a warning said so when the root could not be opened
@@ -205,7 +205,7 @@ class Values:
         """What lies under a key in this root, without a use of it."""
         store = self._store()
         try:
-            with waits.patience(self.origin.timeout):
+            with waits.time_limit(self.origin.timeout):
                 return self._quick(key) or store.view(self.space, key)
         except errors.CacheFault as error:
             self.origin.fall_back(error, f"{self.space}:{key}")
@@ -242,13 +242,13 @@ class Values:
         attempt = _KeptCall(self, key, digest, pin, who, copy)
 
         def run() -> tuple[Any]:
-            with attempt, waits.patience(None, afresh=True):
+            with attempt, waits.time_limit(None, afresh=True):
                 value = make()
             return attempt.made(value)
 
         timeout = self._patience(timeout)
         try:
-            with waits.patience(timeout):
+            with waits.time_limit(timeout):
                 return self._store().locks.single(self.space, attempt.call, attempt.look, run, timeout=timeout)[0]  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
             final = attempt.final(error)
@@ -269,13 +269,13 @@ class Values:
         attempt = _KeptCall(self, key, digest, pin, who, copy)
 
         async def run() -> tuple[Any]:
-            with attempt, waits.patience(None, afresh=True):
+            with attempt, waits.time_limit(None, afresh=True):
                 value = await make()
             return await asyncio.to_thread(attempt.made, value)  # a large one takes long to be written
 
         timeout = self._patience(timeout)
         try:
-            with waits.patience(timeout):
+            with waits.time_limit(timeout):
                 got = await self._store().locks.single_async(self.space, attempt.call, attempt.look, run, timeout=timeout)
             return got[0]  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001  # it is looked at, and raised again where it is for the caller
@@ -307,7 +307,7 @@ class Values:
         store = self._store()
         entry = store.entry(self.space, key)
         try:
-            with waits.patience(self.origin.timeout):
+            with waits.time_limit(self.origin.timeout):
                 return entry is not None and store.discard(entry)
         except errors.CacheFault as error:
             self.origin.warn(f"evict {type(error).__name__}", "%s is not removed: %s", f"{self.space}:{key}", error)
@@ -316,7 +316,7 @@ class Values:
     def flush(self) -> int:
         """Remove all that are not pinned; gives how many went."""
         try:
-            with waits.patience(self.origin.timeout):
+            with waits.time_limit(self.origin.timeout):
                 return self._store().spaces.clear(self.space)
         except errors.CacheFault as error:
             self.origin.warn(f"flush {type(error).__name__}", "%s is not flushed: %s", self.space, error)

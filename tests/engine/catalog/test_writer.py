@@ -219,6 +219,6 @@ def test_compacting_looks_before_it_takes_the_writer_lock(tmp_path: Path) -> Non
     with opened(tmp_path / "root", MiB) as store:
         store.put("v", "k", b"x")
         other = module.WriterLock(store.root, store.engine.words)
-        with other.holding(), waits.patience(0):
+        with other.holding(), waits.time_limit(0):
             store.engine.catalog.compact()
         other.close()

@@ -59,7 +59,7 @@ class WriterLock:
         if self._root.read_only and not looking:
             raise errors.ReadOnly.of(self._root.path)
         if timeout is None:
-            timeout = min(PATIENCE, max(waits.patience.remaining(), GRACE))
+            timeout = min(PATIENCE, max(waits.time_limit.remaining(), GRACE))
         if not self._turn.acquire(blocking=False):
             self._wait_for_thread(timeout)
         try:
@@ -82,7 +82,7 @@ class WriterLock:
         began = time.monotonic()
         got = self._turn.acquire(timeout=timeout)
         waited = time.monotonic() - began
-        waits.patience.spend(waited)
+        waits.time_limit.spend(waited)
         if not got:
             message = f"the catalog is busy: other threads of this process have written for {waited:.1f} s"
             raise WriterBusy(message, waited=waited, holder=locks.describe_process(os.getpid()))
@@ -101,16 +101,16 @@ class WriterLock:
         while time.monotonic() < until:
             time.sleep(random.uniform(*PAUSE))
             if self._try():
-                waits.patience.spend(time.monotonic() - began)
+                waits.time_limit.spend(time.monotonic() - began)
                 return
         left = timeout - (time.monotonic() - began)
         late: errors.WaitTimeout | None = None
-        with waits.patience(timeout, afresh=True):  # what is left of the call's may be less than the grace
+        with waits.time_limit(timeout, afresh=True):  # what is left of the call's may be less than the grace
             try:
                 waits.wait_for(self._ask_hungry, self._words, WRITER_WORD, what=self._describe, timeout=left)
             except errors.WaitTimeout as error:
                 late = error
-        waits.patience.spend(time.monotonic() - began)
+        waits.time_limit.spend(time.monotonic() - began)
         if late is not None:
             self._stuck[self._path] = self._words.value(WRITER_WORD), late.holder
             waited = timeout - left + late.waited  # without the time it took to find the holder
