@@ -231,14 +231,14 @@ MUTANTS = (
         "tests/engine/locks/test_nesting.py::test_a_value_that_many_others_need_is_made_once",
     ),
     Mutant(
-        11, "two that need each other wait for ever", "_engine/locks/nesting.py",
+        11, "two that need each other wait for ever", "_engine/locks/fill.py",
         "            if leads_to(held, target, self._living(txn)):\n",
         "            if not self._living(txn) and held == target:\n",
         "tests/engine/locks/test_nesting.py::test_coroutines_that_need_each_other_do_not_wait_for_ever",
     ),
     # 3. No stale state
     Mutant(
-        3, "what a dead process waited for is believed", "_engine/locks/nesting.py",
+        3, "what a dead process waited for is believed", "_engine/locks/fill.py",
         "            if self._owners.is_dead(wait.owner):\n",
         "            if self._owners.is_dead(0) and wait.owner < 0:\n",
         "tests/engine/locks/test_nesting.py::test_what_a_killed_waiter_noted_counts_for_nothing",
@@ -458,7 +458,7 @@ MUTANTS = (
         f"{DAMAGE}test_the_first_call_that_meets_the_damage_goes_on[anywhere 4]",
     ),
     Mutant(
-        6, "a full disk keeps its ballast", "_engine/catalog/ballast.py",
+        6, "a full disk keeps its ballast", "_engine/catalog/wal.py",
         "            error.relieved = self._root.files.unlink(self._root.ballast) or", "            error.relieved =",
         "tests/scenarios/test_s13_full_disk.py::test_s13_removing_works_when_it_is_needed_most",
     ),

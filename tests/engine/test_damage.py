@@ -19,7 +19,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull
-from forebay._engine.catalog.ballast import Ballast
+from forebay._engine.catalog.wal import Ballast
 from forebay._engine.engine import recover_and_retry
 from forebay._engine.files.layout import Root
 from forebay._engine.files.settings_file import Kept, SpaceLimits, read, write

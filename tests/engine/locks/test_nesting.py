@@ -13,7 +13,7 @@ import pytest
 
 import forebay
 from forebay._engine.catalog.processes import KeyWait
-from forebay._engine.locks.nesting import Busy, leads_to
+from forebay._engine.locks.fill import Busy, leads_to
 from forebay._engine.store import Settings, Store
 
 SPAWNED = multiprocessing.get_context("fork")

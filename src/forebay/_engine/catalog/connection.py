@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema
-from forebay._engine.catalog.ballast import Ballast
 from forebay._engine.catalog.peers import Apart, forget_ancestors, peers_of
 from forebay._engine.catalog.transactions import CatalogBroken as CatalogBroken
 from forebay._engine.catalog.transactions import DiskFull as DiskFull
 from forebay._engine.catalog.transactions import Doubts, fetched, translated
 from forebay._engine.catalog.transactions import Rows as Rows
 from forebay._engine.catalog.transactions import Txn as Txn
-from forebay._engine.catalog.wal import EASY, KEEP, REFUSE, RETIRE, SOFT, STEP, Wal
+from forebay._engine.catalog.wal import EASY, KEEP, REFUSE, RETIRE, SOFT, STEP, Ballast, Wal
 from forebay._engine.catalog.writer import Holding, WriterLock
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root

@@ -1,4 +1,4 @@
-"""The write-ahead log of the catalog, its size limit, and foreign files beside the catalog.
+"""The files beside the catalog: its write-ahead log with its size limit, its ballast, and foreign files.
 
 SQLite restarts its log once all of it is in the database and no reader needs it any more. A reader marks what it needs by a lock on the
 log's index, the file ``catalog.sqlite-shm``. A process that is stopped inside a SELECT holds that lock as long as it is stopped, and
@@ -17,6 +17,9 @@ import stat
 import struct
 from collections.abc import Iterator
 
+from forebay._engine.catalog.transactions import DiskFull
+from forebay._engine.files.layout import PAGE
+from forebay._engine.files.root import Root
 from forebay._kernel import host
 from forebay._kernel.below import Below
 from forebay._logs import logger
@@ -35,6 +38,8 @@ EASY = 256 << 20
 REFUSE = 12 << 20
 """No transaction begins above this size. One takes at most 4 MiB, so the log never exceeds 16 MiB. The exception are the links of a
 directory, which are written and deleted at once: about 100 bytes plus the name for each of its files."""
+BALLAST, LEAST_BALLAST = 4 << 20, 128 << 10
+"""The ballast is restored with what is free, but leaves ``LEAST_BALLAST`` bytes for the next transaction."""
 
 # https://www.sqlite.org/walformat.html: two copies of a header of 48 bytes in native order, the last 8 are a checksum of those before.
 _HEADER = struct.Struct("=12I")
@@ -169,3 +174,58 @@ def _checksum(words: list[int]) -> list[int]:
         a = (a + first + b) & 0xFFFFFFFF
         b = (b + second + a) & 0xFFFFFFFF
     return [a, b]
+
+
+class Ballast:
+    """A few MiB of the disk that are released when it is full: with a fresh log, even a DELETE needs room.
+
+    Callable from any thread; other processes release and restore the same file."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self.owed = 0
+        """Bytes that the disk lacks for all of it, after it was given up."""
+
+    def make(self) -> None:
+        """Create it if it is missing, unless it was released a moment ago: then a commit restores it."""
+        if self.owed:
+            return
+        try:
+            self._root.install(self._root.ballast, lambda fd: host.allocate(fd, 0, BALLAST))
+            size = os.lstat(self._root.ballast).st_size
+            if size < BALLAST and host.free_bytes(self._root.path) > 4 * BALLAST:
+                self.owed = BALLAST - size
+        except OSError as error:
+            log.info("no room for the ballast %s: %s", self._root.ballast, error)
+
+    def give_up(self, error: DiskFull) -> bool:
+        """The disk is full, and without room not even a DELETE succeeds. Returns whether to try again."""
+        if not self._root.read_only and not error.relieved:
+            self.owed = BALLAST
+            # Another process may have been first: then there is room, too.
+            error.relieved = self._root.files.unlink(self._root.ballast) or host.free_bytes(self._root.path) >= LEAST_BALLAST
+        return error.relieved
+
+    def restore(self) -> None:
+        """Have as much of it again as there is room for."""
+        try:
+            have = os.lstat(self._root.ballast).st_size
+        except FileNotFoundError:
+            have = 0
+        size = min(BALLAST, have + host.free_bytes(self._root.path) - LEAST_BALLAST) // PAGE * PAGE
+        try:
+            if size >= LEAST_BALLAST and not have:
+                self._root.install(self._root.ballast, lambda fd: host.allocate(fd, 0, size))
+            elif size > have:
+                self._grow(size)
+        except OSError as error:
+            log.info("no room for the ballast %s: %s", self._root.ballast, error)
+        else:
+            self.owed = BALLAST - max(have, size)
+
+    def _grow(self, size: int) -> None:
+        fd = self._root.files.open_write(self._root.ballast)
+        try:
+            host.allocate(fd, 0, size)
+        finally:
+            os.close(fd)
