@@ -1120,7 +1120,7 @@ MUTANTS = (
     ),
     Mutant(
         10, "copies of pickles are left where others can write", "adapters/ray/sessions.py",
-        'if place.codec == "pickle" and origin_of(cache).others_can_write:', "if False:",
+        'if location.codec == "pickle" and origin_of(cache).others_can_write:', "if False:",
         "tests/adapters/ray/test_ray_shared.py::test_a_node_whose_own_cache_is_a_groups_copies_no_pickles[pickle]",
     ),
     Mutant(

@@ -161,7 +161,7 @@ def test_energon_keeps_sources_without_pickle(shared: Cache, tmp_path: Path) -> 
     for bad in (evil, energon.Noted.of(b"data", "4"), energon.Noted.of(b"data", "4~~"), energon.Noted.of(b"data", framed.note[:-5])):
         assert energon._decoded(store, "a", bad, True)[1].index == "a"  # read anew
     assert not (tmp_path / "executed").exists()
-    with pytest.raises(errors.ConfigError, match="say method='pickle'"):
+    with pytest.raises(errors.ConfigError, match="use method='pickle'"):
         energon._noted_plainly(Result(), info)
     pool = energon.FileStoreCachePool(cache=shared, max_cache_size_gbytes=0.01)
     sample: dict[str, Any] = {}

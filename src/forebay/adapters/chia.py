@@ -1,9 +1,9 @@
-"""CHIA's cache and bypass, by CHIA's names and arguments: an actor on the node of who starts it, and replays that a YAML file lists.
+"""CHIA's cache and bypass, with CHIA's names and arguments: an actor on the node that starts it, and replays that a YAML file lists.
 
 `install` makes CHIA itself use them: its ``@ChiaFunction`` imports its own modules, whatever a flow imports.
 
-What is kept lies in a root of Forebay's, in the tasks called ``chia``: ``forebay.Cache(directory).tasks("chia")``. A directory with CHIA's
-own pickles is refused; `Tasks.import_chia` takes it over. In new code `forebay.adapters.ray.tasks` does more.
+Values are stored in a root of Forebay, in the tasks called ``chia``: ``forebay.Cache(directory).tasks("chia")``. A directory with CHIA's
+own pickles is refused; `Tasks.import_chia` imports it. New code should use `forebay.adapters.ray.tasks`, which does more.
 """
 
 from __future__ import annotations
@@ -41,18 +41,17 @@ __all__ = [
 log = logger("forebay.chia")
 
 NAME = "ChiaCacheStore"
-"""Of the actor: CHIA's own name for it, by which every process of the cluster finds the running cache, whether `install` was called there
-or not."""
+"""The name of the actor, which is CHIA's own: every process of the cluster finds the running cache by it, with or without `install`."""
 SPACE = "chia"
 UNITS = {name.upper(): number for name, number in ray_tasks.UNITS.items()}
-"""Bytes of the units that `start_cache` knows, by their names in capitals."""
+"""Bytes of the units of `start_cache`, by their names in capitals."""
 _PICKLE = re.compile(r".*_[0-9a-f]{16}\.pkl")
 
 
 class _Cache:
-    """The actor: values by tag, strictly least recently used out, within ``budget_bytes`` of what they take stored.
+    """The actor: values by tag, within ``budget_bytes`` of their stored size; strictly the least recently used is evicted first.
 
-    ``config``: what `get_config` gives. Calls of one caller come in their order."""
+    ``config``: returned by `get_config`. Calls of one caller are executed in order."""
 
     def __init__(self, cache_dir_path: str, budget_bytes: int, config: Mapping[str, Any] | None = None) -> None:
         _refuse_pickles(cache_dir_path)
@@ -61,7 +60,7 @@ class _Cache:
         self._root, self._tasks = str(cache.path), cache.tasks(SPACE, budget=int(budget_bytes))
 
     def write(self, tag: str, data: Any) -> bool:
-        """Keep a value. False where it is larger than the whole budget, or cannot be kept: what was there then stays."""
+        """Store a value. False if it exceeds the whole budget, or cannot be stored: the previous value then stays."""
         return self._tasks.write(tag, data)
 
     def read(self, tag: str) -> tuple[bool, Any]:
@@ -69,15 +68,15 @@ class _Cache:
         return self._tasks.read(tag)
 
     def has(self, tag: str) -> bool:
-        """Whether there is something under this tag."""
+        """Whether there is a value under this tag."""
         return self._tasks.has(tag)
 
     def evict(self, tag: str) -> bool:
-        """Remove a tag. False if there was nothing."""
+        """Remove a tag. False if there is no value."""
         return self._tasks.evict(tag)
 
     def flush(self) -> None:
-        """Remove all."""
+        """Remove all values."""
         self._tasks.flush()
 
     def keys(self) -> list[str]:
@@ -89,7 +88,7 @@ class _Cache:
         return self._tasks.size_bytes()
 
     def root(self) -> str:
-        """The root of Forebay's in which the values are. CHIA's own actor has no such method."""
+        """The path of the root in which the values are stored. CHIA's own actor has no such method."""
         return self._root
 
     def get_config(self) -> dict[str, Any]:
@@ -102,9 +101,9 @@ Cache: Any = ray.remote(num_cpus=0)(_Cache)
 
 
 class Handle:
-    """The handle of the running cache: ``handle.read.remote(tag)`` gives an ObjectRef, and so does ``handle.read.chia_remote(tag)``.
+    """The handle of the running cache: ``handle.read.remote(tag)`` returns an ObjectRef, and so does ``handle.read.chia_remote(tag)``.
 
-    ``actor``: Ray's own handle. Pickles, as that does."""
+    ``actor``: Ray's own handle. Can be pickled, as that can."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -125,23 +124,23 @@ class Handle:
 
 
 _handle: Callable[[Any], Any] = Handle
-"""Makes what programs get for an actor: CHIA's own class, where it is installed."""
+"""Wraps an actor for programs: in CHIA's own class, after `install`."""
 
 
 class _Method:
-    """A method of the actor, by both of its calls."""
+    """A method of the actor, with both ways to call it."""
 
     def __init__(self, method: Any) -> None:
         self._method = method
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; gives an ObjectRef."""
+        """Call the method; returns an ObjectRef."""
         return self._method.remote(*args, **kwargs)
 
     chia_remote = remote
 
     def options(self, **ray_options: Any) -> _Method:
-        """The same with options of Ray's."""
+        """The same method with options of Ray."""
         return _Method(self._method.options(**ray_options))
 
 
@@ -149,37 +148,37 @@ def start_cache(
     size: float, cache_dir_path: str | os.PathLike[str], units: str = "B", yaml_path: str | os.PathLike[str] | None = None,
     namespace: str | None = None,
 ) -> Handle:  # fmt: skip
-    """The running cache, else a new one on this node, which may hold ``size`` ``units`` in ``cache_dir_path``.
+    """The running cache, else a new one on this node, with at most ``size`` ``units`` in ``cache_dir_path``.
 
-    ``units``: B, KB to TB or KiB to TiB, all of them powers of 1024. ``yaml_path``: its section ``cache`` says what is cached.
-    ``namespace``: of Ray; without one, this job's. Raises ValueError for other units and for what is wrong in the file, `RootRefused`,
-    and `ConfigError` where an actor of CHIA's own has the cache's name."""
-    found = get_active_cache(namespace)
-    if found is not None:
-        if not hasattr(found.actor, "root"):
+    ``units``: B, KB to TB or KiB to TiB, always powers of 1024. ``yaml_path``: its section ``cache`` lists what is cached.
+    ``namespace``: of Ray; default: that of this job. Raises ValueError for other units and for errors in the file, `RootRefused`,
+    and `ConfigError` if CHIA's own actor is running under the cache's name."""
+    running = get_active_cache(namespace)
+    if running is not None:
+        if not hasattr(running.actor, "root"):
             message = f"CHIA's own cache runs in this cluster, as the actor {NAME!r}: end it with stop_cache() before another one starts"
             raise errors.ConfigError(message, name="namespace", value=str(namespace))
-        return found
+        return running
     budget = size_in(size, units)
     config = _load_cache_config(yaml_path) if yaml_path is not None else {}
-    place = Path(cache_dir_path).absolute()
-    _refuse_pickles(place)
-    with forebay.cache.Cache(place) as cache:  # what is wrong with it is told here
+    directory = Path(cache_dir_path).absolute()
+    _refuse_pickles(directory)
+    with forebay.cache.Cache(directory) as cache:  # raises its errors in this process
         options = {
             "name": NAME, "get_if_exists": True, "lifetime": "detached", "max_restarts": -1,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=here(), soft=False),
             **({"namespace": namespace} if namespace else {}),
         }  # fmt: skip
         handle: Handle = _handle(Cache.options(**options).remote(str(cache.path), budget, config))
-        ray.get(handle.size_bytes.remote())  # it is up
+        ray.get(handle.size_bytes.remote())  # waits until it runs
     return handle
 
 
 def stop_cache(namespace: str | None = None) -> None:
-    """End the actor, if there is one. What is kept stays in its directory."""
-    found = get_active_cache(namespace)
-    if found is not None:
-        ray.kill(found.actor)
+    """End the actor, if there is one. The values stay in its directory."""
+    handle = get_active_cache(namespace)
+    if handle is not None:
+        ray.kill(handle.actor)
 
 
 def get_active_cache(namespace: str | None = None) -> Handle | None:
@@ -187,22 +186,22 @@ def get_active_cache(namespace: str | None = None) -> Handle | None:
     if not ray.is_initialized():
         return None
     try:
-        found: Handle = _handle(ray.get_actor(NAME, **({"namespace": namespace} if namespace else {})))
+        handle: Handle = _handle(ray.get_actor(NAME, **({"namespace": namespace} if namespace else {})))
     except ValueError:
         return None
-    return found
+    return handle
 
 
 def is_cached(func_name: str, tag: str | None = None) -> bool:
-    """Whether the running cache is to keep the output of this call: its function is listed, and the tag fits, where there are patterns.
-    Without a cache: False."""
-    found = get_active_cache()
-    if found is None:
+    """Whether the running cache is to keep the output of this call: its function is listed, and the tag matches a pattern, if it has any.
+    False without a cache."""
+    handle = get_active_cache()
+    if handle is None:
         return False
-    key = found.actor._actor_id
+    key = handle.actor._actor_id
     if key not in _configs:
         _configs.clear()
-        _configs[key] = ray.get(found.get_config.remote())  # as long as this actor lives it is the same
+        _configs[key] = ray.get(handle.get_config.remote())  # constant during the life of an actor
     rule = _configs[key].get(func_name)
     if isinstance(rule, list):
         return tag is not None and any(re.fullmatch(pattern, tag) for pattern in rule)
@@ -213,18 +212,18 @@ _configs: dict[Any, dict[str, Any]] = {}
 
 
 def _load_cache_config(yaml_path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The section ``cache`` of a YAML file, as `is_cached` reads it. Raises `ConfigError`."""
+    """The section ``cache`` of a YAML file, in the form that `is_cached` reads. Raises `ConfigError`."""
     return load(yaml_path).as_chia()
 
 
 def _refuse_pickles(directory: str | os.PathLike[str]) -> None:
-    """A directory of CHIA's own is not made a root: its files would be neither used nor counted."""
-    place = Path(directory)
-    if place.is_dir() and not (place / "FORMAT").exists() and any(_PICKLE.fullmatch(name) for name in os.listdir(place)):
+    """Raises `RootRefused` for a directory of CHIA's own cache: in a root, its files would be neither used nor counted."""
+    path = Path(directory)
+    if path.is_dir() and not (path / "FORMAT").exists() and any(_PICKLE.fullmatch(name) for name in os.listdir(path)):
         raise errors.RootRefused(
-            f"{place} has pickles of CHIA's cache: give another directory, and have them taken over by "
-            f"forebay.Cache(DIRECTORY).tasks({SPACE!r}).import_chia({str(place)!r}), which unpickles them",
-            path=str(place),
+            f"{path} contains pickles of CHIA's cache: give another directory, and import them with "
+            f"forebay.Cache(DIRECTORY).tasks({SPACE!r}).import_chia({str(path)!r}), which unpickles them",
+            path=str(path),
         )
 
 
@@ -232,7 +231,7 @@ def _refuse_pickles(directory: str | os.PathLike[str]) -> None:
 
 
 class _FileServer:
-    """Gives files of its node to any process of the cluster."""
+    """Serves files of its node to any process of the cluster."""
 
     def get_text(self, path: str) -> str:
         """The content, as UTF-8."""
@@ -252,13 +251,13 @@ BypassFileServer: Any = ray.remote(num_cpus=0)(_FileServer)
 
 
 class Bypass:
-    """Which calls are replayed, and by what. The last one that was made is the active one of its process.
+    """The calls that are replayed, and from what. The one created last is the active one of its process.
 
-    ``yaml_path``: its section ``bypass`` is read; without one nothing is bypassed. What is wrong in it is a ValueError that names the
+    ``yaml_path``: a file with a section ``bypass``; without one nothing is bypassed. Raises ValueError for errors in it, with the
     line."""
 
     def __init__(self, yaml_path: str | os.PathLike[str] | None = None) -> None:
-        # By the name of a function; under these names programs are known to set them.
+        # By the name of a function. Programs are known to assign to these attributes.
         rules = load(yaml_path).bypass.values() if yaml_path is not None else ()
         self._bypass = {rule.name: rule.on for rule in rules}
         self._data_paths = {rule.name: rule.data for rule in rules if rule.on and rule.data is not None}
@@ -266,20 +265,20 @@ class Bypass:
         self._providers: dict[str, Callable[..., Any]] = {}
         self._conds: dict[str, Callable[..., Any]] = {}
         self._file_server: Any = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         if self._data_paths and ray.is_initialized():
             self.file_server()
         _active[0] = self
-        if "chia.base.ChiaFunction" in sys.modules:  # in a worker where nothing called `install`: a function came there with this class
+        if "chia.base.ChiaFunction" in sys.modules:  # a worker that received this class with a function, without `install`
             with contextlib.suppress(ModuleNotFoundError):
                 vars(importlib.import_module("chia.base.bypass"))["_active_bypass"] = self
 
     def set_provider(self, func_name: str, provider: Callable[..., Any]) -> None:
-        """What runs in place of a function: ``provider(tag, data_path, *args, **kwargs)``."""
+        """Run ``provider(tag, data_path, *args, **kwargs)`` in place of a function."""
         self._providers[func_name] = provider
 
     def set_cond(self, func_name: str, cond: Callable[..., Any]) -> None:
-        """Asked last whether a call is replayed: ``cond(tag, data_path, *args, **kwargs)``."""
+        """Replay a call only if ``cond(tag, data_path, *args, **kwargs)`` is true; it is called last."""
         self._conds[func_name] = cond
 
     @property
@@ -288,12 +287,12 @@ class Bypass:
         return bool(self._bypass)
 
     def is_bypassed(self, func_name: str, tag: str | None = None, *args: Any, **kwargs: Any) -> bool:
-        """Whether this call is replayed: the function is listed, has a provider or data, the tag fits, and the condition holds."""
+        """Whether this call is replayed: the function is listed, has a provider or data, the tag matches, and the condition holds."""
         if not self._bypass.get(func_name):
             return False
         if func_name not in self._providers and func_name not in self._data_paths:
-            if func_name not in self._told:
-                self._told.add(func_name)
+            if func_name not in self._warned:
+                self._warned.add(func_name)
                 log.warning("%s is to be bypassed, but has neither a provider nor data: it runs", func_name)
             return False
         patterns, cond = self._tag_patterns.get(func_name), self._conds.get(func_name)
@@ -302,26 +301,26 @@ class Bypass:
         return cond is None or bool(cond(tag, self._data_paths.get(func_name), *args, **kwargs))
 
     def get_provider_info(self, func_name: str) -> tuple[Callable[..., Any], str | None]:
-        """What runs in place of a function, and its path of data. Raises KeyError where it has neither."""
+        """The provider of a function, and the path of its data. Raises KeyError if it has neither."""
         provider, data = self._providers.get(func_name), self._data_paths.get(func_name)
         if provider is None and data is None:
             raise KeyError(f"{func_name!r} has neither a provider nor data: set_provider({func_name!r}, ...), or `data:` in the YAML file")
         return provider or _text_of_file, data
 
     def file_server(self) -> Any:
-        """The actor that gives files of the node where this was made: ``get_text``, ``get_bytes``, ``exists``."""
+        """The actor that serves files of the node on which this was created: ``get_text``, ``get_bytes``, ``exists``."""
         if self._file_server is None:
             pinned = NodeAffinitySchedulingStrategy(node_id=here(), soft=False)
             self._file_server = BypassFileServer.options(scheduling_strategy=pinned).remote()
         return self._file_server
 
     def get_state(self) -> dict[str, Any]:
-        """All of it, as a dict that pickles as far as providers and conditions do. Where it arrives, `install` is called if it was here."""
+        """The state as a dict, which can be pickled if providers and conditions can. Unpickling it calls `install` if this process did."""
         state: dict[str, Any] = {name: dict(getattr(self, f"_{name}")) for name in _STATE}
-        return {**state, "file_server": self._file_server, **({"forebay": _Arrival()} if _undo else {})}
+        return {**state, "file_server": self._file_server, **({"forebay": _Installed()} if _undo else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Add what another one's `get_state` gave."""
+        """Add the result of another object's `get_state`."""
         for name in _STATE:
             getattr(self, f"_{name}").update(state.get(name, {}))
         self._file_server = state.get("file_server") or self._file_server
@@ -332,15 +331,15 @@ _active: list[Bypass | None] = [None]
 
 
 def get_active_bypass() -> Bypass | None:
-    """The last one that was made in this process; None if there is none."""
+    """The `Bypass` created last in this process; None if there is none."""
     return _active[0]
 
 
 def _text_of_file(tag: str | None, data_path: str | None, *args: Any, **kwargs: Any) -> str:
-    """What is given for a function that has only data: the text of that file, from the node where the bypass was made."""
+    """The provider of a function that has only data: the text of that file, from the node on which the bypass was created."""
     active = get_active_bypass()
     if active is None or data_path is None:
-        raise RuntimeError(f"no bypass is active in this process, of which {data_path!r} could be had")
+        raise RuntimeError(f"no bypass is active in this process to read {data_path!r} from")
     return str(ray.get(active.file_server().get_text.remote(data_path)))
 
 
@@ -356,31 +355,34 @@ _OURS: dict[str, dict[str, Any]] = {
         "_default_file_provider": _text_of_file,
     },
 }  # fmt: skip
-_undo: list[tuple[ModuleType, str, Any]] = []  # what was where
+_undo: list[tuple[ModuleType, str, Any]] = []  # (module, name, original value)
 
 
 def install() -> None:
-    """Make CHIA use what is here, in this process and in the workers that a bypass reaches. Does nothing a second time.
+    """Make CHIA use this module, in this process and in the workers that a bypass reaches. Idempotent.
 
-    Call it at the head of the program, before a cache is started or a `Bypass` made; the order of imports does not matter: names that
-    modules have bound already are replaced there too. Workers where nothing calls it find the running cache by its name.
-    Raises `MissingExtra` where CHIA is not installed."""
+    Call it at the beginning of the program, before a cache is started or a `Bypass` created; the order of imports does not matter, as
+    names that modules have bound already are replaced too. Workers in which nothing calls it find the running cache by its name.
+    Raises `MissingExtra` if CHIA is not installed."""
     global _handle
     if _undo:
         return
     try:
-        homes = {name: importlib.import_module(name) for name in _OURS}
+        originals = {name: importlib.import_module(name) for name in _OURS}
         wrap = importlib.import_module("chia.base.ChiaFunction").chia_actor
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "chia":
             raise
         message = (
-            f"adapters.chia.install() needs CHIA, of which {error.name} is not there: have its source in PYTHONPATH "
+            f"adapters.chia.install() needs CHIA, and {error.name} is not installed: add its source to PYTHONPATH "
             "(it is on no package index; the packages of that name there are other projects)"
         )
         raise errors.MissingExtra(message, extra="chia") from error
     replaced = {
-        id(vars(homes[home])[name]): ours for home, names in _OURS.items() for name, ours in names.items() if name in vars(homes[home])
+        id(vars(originals[module])[name]): ours
+        for module, names in _OURS.items()
+        for name, ours in names.items()
+        if name in vars(originals[module])
     }
     for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
         for name, value in list(vars(module).items()):
@@ -391,7 +393,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give CHIA its own back. What was made meanwhile stays as it is."""
+    """Restore CHIA's own modules. Objects created meanwhile stay as they are."""
     global _handle
     while _undo:
         module, name, value = _undo.pop()
@@ -399,8 +401,8 @@ def uninstall() -> None:
     _handle = Handle
 
 
-class _Arrival:
-    """What a bypass carries from a process where CHIA uses what is here to those where it is restored."""
+class _Installed:
+    """A part of the state of a bypass: unpickling it calls `install`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return install, ()

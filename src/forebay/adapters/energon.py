@@ -1,4 +1,4 @@
-"""Megatron-Energon's pool of items that are loaded ahead, over this node's cache: ``get_loader(..., cache_pool=FileStoreCachePool())``."""
+"""Megatron-Energon's pool of prefetched items, over this node's cache: ``get_loader(..., cache_pool=FileStoreCachePool())``."""
 
 from __future__ import annotations
 
@@ -33,49 +33,49 @@ log = logger("forebay.adapters.energon")
 
 SPACE = "energon"
 GIB = 1 << 30
-_FORM = "noted"  # how items lie in the cache: those of another form have other keys
+_FORM = "noted"  # the stored form of items, a part of their keys
 _PYTREE = codecs.codec("pytree")
 _PRIMARY: Any = getattr(energon_base, "PrimaryFileStore", ())  # older versions have none
 
 
 class _ItemForm(enum.IntFlag):
-    """What an item is as it lies in the cache, and its source beside it. One digit on the disk, which stays readable."""
+    """The stored form of an item and its source: one digit on the disk, which must stay readable."""
 
     PICKLED = 1
     DECODED = 2
     PLAIN = 4  # neither is pickled
 
 
-Found = tuple[Any, Any]
+Item = tuple[Any, Any]
 """A value, and Energon's SourceInfo or None."""
 
 
 class FileCacheLazy(Lazy):  # type: ignore[misc]  # Energon is optional: to mypy it is Any
-    """An item that is being loaded, or waits for it. ``ds``, ``fname``: what it is an item of; equal lazies are of the same.
+    """An item that is loaded in the background. ``ds``, ``fname``: the store, and the name in it; lazies of the same item are equal.
 
-    Callable from any thread. Dropped at any time it releases its share, and nothing else."""
+    Callable from any thread. A lazy that is dropped releases its share of the item, and nothing else."""
 
     __slots__ = ("__weakref__", "_kept", "_load")
 
-    def __init__(self, ds: Any, fname: str, pool: Any, load: Callable[[], Found] | None) -> None:
+    def __init__(self, ds: Any, fname: str, pool: Any, load: Callable[[], Item] | None) -> None:
         super().__init__(ds=ds, fname=fname, pool=pool)
         self._load = load
-        self._kept: list[Found] = []  # whoever is first in it came first: no lock, which a fork could leave locked
+        self._kept: list[Item] = []  # the first element counts: a lock could stay locked after a fork
 
     def get(self, sample: Any = None) -> Any:
         """The item, decoded: the same object each time. Its source is added to ``sample`` each time, too.
 
         Raises what the dataset or its decoder raises."""
-        found = self._found()
-        if found[1] is not None:
-            add_source_info(sample, found[1])
-        return found[0]
+        value, source = self._loaded()
+        if source is not None:
+            add_source_info(sample, source)
+        return value
 
-    def _found(self) -> Found:
+    def _loaded(self) -> Item:
         load = self._load
         if load is not None:
             self._kept.append(load())
-            self._load = None  # nobody is kept from letting the item go
+            self._load = None  # it holds a reference to the prefetched item
         return self._kept[0]
 
     def __hash__(self) -> int:
@@ -89,7 +89,7 @@ class FileCacheLazy(Lazy):  # type: ignore[misc]  # Energon is optional: to mypy
 
 
 class SpilledLazy(FileCacheLazy):
-    """An object that was put to disk by ``to_cache``: each is another one, whatever its name."""
+    """An object that ``to_cache`` wrote to disk: each is distinct, whatever its name."""
 
     __slots__ = ()
 
@@ -101,16 +101,15 @@ class SpilledLazy(FileCacheLazy):
 
 
 class FileStoreCachePool(CachePool):  # type: ignore[misc]
-    """Energon's pool: items are loaded in the background to local disk, and go when their last holder is done with them.
+    """Energon's pool: items are loaded in the background to local disk, and removed when their last lazy is read or dropped.
 
-    ``parent_cache_dir``: a directory in which the cache's root lies; or ``cache``: an open `Cache`; else the default root.
-    ``num_workers``: threads that load, in each process. ``max_cache_size_gbytes`` (GiB), ``max_cache_count``: what the items of all
-    processes that use the same root may take together. ``method``: ``raw`` keeps what the dataset holds, and decodes at each
-    lazy's first `get`; ``pickle`` keeps what was decoded, pickled. In a root that others can write to nothing is unpickled unless
-    ``method`` says so.
+    ``parent_cache_dir``: a directory for the cache's root; or ``cache``: an open `Cache`; default: the default root.
+    ``num_workers``: threads that load, in each process. ``max_cache_size_gbytes`` (GiB), ``max_cache_count``: limits for the items of
+    all processes that use the same root. ``method``: ``raw`` stores the dataset's bytes, and decodes them at each lazy's first `get`;
+    ``pickle`` stores decoded values, pickled. In a root that others can write to, nothing is unpickled unless ``method`` is ``pickle``.
 
-    An item that several processes want at the same time is read once. Callable from any thread, usable in both processes after a
-    fork, pending loads or not; picklable, unless ``cache`` is not. Raises `ConfigError`, and what `Cache` raises when it is opened."""
+    An item that several processes need at the same time is read once. Callable from any thread, usable in both processes after a fork,
+    also with pending loads; picklable, if ``cache`` is. Raises `ConfigError`, and what opening a `Cache` raises."""
 
     def __init__(
         self, *, parent_cache_dir: str | os.PathLike[str] | None = None, num_workers: int = 8, max_cache_size_gbytes: float = 1024,
@@ -118,9 +117,9 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         super().__init__()
         if method not in ("raw", "pickle"):
-            raise errors.ConfigError(f"method={method!r}: there are 'raw' and 'pickle'", name="method", value=repr(method))
+            raise errors.ConfigError(f"method={method!r} is unknown: choose 'raw' or 'pickle'", name="method", value=repr(method))
         if cache is not None and parent_cache_dir is not None:
-            message = "parent_cache_dir and cache both say where the items are kept: give one of them"
+            message = "parent_cache_dir and cache both determine where items are stored: give one of them"
             raise errors.ConfigError(message, name="cache", value=repr(cache))
         self.parent_cache_dir = Path(parent_cache_dir) if parent_cache_dir is not None else None
         self.num_workers, self.method, self._given = num_workers, method, cache
@@ -133,44 +132,44 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         )
 
     def get(self, ds: Any, fname: str, sample: Any = None) -> Any:
-        """The item, read and decoded now, past the cache; its source is added to ``sample``."""
+        """The item, read and decoded without the cache; its source is added to ``sample``."""
         return ds.get(fname, sample)
 
     def get_lazy(self, ds: Any, fname: str) -> FileCacheLazy:
-        """Begin to load an item. Raises RuntimeError after `close`."""
+        """Start to load an item. Raises RuntimeError after `close`."""
         ds, fname = _resolved(ds, fname)
         lazy = self._prefetcher.get_lazy(self._stores.key(ds, fname))
         return FileCacheLazy(ds, fname, self, lambda: _decoded(ds, fname, lazy.get(), self._plain))
 
     def to_cache(self, data: Any, name: str) -> SpilledLazy:
-        """Put an object to disk, pickled, until the lazy that is given for it is read or dropped. Raises RuntimeError after `close`."""
+        """Write a pickled object to disk, until its lazy is read or dropped. Raises RuntimeError after `close`."""
         lazy = self._prefetcher.put(data, name)
         return SpilledLazy(None, name, self, lambda: (lazy.get(), None))
 
     def close(self) -> None:
-        """Load nothing more. What runs is waited for; lazies that were handed out still deliver. May be called again."""
+        """Stop loading, and wait for running loads. Lazies that were returned before stay usable. Idempotent."""
         self._prefetcher.close()
         if self._given is None:
             self._cache.close()
 
     @property
     def cache_dir(self) -> Path:
-        """The root of the cache. Nothing in it is to be changed by others."""
+        """The root of the cache. Only the cache may change its contents."""
         return self._cache.path
 
     @property
     def current_cache_size(self) -> int:
-        """Bytes that are kept now for all processes that use this root."""
+        """Bytes stored now for all processes that use this root."""
         return int(self._prefetcher.used)
 
     @property
     def current_cache_count(self) -> int:
-        """Items that are kept now for all processes that use this root."""
+        """Items stored now for all processes that use this root."""
         return int(self._prefetcher.count)
 
     @property
     def max_cache_size(self) -> int:
-        """Bytes that the items may take. May be assigned: for all processes, at once."""
+        """The limit in bytes. An assignment takes effect for all processes at once."""
         return self._max_size
 
     @max_cache_size.setter
@@ -180,7 +179,7 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
 
     @property
     def max_cache_count(self) -> int:
-        """How many items there may be. May be assigned, too."""
+        """The limit of the number of items. An assignment takes effect for all processes at once."""
         return self._max_count
 
     @max_cache_count.setter
@@ -189,11 +188,11 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
         self._max_count = count
 
     def __reduce__(self) -> tuple[Any, ...]:
-        how = {
+        arguments = {
             "parent_cache_dir": self.parent_cache_dir, "num_workers": self.num_workers, "max_cache_size_gbytes": self._max_size / GIB,
             "max_cache_count": self._max_count, "method": self.method, "cache": self._given,
         }  # fmt: skip
-        return _made, (how,)
+        return _unpickle, (arguments,)
 
     def __repr__(self) -> str:
         return (
@@ -204,14 +203,14 @@ class FileStoreCachePool(CachePool):  # type: ignore[misc]
 
 
 class NoCachePool(CachePool):  # type: ignore[misc]
-    """Energon's pool without a cache: each lazy reads its item when it is first asked."""
+    """Energon's pool without a cache: each lazy reads its item at the first `get`."""
 
     def get(self, ds: Any, fname: str, sample: Any = None) -> Any:
         """The item, read and decoded; its source is added to ``sample``."""
         return ds.get(fname, sample)
 
     def get_lazy(self, ds: Any, fname: str) -> FileCacheLazy:
-        """A lazy that loads nothing ahead."""
+        """A lazy that is not prefetched."""
         ds, fname = _resolved(ds, fname)
         return FileCacheLazy(ds, fname, self, lambda: ds[fname])
 
@@ -220,11 +219,11 @@ class NoCachePool(CachePool):  # type: ignore[misc]
         return SpilledLazy(None, name, self, lambda: (data, None))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class _Stores:
-    """All of Energon's stores that items were asked of, as one source: a key says which of them, then the name in it."""
+    """All stores of Energon in use, as one source: a key names the store, then the item in it."""
 
     uri = "energon"
 
@@ -234,14 +233,14 @@ class _Stores:
         self._decoders: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def key(self, ds: Any, fname: str) -> str:
-        """Two processes give the same key only to the same item."""
-        said = [_FORM, self._method, str(ds.get_path())]
+        """The key of an item: two processes use the same key only for the same item."""
+        parts = [_FORM, self._method, str(ds.get_path())]
         for store in _chain(ds):
             if self._method == "pickle" or _inner(store) is None:
-                said.append(_name_of(type(store)))
+                parts.append(_name_of(type(store)))
             if self._method == "pickle" and getattr(store, "decoder", None) is not None:
-                said.append(self._said_of(store.decoder))
-        token = hashlib.blake2s("\0".join(said).encode(), digest_size=12).hexdigest()
+                parts.append(self._identity_of(store.decoder))
+        token = hashlib.blake2s("\0".join(parts).encode(), digest_size=12).hexdigest()
         self._by_token[token] = ds
         return f"{token}/{fname}"
 
@@ -251,29 +250,29 @@ class _Stores:
         data, info = ds[fname] if self._method == "pickle" else _raw(ds, fname)
         return _noted_plainly(data, info) if self._plain else _noted(data, info, decoded=self._method == "pickle")
 
-    def _said_of(self, decoder: Any) -> str:
-        """What tells one decoder from another, also in another process; looked at once, since decoding may change it."""
+    def _identity_of(self, decoder: Any) -> str:
+        """Distinguishes a decoder from others, also in other processes; determined once, since decoding may change the decoder."""
         try:
-            said = self._decoders.get(decoder)
-            if said is None:
-                said = self._decoders.setdefault(decoder, _told_of(decoder))
+            identity = self._decoders.get(decoder)
+            if identity is None:
+                identity = self._decoders.setdefault(decoder, _new_identity(decoder))
         except TypeError:  # it cannot be a key
-            said = _told_of(decoder)
-        return said
+            identity = _new_identity(decoder)
+        return identity
 
 
-def _told_of(decoder: Any) -> str:
+def _new_identity(decoder: Any) -> str:
     try:
         config = getattr(decoder, "config", None)
-        how = json.dumps(config(), sort_keys=True, default=repr).encode() if callable(config) else pickle.dumps(decoder)
-        return f"{_name_of(type(decoder))} {hashlib.blake2s(how).hexdigest()}"
+        settings = json.dumps(config(), sort_keys=True, default=repr).encode() if callable(config) else pickle.dumps(decoder)
+        return f"{_name_of(type(decoder))} {hashlib.blake2s(settings).hexdigest()}"
     except Exception as error:  # noqa: BLE001 - whatever its own code raises
         log.debug("a %s is known in this process only: %s", type(decoder).__name__, error)
         return os.urandom(12).hex()
 
 
 def _resolved(ds: Any, fname: str) -> tuple[Any, str]:
-    """The store below a sample's own, and the full name there: ".jpg" is another item for each sample."""
+    """The store behind that of a sample, and the full name in it: ".jpg" is another item for each sample."""
     while isinstance(ds, _PRIMARY):
         fname = f"{ds._current_key}{fname}" if fname.startswith(".") else fname
         ds = ds._inner
@@ -292,24 +291,24 @@ def _chain(ds: Any) -> Iterator[Any]:
 
 def _name_of(kind: type) -> str:
     module = kind.__module__
-    if module == "__main__":  # of another program it is another one
+    if module == "__main__":  # each program has its own
         module = os.path.abspath(getattr(sys.modules[module], "__file__", None) or str(os.getpid()))
     return f"{module}.{kind.__qualname__}"
 
 
-def _raw(ds: Any, fname: str) -> Found:
-    """Data that are not decoded yet, if the store can give them, and their source."""
+def _raw(ds: Any, fname: str) -> Item:
+    """The bytes of an item before decoding, if the store provides them, and its source."""
     get = getattr(ds, "_get_raw", None)
     if get is not None:
-        found: Found = get(fname)
-        return found
+        item: Item = get(fname)
+        return item
     reader = getattr(ds, "inner_reader", None)  # of older versions
-    found = ds[fname] if reader is None else reader[fname]
-    return found[0], found[1]
+    item = ds[fname] if reader is None else reader[fname]
+    return item[0], item[1]
 
 
 def _noted(data: Any, info: Any, *, decoded: bool) -> Noted:
-    """Data with their source, so that whoever finds them in the cache has it as well: beside them, since limits are of the data alone."""
+    """Data with their source as a note, for all readers of the cache: beside the data, since limits cover the data alone."""
     kind = _ItemForm.DECODED if decoded else _ItemForm(0)
     if decoded or not isinstance(data, bytes | bytearray | memoryview):
         kind |= _ItemForm.PICKLED
@@ -318,19 +317,17 @@ def _noted(data: Any, info: Any, *, decoded: bool) -> Noted:
 
 
 def _noted_plainly(data: Any, info: Any) -> Noted:
-    """As `_noted`, without a pickle. Raises `ConfigError` where that cannot be."""
-    told = info
+    """As `_noted`, without a pickle. Raises `ConfigError` if that is not possible."""
+    source = info
     if type(info) is SourceInfo:
         path = info.dataset_path
-        told = [type(path) is EPath, str(path) if type(path) is EPath else path, info.index, info.shard_name, tuple(info.file_names)]
+        source = [type(path) is EPath, str(path) if type(path) is EPath else path, info.index, info.shard_name, tuple(info.file_names)]
     try:
         if not isinstance(data, bytes | bytearray | memoryview):
             raise errors.ConfigError(f"a {type(data).__name__} is no bytes", name="method", value="raw")
-        head = b"".join(_PYTREE.encode(told))
+        head = b"".join(_PYTREE.encode(source))
     except errors.ConfigError as error:
-        message = (
-            f"others can write to this root, and what the dataset gives wants a pickle ({error}): say method='pickle' if you trust them"
-        )
+        message = f"others can write to this root, and items of the dataset need a pickle ({error}): use method='pickle' if you trust them"
         raise errors.ConfigError(message, name="method", value="raw") from error
     return Noted.of(data, _note(_ItemForm.PLAIN, head))
 
@@ -340,26 +337,26 @@ def _note(kind: _ItemForm, head: bytes) -> str:
 
 
 def _plain_info(head: bytes) -> Any:
-    """The source that `_noted_plainly` took apart. Raises `Damaged`, ValueError or TypeError."""
-    told = _PYTREE.decode(memoryview(head), lambda: memoryview(bytearray(head)))
-    if not isinstance(told, list):
-        return told
-    is_epath, path, index, shard, names = told
+    """The source that `_noted_plainly` encoded. Raises `Damaged`, ValueError or TypeError."""
+    source = _PYTREE.decode(memoryview(head), lambda: memoryview(bytearray(head)))
+    if not isinstance(source, list):
+        return source
+    is_epath, path, index, shard, names = source
     return SourceInfo(dataset_path=EPath(path) if is_epath else path, index=index, shard_name=shard, file_names=names)
 
 
-def _decoded(ds: Any, fname: str, noted: Any, plain: bool) -> Found:
-    """What `_noted`, or `_noted_plainly`, had, decoded."""
+def _decoded(ds: Any, fname: str, noted: Any, plain: bool) -> Item:
+    """Decode what `_noted` or `_noted_plainly` encoded."""
     note = noted.note if isinstance(noted, Noted) else ""
     kind = _ItemForm(int(note[0])) if note[:1].isdecimal() else None
     if kind is None or (plain and kind != _ItemForm.PLAIN):
-        data, info = ds[fname]  # it was not this pool's kind that wrote it
+        data, info = ds[fname]  # another kind of pool wrote it
         return data, info
     try:
         head = base64.b85decode(note[1:])
         info = _plain_info(head) if kind == _ItemForm.PLAIN else None
     except (errors.Damaged, ValueError, TypeError) as error:
-        log.warning("what is kept of %s cannot be read, it is read anew: %s", fname, error)
+        log.warning("the stored form of %s cannot be read, the item is read again: %s", fname, error)
         data, info = ds[fname]
         return data, info
     if kind != _ItemForm.PLAIN:
@@ -373,5 +370,5 @@ def _decoded(ds: Any, fname: str, noted: Any, plain: bool) -> Found:
     return (data if getattr(ds, "inner_reader", None) is None else ds.decoder.decode(fname, data)), info
 
 
-def _made(how: dict[str, Any]) -> FileStoreCachePool:
-    return FileStoreCachePool(**how)
+def _unpickle(arguments: dict[str, Any]) -> FileStoreCachePool:
+    return FileStoreCachePool(**arguments)

@@ -42,7 +42,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tasks(root: Path) -> Iterator[ray_tasks.RayTasks]:
     """As `start` gives them; its actor is not asked."""
     session = ray_sessions.session_of("a group's")
-    session.attach(SimpleNamespace(_actor_id=1), ray_tasks._place(1, root, "MB", None, "read-through"))
+    session.attach(SimpleNamespace(_actor_id=1), ray_tasks._location(1, root, "MB", None, "read-through"))
     session._good_until = math.inf
     yield ray_tasks.RayTasks("a group's")
     session.values().origin.store.close()  # type: ignore[union-attr]
@@ -65,7 +65,7 @@ def look(write: Callable[[str, Any], bool], read: Callable[[str], tuple[bool, An
 
 
 def test_tasks_of_a_cluster(root: Path, tasks: ray_tasks.RayTasks, tmp_path: Path) -> None:
-    place = tasks._session.place()
+    place = tasks._session.location()
     assert place is not None
     assert place.codec == "pytree"
     plant(root, ray_head.SPACE, tmp_path / "executed")
@@ -86,7 +86,7 @@ def test_a_node_whose_own_cache_is_a_groups_copies_no_pickles(
     """The head's root is one of its user's alone, and pickles."""
     with monkeypatch.context() as patch:
         patch.delenv("FOREBAY_SHARED")
-        own = ray_tasks._place(1, tmp_path / "own", "MB", None, "read-through")
+        own = ray_tasks._location(1, tmp_path / "own", "MB", None, "read-through")
     assert own.codec == "pickle"
     monkeypatch.setenv("FOREBAY_HOME", os.fspath(root))
     away: Any = ray_sessions._open(dataclasses.replace(own, node="another", codec=codec), ray_head.Head("a group's"))

@@ -1,4 +1,4 @@
-"""Forebay under Ray: outputs of tasks that ran before, and Ray Train's checkpoints. Each half is imported when it is first used."""
+"""Forebay under Ray: cached outputs of tasks, and Ray Train's checkpoints. Each half is imported at its first use."""
 
 from __future__ import annotations
 

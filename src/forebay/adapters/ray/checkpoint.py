@@ -24,18 +24,18 @@ __all__ = ["RayCheckpoint", "from_ray", "get_checkpoint", "report", "to_ray"]
 
 
 class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optional: to mypy it is Any
-    """A checkpoint of Ray Train whose files come through the cache: each process of the node gets the one copy, which was fetched once.
+    """A checkpoint of Ray Train whose files are read through the cache: the processes of a node share one copy, which is fetched once.
 
-    ``path``, ``filesystem``: as Ray's. ``cache``: an open `Cache`; without it the default one of the process, opened when it is needed.
-    Goes wherever one of Ray's goes: ``isinstance`` says so, `ray.train.report` takes it. It pickles, with its cache as that one's place.
+    ``path``, ``filesystem``: as Ray's. ``cache``: an open `Cache`; default: the process's default cache, opened when it is needed.
+    It is an instance of Ray's own class, and `ray.train.report` accepts it. It can be pickled, with the path of its cache.
     Raises `ConfigError` (a ValueError) for a URL together with a filesystem."""
 
     def __init__(self, path: str | os.PathLike[str], filesystem: Any = None, cache: Cache | None = None) -> None:
         self._set(Checkpoint(path, filesystem, cache))
 
-    def _set(self, ours: Checkpoint, its_uuid: uuid.UUID | None = None) -> None:
-        # Ray's own __init__ would ask for the region of a bucket, which only its own ways to read need.
-        self._ours, self._uuid = ours, its_uuid or uuid.uuid4()
+    def _set(self, checkpoint: Checkpoint, its_uuid: uuid.UUID | None = None) -> None:
+        # Ray's own __init__ would look up the region of a bucket, which only Ray's own methods need.
+        self._ours, self._uuid = checkpoint, its_uuid or uuid.uuid4()
 
     @property
     def path(self) -> str:
@@ -44,13 +44,13 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
 
     @cached_property
     def filesystem(self) -> Any:
-        """By what Ray itself copies and removes: pyarrow's filesystem, or that of fsspec in its clothes. Found when it is asked for."""
-        found = self._ours.filesystem
-        if found is None:
+        """The pyarrow filesystem with which Ray itself copies and removes, perhaps around one of fsspec. Created at the first access."""
+        filesystem = self._ours.filesystem
+        if filesystem is None:
             import fsspec.core
 
-            found, _ = fsspec.core.url_to_fs(self._ours.url)
-        return found if isinstance(found, arrow.FileSystem) else arrow.PyFileSystem(arrow.FSSpecHandler(found))
+            filesystem, _ = fsspec.core.url_to_fs(self._ours.url)
+        return filesystem if isinstance(filesystem, arrow.FileSystem) else arrow.PyFileSystem(arrow.FSSpecHandler(filesystem))
 
     def __getstate__(self) -> tuple[Checkpoint, uuid.UUID]:
         return self._ours, self._uuid
@@ -67,25 +67,25 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
         return f"Ray{self._ours!r}"
 
     @contextlib.contextmanager
-    def as_directory(self, *, include: Patterns = None, exclude: Patterns = None, **how: Any) -> Iterator[str]:
+    def as_directory(self, *, include: Patterns = None, exclude: Patterns = None, **options: Any) -> Iterator[str]:
         """See `Checkpoint.as_directory`: the tree is read-only, and stays in the cache after the block."""
-        with self._ours.as_directory(include=include, exclude=exclude, **how) as path:
+        with self._ours.as_directory(include=include, exclude=exclude, **options) as path:
             yield path
 
-    def to_directory(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = True, **how: Any) -> str:
-        """A private copy of its files, which may be written to; gives its path. `as_directory` costs no copy: take that one to read.
+    def to_directory(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = True, **options: Any) -> str:
+        """Make a private, writable copy of its files, and return its path. To read only, use `as_directory`, which makes no copy.
 
-        As with Ray: files that stand in ``path`` are overwritten, others stay, and without a ``path`` each handle has one directory in the
-        temporary directory, of all processes that got the handle; the caller removes it. ``overwrite=False``, ``how``, and what is raised:
+        As with Ray, files of the same name in ``path`` are overwritten and others stay; without a ``path``, all processes that got the
+        handle share one directory in the temporary directory, which the caller removes. For ``overwrite=False``, ``options`` and errors
         see `Checkpoint.to_directory`."""
         target = os.path.normpath(os.path.expanduser(os.fspath(path) if path is not None else self._get_temporary_checkpoint_dir()))
         if path is None:
             os.makedirs(target, mode=0o700, exist_ok=True)
         try:
-            self._ours.to_directory(target, overwrite=overwrite, **how)
+            self._ours.to_directory(target, overwrite=overwrite, **options)
         except BaseException:
             if path is None:
-                with contextlib.suppress(OSError):  # it is there, and of use, from an earlier call
+                with contextlib.suppress(OSError):  # it has files from an earlier call
                     os.rmdir(target)
             raise
         return target
@@ -104,31 +104,31 @@ class RayCheckpoint(ray.train.Checkpoint):  # type: ignore[misc]  # Ray is optio
 
 
 def to_ray(checkpoint: Checkpoint) -> RayCheckpoint:
-    """A checkpoint of ours as one of Ray's: of the same directory, through the same cache."""
-    found = RayCheckpoint.__new__(RayCheckpoint)
-    found._set(checkpoint)
-    return found
+    """A checkpoint of Forebay as one of Ray's: of the same directory, through the same cache."""
+    wrapped = RayCheckpoint.__new__(RayCheckpoint)
+    wrapped._set(checkpoint)
+    return wrapped
 
 
 def from_ray(checkpoint: Any, cache: Cache | None = None) -> Checkpoint:
-    """A checkpoint of Ray's, such as `ray.train.Result.checkpoint`, as one of ours. ``cache``: through which it is read, unless it is a
-    `RayCheckpoint`, which has one."""
+    """A checkpoint of Ray's, such as `ray.train.Result.checkpoint`, as one of Forebay. ``cache``: default: that of a `RayCheckpoint`, else
+    the default cache."""
     if isinstance(checkpoint, RayCheckpoint) and cache is None:
         return checkpoint._ours
     return Checkpoint(checkpoint.path, checkpoint.filesystem, cache)
 
 
 def get_checkpoint(cache: Cache | None = None) -> RayCheckpoint | None:
-    """`ray.train.get_checkpoint`: what a worker is to go on from, None in a run that begins; read through the cache."""
-    found = ray.train.get_checkpoint()
-    return None if found is None else to_ray(from_ray(found, cache))
+    """`ray.train.get_checkpoint`: the checkpoint that a worker resumes from, read through the cache; None in a new run."""
+    checkpoint = ray.train.get_checkpoint()
+    return None if checkpoint is None else to_ray(from_ray(checkpoint, cache))
 
 
-def report(metrics: dict[str, Any], checkpoint: Any = None, checkpoint_dir_name: str | None = None, *more: Any, **how: Any) -> None:
-    """`ray.train.report`, which also takes a `Checkpoint` of ours. ``more``, ``how``: whatever else Ray's takes, in its order. Ray copies
-    the checkpoint to its storage."""
-    theirs = to_ray(checkpoint) if isinstance(checkpoint, Checkpoint) else checkpoint
+def report(metrics: dict[str, Any], checkpoint: Any = None, checkpoint_dir_name: str | None = None, *more: Any, **options: Any) -> None:
+    """`ray.train.report`, which also accepts a `Checkpoint` of Forebay. ``more``, ``options``: Ray's further arguments. Ray copies the
+    checkpoint to its storage."""
+    wrapped = to_ray(checkpoint) if isinstance(checkpoint, Checkpoint) else checkpoint
     if more:
-        ray.train.report(metrics, theirs, checkpoint_dir_name, *more, **how)
+        ray.train.report(metrics, wrapped, checkpoint_dir_name, *more, **options)
     else:
-        ray.train.report(metrics, checkpoint=theirs, checkpoint_dir_name=checkpoint_dir_name, **how)
+        ray.train.report(metrics, checkpoint=wrapped, checkpoint_dir_name=checkpoint_dir_name, **options)

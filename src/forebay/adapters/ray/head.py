@@ -1,4 +1,4 @@
-"""The head of the cluster's cache: a named actor that knows where the cache is, and how the other processes speak with it."""
+"""The head of the cluster's cache: a named actor that knows where the cache is; and how other processes talk to it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ log = logger("forebay.ray")
 NAME = "forebay-tasks"
 NAMESPACE = "forebay"
 SPACE = "ray"
-PATIENCE = 5.0  # seconds for an answer
-PAUSE = 1.0  # seconds after which one that gave none is asked again
-SLOWEST = 10 << 20  # bytes a second, of a value on its way
-START = 60.0  # seconds for the actor to come up
+ANSWER_TIMEOUT = 5.0  # seconds
+PAUSE = 1.0  # seconds after which a silent head is asked again
+SLOWEST = 10 << 20  # bytes a second of a transfer
+START_TIMEOUT = 60.0  # seconds
 THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLocation:
-    """Where a cache is, and what was asked of it. ``node``: Ray's id of the head's node; ``root``: the id of the root; ``budget``: bytes;
-    ``folder``: in which relative paths of data files lie; ``config``: parsed; ``mode``: of tasks that do not say; ``codec``: by name."""
+    """The location and the settings of a cache. ``node``: Ray's id of the head's node; ``root``: the id of the root; ``budget``: bytes;
+    ``folder``: to which paths of data files are relative; ``config``: parsed; ``mode``: the default of tasks; ``codec``: its name."""
 
     path: str
     node: str
@@ -43,18 +43,18 @@ class CacheLocation:
 
 
 class HeadActor:
-    """Runs on the head's node. No value of that node's processes comes by here; those of other nodes do, as they are stored."""
+    """Runs on the head's node. Values pass through it only to and from other nodes, in their stored form."""
 
-    def __init__(self, place: CacheLocation) -> None:
-        self._place = place
-        self._cache = Cache(place.path)
-        self._tasks = self._cache.tasks(SPACE, budget=place.budget, codec=place.codec)
+    def __init__(self, location: CacheLocation) -> None:
+        self._location = location
+        self._cache = Cache(location.path)
+        self._tasks = self._cache.tasks(SPACE, budget=location.budget, codec=location.codec)
         plain = self._tasks._values
         self._values = HeadValues(plain.origin, SPACE, plain.codec)
 
-    def place(self) -> CacheLocation:
-        """Where it is."""
-        return self._place
+    def location(self) -> CacheLocation:
+        """The location of the cache."""
+        return self._location
 
     def give(self, key: str, meta: str, digested: bool, token: str) -> HeadReply | None:
         """See `HeadValues.give`."""
@@ -101,19 +101,19 @@ class HeadActor:
         return self._values.budget()
 
     def text(self, path: str) -> str:
-        """The content of a file of this node; a relative path is one of the process that started the cache."""
-        return Path(self._place.folder, path).read_text(encoding="utf-8")
+        """The content of a file of this node. A relative path is resolved in the directory of the process that started the cache."""
+        return Path(self._location.folder, path).read_text(encoding="utf-8")
 
 
 class Head:
-    """How one process speaks with the head of one namespace. Callable from any thread.
+    """The connection of one process to the head of one namespace. Callable from any thread.
 
-    Only the first call waits for one that gives no answer: later ones look whether it has answered meanwhile."""
+    Only the first call waits for a silent head: later ones only check whether it has answered meanwhile."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self._lost = False
-        self._probe: tuple[Any, float] | None = None  # a question to one that was silent, and until when it may be answered
+        self._probe: tuple[Any, float] | None = None  # a request to a head that was silent, and when to replace it by another
 
     def handle(self) -> Any:
         """The actor; None if there is none."""
@@ -124,55 +124,55 @@ class Head:
         except ValueError:
             return None
         except RayError as error:
-            self.lost(error)
+            self.unreachable(error)
             return None
 
     def ask(self, method: str, *args: Any, size: int = 0) -> Any:
-        """What a method of the head gives. ``size``: bytes that go with it, for which it has time. Raises `Unreachable`, or what the
-        method raises."""
+        """Call a method of the head. ``size``: bytes of a transfer, which extend the timeout. Raises `Unreachable`, or what the method
+        raises."""
         handle = self.handle()
         if handle is None:
-            self.lost("there is none: forebay.adapters.ray.start() makes one")
+            self.unreachable("there is none: forebay.adapters.ray.start() creates one")
             raise Unreachable
         if self._is_silent(handle):
             raise Unreachable
         try:
-            answer = ray.get(getattr(handle, method).remote(*args), timeout=PATIENCE + size / SLOWEST)
+            answer = ray.get(getattr(handle, method).remote(*args), timeout=ANSWER_TIMEOUT + size / SLOWEST)
         except RayTaskError as error:
             raise _cause(error) from None
         except RayError as error:
-            self._probe = handle.place.remote(), time.monotonic() + PAUSE
-            self.lost(error)
+            self._probe = handle.location.remote(), time.monotonic() + PAUSE
+            self.unreachable(error)
             raise Unreachable from error
-        self.found()
+        self.reached()
         return answer
 
     def _is_silent(self, handle: Any) -> bool:
         probe = self._probe
         if probe is None:
             return False
-        question, until = probe
-        done, _ = ray.wait([question], timeout=0)
+        request, until = probe
+        done, _ = ray.wait([request], timeout=0)
         try:
             if done:
-                ray.get(question)
-                self.found()
+                ray.get(request)
+                self.reached()
                 return False
         except RayError:
             log.debug("the cache of the cluster (%s) is still away", self.namespace)
         if time.monotonic() >= until:
-            self._probe = handle.place.remote(), time.monotonic() + PAUSE
+            self._probe = handle.location.remote(), time.monotonic() + PAUSE
         return True
 
-    def lost(self, why: object) -> None:
-        """Said once, until it is back."""
+    def unreachable(self, reason: object) -> None:
+        """Log a warning once, until the head is back."""
         if not self._lost:
             self._lost = True
-            first, *_ = str(why).splitlines() or [type(why).__name__]
+            first, *_ = str(reason).splitlines() or [type(reason).__name__]
             log.warning("the cache of the cluster (%s) cannot be reached, calls run uncached until it is back: %s", self.namespace, first)
 
-    def found(self) -> None:
-        """It is there."""
+    def reached(self) -> None:
+        """Note that the head answers."""
         self._probe = None
         if self._lost:
             self._lost = False
@@ -180,17 +180,17 @@ class Head:
 
 
 def _cause(error: RayTaskError) -> Exception:
-    """What a method raised."""
+    """The error that a method raised."""
     return error.cause if isinstance(error.cause, Exception) else error
 
 
 def here() -> str:
-    """Ray's id of this process's node."""
+    """Ray's id of the node of this process."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 def root_of(path: str) -> int | None:
-    """The id of the root that lies there, without making one; None if there is none."""
+    """The id of the root at ``path``; None if there is none."""
     try:
         words = Path(path, "FORMAT").read_text().split()
         return int(words[2], 16)
@@ -198,24 +198,24 @@ def root_of(path: str) -> int | None:
         return None
 
 
-def start_head(namespace: str, place: CacheLocation) -> tuple[Any, CacheLocation]:
-    """The actor and where its cache is: the running one, else a new one on this node. Of several callers at once one makes it."""
+def start_head(namespace: str, location: CacheLocation) -> tuple[Any, CacheLocation]:
+    """The actor and the location of its cache: the running one, else a new one on this node. Of concurrent callers, one creates it."""
     options = {
         "name": NAME, "namespace": namespace, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_restarts": -1,
-        "max_concurrency": THREADS, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=place.node, soft=False),
+        "max_concurrency": THREADS, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=location.node, soft=False),
     }  # fmt: skip
     for last in (False, True):
-        handle = ray.remote(HeadActor).options(**options).remote(place)
+        handle = ray.remote(HeadActor).options(**options).remote(location)
         try:
-            return handle, ray.get(handle.place.remote(), timeout=START)
+            return handle, ray.get(handle.location.remote(), timeout=START_TIMEOUT)
         except RayTaskError as error:
             raise _cause(error) from None
         except RayError:
-            # Its node is gone for good, and the name is still taken; or it ended just now.
+            # Its node is lost and its name still taken, or it ended just now.
             if last:
                 raise
             ray.kill(handle)
-            _wait_until_gone(namespace)
+            _wait_for_end(namespace)
     raise AssertionError("not reached")
 
 
@@ -225,11 +225,11 @@ def stop_head(namespace: str) -> bool:
     if handle is None:
         return False
     ray.kill(handle)
-    _wait_until_gone(namespace)
+    _wait_for_end(namespace)
     return True
 
 
-def _wait_until_gone(namespace: str) -> None:
-    head, until = Head(namespace), time.monotonic() + PATIENCE
+def _wait_for_end(namespace: str) -> None:
+    head, until = Head(namespace), time.monotonic() + ANSWER_TIMEOUT
     while head.handle() is not None and time.monotonic() < until:
         time.sleep(0.02)

@@ -1,7 +1,7 @@
 """Tasks of a Ray cluster: outputs of remote functions, kept on the head's node for all drivers and workers.
 
 ``start()`` once in a driver; then ``task = remote(function)`` and ``task.remote(*args, tag="iter-3")``. The head is the node of the
-process that calls `start`: there lies the cache, which that node's processes read and write through the mapping.
+process that calls `start`: the cache is on that node, whose processes read and write it through the mapping.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from forebay.tasks import Tasks
 
 try:
     from forebay.adapters.ray import head as ray_head
-    from forebay.adapters.ray.calls import READ_THROUGH, mode_of
     from forebay.adapters.ray.head import SPACE, CacheLocation
     from forebay.adapters.ray.sessions import Context, Current, session_of
-    from forebay.adapters.ray.task import Task, make_task
+    from forebay.adapters.ray.task import READ_THROUGH, Task, make_task, mode_of
 except ModuleNotFoundError as error:
     raise errors.MissingExtra.of("forebay.adapters.ray.tasks", "ray") from error
 
@@ -39,29 +38,29 @@ def start(
     size: float, cache_dir: str | os.PathLike[str], units: str = "B", config: Any = None, namespace: str | None = None,
     mode: str = READ_THROUGH,
 ) -> RayTasks:  # fmt: skip
-    """The cache of the cluster: the one that runs, else a new one in ``cache_dir`` on this node, which may hold ``size`` ``units``.
+    """The cache of the cluster: the running one, else a new one in ``cache_dir`` on this node, with at most ``size`` ``units``.
 
-    ``units``: B, KB to TB or KiB to TiB, powers of 1024 in any case. ``namespace``: without one that of the task that runs, else
-    ``forebay``, in all of this module. ``config``: a YAML file or a mapping; read here. ``mode``:
-    ``read-through``, or ``replay``: outputs are kept, and read only by bypass. Callable by several drivers at once. One that runs
-    already stays as it is, with a warning where it is not what was asked for. Raises `ConfigError` (a ValueError) and `RootRefused`."""
-    place = _place(size, cache_dir, units, config, mode_of(mode) or READ_THROUGH)
+    ``units``: B, KB to TB or KiB to TiB, always powers of 1024. ``namespace``: by default that of the running task, else
+    ``forebay``, in all of this module. ``config``: a YAML file or a mapping; read in this process. ``mode``:
+    ``read-through``, or ``replay``: outputs are kept, and read only by bypass. Callable by several drivers at once. A cache that is
+    running stays as it is, with a warning if its settings differ. Raises `ConfigError` (a ValueError) and `RootRefused`."""
+    requested = _location(size, cache_dir, units, config, mode_of(mode) or READ_THROUGH)
     session = session_of(namespace)
-    actor, found = ray_head.start_head(session.namespace, place)
-    _compare(session.namespace, place, found)
-    session.attach(actor, found)
+    actor, location = ray_head.start_head(session.namespace, requested)
+    _compare(session.namespace, requested, location)
+    session.attach(actor, location)
     return RayTasks(session.namespace)
 
 
 def active(namespace: str | None = None) -> RayTasks | None:
-    """The cache that runs, in any process of the cluster; None where none was started, or it is gone."""
+    """The running cache, in any process of the cluster; None if none was started, or it is gone."""
     session = session_of(namespace)
     session.forget()
     return RayTasks(session.namespace) if session.head.handle() is not None else None
 
 
 def stop(namespace: str | None = None) -> None:
-    """End the cache's actor, for all drivers. What is kept stays in its directory, for the next `start`."""
+    """End the cache's actor, for all drivers. Its contents stay in its directory, for the next `start`."""
     session = session_of(namespace)
     ray_head.stop_head(session.namespace)
     session.end()
@@ -71,11 +70,11 @@ def remote(
     fn: Any = None, *, tag: str | Callable[..., str] | None = None, version: str | int | None = None, ignore: tuple[str, ...] | str = (),
     mode: str | None = None, namespace: str | None = None, **ray_options: Any,
 ) -> Any:  # fmt: skip
-    """A `Task` of a function, of a method of an actor's handle, or of what ``ray.remote`` or ``cached`` gave. Also a decorator.
+    """A `Task` of a function, of a method of an actor's handle, or of the result of ``ray.remote`` or ``cached``. Also a decorator.
 
-    ``tag``, ``version``, ``ignore``: as for `Tasks.cached`. ``mode``: if not that of `start`. ``ray_options``: what ``ray.remote`` takes.
-    The cache may be started later: it is looked for at each call."""
-    how: dict[str, Any] = {
+    ``tag``, ``version``, ``ignore``: as for `Tasks.cached`. ``mode``: default: that of `start`. ``ray_options``: those of ``ray.remote``.
+    The cache may be started later: each call looks for it."""
+    settings: dict[str, Any] = {
         "tag": tag,
         "version": version,
         "ignore": ignore,
@@ -84,15 +83,15 @@ def remote(
         "options": ray_options,
     }
     if fn is None:
-        return lambda function: make_task(function, **how)
-    return make_task(fn, **how)
+        return lambda function: make_task(function, **settings)
+    return make_task(fn, **settings)
 
 
 class RayTasks(Tasks):
-    """The cache of a cluster, in any of its processes. Given by `start` and `active`; pickles, with its providers.
+    """The cache of a cluster, in any of its processes. Returned by `start` and `active`; can be pickled, with its providers.
 
-    Callable from any thread. Processes of the head's node read and write through the mapping; to others values come by Ray's object
-    store, and a copy of each stays in their own node's cache."""
+    Callable from any thread. Processes of the head's node read and write through the mapping; those of other nodes get values through
+    Ray's object store, and keep a copy in their own node's cache."""
 
     def __init__(self, namespace: str | None = None) -> None:
         self.name = SPACE
@@ -100,16 +99,16 @@ class RayTasks(Tasks):
         self._values = Current(self._session)  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self._session.namespace, self._session.to_send())
+        return _unpickle, (self._session.namespace, self._session.to_send())
 
     def __repr__(self) -> str:
-        place = self._session.place()
-        where = f"in {place.path!r} on node {place.node[:8]}" if place is not None else "which is not there"
+        location = self._session.location()
+        where = f"in {location.path!r} on node {location.node[:8]}" if location is not None else "which is not there"
         return f"<forebay RayTasks of {self._session.namespace!r}, {where}>"
 
     @property
     def namespace(self) -> str:
-        """Of Ray."""
+        """Ray's namespace of the actor."""
         return self._session.namespace
 
     @property
@@ -130,27 +129,27 @@ class RayTasks(Tasks):
         return remote(fn, namespace=self._session.namespace, **how)
 
     def set_provider(self, name: str, provider: Callable[..., Any]) -> None:
-        """See `Tasks.set_provider`. It is sent along with each call, so that nested ones see it; other drivers set their own."""
+        """See `Tasks.set_provider`. It is sent with each call, so nested calls use it; other drivers set their own."""
         self._session.set_provider(name, provider)
 
     def set_condition(self, name: str, cond: Callable[..., bool]) -> None:
-        """See `Tasks.set_condition`. It is asked in the process that calls."""
+        """See `Tasks.set_condition`. It is called in the calling process."""
         self._session.set_condition(name, cond)
 
 
 def size_in(size: float, units: str) -> int:
-    """Bytes of so many units. Raises `ConfigError`."""
+    """``size`` in bytes. Raises `ConfigError`."""
     known = {name.upper(): number for name, number in UNITS.items()}
     if not isinstance(units, str) or units.upper() not in known:
         raise errors.ConfigError(f"units={units!r} are not known: choose one of {', '.join(UNITS)}", name="units", value=units)
-    found = int(size * known[units.upper()])
-    if found < 0:
-        raise errors.ConfigError(f"size={size} makes no sense: it is not negative", name="size", value=size)
-    return found
+    number = int(size * known[units.upper()])
+    if number < 0:
+        raise errors.ConfigError(f"size={size} must not be negative", name="size", value=size)
+    return number
 
 
-def _place(size: float, cache_dir: str | os.PathLike[str], units: str, config: Any, mode: str) -> CacheLocation:
-    """Open the cache here: what is wrong with it is told here."""
+def _location(size: float, cache_dir: str | os.PathLike[str], units: str, config: Any, mode: str) -> CacheLocation:
+    """Open the cache in this process, so that its errors are raised here."""
     budget = size_in(size, units)
     parsed = load(config) if config is not None else None
     with Cache(Path(cache_dir).absolute()) as cache:
@@ -159,20 +158,20 @@ def _place(size: float, cache_dir: str | os.PathLike[str], units: str, config: A
         return CacheLocation(str(cache.path), ray_head.here(), root or 0, budget, os.getcwd(), parsed, mode, codec)
 
 
-def _compare(namespace: str, wanted: CacheLocation, found: CacheLocation) -> None:
-    """Say what of a running cache is not as it was asked for."""
-    pairs: Mapping[str, tuple[Any, Any]] = {
-        "size": (wanted.budget, found.budget), "cache_dir": (wanted.path, found.path), "config": (wanted.config, found.config),
-        "mode": (wanted.mode, found.mode),
+def _compare(namespace: str, requested: CacheLocation, running: CacheLocation) -> None:
+    """Log a warning for each setting of a running cache that is not the requested one."""
+    settings: Mapping[str, tuple[Any, Any]] = {
+        "size": (requested.budget, running.budget), "cache_dir": (requested.path, running.path),
+        "config": (requested.config, running.config), "mode": (requested.mode, running.mode),
     }  # fmt: skip
-    other = [name if name == "config" else f"{name} {there!r}, not {asked!r}" for name, (asked, there) in pairs.items() if asked != there]
+    other = [name if name == "config" else f"{name} {now!r}, not {asked!r}" for name, (asked, now) in settings.items() if asked != now]
     if other:
         log.warning("a cache runs already (%s), with another %s: it stays as it is; stop() ends it", namespace, ", ".join(other))
-    if wanted.node != found.node:
-        log.warning("a cache runs already (%s), on another node (%s)", namespace, found.node[:8])
+    if requested.node != running.node:
+        log.warning("a cache runs already (%s), on another node (%s)", namespace, running.node[:8])
 
 
-def _arrive(namespace: str, context: Context | None) -> RayTasks:
+def _unpickle(namespace: str, context: Context | None) -> RayTasks:
     if context is not None:
         session_of(namespace).adopt(context)
     return RayTasks(namespace)

@@ -1,4 +1,4 @@
-"""Values of the cluster's cache, as the head serves them, as processes of other nodes see them, and with no head."""
+"""Values of the cluster's cache: as the head serves them, as processes of other nodes use them, and without a head."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from forebay.tasks.values import Values
 
 T = TypeVar("T")
 
-AT_ONCE = 1 << 20  # what is smaller comes with the answer, without a second question
+AT_ONCE = 1 << 20  # bytes: smaller values come with the reply, without a second request
 
 
 class Payload:
-    """An encoded value on its way to another process: Ray puts its bytes beside the pickle, and nobody copies them once more."""
+    """An encoded value that is sent to another process: Ray transfers its bytes out of band, without another copy."""
 
     def __init__(self, pieces: Sequence[Buffer]) -> None:
         self.pieces = [memoryview(piece).cast("B") if memoryview(piece).nbytes else memoryview(b"") for piece in pieces]
@@ -33,7 +33,7 @@ class Payload:
         return sum(piece.nbytes for piece in self.pieces)
 
     def joined(self) -> memoryview:
-        """All of it, as one."""
+        """All bytes in one view."""
         return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -44,8 +44,8 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class HeadReply:
-    """What the head has under a key. ``token``: another one for each value that was ever stored. ``meta``: codec and digest.
-    ``payload``: None where it was not wanted, not asked for, or too large to come at once."""
+    """The value that the head has under a key. ``token``: unique among all values ever stored. ``meta``: codec and digest.
+    ``payload``: None if the caller has it, cannot use it, or it is too large to come with the reply."""
 
     token: str
     meta: str
@@ -54,62 +54,62 @@ class HeadReply:
 
 
 class HeadValues(Values):
-    """The head's own: answers for other nodes, without decoding anything."""
+    """The values of the head, which it sends to other nodes without decoding them."""
 
     def give(self, key: str, meta: str, digested: bool, token: str) -> HeadReply | None:
-        """What is under this key; None: nothing. It is a use where ``meta`` is what is there, or begins it if not ``digested``; its bytes
-        come with it unless the caller has them: ``token``."""
+        """The value under this key, or None. A use if ``meta`` is its meta, or without ``digested`` the beginning of it; its bytes
+        come with the reply unless the caller has the value of ``token``."""
         store = self._store()
-        found = self._stored(key)
-        if found is None:
+        stored = self._stored(key)
+        if stored is None:
             self.origin.store.count("misses")
             return None
-        mine, there = self._token(found.id), found.entry.meta
-        if there != meta and (digested or there.rpartition(" ")[0] != meta):
-            return HeadReply(mine, there, found.size)
-        store.touch(found.entry)
-        store.count_hit(found.size)
-        small = mine != token and found.size <= AT_ONCE
-        return HeadReply(mine, there, found.size, Payload([found.view]) if small else None)
+        own_token, own_meta = self._token(stored.id), stored.entry.meta
+        if own_meta != meta and (digested or own_meta.rpartition(" ")[0] != meta):
+            return HeadReply(own_token, own_meta, stored.size)
+        store.touch(stored.entry)
+        store.count_hit(stored.size)
+        small = own_token != token and stored.size <= AT_ONCE
+        return HeadReply(own_token, own_meta, stored.size, Payload([stored.view]) if small else None)
 
     def send(self, key: str, token: str) -> Payload | None:
-        """The bytes of this very value; None if it is gone."""
-        found = self._stored(key)
-        return Payload([found.view]) if found is not None and self._token(found.id) == token else None
+        """The bytes of the value with this token; None if it is gone."""
+        stored = self._stored(key)
+        return Payload([stored.view]) if stored is not None and self._token(stored.id) == token else None
 
     def doubt(self, key: str, token: str) -> bool:
-        """Another node cannot read this very value: whether it is damaged here; then it is set aside."""
-        found = self._stored(key)
-        return found is not None and self._token(found.id) == token and not self._store().is_intact(found)
+        """Another node cannot read the value with this token: whether it is damaged here; if so, it is quarantined."""
+        stored = self._stored(key)
+        return stored is not None and self._token(stored.id) == token and not self._store().is_intact(stored)
 
     def take(self, key: str, payload: Payload, meta: str, pin: bool) -> str:
-        """Keep what another node made; gives its token. Raises `CacheFault`."""
+        """Keep a value of another node, and return its token. Raises `CacheFault`."""
         store = self._store()
         return self._token(store.put_pieces(self.space, key, payload.pieces, life="pinned" if pin else "cached", meta=meta).id)
 
     def _token(self, id: int) -> str:
-        """Of an entry. In a root that somebody deleted, and that was made anew, ids begin again."""
+        """The token of an entry. It contains the id of the root: in a root that was deleted and recreated, ids of entries begin again."""
         store = self._store()
         return f"{store.root.id:x}-{id:x}" if store.keeps else f"{id:x}"
 
 
-class Asks(Protocol):
-    """Who speaks with the head."""
+class HeadClient(Protocol):
+    """Calls methods of the head."""
 
     def ask(self, method: str, *args: Any, size: int = 0) -> Any:
-        """What a method of the head gives. ``size``: bytes that go with it. Raises `Unreachable`, or what the method raises."""
+        """Call a method. ``size``: bytes of the transfer. Raises `Unreachable`, or what the method raises."""
 
 
 class Unreachable(Exception):
-    """The head gives no answer."""
+    """The head does not answer."""
 
 
 class RemoteValues(Values):
-    """Of another node than the head's: values come from the head, and a copy stays in this node's own cache.
+    """The values on another node than the head's: they come from the head, and a copy stays in this node's own cache.
 
-    A copy carries in front of what the head's entry carries the token of that: it is used while the head says the same one."""
+    The meta of a copy begins with the token of the head's entry: the copy is used as long as the head has the same token."""
 
-    def __init__(self, origin: Origin, space: str, codec: Codec, head: Asks) -> None:
+    def __init__(self, origin: Origin, space: str, codec: Codec, head: HeadClient) -> None:
         super().__init__(origin, space, codec)
         self._head = head
 
@@ -118,22 +118,22 @@ class RemoteValues(Values):
             return self._ask(key, digest, who, copy)
         except Unreachable:
             return None
-        except errors.CacheFault as error:  # the head's
+        except errors.CacheFault as error:  # of the head
             self.origin.fall_back(error, f"{self.space}:{key}")
             return None
 
     def _ask(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
-        store, mine, meta = self._store(), self._stored(key), self._meta(digest)
+        store, own, meta = self._store(), self._stored(key), self._meta(digest)
         answer: HeadReply | None
-        for token in [mine.entry.meta.partition(" ")[0], ""] if mine else [""]:
+        for token in [own.entry.meta.partition(" ")[0], ""] if own else [""]:
             answer = self._head.ask("give", key, meta, digest is not None, token)
             if answer is None or not self._is_ours(key, answer.meta, digest, who):
                 return None
-            found = mine if mine and token == answer.token else None
-            value = self._decoded(store, key, found, who, copy) if found else self._fetched(store, key, answer, who, copy)
+            local = own if own and token == answer.token else None
+            value = self._decoded(store, key, local, who, copy) if local else self._fetched(store, key, answer, who, copy)
             if value is not None:
-                if found:
-                    store.touch(found.entry)
+                if local:
+                    store.touch(local.entry)
                 store.count_hit(answer.size)
                 self.counted["hits"] += 1
                 return value
@@ -144,40 +144,40 @@ class RemoteValues(Values):
     def _fetched(self, store: Store | PassThrough, key: str, answer: HeadReply, who: str, copy: bool) -> tuple[Any] | None:
         payload = answer.payload or self._head.ask("send", key, answer.token, size=answer.size)
         if payload is None:
-            return None  # gone since
-        found = self._copied(store, key, payload, f"{answer.token} {answer.meta}")
-        return self._read(store, key, found, payload, who, copy)
+            return None  # it is gone meanwhile
+        local = self._copied(store, key, payload, f"{answer.token} {answer.meta}")
+        return self._read(store, key, local, payload, who, copy)
 
     def _read(
-        self, store: Store | PassThrough, key: str, found: Remembered | None, payload: Payload, who: str, copy: bool
+        self, store: Store | PassThrough, key: str, local: Remembered | None, payload: Payload, who: str, copy: bool
     ) -> tuple[Any] | None:  # fmt: skip
-        """From this node's copy, else from what is at hand."""
-        if found is not None:
-            return self._decoded(store, key, found, who, copy)
+        """Decode this node's copy, else the payload."""
+        if local is not None:
+            return self._decoded(store, key, local, who, copy)
         data = payload.joined()
         try:
             if copy:
                 data = memoryview(bytearray(data))
                 return (self.codec.decode(data, lambda: data),)
             return (self.codec.decode(data.toreadonly(), lambda: memoryview(bytearray(data))),)
-        except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is made anew
+        except Exception as error:  # noqa: BLE001  # whatever the value's own code raises when it is decoded
             self._say(who or key, "class", f"{who or key}: {key} cannot be read here: {type(error).__name__}: {error}")
             return None
 
     def _copied(self, store: Store | PassThrough, key: str, payload: Payload, meta: str) -> Remembered | None:
-        """This node's own copy of this very value; None where there is no room for one: what came will do."""
+        """This node's own copy of the value; None if there is no space for one: the payload suffices."""
         try:
             store.put_pieces(self.space, key, payload.pieces, meta=meta)
-            found = store.view(self.space, key)
-            return found if found is not None and found.entry.meta == meta else None  # else another process has put its own there
+            local = store.view(self.space, key)
+            return local if local is not None and local.entry.meta == meta else None  # otherwise another process has stored its own
         except errors.CacheFault as error:
             if not store.keeps:
-                return None  # that was told
+                return None  # which was logged
             self.origin.warn(f"copy {type(error).__name__}", "%s is not copied to this node: %s", f"{self.space}:{key}", error)
             return None
 
     def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "") -> bool:
-        """See `Values.keep`: it goes to the head, and a copy stays here."""
+        """See `Values.keep`: the value is sent to the head, and a copy stays here."""
         return self._sent(key, value, digest, pin, who) is not None
 
     def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "", copy: bool = False) -> tuple[Any] | None:
@@ -186,7 +186,7 @@ class RemoteValues(Values):
         return self._read(self._store(), key, *sent, who, copy) if sent is not None else None
 
     def _sent(self, key: str, value: Any, digest: str, pin: bool, who: str) -> tuple[Remembered | None, Payload] | None:
-        """This node's copy of what the head keeps now, if there is one, and the bytes; None where it is not kept."""
+        """This node's copy of the value that the head keeps now, if there is one, and the bytes; None if it is not kept."""
         store, pieces = self._store(), self._encoded(key, value, who)
         if pieces is None:
             return None
@@ -194,7 +194,7 @@ class RemoteValues(Values):
         try:
             token = self._head.ask("take", key, payload, meta, pin, size=payload.size)
         except Unreachable:
-            return None  # that was told
+            return None  # which was logged
         except errors.CacheFault as error:
             self._not_kept(key, who, str(error), error)
             return None
@@ -203,15 +203,15 @@ class RemoteValues(Values):
     def single(
         self, key: str, digest: str | None, make: Callable[[], T], *, pin: bool = False, who: str = "", copy: bool = False, **how: Any
     ) -> T:  # fmt: skip
-        """See `Values.single`. On a node without a cache nobody is waited for; what is made is kept at the head."""
+        """See `Values.single`. On a node without a cache there is no single-flight; the value is kept at the head."""
         if self._store().keeps:
             return super().single(key, digest, make, pin=pin, who=who, copy=copy, **how)
-        found = self.look(key, digest, who=who, copy=copy)
-        if found is not None:
-            return found[0]  # type: ignore[no-any-return]
-        value = make()
-        found = self.kept(key, value, digest=digest or "", pin=pin, who=who, copy=copy)
-        return value if found is None else found[0]
+        value = self.look(key, digest, who=who, copy=copy)
+        if value is not None:
+            return value[0]  # type: ignore[no-any-return]
+        result = make()
+        value = self.kept(key, result, digest=digest or "", pin=pin, who=who, copy=copy)
+        return result if value is None else value[0]
 
     def has(self, key: str) -> bool:
         return self._asked(False, "has", key)
@@ -246,7 +246,7 @@ class RemoteValues(Values):
 
 
 class NullValues:
-    """With no head: nothing is found and nothing kept; functions run."""
+    """Without a head nothing is found and nothing is kept; functions run."""
 
     def __init__(self, counted: dict[str, int]) -> None:
         self.counted = counted

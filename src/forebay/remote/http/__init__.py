@@ -355,7 +355,7 @@ class _Download:
                 raise errors.RemoteProtocolError(f"{self._call.url}: an empty answer for byte {at:,}", url=self._call.url)
 
     def _open_range(self, span: Span) -> Response:
-        """The response whose body begins with ``span``, of the version that the sink was told. Raises `RemoteChanged`."""
+        """The response whose body begins with ``span``, of the version that was passed to the sink. Raises `RemoteChanged`."""
         info, call = self._info, self._call
         headers = {"Range": f"bytes={span.start}-{span.end - 1}", "If-Match": info.validator or "*"}
         response = self._exchange.send(call, "GET", self._url, headers, ok=(200, 206, 412, 416))
