@@ -79,10 +79,15 @@ def named_for_the_invariants() -> list[str]:
     return sorted(set(re.findall(r"^- `([\w/]+\.py(?:::\w+)?)`$", page, re.MULTILINE)))
 
 
-@pytest.mark.parametrize("name", named_for_the_invariants())
-def test_the_tests_that_the_invariants_name_are_there(name: str) -> None:
+def is_a_test(name: str) -> bool:
     file, _, test = name.partition("::")
-    assert f"def {test or 'test_'}" in (REPO / "tests" / file).read_text()
+    return (REPO / "tests" / file).exists() and f"def {test or 'test_'}" in (REPO / "tests" / file).read_text()
+
+
+def test_the_tests_that_the_invariants_name_are_there() -> None:
+    names = named_for_the_invariants()
+    assert len(names) > 100
+    assert [name for name in names if not is_a_test(name)] == []
 
 
 def test_the_settings_in_the_code_are_those_on_the_page() -> None:
