@@ -1003,12 +1003,12 @@ MUTANTS = (
         "tests/tasks/test_cached.py::test_what_another_call_of_the_same_tag_raises_is_its_own",
     ),
     Mutant(
-        12, "values are written without their length", "tasks/writing.py",
+        12, "values are written without their length", "tasks/hashing.py",
         'return b"%b%x:%b" % (mark, length, data)', "return mark + bytes(data)",
         "tests/tasks/test_hashing.py::test_values_do_not_run_into_each_other",
     ),
     Mutant(
-        12, "sets and dicts are written as they come", "tasks/writing.py",
+        12, "sets and dicts are written as they come", "tasks/hashing.py",
         "found = sorted(parts)", "found = list(parts)",
         "tests/tasks/test_hashing.py::test_s35_digests_agree_in_every_process",
     ),
@@ -1134,7 +1134,7 @@ MUTANTS = (
         "tests/tasks/test_naming.py::test_the_address_of_what_lies_within_is_refused_too",
     ),
     Mutant(
-        10, "every pickle of a directory is taken over", "tasks/importing.py",
+        10, "every pickle of a directory is taken over", "tasks/__init__.py",
         "if _NAME.fullmatch(item.name) and item", "if item.name and item",
         f"{TASKS}test_a_directory_of_chia_is_taken_over",
     ),

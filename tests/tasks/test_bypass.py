@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from forebay import errors
-from forebay.tasks import bypass
-from forebay.tasks.bypass import Bypass
-from forebay.tasks.config import load
+from forebay.tasks import config as bypass
+from forebay.tasks.config import Bypass, load
 from forebay.tasks.naming import Tag
 
 

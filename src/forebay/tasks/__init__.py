@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from forebay import errors
+from forebay._logs import logger
 from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
 from forebay.origin import DIRECTORIES, LISTINGS, URLS, Origin
-from forebay.tasks import bypass
-from forebay.tasks.bypass import Bypass
+from forebay.tasks.config import Bypass, Config, from_cache, if_cached, load, reads_cache
 from forebay.tasks.values import Values
 
 if TYPE_CHECKING:
     from forebay.tasks.cached import Cached, Decorator
-    from forebay.tasks.config import Config
 
+log = logger("forebay.tasks")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -136,18 +140,24 @@ class Tasks:
         Its files are pickles, and are unpickled here: only import a directory that nobody else can write to. They stay as they are.
         Damaged ones and others than CHIA's are left out, with a warning each; what does not fit makes the least recently used go.
         ``overwrite``: also where there is something under the tag. Raises OSError where the directory cannot be read."""
-        from forebay.tasks.importing import import_chia
+        taken = 0
+        for path in _oldest_first(Path(directory)):
+            loaded = _loaded(path)
+            if loaded is not None and (overwrite or not self._values.has(loaded[0])):
+                try:
+                    taken += self._values.keep(*loaded)
+                except errors.ConfigError as error:
+                    log.warning("%s is not imported: %s", path, str(error))
+        return taken
 
-        return import_chia(self._values, directory, overwrite=overwrite)
-
-    @bypass.reads_cache
+    @reads_cache
     def from_cache(self, tag: str, data_path: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """A provider, for `set_provider`: what is kept under the tag. Raises `NotCached`, with function and tag."""
-        return bypass.from_cache(self, tag, data_path, *args, **kwargs)
+        return from_cache(self, tag, data_path, *args, **kwargs)
 
     def if_cached(self, tag: str, data_path: str | None = None, *args: Any, **kwargs: Any) -> bool:
         """A condition, for `set_condition`: whether anything is kept under the tag."""
-        return bypass.if_cached(self, tag, data_path, *args, **kwargs)
+        return if_cached(self, tag, data_path, *args, **kwargs)
 
     # -- functions -------------------------------------------------------------------------------------------------
 
@@ -195,7 +205,7 @@ def open_tasks(origin: Origin, name: str, codec: Any, config: Any, budget: int |
     if name in TAKEN:
         raise errors.ConfigError(f"the name {name!r} is taken by the cache itself: choose another one", name="name", value=name)
     chosen = codec_of(codec) if codec is not None else default_codec(others_can_write=origin.others_can_write)
-    parsed = _parsed(config)
+    parsed = None if config is None else load(config)
     origin.open_space(name, policy=None, quota=budget)
     values = _open[str(origin.path), name, chosen.name] = Values(origin, name, chosen)
     return Tasks(values, parsed, copy=copy)
@@ -217,14 +227,6 @@ def _unpickle(
     return Tasks(values, config, bypass, copy)
 
 
-def _parsed(config: Any) -> Config | None:
-    if config is None:
-        return None
-    from forebay.tasks.config import load  # most have none
-
-    return load(config)
-
-
 def _key(tag: str) -> str:
     """The key of a tag: its own, where it is one of a function's. Raises `ConfigError` for what is no str of valid unicode."""
     key: str = getattr(tag, "key", tag)
@@ -234,3 +236,35 @@ def _key(tag: str) -> str:
         message = f"the tag {tag!r} cannot be used: a tag is a str of valid unicode"
         raise errors.ConfigError(message, name="tag", value=repr(tag)) from error
     return key
+
+
+# -- CHIA's cache ------------------------------------------------------------------------------------------------------
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{0,80}_[0-9a-f]{16}\.pkl")
+
+
+def _oldest_first(directory: Path) -> Iterator[Path]:
+    """The files that have a name of CHIA's, in order of their last change: that is how it orders them by use. Raises OSError."""
+    with os.scandir(directory) as found:
+        files = [
+            (item.stat().st_mtime_ns, item.path) for item in found if _NAME.fullmatch(item.name) and item.is_file(follow_symlinks=False)
+        ]
+    return (Path(path) for _, path in sorted(files))
+
+
+def _loaded(path: Path) -> tuple[str, Any] | None:
+    """Tag and value of one file; None, with a warning, where it holds something else or is damaged."""
+    try:
+        tag, value = pickle.loads(path.read_bytes())
+        if _file_name(tag) != path.name:
+            raise ValueError("its name is not that of its tag")
+    except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is made anew
+        log.warning("%s is not taken over: %s: %s", path, type(error).__name__, str(error))
+        return None
+    return tag, value
+
+
+def _file_name(tag: str) -> str:
+    """How CHIA calls the file of a tag."""
+    slug = re.sub(r"[^A-Za-z0-9._-]", "_", tag)[:80]
+    return f"{slug}_{hashlib.sha256(tag.encode()).hexdigest()[:16]}.pkl"

@@ -15,7 +15,7 @@ import xxhash
 
 from forebay import errors
 from forebay._logs import logger
-from forebay.tasks.hashing import Unstable, as_own, kind_of, written
+from forebay.tasks.hashing import Unstable, as_own, encoded, kind_of
 from forebay.tasks.identity import Code, Use, code_of
 from forebay.tasks.naming import Tag, any_code_of, arrived, encodable, identity_of, prefix_of
 
@@ -185,13 +185,13 @@ class Naming:
         if self._counted is not None or self._dropped:
             values = self._counting(values)
         own = self._own if self._own is not None else self._written_own()
-        return xxhash.xxh3_128_hexdigest(own + b"".join(written(values)))
+        return xxhash.xxh3_128_hexdigest(own + b"".join(encoded(values)))
 
     def _lenient_digest(self, values: tuple[Any, ...]) -> str:
         parts = []
         for index, value in enumerate(self._counting(values)):
             try:
-                parts += written((value,))
+                parts += encoded((value,))
             except Unstable as error:
                 error.index = index
                 parts.append(kind_of(value))

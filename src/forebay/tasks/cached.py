@@ -11,8 +11,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from forebay import errors
 from forebay.tasks.binding import BoundCall, Naming, TagRule
-from forebay.tasks.bypass import Bypass, Replay
-from forebay.tasks.config import Config
+from forebay.tasks.config import Bypass, Config, Replay
 from forebay.tasks.values import Values
 
 P = ParamSpec("P")

@@ -352,7 +352,7 @@ _VARYING = (*_CALLS, ast.Set, ast.SetComp)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Definition:
     """How a function was written. ``code``: bytes that only equal code shares. ``constants``: whether a global name is a constant of
     its module; None where the module has no source. ``literals``: see `ModuleSource`. ``defaults``: whether its defaults are constants,
     as far as can be told."""
@@ -363,7 +363,7 @@ class Written:
     defaults: bool
 
 
-def written(function: types.FunctionType) -> Written:
+def definition_of(function: types.FunctionType) -> Definition:
     """How a function was written, as far as that can be told. Looked up once for each code and file."""
     code = function.__code__
     known = _known.setdefault(code, {})
@@ -373,16 +373,16 @@ def written(function: types.FunctionType) -> Written:
     return found
 
 
-def _looked_up(code: types.CodeType, namespace: dict[str, Any]) -> Written:
+def _looked_up(code: types.CodeType, namespace: dict[str, Any]) -> Definition:
     source = _source_of(code, namespace)
     found = source.find(code) if source is not None else None
     content = b"T" + found.tree if found is not None and found.tree else b"C" + xxhash.xxh3_128_digest(b"C" + shape_of(code))
     if source is None or not isinstance(namespace.get("__file__"), str):  # typed in: what it names lies in other cells
-        return Written(content, None, {}, True)
-    return Written(content, source.constants & names_read_by(code), source.literals, found is None or found.defaults)
+        return Definition(content, None, {}, True)
+    return Definition(content, source.constants & names_read_by(code), source.literals, found is None or found.defaults)
 
 
-_known: weakref.WeakKeyDictionary[types.CodeType, dict[str, Written]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[types.CodeType, dict[str, Definition]] = weakref.WeakKeyDictionary()
 
 
 @functools.lru_cache(1024)

@@ -1,28 +1,380 @@
-"""A digest of values by what they are: the same in each process, whatever PYTHONHASHSEED, the directory and the user.
+"""A digest of values by their content: the same in each process, whatever PYTHONHASHSEED, the directory and the user.
 
-Each value is written down as bytes that only equal values of its type share. What has no content that stays (locks, files, generators,
-connections) is `Unstable`.
+Each value is encoded as bytes that only equal values of its type share; long encodings are replaced by their own digest. Equal copies are
+encoded as the same object is. An object that contains itself is encoded by how far up that is. A value without lasting content (a lock, a
+file, a generator, a connection) is `Unstable`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import dataclasses
 import enum
 import functools
 import itertools
+import pathlib
+import struct
+import sys
 import types
-from collections.abc import Iterable
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import xxhash
 
-from forebay.tasks import contents
-from forebay.tasks.code import is_installed, shape_of, steps_of
-from forebay.tasks.code import written as written_code
-from forebay.tasks.contents import register as register
-from forebay.tasks.naming import place_of
-from forebay.tasks.writing import QUICK, DigestWriter, flat, kind_text, text
-from forebay.tasks.writing import Unstable as Unstable
+from forebay.tasks.code import definition_of, is_installed, shape_of, steps_of
+from forebay.tasks.naming import Tag, module_of, place_of
+
+LONG = 256  # bytes; longer writings are replaced by their digest
+MANY_CYCLES = 10_000
+MANY = 32  # numbers of one type are written together from here on
+
+Write = Callable[[Any], bytes]
+
+
+class Unstable(Exception):
+    """A value that has no content to go by. ``what``: in words; ``index``: which of the values given to `digest_of`."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what, self.index = what, 0
+
+
+# -- what has no parts -------------------------------------------------------------------------------------------------
+
+
+def sized(mark: bytes, data: Any) -> bytes:
+    """Bytes with their length in front, or their digest."""
+    length = len(data)
+    if length > LONG:
+        return b"%b#%x:%b" % (mark, length, xxhash.xxh3_128_digest(data))
+    return b"%b%x:%b" % (mark, length, data)
+
+
+def text(value: str) -> bytes:
+    return sized(b"s", value.encode("utf-8", "surrogatepass"))
+
+
+_pack_double = struct.Struct("<d").pack
+_pack_doubles = struct.Struct("<dd").pack
+
+QUICK: dict[type, Write] = {
+    type(None): lambda value: b"N",
+    bool: lambda value: b"T" if value else b"F",
+    int: lambda value: b"i%x;" % value,
+    float: lambda value: b"f" + _pack_double(value),
+    complex: lambda value: b"c" + _pack_doubles(value.real, value.imag),
+    str: text,
+    Tag: lambda value: text(str(value)),
+    bytes: lambda value: sized(b"b", value),
+    bytearray: lambda value: sized(b"B", value),
+    type(Ellipsis): lambda value: b"E",
+    type(NotImplemented): lambda value: b"e",
+}
+
+
+def kind_text(kind: Any) -> bytes:
+    """A class by where it is found."""
+    return _places.get(kind) or _places.setdefault(kind, text(place_of(kind)))
+
+
+_places: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()  # a class of a function goes with it
+
+
+EMPTY: dict[type, bytes] = {tuple: b"(0:", list: b"[0:", dict: b"{0:"}
+
+
+def flat(value: Any) -> bytes:
+    """A plain container of what has no parts, without the care that circles need; nothing for any other value."""
+    kind, quick_of = type(value), QUICK.get
+    empty = EMPTY.get(kind)
+    if empty is None or not value:
+        return empty or b""
+    if kind is not dict:
+        if len(value) >= MANY and (packed := _packed(value)):
+            return empty[:1] + packed
+        out = bytearray()
+        for item in value:
+            quick = quick_of(type(item))
+            if quick is None:
+                return b""
+            out += quick(item)
+    else:
+        pairs = []
+        for key, item in value.items():
+            first, second = quick_of(type(key)), quick_of(type(item))
+            if first is None or second is None:
+                return b""
+            pairs.append(first(key) + second(item))
+        out = bytearray().join(sorted(pairs))
+    return short(b"%b%x:%b" % (empty[:1], len(value), bytes(out)))
+
+
+def _packed(values: Any) -> bytes:
+    """Many numbers of one type at once; nothing for others."""
+    kinds = set(map(type, values))
+    letter = "d" if kinds == {float} else "q" if kinds == {int} else ""
+    try:
+        return sized(letter.upper().encode(), struct.pack(f"<{len(values)}{letter}", *values)) if letter else b""
+    except struct.error:  # an int of more than 64 bits
+        return b""
+
+
+def short(data: bytes) -> bytes:
+    return data if len(data) <= LONG else b"#" + xxhash.xxh3_128_digest(data)
+
+
+# -- what has parts ----------------------------------------------------------------------------------------------------
+
+
+class DigestWriter:
+    """Writes one value down. ``above``: the objects that it is inside of, by id, with their depth."""
+
+    def __init__(self) -> None:
+        self._above: dict[int, tuple[int, Any]] = {}
+        self._known: dict[int, tuple[Any, bytes]] = {}  # with the object, so that its id stays its own
+        self._highest = sys.maxsize  # the smallest depth that what was written last points back to
+        self._cyclic = 0
+
+    def write(self, value: Any) -> bytes:
+        quick = QUICK.get(type(value))
+        if quick is not None:
+            return quick(value)
+        if plain := flat(value):
+            return plain
+        key = id(value)
+        known = self._known.get(key)
+        if known is not None:
+            return known[1]
+        depth = len(self._above)
+        if key in self._above:
+            # Told by how far up it is, so that copies of a circle are equal.
+            self._highest = min(self._highest, self._above[key][0])
+            return b"^%x;" % (depth - self._above[key][0])
+        return self._enter(key, depth, value)
+
+    def _enter(self, key: int, depth: int, value: Any) -> bytes:
+        outer, self._highest = self._highest, sys.maxsize
+        self._above[key] = depth, value
+        try:
+            data = short(self._whole(value))
+        finally:
+            del self._above[key]
+        if self._highest >= depth:  # it stands for itself wherever it is met
+            self._known[key] = value, data
+        else:
+            self._cyclic += 1
+            if self._cyclic > MANY_CYCLES:
+                raise self._unstable("objects that point at each other in too many ways")
+        self._highest = min(outer, self._highest)
+        return data
+
+    def _whole(self, value: Any) -> bytes:
+        try:
+            return writer_of(type(value))(self, value)
+        except (Unstable, RecursionError):
+            raise
+        except Exception as error:
+            why = "" if str(error).startswith("cannot pickle") else f": {type(error).__name__}: {error}"
+            raise self._unstable(f"a {place_of(type(value))}", why) from error
+
+    def several(self, mark: bytes, values: Iterable[Any]) -> bytes:
+        """Parts in their order."""
+        out, count, quick_of, write = bytearray(), 0, QUICK.get, self.write
+        for value in values:
+            quick = quick_of(type(value))
+            out += quick(value) if quick is not None else write(value)
+            count += 1
+        return b"%b%x:%b" % (mark, count, bytes(out))
+
+    def unordered(self, mark: bytes, parts: Iterable[bytes]) -> bytes:
+        """Parts whose order does not count."""
+        found = sorted(parts)
+        return b"%b%x:%b" % (mark, len(found), b"".join(found))
+
+    def pairs(self, mark: bytes, items: Iterable[tuple[Any, Any]]) -> bytes:
+        """Keys and values, in whatever order."""
+        return self.unordered(mark, (self.write(key) + self.write(item) for key, item in items))
+
+    def reduced(self, value: Any) -> bytes:
+        """Any object, by what pickle would take it apart into."""
+        reduce = copyreg.dispatch_table.get(type(value))
+        parts: Any = reduce(value) if reduce is not None else value.__reduce_ex__(4)
+        if isinstance(parts, str):
+            return b"g" + text(f"{module_of(value) if hasattr(value, '__module__') else place_of(type(value))}.{parts}")
+        make, given, state, items, pairs = (*parts, None, None, None)[:5]
+        out = b"o" + self.write(make) + self.write(tuple(given)) + self.write(state)
+        if items is not None:
+            out += self.several(b"l", items)
+        if pairs is not None:
+            ordered = isinstance(value, OrderedDict)
+            out += self.several(b"p", pairs) if ordered else self.pairs(b"d", pairs)
+        return out
+
+    def _unstable(self, what: str, why: str = "") -> Unstable:
+        inside = [type(v) for _, v in self._above.values() if type(v).__module__ not in ("builtins", "types")]
+        outer = f" in a {place_of(inside[0])}" if inside and f"a {place_of(inside[0])}" != what else ""
+        return Unstable(what + outer + why)
+
+
+# -- each kind of value ------------------------------------------------------------------------------------------------
+
+Part = Callable[[DigestWriter, Any], bytes]
+
+
+def _function(writer: DigestWriter, value: Any) -> bytes:
+    """By name, and by its code unless it is of an installed package; with what it closes over where it has no name of its own."""
+    name = place_of(value)
+    if "<" in value.__qualname__:
+        closure = writer.several(b"z", (content for _, content in cells_of(value)))
+        return b"L" + text(name) + definition_of(value).code + writer.write((value.__defaults__, value.__kwdefaults__)) + closure
+    return b"A" + text(name) + (b"" if is_installed(value.__code__.co_filename) else definition_of(value).code)
+
+
+def cells_of(function: Any) -> Iterator[tuple[str, Any]]:
+    """The variables that a function closes over, as far as they have a value yet."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            yield name, cell.cell_contents
+
+
+def _path(writer: DigestWriter, value: Any) -> bytes:
+    """As text: versions of Python take it apart in several ways."""
+    return b"p" + kind_text(type(value)) + text(str(value))
+
+
+def _dataclass(writer: DigestWriter, value: Any) -> bytes:
+    """Its fields; what else lies in it (properties that it remembers) does not count."""
+    kind: Any = type(value)
+    names = [field.name for field in dataclasses.fields(value)]
+    return b"D" + kind_text(kind) + writer.several(b"d", (*names, *(getattr(value, name, None) for name in names)))
+
+
+def _enum(writer: DigestWriter, value: enum.Enum) -> bytes:
+    return b"M" + kind_text(type(value)) + writer.write(value.name if value.name is not None else value.value)
+
+
+def _memory(writer: DigestWriter, value: memoryview) -> bytes:
+    return b"m" + writer.write((value.format, value.shape)) + sized(b"b", value.tobytes())
+
+
+# -- arrays, whose packages are not imported here ----------------------------------------------------------------------
+
+
+def _ndarray(writer: DigestWriter, value: Any) -> bytes:
+    """Dtype, shape and content in the order of the indices, however it lies in memory."""
+    dtype = value.dtype
+    head = b"a" + _dtype(dtype) + writer.write(value.shape)
+    if dtype.hasobject:
+        return head + writer.several(b"l", value.ravel().tolist())
+    if not value.nbytes:
+        return head
+    return head + sized(b"b", memoryview(value.ravel().view("u1")))
+
+
+@functools.lru_cache(1024)
+def _dtype(dtype: Any) -> bytes:
+    return text(str(dtype) if dtype.names is None else repr(dtype))
+
+
+def _numpy_scalar(writer: DigestWriter, value: Any) -> bytes:
+    return b"n" + _dtype(value.dtype) + sized(b"b", value.tobytes())
+
+
+def _tensor(writer: DigestWriter, value: Any) -> bytes:
+    torch = sys.modules["torch"]
+    if str(value.layout) != "torch.strided" or value.is_quantized:
+        return writer.reduced(value)
+    if value.device.type == "meta":
+        raise Unstable("a torch.Tensor without content (device meta)")
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    content = memoryview(plain.view(torch.uint8).numpy()) if plain.numel() else b""
+    told = (place_of(type(value)), str(value.dtype), tuple(value.shape), value.device.type, value.requires_grad)
+    return b"t" + writer.write(told) + sized(b"b", content)
+
+
+_PARTS: dict[type, Part] = {
+    tuple: lambda writer, value: writer.several(b"(", value),
+    list: lambda writer, value: writer.several(b"[", value),
+    dict: lambda writer, value: writer.pairs(b"{", value.items()),
+    set: lambda writer, value: writer.unordered(b"S", map(writer.write, value)),
+    frozenset: lambda writer, value: writer.unordered(b"Z", map(writer.write, value)),
+    types.FunctionType: _function,
+    types.CodeType: lambda writer, value: b"C" + sized(b"b", shape_of(value)),
+    pathlib.PosixPath: _path,
+    pathlib.PurePosixPath: _path,
+    types.ModuleType: lambda writer, value: b"G" + text(value.__name__),
+    type: lambda writer, value: b"K" + text(place_of(value)),
+    memoryview: _memory,
+}
+
+
+def _told_by_itself(writer: DigestWriter, value: Any) -> bytes:
+    return b"r" + kind_text(type(value)) + writer.write(value.__forebay_content__())
+
+
+def _replaced(base: type, content: Callable[[Any], Any], writer: DigestWriter, value: Any) -> bytes:
+    return b"r" + kind_text(base) + writer.write(content(value))
+
+
+_REGISTERED: dict[type, Callable[[Any], Any]] = {}
+
+
+def writer_of(kind: Any) -> Part:
+    """How values of this class are written."""
+    found = _PARTS.get(kind)
+    if found is None and (found := _others.get(kind)) is None:
+        found = _others[kind] = _writer_of_other(kind)
+    return found
+
+
+_others: weakref.WeakKeyDictionary[Any, Part] = weakref.WeakKeyDictionary()
+
+
+def _writer_of_other(kind: Any) -> Part:
+    if hasattr(kind, "__forebay_content__"):
+        return _told_by_itself
+    for base in kind.__mro__:
+        content = _REGISTERED.get(base)
+        if content is not None:
+            return functools.partial(_replaced, base, content)
+    if issubclass(kind, type):
+        return _PARTS[type]
+    if issubclass(kind, enum.Enum):
+        return _enum
+    if dataclasses.is_dataclass(kind) and _is_plain(kind):
+        return _dataclass
+    return _array_writer(kind)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a class leaves it to pickle how it is taken apart. Frozen dataclasses with slots are given ``__getstate__``."""
+    state = getattr(kind, "__getstate__", None)
+    if state is not getattr(object, "__getstate__", None) and getattr(state, "__module__", "") != "dataclasses":
+        return False
+    return all(getattr(kind, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
+
+
+def _array_writer(kind: Any) -> Part:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and kind in (numpy.ndarray, numpy.memmap):
+        return _ndarray
+    if numpy is not None and issubclass(kind, numpy.generic) and not issubclass(kind, (numpy.object_, numpy.void)):
+        return _numpy_scalar
+    if torch is not None and issubclass(kind, torch.Tensor):
+        return _tensor
+    return DigestWriter.reduced
+
+
+def register(kind: type, content: Callable[[Any], Any]) -> None:
+    """Values of this class count as what ``content`` gives for them; it may raise `Unstable`. For adapters, once at import."""
+    _REGISTERED[kind] = content
+    _others.clear()
+
+
+# -- digests -----------------------------------------------------------------------------------------------------------
 
 LASTING = frozenset(
     {"datetime.date", "datetime.datetime", "datetime.time", "datetime.timedelta", "decimal.Decimal", "uuid.UUID"}
@@ -33,10 +385,10 @@ LASTING = frozenset(
 
 def digest_of(*values: Any) -> str:
     """32 hex digits that equal values share. Raises `Unstable`."""
-    return xxhash.xxh3_128_hexdigest(b"".join(written(values)))
+    return xxhash.xxh3_128_hexdigest(b"".join(encoded(values)))
 
 
-def written(values: Iterable[Any]) -> list[bytes]:
+def encoded(values: Iterable[Any]) -> list[bytes]:
     """Each value as the bytes that stand for it. Raises `Unstable`."""
     found = []
     for index, value in enumerate(values):
@@ -45,7 +397,7 @@ def written(values: Iterable[Any]) -> list[bytes]:
             found.append(quick(value))
             continue
         try:
-            found.append(flat(value) or DigestWriter(contents.writer_of).write(value))
+            found.append(flat(value) or DigestWriter().write(value))
         except Unstable as error:
             error.index = index
             raise
@@ -70,7 +422,7 @@ def as_own(function: Any) -> bytes:
     brings. Of a lambda the code, since a version does not tell it from another. Raises `Unstable`.
 
     Of what it closes over only values that cannot change count: lists, counters and clients are what it works with, not what it is."""
-    writer, out = DigestWriter(contents.writer_of), b""
+    writer, out = DigestWriter(), b""
     while isinstance(function, functools.partial):
         out += writer.write((function.args, function.keywords))
         function = function.func
@@ -84,20 +436,20 @@ def _own(writer: DigestWriter, function: Any, seen: set[int], by_source: bool = 
     if function.__closure__:
         seen.add(id(function))
         rebound = _rebound(function.__code__)
-        for name, content in contents.cells_of(function):
+        for name, content in cells_of(function):
             if name not in rebound:
                 out += writer.write(name) + lasting(writer, content, seen, by_source)
     return out
 
 
 def _code(function: types.FunctionType, by_source: bool) -> bytes:
-    return written_code(function).code if by_source else shape_of(function.__code__)
+    return definition_of(function).code if by_source else shape_of(function.__code__)
 
 
 def brought(function: types.FunctionType, by_source: bool) -> bytes:
     """What a function that another one uses has beside its code, of values that cannot change: what it closes over, and its defaults,
     where they are constants. ``by_source``: see `lasting`."""
-    writer, seen = DigestWriter(contents.writer_of), {id(function)}
+    writer, seen = DigestWriter(), {id(function)}
     return _defaults(writer, function, seen, by_source) + _own(writer, function, seen, by_source)
 
 
@@ -106,7 +458,7 @@ def _defaults(writer: DigestWriter, function: types.FunctionType, seen: set[int]
     if not given or is_installed(function.__code__.co_filename):
         return b""
     # Those of a function that is made in a function are of the one that made it, as what it closes over is.
-    if by_source and "<" not in function.__code__.co_qualname and not written_code(function).defaults:
+    if by_source and "<" not in function.__code__.co_qualname and not definition_of(function).defaults:
         return b""
     return b"".join(b"d" + lasting(writer, value, seen, by_source) for value in given)
 

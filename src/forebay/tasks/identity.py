@@ -11,10 +11,8 @@ from typing import Any
 
 import xxhash
 
-from forebay.tasks import contents
-from forebay.tasks.code import codes_in, is_installed, names_read_by, shape_of, written
-from forebay.tasks.hashing import brought, lasting, lasting_within
-from forebay.tasks.writing import DigestWriter, text
+from forebay.tasks.code import codes_in, definition_of, is_installed, names_read_by, shape_of
+from forebay.tasks.hashing import DigestWriter, brought, cells_of, lasting, lasting_within, text
 
 _MANY = 100
 """Functions that make up another one, at most."""
@@ -50,8 +48,8 @@ def code_of(function: Any, sent: Code | None = None) -> tuple[Code, tuple[Use, .
     uses = [use for one in functions for use in _uses_of(one, None)]
     literals: dict[int, dict[str, types.CodeType]] = {}
     for one in functions:
-        literals.setdefault(id(one.__globals__), {}).update(written(one).literals)
-    parts, names, known = [written(one).code for one in functions], set(), dict[tuple[int, str], bytes]()
+        literals.setdefault(id(one.__globals__), {}).update(definition_of(one).literals)
+    parts, names, known = [definition_of(one).code for one in functions], set(), dict[tuple[int, str], bytes]()
     for lived_in, name, value in uses:
         content = _content(lived_in, value, True)
         if not content and type(value) in _DISPLAYS and value:  # what is empty is filled later
@@ -95,7 +93,7 @@ def _functions_of(function: Any) -> list[types.FunctionType]:
         seen.add(id(one))
         if type(one) is types.FunctionType:
             found.append(one)
-            waiting += [content for _, content in contents.cells_of(one) if _is_function(content)]
+            waiting += [content for _, content in cells_of(one) if _is_function(content)]
         elif issubclass(type(one), type):
             waiting += [vars(one)[name] for name in ("__new__", "__init__") if isinstance(vars(one).get(name), types.FunctionType)]
         elif not _is_function(one):  # an object that can be called
@@ -132,7 +130,7 @@ def _uses_of(function: types.FunctionType, names: frozenset[str] | None) -> list
     """The functions and constants of its module that a function names, in the order of their names."""
     lived_in, found = function.__globals__, list[Use]()
     if names is None:
-        names = written(function).constants
+        names = definition_of(function).constants
     for name in sorted(names_read_by(function.__code__)):
         value = lived_in.get(name)
         counts = names is None or name in names
@@ -152,7 +150,7 @@ def _content(lived_in: dict[str, Any], value: Any, by_source: bool) -> bytes:
     version = getattr(getattr(value, "_naming", None), "version", None)
     if version is not None:
         return text(str(version))
-    code = (written(one).code if by_source else shape_of(one.__code__) for one in own)
+    code = (definition_of(one).code if by_source else shape_of(one.__code__) for one in own)
     return b"".join((*code, *(brought(one, by_source) for one in chain)))
 
 
@@ -169,7 +167,7 @@ def _chain(value: Any) -> Iterator[types.FunctionType]:
 
 def _lasting(value: Any, by_source: bool = True, write: Callable[..., bytes] = lasting) -> bytes:
     try:
-        return write(DigestWriter(contents.writer_of), value, by_source=by_source)
+        return write(DigestWriter(), value, by_source=by_source)
     except Exception:  # noqa: BLE001  # of whatever object it is: then it is no constant
         return b""
 

@@ -18,7 +18,7 @@ from forebay._logs import logger
 from forebay.adapters.ray.head import NAMESPACE, SPACE, CacheLocation, Head, here, root_of
 from forebay.adapters.ray.values import NullValues, RemoteValues, Unreachable
 from forebay.cache import Cache, origin_of
-from forebay.tasks.bypass import Bypass
+from forebay.tasks.config import Bypass
 from forebay.tasks.values import COUNTED, Values
 
 log = logger("forebay.ray")

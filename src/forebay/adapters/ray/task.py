@@ -24,8 +24,8 @@ from forebay.adapters.ray.sessions import Context, Session, running, session_of
 from forebay.adapters.ray.values import NullValues, Unreachable
 from forebay.tasks import hashing
 from forebay.tasks.binding import BoundCall, Naming
-from forebay.tasks.bypass import Replay
 from forebay.tasks.cached import Cached
+from forebay.tasks.config import Replay
 from forebay.tasks.naming import identity_of
 
 log = logger("forebay.ray")
