@@ -67,12 +67,12 @@ def order() -> str:
 
 def pairs() -> set[tuple[str, str]]:
     """Each (room, room that it may import) that stands in ORDER."""
-    found: set[tuple[str, str]] = set()
+    edges: set[tuple[str, str]] = set()
     for line in order().splitlines():
         groups = [group.split() for group in line.split("<")]
         for left, right in itertools.pairwise(groups):
-            found.update(itertools.product(right, left))
-    return found
+            edges.update(itertools.product(right, left))
+    return edges
 
 
 def top_rooms() -> dict[str, set[str]]:
