@@ -1318,7 +1318,7 @@ def misfits(root: Path = ROOT) -> list[str]:
     return found + [f"invariant {number} has no mutant" for number in sorted(missing)]
 
 
-def write_page(page: Path = ROOT / "docs/reference/invariants.md") -> str:
+def invariants_page(page: Path = ROOT / "docs/reference/invariants.md") -> str:
     """The page of the invariants, with the mutants of this file under each of them."""
     lines: list[str] = []
     number = 0
@@ -1389,7 +1389,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="write them into docs/reference/invariants.md and end")
     arguments = parser.parse_args()
     if arguments.page:
-        (ROOT / "docs/reference/invariants.md").write_text(write_page())
+        (ROOT / "docs/reference/invariants.md").write_text(invariants_page())
         return 0
     chosen = [m for m in MUTANTS if not arguments.words or any(word in m.name or word in m.test for word in arguments.words)]
     if arguments.list:

@@ -20,6 +20,6 @@ def test_each_old_text_occurs_once_and_each_invariant_has_a_mutant() -> None:
         assert mutants.misfits() == []
         assert len({mutant.name for mutant in mutants.MUTANTS}) == len(mutants.MUTANTS)
         page = path.parents[1] / "docs" / "reference" / "invariants.md"
-        assert page.read_text() == mutants.write_page(page), "run `python tools/mutants.py --page`"
+        assert page.read_text() == mutants.invariants_page(page), "run `python tools/mutants.py --page`"
     finally:
         del sys.modules["mutants"]
