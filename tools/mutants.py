@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "a tree is looked at once in a process", "_engine/reading.py",
-        "if tree.boot == host.boot_id() and self._trees.get(tree.id) == _fingerprint(found):", "if tree.id in self._trees:",
+        "if tree.boot == host.boot_id() and self._trees.get(tree.id) == _fingerprint(files):", "if tree.id in self._trees:",
         "tests/directories/test_written_to.py::test_what_is_added_removed_or_replaced_costs_no_fetch[add]",
     ),
     Mutant(
@@ -340,7 +340,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "what is to be replaced is there for ever", "_engine/space/budget.py",
-        "            replaces, replaced = entries.version(rows, want.space, want.key)\n", "            pass\n",
+        "            replaces, replaced = entries.version(rows, request.space, request.key)\n", "            pass\n",
         "tests/engine/space/test_budget.py::test_what_was_to_be_replaced_is_gone_by_now",
     ),
     # 5. A lease pins
@@ -573,8 +573,8 @@ MUTANTS = (
     ),
     Mutant(
         7, "unlink before the commit", "_engine/space/eviction.py",
-        "                self._slots.clear(cold.slot, cold.id)\n",
-        "                self._slots.clear(cold.slot, cold.id)\n                blobs.remove_blob(self._root, cold.id)\n",
+        "                self._slots.clear(candidate.slot, candidate.id)\n",
+        "                self._slots.clear(candidate.slot, candidate.id)\n                blobs.remove_blob(self._root, candidate.id)\n",
         f"{STEPS}test_evict_under_pressure",
     ),
     Mutant(
@@ -663,8 +663,8 @@ MUTANTS = (
     ),
     Mutant(
         7, "a value that makes way keeps its slot", "_engine/space/eviction.py",
-        "            self._slots.clear(slot, id)  # P1 locks, and looks",
-        "            # P1 locks, and looks",
+        "            self._slots.clear(slot, id)  # P1 locks and reads",
+        "            # P1 locks and reads",
         "tests/engine/space/test_displace.py::test_who_remembers_what_made_way_finds_nothing",
     ),
     Mutant(

@@ -1,6 +1,6 @@
-"""The oracle: is this root sound? Used by every test, and by ``forebay verify``. And repair, and what lies in a root uncounted.
+"""Checks whether a root is sound, repairs it, and counts stray files. Used by the tests and by ``forebay verify``.
 
-Everything is looked at while others work: what is seen to be wrong is looked at again under the lock that makes it still.
+Everything is checked while other processes work; what seems wrong is checked again under the lock that keeps it unchanged.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ AT_ONCE = 2048
 
 
 def check(root: Root, catalog: Catalog, slots: Slots, *, deep: bool = False) -> list[Problem]:
-    """What is wrong. ``deep`` reads every byte and compares checksums.
+    """The problems of a root. ``deep`` reads every byte and compares checksums.
 
-    Rows are read in pages, names a directory at a time, while others work. What is on its way in or out has a name or a row alone: what
-    seems to be wrong is looked at again under the writer lock, where nothing is between the two."""
+    Rows are read in pages, and names a directory at a time, while other processes work. An entry that is being published or evicted has
+    only a name or only a row, so whatever seems wrong is checked again under the writer lock, where no entry is in between."""
     with catalog.still():
         lost = [root.slots_dir / f"{chunk:03d}" for chunk in chunks_of(catalog, slots) if not slots.is_whole(chunk)]
     if lost:
         return [Problem("slots", str(path), "a part of the table of slots is lost or damaged") for path in lost]
-    found = [*_check_rows(catalog, slots), *_check_strays(root, catalog, slots)]
+    problems = [*_check_rows(catalog, slots), *_check_strays(root, catalog, slots)]
     with catalog.still():  # packs are few
-        found += _check_segments(root, catalog)
-    found += [*_check_totals(catalog), *_check_files(root, catalog, deep)]
-    return [*found, *(Problem("row", row, "it holds what no row of ours would") for row in catalog.doubted)]
+        problems += _check_segments(root, catalog)
+    problems += [*_check_totals(catalog), *_check_files(root, catalog, deep)]
+    return [*problems, *(Problem("row", row, "it holds what no row of ours would") for row in catalog.doubted)]
 
 
 def chunks_of(catalog: Catalog, slots: Slots) -> range:
-    """The chunks that the table of slots has, and the next one if anything lies in its place."""
+    """The chunks that the table of slots has, and the next one if a file has its name."""
     count = max(entries.top_slot(catalog) - 1, 0) // RECORDS + 1
     return range(count + slots.is_there(count))
 
@@ -93,7 +93,7 @@ def _hex(id: object) -> str:
 
 
 def _check_strays(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Problem]:
-    """Files and directories that no row names. Those of an intent the next writer removes."""
+    """Files and directories that no row names. The next writer removes those of an intent."""
     named = chain(
         (((id, "blob", path.name.removeprefix(f"{id:016x}")), path) for id, path in blobs.list_blobs(root)),
         (((id, "tree", ""), root.tree(id)) for id in trees.list_trees(root)),
@@ -123,7 +123,7 @@ def _is_there(root: Root, path: Path) -> bool:
 
 
 def _check_lost(root: Root, catalog: Catalog, id: int, path: Path, key: str, what: str) -> Iterator[Problem]:
-    """What had a row and no file when it was looked at: it is lost, unless it is on its way out."""
+    """Check again an entry that had a row and no file: it is lost unless it is being evicted."""
     with catalog.still():
         rows = catalog.all("SELECT 1 FROM entries WHERE id = ? AND state != ?", id, DOOMED)
         lost = bool(rows) and not (root.files.is_directory(path) if what == "directory" else _is_there(root, path))
@@ -132,7 +132,7 @@ def _check_lost(root: Root, catalog: Catalog, id: int, path: Path, key: str, wha
 
 
 def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
-    """Each segment has its row; a row may be ahead of its file, while it is made or after its maker was killed."""
+    """Each segment has its row. A row may have no file yet, while the file is created or after the process that did so was killed."""
     rows = {(row.pack, row.number) for row in segments.every(catalog)}
     charged = segments.sums(catalog)
     for id, key, size in catalog.all("SELECT id, key, size FROM entries WHERE kind = 'pack'"):
@@ -148,7 +148,7 @@ def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
 
 
 def _check_totals(catalog: Catalog) -> list[Problem]:
-    """What differs while others write is looked at once more while nobody does."""
+    """Check again what differs, while nobody writes."""
     if not _uneven(catalog):
         return []
     with catalog.still():
@@ -156,16 +156,16 @@ def _check_totals(catalog: Catalog) -> list[Problem]:
 
 
 def _uneven(catalog: Catalog) -> list[Problem]:
-    noted, found = catalog.all("SELECT id, name, bytes, charge, inline, entries FROM spaces"), spaces.sums(catalog)
+    noted, sums = catalog.all("SELECT id, name, bytes, charge, inline, entries FROM spaces"), spaces.sums(catalog)
     return [
         Problem("total", name, f"bytes, charge, inline and entries are noted as {numbers}, and add up to {there}")
         for id, name, *numbers in noted
-        if numbers != (there := list(found.get(id, (0, 0, 0, 0))))
+        if numbers != (there := list(sums.get(id, (0, 0, 0, 0))))
     ]
 
 
 def _check_files(root: Root, catalog: Catalog, deep: bool) -> Iterator[Problem]:
-    """That each row has its files, of the right sizes, and with the right bytes if ``deep``."""
+    """Check that each row has its files with the right sizes, and if ``deep`` the right bytes."""
     for id, _, kind, suffix, state in entries.leaving(catalog, 1 << 20):
         path = root.blob(id, suffix)
         if kind == "blob" and state != DOOMED and not _is_there(root, path):
@@ -200,13 +200,13 @@ def _check_entry(root: Root, catalog: Catalog, entry: Entry, deep: bool) -> Iter
 
 
 def _check_tree(root: Root, catalog: Catalog, entry: Entry) -> Iterator[Problem]:
-    """A tree holds links to its files, under their names, and nothing else."""
+    """Check that a tree holds links to its files under their names, and nothing else."""
     files = {name: root.blob_name(member.id, member.suffix) for name, member in entries.members(catalog, entry.id)}
     try:
         names = set(trees.list_files(root, entry.id))
         others = {name for name in names & set(files) if not _is_one_file(root, f"{root.tree(entry.id)}/{name}", files[name])}
     except FileNotFoundError:
-        return  # evicted meanwhile; what is lost for good is found by its name
+        return  # evicted meanwhile; a directory that is lost is reported by its name
     wrong = sorted((names ^ set(files)) | others)
     if wrong and entries.by_id(catalog, entry.id) is not None:  # else it is being removed
         yield Problem("damaged", entry.name, f"{wrong[0]!r} in it is not what was put there", entry.key, entry.id)
@@ -220,7 +220,7 @@ def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:
     try:
         bad = pack_files.bad_slots(root, entry.id, pack_files.map_index(root, entry.id, None, writable=False))
     except FileNotFoundError:
-        return  # evicted meanwhile; what is lost for good is found by its name
+        return  # evicted meanwhile; a directory that is lost is reported by its name
     except Damaged as error:
         yield Problem("damaged", entry.name, str(error), entry.key, entry.id)
         return
@@ -230,7 +230,7 @@ def _check_samples(root: Root, entry: Entry) -> Iterator[Problem]:
 
 
 def _empty_samples(root: Root, id: int) -> None:
-    """Empty the slots of what is damaged: they can be filled again. Under the slots' locks, as writers do."""
+    """Empty the slots of damaged records so that they can be filled again. Takes the slots' locks, as writers do."""
     words = pack_files.map_index(root, id, None, writable=True)
     claims = locks.Claims(root.pack(id) / "index", root.files.open)
     try:
@@ -240,26 +240,26 @@ def _empty_samples(root: Root, id: int) -> None:
         claims.close()
 
 
-def mend(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill, reading: Reading, found: list[Problem]) -> None:
-    """Set aside what is damaged or lost, remove what no row names, note the totals anew."""
-    for problem in found:
+def repair(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill, reading: Reading, problems: list[Problem]) -> None:
+    """Set aside entries that are damaged or lost, remove files that no row names, and recount the totals."""
+    for problem in problems:
         entry = entries.by_id(catalog, problem.id) if problem.kind in ("lost", "damaged") else None
         if entry is not None:
             reading.set_aside(entry, str(problem))
         if problem.kind == "samples":
             _empty_samples(root, problem.id)
-    if any(problem.kind == "stray" for problem in found):
+    if any(problem.kind == "stray" for problem in problems):
         remove_strays(root, catalog, eviction, fill)
-    if any(problem.kind in ("segment", "total") for problem in found):
-        _mend_segments(root, catalog)
-    if any(problem.kind in ("slot", "total", "link", "payload", "row") for problem in found):
+    if any(problem.kind in ("segment", "total") for problem in problems):
+        _repair_segments(root, catalog)
+    if any(problem.kind in ("slot", "total", "link", "payload", "row") for problem in problems):
         with catalog.write() as txn:
             spaces.recount(txn)
     eviction.sweep()
 
 
-def _mend_segments(root: Root, catalog: Catalog) -> None:
-    """Remove segments without a row, and note the sizes of packs as their files and rows have them."""
+def _repair_segments(root: Root, catalog: Catalog) -> None:
+    """Remove segments without a row, and set the sizes of packs to those of their files and rows."""
     with catalog.write() as txn:
         rows = {(row.pack, row.number) for row in segments.every(txn)}
         for (id,) in txn.all("SELECT id FROM entries WHERE kind = 'pack'"):
@@ -274,7 +274,7 @@ def _mend_segments(root: Root, catalog: Catalog) -> None:
 
 
 def remove_strays(root: Root, catalog: Catalog, eviction: Eviction, fill: Fill) -> int:
-    """Remove files that no row names: never from under a lease, nor from under a writer."""
+    """Remove files that no row names. Files that are leased or being written stay."""
     removed = eviction.remove_orphans()
     for name in root.files.names_in(root.tmp_dir):
         parsed = parse_tmp_name(name)

@@ -1,4 +1,4 @@
-"""From an entry to its bytes: mapped, verified before the first use, set aside where they are damaged."""
+"""Maps the bytes of entries, verifies them before their first use, and sets damaged entries aside."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Reading:
         self._keeps_no_seals = False  # the file system, as a first try showed
         self._trees: dict[int, int] = {}  # by id: the fingerprint of a tree that was checked
 
-    def view(self, space: str, place: int, key: str) -> Remembered | None:
-        """The bytes of a key; None where there is none. ``place``: the space's id."""
+    def view(self, space: str, space_id: int, key: str) -> Remembered | None:
+        """The bytes of a key; None if there is no entry."""
         self._memo.let_go()
         for _ in range(2):
-            found = self._memo.get(space, key)
-            if found is not None:
-                return found
+            remembered = self._memo.get(space, key)
+            if remembered is not None:
+                return remembered
             with faults(key):
-                entry = self._leases.current(place, key)
+                entry = self._leases.current(space_id, key)
                 if entry is None or entry.kind in ("tree", "pack", "session"):
                     return None
                 data = self._bytes_of(entry)
@@ -56,10 +56,10 @@ class Reading:
             # P1 reads the row / P2 evicts or replaces it / P1 opens: gone. Look again, once.
         return None
 
-    def lease(self, place: int, key: str) -> Lease | None:
-        """A lease on the file, or tree, of a key; None where there is none, or it is a small value or a session, which has no file."""
+    def lease(self, space_id: int, key: str) -> Lease | None:
+        """A lease on the file or tree of a key; None if there is no entry, or only a small value or a session, which has no file."""
         with faults(key):
-            lease = self._leases.take(place, key)
+            lease = self._leases.take(space_id, key)
             if lease is None:
                 return None
             if lease.entry.kind in ("value", "session") or not self.is_sound(lease):
@@ -68,32 +68,32 @@ class Reading:
         return lease
 
     def is_sound(self, lease: Lease) -> bool:
-        """Whether a leased file, or each file of a leased tree, is what was stored, and a leased pack is there; else it is set aside."""
+        """Whether a leased file, or each file of a leased tree, is what was stored, and a leased pack exists; else it is set aside."""
         look = {"blob": self._file_is_sound, "tree": self._tree_is_sound, "pack": self._pack_is_there}.get(lease.entry.kind)
         with faults(lease.entry.key):
             return look is None or look(lease)
 
-    def take(self, place: int, key: str) -> Lease | None:
-        """A lease on the bytes of a key, those of a small value too, for `bytes_leased`; None where there is none."""
+    def take(self, space_id: int, key: str) -> Lease | None:
+        """A lease on the bytes of a key, of a small value too, for `bytes_leased`; None if there are none."""
         with faults(key):
-            lease = self._leases.take(place, key)
+            lease = self._leases.take(space_id, key)
             if lease is not None and lease.entry.kind not in ("blob", "value"):
                 lease.close()
                 return None
             return lease
 
     def bytes_leased(self, lease: Lease) -> memoryview | None:
-        """The bytes of what is leased, mapped and not remembered: they are wanted once. None where they are damaged or gone."""
+        """The bytes of a leased entry, mapped but not remembered, since they are used once. None where they are damaged or gone."""
         with faults(lease.entry.key):
             return self._bytes_of(lease.entry)
 
     def view_leased(self, space: str, key: str, lease: Lease) -> Remembered | None:
-        """The bytes of what is leased; None where they are damaged or gone."""
+        """The bytes of a leased entry, remembered; None where they are damaged or gone."""
         data = self._bytes_of(lease.entry)
         return self._memo.add(space, key, lease.entry, data) if data is not None else None
 
     def private(self, entry: Entry) -> memoryview | None:
-        """The bytes of a file, mapped writable, with stores that nobody else sees; None for a small value, or where the file is gone."""
+        """The bytes of a file, mapped writable with stores that nobody else sees; None for a small value or a file that is gone."""
         if entry.kind != "blob":
             return None
         try:
@@ -102,7 +102,7 @@ class Reading:
             return None
 
     def is_intact(self, entry: Entry, data: memoryview) -> bool:
-        """Whether these are the bytes that were stored, whatever was looked at before; else the entry is set aside."""
+        """Whether these are the bytes that were stored, whatever was checked before; else the entry is set aside."""
         if blobs.checksum_of(data) == entry.checksum:
             return True
         with faults(entry.key):
@@ -110,7 +110,7 @@ class Reading:
         return False
 
     def _bytes_of(self, entry: Entry) -> memoryview | None:
-        """The bytes of an entry, seen to be sound. None: evicted between the look and the opening, or damaged: then it is set aside."""
+        """The verified bytes of an entry; None if it was evicted meanwhile, or is damaged, in which case it is set aside."""
         if entry.kind == "value":
             payload = entries.payload(self._catalog, entry.id)
             return memoryview(payload) if payload is not None and self._is_sound(entry, payload) else None
@@ -124,7 +124,7 @@ class Reading:
         return None
 
     def _missing(self, entry: Entry) -> None:
-        """The file of a row is gone: evicted meanwhile, or somebody deleted it."""
+        """Set aside an entry whose file is gone, unless it was evicted meanwhile."""
         if entries.by_id(self._catalog, entry.id) and self._slots.id_of(entry.slot) == entry.id:
             self.set_aside(entry, f"{entry.name}: its file is gone")
 
@@ -141,41 +141,41 @@ class Reading:
         return self._needs_no_look(entry, status) or self._bytes_of(entry) is not None
 
     def _pack_is_there(self, lease: Lease) -> bool:
-        """Whether a pack has its directory; its samples are looked at one by one, when they are read."""
+        """Whether a pack has its directory; its samples are checked one by one when they are read."""
         if self._root.files.is_directory(lease.path):
             return True
         self._missing(lease.entry)
         return False
 
     def _tree_is_sound(self, lease: Lease) -> bool:
-        """Whether a tree holds what was put there, and nothing else; its files are read at the first look of a process, later only their
-        sizes and times. Else the tree is set aside, with those of its files whose bytes changed: they are links to the entries' own."""
+        """Whether a tree holds what was published, and nothing else. The first check of a process reads its files; later ones compare sizes
+        and times. A damaged tree is set aside, with those of its files whose bytes changed: they are links to the entries' own files."""
         tree = lease.entry
         try:
-            found = trees.look(self._root, lease.path)
+            files = trees.look(self._root, lease.path)
         except (FileNotFoundError, LinkInTheWay):
             self.set_aside(tree, f"{tree.name}: it is gone")
             return False
-        if tree.boot == host.boot_id() and self._trees.get(tree.id) == _fingerprint(found):
+        if tree.boot == host.boot_id() and self._trees.get(tree.id) == _fingerprint(files):
             return True
-        changed = self._changed_in(lease.path, tree, found)
+        changed = self._changed_in(lease.path, tree, files)
         if changed:
             others = f", and {len(changed) - 1:,} more" if changed[1:] else ""
             self.set_aside(tree, f"{tree.name}: {changed[0]!r} in it was changed, added or removed{others}")
             return False
-        self.note_tree(lease, found)
+        self.note_tree(lease, files)
         return True
 
-    def _changed_in(self, path: str, tree: Entry, found: dict[str, tuple[int, int, int]]) -> list[str]:
-        """The names in a tree that are not what was put there."""
+    def _changed_in(self, path: str, tree: Entry, files: dict[str, tuple[int, int, int]]) -> list[str]:
+        """The names in a tree that are not what was published."""
         members = dict(entries.members(self._catalog, tree.id))
         expected = members.keys() | {name[: at + 1] for name in members for at, part in enumerate(name) if part == "/"}
-        changed = found.keys() ^ expected
-        changed |= {name for name, member in members.items() if name in found and not self._member_is_sound(f"{path}/{name}", member)}
+        changed = files.keys() ^ expected
+        changed |= {name for name, member in members.items() if name in files and not self._member_is_sound(f"{path}/{name}", member)}
         return sorted(changed)
 
     def _member_is_sound(self, path: str, member: Entry) -> bool:
-        """Small files are read: to map each would cost more than the rest of the look."""
+        """Whether a file of a tree is what was stored. Small files are read: mapping each would cost more than the rest of the check."""
         try:
             fd = self._root.files.open(path)
         except (OSError, ValueError):
@@ -193,17 +193,17 @@ class Reading:
         finally:
             os.close(fd)
 
-    def _set_aside_member(self, member: Entry, found: os.stat_result) -> None:
-        """A file of a tree was written to: so was its entry's, unless another file stands in the tree by now. The tree tells of it."""
+    def _set_aside_member(self, member: Entry, status: os.stat_result) -> None:
+        """Set aside the entry of a changed file of a tree, unless the file in the tree is another one by now. The caller logs it."""
         try:
             own = self._root.files.lstat(self._root.blob_name(member.id, member.suffix))
         except (FileNotFoundError, LinkInTheWay):
             return
-        if (own.st_dev, own.st_ino) == (found.st_dev, found.st_ino):
+        if (own.st_dev, own.st_ino) == (status.st_dev, status.st_ino):
             self._supersede(member)
 
     def _needs_no_look(self, entry: Entry, status: os.stat_result | None) -> bool:
-        """Whether nobody wrote to it since it was last checked, as far as that can be told. ``status``: of its file, where it has one."""
+        """Whether nobody seems to have written to an entry since it was last checked. ``status``: of its file, if it has one."""
         if entry.boot != host.boot_id() or (entry.size <= FIRST_USE and entry.id not in self._verified):
             return False
         return status is None or blobs.is_sealed(status, entry.checksum) or self._unsealed.get(entry.id) == status.st_mtime_ns
@@ -244,7 +244,7 @@ class Reading:
                 os.close(own)
 
     def note_sound(self, entry: Entry) -> None:
-        """It need not be looked at again in this process."""
+        """Note that an entry need not be checked again in this process."""
         if len(self._verified) >= _MANY:
             self._verified.clear()
         self._verified.add(entry.id)
@@ -252,10 +252,10 @@ class Reading:
             with contextlib.suppress(errors.WriterBusy, errors.ReadOnly, DiskFull), self._catalog.write(0) as txn:  # else by the next
                 entries.set_boot(txn, entry.id, host.boot_id())
 
-    def note_tree(self, lease: Lease, found: dict[str, tuple[int, int, int]] | None = None) -> None:
-        """A tree is what it is to be, as it stands: later looks of this process compare sizes and times."""
+    def note_tree(self, lease: Lease, files: dict[str, tuple[int, int, int]] | None = None) -> None:
+        """Note that a tree is sound as it is: later checks of this process compare sizes and times."""
         self.note_sound(lease.entry)
-        self._remember(self._trees, lease.entry.id, _fingerprint(found if found is not None else trees.look(self._root, lease.path)))
+        self._remember(self._trees, lease.entry.id, _fingerprint(files if files is not None else trees.look(self._root, lease.path)))
 
     @staticmethod
     def _remember(noted: dict[int, int], id: int, value: int) -> None:
@@ -264,7 +264,7 @@ class Reading:
         noted[id] = value
 
     def set_aside(self, entry: Entry, why: str) -> None:
-        """A damaged entry is served to nobody: it leaves the index now, and the disk with its last lease."""
+        """Serve a damaged entry to nobody any more: it leaves the index now, and the disk with its last lease."""
         self._counts.add(counters.DAMAGED)
         log.warning("%s: it is set aside, and fetched again when wanted", why)
         self._supersede(entry)
@@ -279,5 +279,5 @@ class Reading:
             txn.leftovers = True
 
 
-def _fingerprint(found: dict[str, tuple[int, int, int]]) -> int:
-    return hash(frozenset(found.items()))
+def _fingerprint(files: dict[str, tuple[int, int, int]]) -> int:
+    return hash(frozenset(files.items()))

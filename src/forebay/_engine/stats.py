@@ -1,4 +1,4 @@
-"""What is there and what was counted, for people and programs that look."""
+"""Reads what a root holds and what was counted, for listings and statistics."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from forebay._model import Entry
 
 _set = object.__setattr__  # of an entry that nobody else has yet: `replace` takes as long as all the rest
 ENTRIES_PER_PAGE = 1000
-"""Entries that are read at once: a few milliseconds of SQLite."""
+"""Entries that are read at a time: a few milliseconds of SQLite."""
 Facts = tuple[str, int, float, float, str, bool]
 """Of an entry: key, bytes, when it was last used and when created, in seconds since 1970, life, and whether it is leased."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How full a root is, in bytes: of entries, of what is promised to writes, and what may be."""
+    """How full a root is, in bytes: used by entries, reserved by writes, and the budget."""
 
     used: int
     reserved: int
@@ -31,7 +31,7 @@ class Usage:
 
 
 class StatsReader:
-    """Looks at one root. Takes no lock; another process may change what was seen at once."""
+    """Reads the statistics of one root. Takes no lock: another process may change what was read at any time."""
 
     def __init__(self, root: Root, catalog: Catalog, slots: Slots, counters: Counters, leases: Leases) -> None:
         self._root = root
@@ -42,37 +42,37 @@ class StatsReader:
         return sorted((self.with_times(entry) for entry in entries.live(self._catalog, space)), key=lambda entry: entry.used)
 
     def page(self, space: int, after: str | None, *, backwards: bool = False) -> list[Entry]:
-        """`ENTRIES_PER_PAGE` live entries at most of one space, with their times, in order of their keys, from behind ``after`` on."""
-        found = entries.page(self._catalog, space, after, ENTRIES_PER_PAGE, backwards=backwards)
-        leased = self._leases.leased_among([entry.id for entry in found])
-        times = self._slots.times([entry.slot for entry in found])
+        """Up to `ENTRIES_PER_PAGE` live entries of one space with their times, in the order of their keys, those after ``after``."""
+        rows = entries.page(self._catalog, space, after, ENTRIES_PER_PAGE, backwards=backwards)
+        leased = self._leases.leased_among([entry.id for entry in rows])
+        times = self._slots.times([entry.slot for entry in rows])
         walls = self._slots.clock.walls
         used, validated = walls(last for last, _ in times), walls(at for _, at in times)
-        for entry, last, at in zip(found, used, validated, strict=True):
+        for entry, last, at in zip(rows, used, validated, strict=True):
             _set(entry, "used", last)
             _set(entry, "validated", at)
             _set(entry, "leased", entry.id in leased)
-        return found
+        return rows
 
     def fact_page(self, space: int, after: str | None, *, backwards: bool = False) -> list[Facts]:
-        """`page`, of what a person wants to see of many."""
-        found = entries.page_of_facts(self._catalog, space, after, ENTRIES_PER_PAGE, backwards=backwards)
-        leased = self._leases.leased_among([row[0] for row in found])
-        used = self._slots.clock.walls(self._slots.used_many([row[2] for row in found]))
-        return [(key, size, last, created, life, id in leased) for (id, key, _, size, life, created), last in zip(found, used, strict=True)]
+        """`page`, with only the facts that listings of many entries show."""
+        rows = entries.page_of_facts(self._catalog, space, after, ENTRIES_PER_PAGE, backwards=backwards)
+        leased = self._leases.leased_among([row[0] for row in rows])
+        used = self._slots.clock.walls(self._slots.used_many([row[2] for row in rows]))
+        return [(key, size, last, created, life, id in leased) for (id, key, _, size, life, created), last in zip(rows, used, strict=True)]
 
     def key_page(self, space: int, after: str | None, *, backwards: bool = False) -> list[str]:
         """`page`, of the keys alone."""
         return [key for key, _ in entries.page_of_keys(self._catalog, space, after, ENTRIES_PER_PAGE, backwards=backwards)]
 
     def keys(self, space: int) -> list[str]:
-        """The keys of one space, the least recently used first: for many, without the rest of what is known of them."""
-        found: list[tuple[int, str]] = []
+        """The keys of one space, the least recently used first."""
+        keys: list[tuple[int, str]] = []
         rows = entries.page_of_keys(self._catalog, space, None, ENTRIES_PER_PAGE)
         while rows:
-            found += zip(self._slots.used_many([slot for _, slot in rows]), (key for key, _ in rows), strict=True)
+            keys += zip(self._slots.used_many([slot for _, slot in rows]), (key for key, _ in rows), strict=True)
             rows = entries.page_of_keys(self._catalog, space, rows[-1][0], ENTRIES_PER_PAGE)
-        return [key for _, key in sorted(found)]
+        return [key for _, key in sorted(keys)]
 
     def with_times(self, entry: Entry) -> Entry:
         clock = self._slots.clock
@@ -82,8 +82,8 @@ class StatsReader:
         return Usage(*spaces.usage(self._catalog), tuple(spaces.every(self._catalog)))
 
     def overhead(self) -> dict[str, int]:
-        """Bytes on the disk that the budget does not count: of the ``log``, the ``slots``, the ``directories``, and of ``other`` files:
-        locks, counters, the ballast, and what the catalog may have beside small values."""
+        """Bytes on the disk that the budget does not count: ``log``, ``slots``, ``directories``, and ``other`` files, which are locks,
+        counters, the ballast, and the allowance of the catalog beside small values."""
         root, wal = self._root, Wal(str(self._root.catalog), self._root.files)
         top = ("FORMAT", "CACHEDIR.TAG", "settings.json", "counters", root.ballast.name)
         folders = [root.path, root.slots_dir, root.blobs_dir, root.trees_dir, root.packs_dir, root.tmp_dir, root.words.parent]
@@ -106,7 +106,7 @@ class StatsReader:
             return 0
 
     def counts(self) -> dict[str, int]:
-        """What stands in the pages of all processes, less what stood there when it was last zeroed."""
+        """The sums of the counter pages of all processes since they were last zeroed."""
         return {name: max(count, 0) for name, count in self._sums().items()}
 
     def _sums(self) -> dict[str, int]:
@@ -114,6 +114,6 @@ class StatsReader:
         return {name: noted.get(name, 0) + count for name, count in zip(NAMES, self._counters.totals(), strict=True)}
 
     def zero_counts(self) -> None:
-        """Pages are their owners' to write: what they hold now is noted, to be subtracted."""
+        """Note the present sums, to be subtracted from now on: only its owner writes a page."""
         with self._catalog.write() as txn:
             spaces.add_counters(txn, [(name, -value) for name, value in self._sums().items()])

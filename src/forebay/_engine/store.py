@@ -1,7 +1,7 @@
-"""The one door to the engine: what the rooms above may ask of one root. No mechanism of its own.
+"""The interface of the engine: every call that the rest of Forebay makes on one root. It has no mechanism of its own.
 
-Faults of the catalog are mended here, once a call: a catalog or a root that was deleted or damaged is made anew. Whatever else
-goes wrong reaches the caller as a `CacheFault`.
+A catalog or a root that is found deleted or damaged is recreated here, and the call is made again. Whatever else goes wrong reaches
+the caller as a `CacheFault`.
 """
 
 from __future__ import annotations
@@ -115,28 +115,28 @@ class Store:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def hot_lookup(self, space: str) -> Hit:
-        """See `Memo.hot_lookup`. In a read-only root there is nothing to touch: every hit goes the long way."""
+        """See `Memo.hot_lookup`. In a read-only root nothing can be touched, so every hit takes the slow path."""
         return self.engine.memo.hot_lookup(space, self.engine.counters) if not self.root.read_only else no_hit
 
     def finder(self, space: str) -> Find:
-        """See `Memo.finder`. In a read-only root there is nothing to touch: every look goes the long way."""
+        """See `Memo.finder`. In a read-only root nothing can be touched, so every lookup takes the slow path."""
         return self.engine.memo.finder(space) if not self.root.read_only else finds_nothing
 
     @recover_and_retry
     def view(self, space: str, key: str) -> Remembered | None:
-        """The bytes of a key, mapped, and remembered for the next time; None where there is none. Counts and touches nothing."""
+        """The bytes of a key, mapped, and remembered for the next call; None if there is no entry. Counts and touches nothing."""
         self.engine.counters.claim()
         return self.engine.reading.view(space, self.spaces.lookup(space).id, key)
 
     @recover_and_retry
     def view_leased(self, space: str, key: str, lease: Lease) -> Remembered | None:
-        """The bytes of what is leased, mapped and remembered."""
+        """The bytes of a leased entry, mapped and remembered; None where they are damaged or gone."""
         with faults(key):
             return self.engine.reading.view_leased(space, key, lease)
 
     @recover_and_retry
     def lease(self, space: str, key: str) -> Lease | None:
-        """A lease on the file of a key, touched; None where there is none, or it is a small value, which has no file."""
+        """A lease on the file of a key, which is touched; None if there is no entry, or only a small value, which has no file."""
         lease = self.engine.reading.lease(self.spaces.lookup(space).id, key)
         if lease is not None:
             self.touch(lease.entry)
@@ -152,39 +152,39 @@ class Store:
 
     @recover_and_retry
     def take_many(self, space: str, keys: Sequence[str]) -> dict[str, Lease]:
-        """`take` of several keys: those that have something."""
+        """`take` of several keys; the result has only those that have an entry."""
         with faults("several keys"):
-            found = self.engine.leases.take_many(self.spaces.lookup(space).id, keys)
-        for lease in found.values():
+            leases = self.engine.leases.take_many(self.spaces.lookup(space).id, keys)
+        for lease in leases.values():
             self.touch(lease.entry)
-        return found
+        return leases
 
     def bytes_leased(self, lease: Lease) -> memoryview | None:
-        """The bytes of what is leased, checked before their first use here; None where they are damaged or gone."""
+        """The bytes of a leased entry, checked before their first use in this process; None where they are damaged or gone."""
         return self.engine.reading.bytes_leased(lease)
 
     @recover_and_retry
     def is_sound(self, lease: Lease) -> bool:
-        """Whether what is leased is what was stored: looked at once in a process. What is damaged is set aside."""
+        """Whether a leased entry is what was stored; checked once in each process. A damaged entry is set aside."""
         return self.engine.reading.is_sound(lease)
 
-    def private(self, found: Remembered) -> memoryview:
-        """The same bytes, writable, with stores that stay with this view: a mapping of its own, or a copy where there is no file."""
-        return self.engine.reading.private(found.entry) or memoryview(bytearray(found.view))
+    def private(self, remembered: Remembered) -> memoryview:
+        """The same bytes, writable, with stores that only this view shows: a mapping of its own, or a copy where there is no file."""
+        return self.engine.reading.private(remembered.entry) or memoryview(bytearray(remembered.view))
 
-    def is_intact(self, found: Remembered) -> bool:
-        """Whether these bytes are what was stored: all of them are compared. What is damaged is set aside, and counted."""
-        return self.engine.reading.is_intact(found.entry, found.view)
+    def is_intact(self, remembered: Remembered) -> bool:
+        """Whether all bytes are what was stored. A damaged entry is set aside, and counted."""
+        return self.engine.reading.is_intact(remembered.entry, remembered.view)
 
     @recover_and_retry
     def set_aside(self, entry: Entry, why: str) -> None:
-        """Bytes that are not what they should be are served to nobody any more."""
+        """Serve the damaged bytes of an entry to nobody any more."""
         with faults(entry.key):
             self.engine.reading.set_aside(entry, why)
 
-    def alias(self, space: str, name: str, found: Remembered) -> None:
-        """Let another name of an entry, such as a URL as the caller writes it, lead to it."""
-        self.engine.memo.alias(space, name, found)
+    def alias(self, space: str, name: str, remembered: Remembered) -> None:
+        """Remember an entry under another name too, such as a URL as the caller writes it."""
+        self.engine.memo.alias(space, name, remembered)
 
     def touch(self, entry: Entry) -> None:
         """Note that an entry is used now."""
@@ -197,14 +197,15 @@ class Store:
         return clock.look() if exact else clock.now()
 
     def validated(self, entry: Entry) -> int:
-        """When an entry was last seen to be the remote's: of `now`; 0: ask."""
+        """When an entry was last seen to be the version of the remote, on the clock of `now`; 0: not known, the remote must be asked."""
         return self.engine.slots.validated(entry.slot)
 
     def stamp(self, entry: Entry) -> tuple[int, int]:
-        """Of an entry and its last validation: another one says that there was another since."""
+        """Identifies an entry and its last validation: a different stamp means that there was another one since."""
         return entry.id, self.engine.slots.stamp(entry.slot)
 
     def set_validated(self, entry: Entry, ns: int) -> None:
+        """Note that an entry was the version of the remote at ``ns`` of the clock of `now`."""
         if self.engine.slots.id_of(entry.slot) == entry.id:
             self.engine.slots.set_validated(entry.slot, ns)
 
@@ -215,17 +216,17 @@ class Store:
         self, space: str, key: str, data: Buffer, *, life: str = "cached", meta: str = "", validator: str | None = None,
         validated: int | None = None, timeout: float | None = None,
     ) -> Entry:  # fmt: skip
-        """Store bytes. Raises `NoSpace` or another `CacheFault`; what was there before then stays. ``validated``: see `Label`.
+        """Store bytes. Raises `NoSpace` or another `CacheFault`; then the previous entry stays. ``validated``: see `Label`.
 
-        In a space whose policy is ``wait`` it waits while all bytes are held: at most ``timeout`` seconds, then `NoSpace`."""
+        In a space whose policy is ``wait`` the call waits up to ``timeout`` seconds while all bytes are in use, then raises `NoSpace`."""
         self.engine.check_usable(writing=True)
-        place = self.spaces.ensure(space)
-        label = Label(place.id, place.name, key, life=life, meta=meta, validated=validated)
+        row = self.spaces.ensure(space)
+        label = Label(row.id, row.name, key, life=life, meta=meta, validated=validated)
         while True:
             try:
                 entry = self.engine.publisher.put(label, data, validator=validator)
             except errors.NoSpace as error:
-                if place.policy != Policy.WAIT or error.hopeless:
+                if row.policy != Policy.WAIT or error.hopeless:
                     raise
                 self._wait_for_room(label, memoryview(data).nbytes, timeout, error)
                 continue
@@ -234,10 +235,10 @@ class Store:
 
     @recover_and_retry
     def put_pieces(self, space: str, key: str, pieces: Sequence[Buffer], *, life: str = "cached", meta: str = "") -> Entry:
-        """Store bytes that come in pieces, one behind the other. Raises `NoSpace` or another `CacheFault`; what was there then stays."""
+        """Store bytes that are given in consecutive pieces. Raises `NoSpace` or another `CacheFault`; then the previous entry stays."""
         self.engine.check_usable(writing=True)
-        place = self.spaces.ensure(space)
-        entry = self.engine.publisher.put_pieces(Label(place.id, place.name, key, life=life, meta=meta), pieces)
+        row = self.spaces.ensure(space)
+        entry = self.engine.publisher.put_pieces(Label(row.id, row.name, key, life=life, meta=meta), pieces)
         self.engine.counters.add(counters.BYTES_STORED, entry.size)
         return entry
 
@@ -255,63 +256,64 @@ class Store:
         self, space: str, key: str, *, suffix: str = "", life: str = "cached", meta: str = "", validated: int | None = None,
         resume: bool = True, on_progress: Callable[[int, int | None], None] | None = None,
     ) -> Writing:  # fmt: skip
-        """A write that a remote fills, asked not before ``validated``. Caller: holds the key's lock where ``resume``."""
+        """A write for a remote to fill that is asked not before ``validated``. Caller: holds the key's lock if ``resume``."""
         self.engine.check_usable(writing=True)
-        place = self.spaces.ensure(space)
-        label = Label(place.id, place.name, key, suffix, life, meta, validated)
+        row = self.spaces.ensure(space)
+        label = Label(row.id, row.name, key, suffix, life, meta, validated)
         return Writing(self.engine.publisher, label, resume=resume, on_progress=on_progress)
 
     @recover_and_retry
     def put_many(self, space: str, items: Sequence[tuple[str, Buffer]], *, life: str = "cached") -> list[Entry]:
-        """Store several values, the small ones in one transaction. Raises what `put` does; those before the first that fails stay."""
+        """Store several values, the small ones in one transaction. Raises what `put` raises; the values before the first failure stay."""
         self.engine.check_usable(writing=True)
-        place = self.spaces.ensure(space)
-        return self.engine.publisher.put_many([(Label(place.id, place.name, key, life=life), data) for key, data in items])
+        row = self.spaces.ensure(space)
+        return self.engine.publisher.put_many([(Label(row.id, row.name, key, life=life), data) for key, data in items])
 
     def publish_many(self, writings: Sequence[Writing]) -> list[Entry]:
         """Publish several writes in one transaction: all or none."""
         with faults("several writes"):
-            found = self.engine.publisher.publish(writings)
+            entries = self.engine.publisher.publish(writings)
         for writing in writings:
             writing.published()
-        return found
+        return entries
 
     @recover_and_retry
     def publish_tree(
         self, space: str, key: str, members: Sequence[tuple[str, Lease]], *, life: str = "cached", meta: str = "",
         validator: str | None = None,
     ) -> Lease:  # fmt: skip
-        """A tree: a directory of hard links to leased entries, under their relative names; with a lease. Caller: is alone at this key.
+        """Publish a tree: a directory of hard links to leased entries under their relative names; returns a lease on it.
 
-        Its files are no victims while it stands. Raises ValueError for names that could leave it."""
+        Caller: nobody else writes this key. The files are not evicted while the tree exists. Raises ValueError for names that lead out
+        of the directory."""
         self.engine.check_usable(writing=True)
-        place = self.spaces.ensure(space)
-        label = Label(place.id, place.name, key, life=life, meta=meta)
+        row = self.spaces.ensure(space)
+        label = Label(row.id, row.name, key, life=life, meta=meta)
         tree = self.engine.linker.publish_tree(label, [(name, lease.entry) for name, lease in members], self.engine.leases, validator)
         self.engine.reading.note_tree(tree)
         return tree
 
     @recover_and_retry
     def members(self, tree: Entry) -> list[tuple[str, Entry]]:
-        """The files of a tree: (relative name, entry)."""
+        """The files of a tree, as (relative name, entry)."""
         return entries.members(self.engine.catalog, tree.id)
 
     @recover_and_retry
     def link(self, space: str, key: str, lease: Lease, *, suffix: str = "", life: str = "cached", validator: str | None = None) -> Lease:
-        """The bytes of a leased file under another name too, leased: no copy, charged to both. Caller: holds the key's lock.
+        """Publish the bytes of a leased file under another name too; returns a lease. Nothing is copied, and both entries are charged.
 
-        Raises `NoSpace`, or another `CacheFault`."""
+        Caller: holds the key's lock. Raises `NoSpace` or another `CacheFault`."""
         self.engine.check_usable(writing=True)
-        place = self.spaces.ensure(space)
-        return self.engine.linker.link(Label(place.id, place.name, key, suffix, life), lease, self.engine.leases, validator)
+        row = self.spaces.ensure(space)
+        return self.engine.linker.link(Label(row.id, row.name, key, suffix, life), lease, self.engine.leases, validator)
 
     def publish_leased(self, writing: Writing, *, validator: str | None = None) -> Lease:
-        """Publish, and give a lease that nobody can come before."""
+        """Publish a write; returns a lease that exists before anybody can see the entry."""
         return writing.publish_leased(self.engine.leases, validator=validator)
 
     @recover_and_retry
     def set_meta(self, entry: Entry, meta: str) -> None:
-        """Let an entry carry something small."""
+        """Set the small text that an entry carries."""
         with self.engine.catalog.write() as txn:
             entries.set_meta(txn, entry.id, meta)
 
@@ -319,25 +321,25 @@ class Store:
     def set_life(self, space: str, key: str, life: str) -> bool:
         """Pin (``pinned``) or unpin (``cached``) a name. False if there is no such entry."""
         with self.engine.catalog.write() as txn:
-            found = entries.set_life(txn, self.spaces.lookup(space).id, key, life)
+            is_set = entries.set_life(txn, self.spaces.lookup(space).id, key, life)
         if life != "pinned":
             self.engine.ranking.forget_spared()
-        return found
+        return is_set
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
-    def remove(self, wanted: Iterable[Victim]) -> Report:
-        """Remove entries; the report says what really went. What is leased, pinned or part of a tree is spared."""
-        several = wanted if isinstance(wanted, Sequence) else tuple(wanted)
-        # Trees go first: what they link is no victim while they stand.
-        trees = {id for some in _portions(several) for id in self._remove(some, True)} if self._has_trees() else set()
+    def remove(self, victims: Iterable[Victim]) -> Report:
+        """Remove entries; the report says which were removed. Those that are leased, pinned or part of a tree are spared."""
+        every = victims if isinstance(victims, Sequence) else tuple(victims)
+        # Trees go first: the files that they link are spared while they exist.
+        trees = {id for batch in _batches(every) for id in self._remove(batch, True)} if self._has_trees() else set()
         removed: list[str] = []
         spared: list[str] = []
         freed = 0
-        for some in _portions(several):
-            gone = self._remove(some, False)
-            for victim in some:
-                if victim.id in gone or victim.id in trees:
+        for batch in _batches(every):
+            ids = self._remove(batch, False)
+            for victim in batch:
+                if victim.id in ids or victim.id in trees:
                     removed.append(victim.name)
                     freed += victim.charge
                 else:
@@ -358,41 +360,42 @@ class Store:
         return entries.any_trees(self.engine.catalog)
 
     @recover_and_retry
-    def _remove(self, wanted: Sequence[Victim], trees: bool) -> set[int]:
-        rows = entries.by_ids(self.engine.catalog, [victim.id for victim in wanted])
+    def _remove(self, victims: Sequence[Victim], trees: bool) -> set[int]:
+        rows = entries.by_ids(self.engine.catalog, [victim.id for victim in victims])
         mine = [(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in rows if (e.kind == "tree") is trees]
         with faults("entries to remove"):
             removed = {doomed.id for doomed in self.engine.eviction.remove(mine)} if mine else set()
         self.engine.counters.add(counters.EVICTIONS, len(removed))
         return removed
 
-    def drop(self, wanted: Sequence[Entry]) -> int:
-        """Remove entries that nobody holds any more; gives how many went."""
+    def drop(self, unheld: Sequence[Entry]) -> int:
+        """Remove entries that nobody holds any more; returns how many were removed."""
         with faults("what nobody holds"):
-            return len(self.engine.eviction.remove([(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in wanted]))
+            return len(self.engine.eviction.remove([(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in unheld]))
 
     @recover_and_retry
     def discard(self, entry: Entry) -> bool:
-        """Remove an entry, a pinned one too; at once, at the cost of one entry. False if it is gone, or in use."""
+        """Remove one entry at once, even if it is pinned. False if it is gone or in use."""
         self.engine.check_usable(writing=True)
         if entry.life == "pinned":
             with self.engine.catalog.write() as txn:
                 entries.set_life(txn, self.spaces.ensure(entry.space).id, entry.key, "cached")
-        gone = self.drop([entry])
-        self.engine.counters.add(counters.EVICTIONS, gone)
-        return bool(gone)
+        removed = self.drop([entry])
+        self.engine.counters.add(counters.EVICTIONS, removed)
+        return bool(removed)
 
     @recover_and_retry
     def ensure_room(self, space: str, files: Sequence[tuple[str, int]]) -> None:
-        """Make room for files (key and size of each) that will come one by one, evicting what may go: who cannot have it learns so before
-        the first byte. It is not kept for them. Raises `NoSpace`."""
+        """Make room for files (key and size of each) that will be written one by one, evicting where needed. The room is not reserved.
+
+        Raises `NoSpace`, so that a caller learns before the first byte that its files cannot be kept."""
         self.engine.check_usable(writing=True)
         with faults(space):
             self.engine.publisher.ensure_room(self.spaces.ensure(space).id, files)
 
     @recover_and_retry
     def make_room(self) -> bool:
-        """Evict what is over the limits. False if what is left is in use."""
+        """Evict until the root is within its limits. False if the rest is in use."""
         with faults("a smaller cache"):
             self.engine.eviction.sweep()
             return self.engine.budget.make_room()
@@ -401,17 +404,17 @@ class Store:
 
     @recover_and_retry
     def entries(self, space: str | None = None) -> list[Entry]:
-        """What is there, with its times, in order of last use; ``leased`` is not looked at."""
+        """Live entries with their times, the least recently used first; ``leased`` is not set."""
         return self.engine.stats.entries(self.spaces.lookup(space).id if space is not None else None)
 
     @recover_and_retry
     def page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Entry]:
-        """Some entries of a space, in order of their keys, those that follow the key ``after``; ``leased`` as it is now."""
+        """One page of the entries of a space in the order of their keys, those after the key ``after``; ``leased`` as it is now."""
         return self.engine.stats.page(self.spaces.lookup(space).id, after, backwards=backwards)
 
     @recover_and_retry
     def fact_page(self, space: str, after: str | None, *, backwards: bool = False) -> list[Facts]:
-        """`page`, of what a person wants to see of many."""
+        """`page`, with only the facts that listings of many entries show."""
         return self.engine.stats.fact_page(self.spaces.lookup(space).id, after, backwards=backwards)
 
     @recover_and_retry
@@ -421,11 +424,12 @@ class Store:
 
     @recover_and_retry
     def entry(self, space: str, key: str) -> Entry | None:
-        """What the catalog says of a key; no touch."""
-        found = self.engine.leases.current(self.spaces.lookup(space).id, key)
-        return self.engine.stats.with_times(found) if found else None
+        """The current entry of a key, which is not touched; None if there is none."""
+        entry = self.engine.leases.current(self.spaces.lookup(space).id, key)
+        return self.engine.stats.with_times(entry) if entry else None
 
     def is_leased(self, entry: Entry) -> bool:
+        """Whether any process holds a lease on an entry."""
         with faults(entry.key):
             return self.engine.leases.is_leased(entry.id)
 
@@ -436,43 +440,43 @@ class Store:
 
     @recover_and_retry
     def usage(self) -> Usage:
-        """How much is used and promised now."""
+        """How much is used and reserved now."""
         return self.engine.stats.usage()
 
     @recover_and_retry
     def lacking(self, need: int) -> int:
-        """Bytes that have to go before ``need`` more fit: into the budget, and onto the disk without touching what stays free of it."""
+        """Bytes that must be freed before ``need`` more fit into the budget, and onto the disk beside what must stay free of it."""
         return self.engine.budget.room.short(self.engine.catalog, None).bytes + need
 
     def count_hit(self, size: int) -> None:
-        """``size`` bytes were served from what is kept."""
+        """Count a hit of ``size`` bytes."""
         self.engine.counters.add(counters.HITS)
         self.engine.counters.add(counters.BYTES_HIT, size)
 
     def count(self, name: str, n: int = 1) -> None:
-        """Count ``n`` more of what `counters.NAMES` calls ``name``."""
+        """Add ``n`` to the counter ``name``, one of `counters.NAMES`."""
         if n:
             self.engine.counters.add(counters.NAMES.index(name), n)
 
     @recover_and_retry
     def counts(self) -> dict[str, int]:
-        """What all processes together have counted since the last `zero_counts`."""
+        """The counters of all processes together since the last `zero_counts`."""
         return self.engine.stats.counts()
 
     @recover_and_retry
     def zero_counts(self) -> None:
-        """Begin to count anew, for all processes."""
+        """Set the counters of all processes to zero."""
         self.engine.stats.zero_counts()
 
     @recover_and_retry
     def check(self, *, deep: bool = False) -> list[Problem]:
-        """Everything that is wrong with this root; empty: it is sound. ``deep`` reads every byte. A damaged catalog is told, not mended."""
+        """All problems of this root; empty if it is sound. ``deep`` reads every byte. A damaged catalog is reported, not recreated."""
         try:
             problem = self.engine.catalog.problem()
             if problem is None:
-                found = check.check(self.root, self.engine.catalog, self.engine.slots, deep=deep)
-                others = [name for name in foreign(self.root.path) if not name.startswith("tmp/")]  # those are told already
-                return [*found, *(Problem("foreign", str(self.root.path / name), "nobody counts it: move it away") for name in others)]
+                problems = check.check(self.root, self.engine.catalog, self.engine.slots, deep=deep)
+                others = [name for name in foreign(self.root.path) if not name.startswith("tmp/")]  # which are reported already
+                return [*problems, *(Problem("foreign", str(self.root.path / name), "nobody counts it: move it away") for name in others)]
         except CatalogBroken as error:
             if not error.damaged:
                 raise
@@ -481,12 +485,12 @@ class Store:
 
     @recover_and_retry
     def strays(self) -> Strays:
-        """What lies in the root and is counted by nobody."""
+        """The files in the root that nobody counts."""
         return check.count_strays(self.root, self.engine.catalog, self.engine.slots)
 
     @recover_and_retry
     def remove_strays(self) -> Strays:
-        """Remove what no entry names, of Forebay's making; gives what went. Never from under a lease, nor from under a writer."""
+        """Remove files of Forebay that no entry names; returns what was removed. Files that are leased or being written stay."""
         self.engine.check_usable(writing=True)
         before = check.count_strays(self.root, self.engine.catalog, self.engine.slots)
         if not before.files:
@@ -501,34 +505,34 @@ class Store:
         self.engine.reopen(error, self.engine.recoveries)
 
     def repair(self, *, deep: bool = True) -> list[Problem]:
-        """Mend what `check` finds; gives what was mended, what had to be mended at opening too."""
+        """Repair what `check` finds; returns what was repaired, including what had to be recovered to open the root."""
         self.engine.check_usable(writing=True)
         before, self.engine.recovered = self.engine.recovered, []
-        found = latest = self.check(deep=deep)
-        for _ in range(2):  # damage that does not show in the pages is mended the second time that it is met
+        problems = latest = self.check(deep=deep)
+        for _ in range(2):  # damage that does not show in the pages is repaired only when it is met again
             if any(problem.kind == "catalog" for problem in latest):
                 self.engine.reopen(CatalogBroken(f"the catalog is damaged: {latest[0].found}", damaged=True), self.engine.recoveries)
-                latest = self.check(deep=deep)  # what nobody could look at before
-                found = [*found, *latest]
+                latest = self.check(deep=deep)  # now that the rest can be checked
+                problems = [*problems, *latest]
         self.engine.catalog.trust()
-        if any(problem.kind == "slots" for problem in found):
+        if any(problem.kind == "slots" for problem in problems):
             self.engine.rebuild_slots()
-            found += self.check(deep=deep)
-        self._repair(found)
-        return [*before, *found]
+            problems += self.check(deep=deep)
+        self._repair(problems)
+        return [*before, *problems]
 
     @recover_and_retry
-    def _repair(self, found: list[Problem]) -> None:
-        check.mend(self.root, self.engine.catalog, self.engine.eviction, self.engine.fill, self.engine.reading, found)
+    def _repair(self, problems: list[Problem]) -> None:
+        check.repair(self.root, self.engine.catalog, self.engine.eviction, self.engine.fill, self.engine.reading, problems)
 
 
-def _portions(victims: Iterable[Victim]) -> Iterator[list[Victim]]:
-    """Each is one transaction, small enough for the log; each entry once."""
-    some: dict[int, Victim] = {}
+def _batches(victims: Iterable[Victim]) -> Iterator[list[Victim]]:
+    """The victims without repetitions, in batches for one transaction each, small enough for the log."""
+    batch: dict[int, Victim] = {}
     for victim in victims:
-        some[victim.id] = victim
-        if len(some) == REMOVED_AT_ONCE:
-            yield list(some.values())
-            some.clear()
-    if some:
-        yield list(some.values())
+        batch[victim.id] = victim
+        if len(batch) == REMOVED_AT_ONCE:
+            yield list(batch.values())
+            batch.clear()
+    if batch:
+        yield list(batch.values())

@@ -317,7 +317,7 @@ def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
         store.spaces.ensure("q", quota=100 * KiB)
         store.put("q", "other", bytes(40 * KiB), life="pinned")
         store.put("q", "k", bytes(60 * KiB))
-        asked = store.engine.publisher.want(store.engine.catalog, Label(store.spaces.ensure("q").id, "q", "k"), 60 * KiB)
+        asked = store.engine.publisher.request(store.engine.catalog, Label(store.spaces.ensure("q").id, "q", "k"), 60 * KiB)
         assert asked.replaced == 60 * KiB
         (old,) = [entry for entry in store.entries("q") if entry.key == "k"]
         assert store.remove([Victim(old.name, old.size, old.charge, old.used, old.id)]).removed

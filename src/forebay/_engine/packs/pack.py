@@ -1,7 +1,7 @@
-"""A pack that this process has open: records are found without a lock or a system call, and appended without waiting for anybody.
+"""A pack that this process has open: records are read without a lock or a system call, and appended without waiting.
 
-What was looked at once is known by two words of this process, where the record begins and ends in its window; a record never
-changes, so they stay true as long as the pack is leased.
+After its first use a record is known by two words of this process, where it begins and ends in the window; a record never changes, so
+they stay valid as long as the pack is leased.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from forebay._kernel import host, locks, mappings
 from forebay._model import Buffer
 
 MANY_HITS = 1024
-"""After so many, who looks at a slot for the first time tells the counters."""
+"""After so many hits, the first use of another slot adds them to the counters."""
 ASK_AGAIN = 2.0
-"""Seconds after which a writer that found no room asks again, though nothing was evicted meanwhile."""
+"""Seconds after which a writer that got no space asks again, even if nothing was evicted meanwhile."""
 
 
 class Unencodable(Exception):
@@ -53,7 +53,7 @@ class Pack:
         self._mapped = Mapped(root, self.id)
         self._view = self._mapped.view
         self._finder: weakref.ref[Finder] | None = None
-        self._hits = self._misses = self._bytes = self._stored = 0  # since they were told: see `flush_counts`
+        self._hits = self._misses = self._bytes = self._stored = 0  # since the last `flush_counts`
         self._read_only = False
         self._refused = 0.0, 0, 0  # until when, how much, at which eviction
         self.closed = False
@@ -67,7 +67,7 @@ class Pack:
         self._pid = os.getpid()
 
     def before_fork(self) -> None:
-        """A put of another thread goes on in the parent; the child has a segment of its own, and locks that nobody holds."""
+        """A put of another thread continues in the parent; the child takes a segment of its own, and new locks."""
 
     def after_fork_parent(self) -> None:
         """Nothing changes."""
@@ -83,14 +83,14 @@ class Pack:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def finder(self) -> Finder:
-        """What `find` does, as a function that is quicker to call, and keeps the pack alive."""
-        found = self._finder() if self._finder is not None else None
-        if found is None:
-            found = finder(self._starts, self._ends, self._view, self._find_slowly)
-            self._finder = weakref.ref(found)
+        """`find` as a function that is faster to call, and keeps the pack alive."""
+        function = self._finder() if self._finder is not None else None
+        if function is None:
+            function = finder(self._starts, self._ends, self._view, self._find_slowly)
+            self._finder = weakref.ref(function)
             if self.closed:
-                found.shut()
-        return found
+                function.shut()
+        return function
 
     def find(self, slot: int, copy: bool = False) -> memoryview | None:
         """The payload of a slot, read-only over the mapping, or a writable copy; None if it is empty. No lock, no system call.
@@ -110,12 +110,12 @@ class Pack:
         return self.peek(slot, copy)
 
     def peek(self, slot: int, copy: bool = False) -> memoryview | None:
-        """The same as `find`, counted as neither hit nor miss."""
+        """`find`, counted as neither a hit nor a miss."""
         slot = self._checked(slot)
         if not self._ends[slot] and not self._locate(slot):
             return None
-        found = self._view[self._starts[slot] : self._ends[slot]]
-        return memoryview(bytearray(found)) if copy else found
+        payload = self._view[self._starts[slot] : self._ends[slot]]
+        return memoryview(bytearray(payload)) if copy else payload
 
     def has(self, slot: int) -> bool:
         """Whether a slot is filled. Counts nothing. Raises IndexError, and `Closed`."""
@@ -132,12 +132,12 @@ class Pack:
         return self.length - int(self._cells.tolist().count(0))
 
     def private(self, slot: int) -> memoryview:
-        """The payload of a slot that `find` found, writable: what is stored there is seen by nobody else, and never kept."""
+        """The payload of a slot that `find` returned, writable with stores that nobody else sees and that are never kept."""
         number, offset = pack_records.place_of(self._cells[slot])
         return self._mapped.private(number, offset + pack_records.HEADER, self._ends[slot] - self._starts[slot])
 
     def _locate(self, slot: int) -> bool:
-        """Look at a record for the first time in this process, and remember where it lies. False: there is none, or it is damaged."""
+        """Check a record at its first use in this process, and remember where it is. False: there is none, or it is damaged."""
         word = self._cells[slot]
         if not word:
             return False
@@ -145,7 +145,7 @@ class Pack:
         placed = self._mapped.where(number, offset)
         if placed is None:
             return False
-        if self._view is not self._mapped.view:  # it was made larger; before what leads into it
+        if self._view is not self._mapped.view:  # it was enlarged; set before the words that point into it
             self._view = self._mapped.view
             self.finder().show(self._view)
         begin, length = placed
@@ -155,15 +155,15 @@ class Pack:
             return False
         start = begin + offset + pack_records.HEADER
         self._starts[slot] = start
-        self._ends[slot] = start + size  # last: who finds it takes the other for set
+        self._ends[slot] = start + size  # last: a reader that sees it relies on the other
         return True
 
     def _empty(self, slot: int, word: int) -> None:
-        """A damaged record is served to nobody: its slot can be filled again."""
+        """Empty the slot of a damaged record, so that it is not served and can be filled again."""
         self._counters.add(DAMAGED)
         if self._root.read_only or not self._can_append():
             return
-        with contextlib.suppress(OSError):  # the root is gone: so is what was damaged
+        with contextlib.suppress(OSError):  # the root is gone, and the damaged record with it
             claims = locks.Claims(self._root.pack(self.id) / "index", self._root.files.open)
             try:
                 pack_files.empty_slot(self._cells, claims, slot, word)
@@ -173,9 +173,9 @@ class Pack:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, slot: int, encode: Callable[[Any], Sequence[Buffer]], value: Any) -> bool:
-        """Fill a slot with what ``encode`` makes of a value. False if it is filled, nothing is let in, or there was no room a moment ago.
+        """Fill a slot with an encoded value. False if it is filled, the pack is frozen, or there was no space a moment ago.
 
-        Raises IndexError, `Closed`, `Unencodable`, `NoSpace` where there is no room, or another `CacheFault`."""
+        Raises IndexError, `Closed`, `Unencodable`, `NoSpace`, or another `CacheFault`."""
         try:
             word = self._cells[slot]
         except IndexError:
@@ -213,8 +213,8 @@ class Pack:
                 return False
         tail, claims = appender.tail, appender.claims
         host.pwritev(appender.fd, (pack_records.header_of(self._seed, slot, parts, length), *parts), pack_records.HEADER + length, tail)
-        # The record is written; whoever has the slot's byte makes it the slot's. P1 sees it empty / P2 sees it empty, stores /
-        # P1 has the byte: look again. Who finds the byte taken is second: he does not wait.
+        # The record is written; the writer that has the slot's byte stores it. P1 sees it empty / P2 sees it empty, stores /
+        # P1 has the byte: look again. A writer that finds the byte taken is second, and does not wait.
         if not claims.try_claim(slot):
             return False
         try:
@@ -228,7 +228,7 @@ class Pack:
         return True
 
     def _appender_for(self, need: int) -> Appender | None:
-        """What ``need`` bytes go into: the segment that is at hand with more of its blocks made ready, else the next one."""
+        """The segment that takes ``need`` bytes: the present one with more blocks allocated, else the next one."""
         appender = self._appender
         if appender is None or appender.tail + need > appender.capacity:
             appender = self._next_locked(need)
@@ -238,7 +238,7 @@ class Pack:
             except OSError as error:
                 if error.errno in FULL:
                     self._refuse(need)
-                    with contextlib.suppress(errors.CacheFault):  # what cannot be told now is found by who needs room
+                    with contextlib.suppress(errors.CacheFault):  # otherwise a process that needs space reclaims it
                         self._leave_locked()
                 raise
         return appender
@@ -248,7 +248,7 @@ class Pack:
         self._refused = time.monotonic() + ASK_AGAIN, need, words[index]
 
     def _next_locked(self, need: int) -> Appender | None:
-        """A segment with room, in place of the one that is full; None where there was none a moment ago."""
+        """A segment with space, in place of the full one; None if there was no space a moment ago."""
         if self._is_refused(need):
             return None
         self.flush_counts()
@@ -278,7 +278,7 @@ class Pack:
 
     @property
     def admits(self) -> bool:
-        """Whether a put may find room: nothing is frozen, and none was refused a moment ago."""
+        """Whether a put may find space: the pack is not frozen, and none was refused a moment ago."""
         return not self.frozen and self._can_append() and not self._is_refused(0)
 
     def _is_refused(self, need: int) -> bool:
@@ -287,28 +287,28 @@ class Pack:
         return (not need or need >= refused) and words[index] == eviction and time.monotonic() < until
 
     def set_quota(self, quota: int) -> None:
-        """Let the pack have so many bytes in all, whoever writes."""
+        """Limit the pack to so many bytes in all, for every writer."""
         if self._can_append():
             host.set_word(self._words, pack_files.QUOTA, quota)
 
     @property
     def frozen(self) -> bool:
-        """Whether nothing more goes in."""
+        """Whether the pack takes no more records."""
         return self._read_only or bool(self._words[pack_files.FROZEN])
 
     def freeze(self) -> None:
-        """Let nothing more in, from any process, for good."""
+        """Take no more records, from any process, for good."""
         self._check_open()
         if self._can_append():
             host.set_word(self._words, pack_files.FROZEN, 1)
         self._read_only = True
 
     def only_read(self) -> None:
-        """Let nothing in through this handle."""
+        """Take no records through this handle."""
         self._read_only = True
 
     def is_damaged(self, slot: int) -> bool:
-        """Compare what `find` found with its checksum; what is damaged is emptied."""
+        """Compare the record that `find` returned with its checksum; a damaged slot is emptied."""
         word = self._cells[slot]
         number, offset = pack_records.place_of(word)
         begin, length = self._mapped.where(number, offset) or (0, 0)
@@ -319,32 +319,32 @@ class Pack:
         return True
 
     def bad_slots(self) -> list[int]:
-        """Compare every record with its checksum; what is damaged is emptied, and its slots are given."""
+        """Compare every record with its checksum; returns the damaged slots, which are emptied."""
         self._check_open()
-        found = pack_files.bad_slots(self._root, self.id, self._words[: pack_files.HEADER_WORDS + self.length])
-        for slot in found:
+        bad = pack_files.bad_slots(self._root, self.id, self._words[: pack_files.HEADER_WORDS + self.length])
+        for slot in bad:
             self._empty(slot, self._cells[slot])
             self._ends[slot] = 0
-        return found
+        return bad
 
     def _can_append(self) -> bool:
-        return not self._root.read_only and self._pid == os.getpid()  # in a child of a fork by C code this is its parent's
+        return not self._root.read_only and self._pid == os.getpid()  # in a child forked by C code the segment is its parent's
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     def flush_counts(self) -> None:
-        """Add what was found and stored since the last time to the counters of the process."""
+        """Add hits, misses and stored bytes since the last call to the counters of the process."""
         hits, size = self.finder().take()
         counts = (HITS, self._hits + hits), (MISSES, self._misses), (BYTES_HIT, self._bytes + size), (BYTES_STORED, self._stored)
         self._hits = self._misses = self._bytes = self._stored = 0
         if any(count for _, count in counts):
-            with contextlib.suppress(errors.CacheFault, OSError):  # what cannot be told now is told with the next
+            with contextlib.suppress(errors.CacheFault, OSError):  # what cannot be counted now is counted by the next call
                 self._counters.claim()
             for name, count in counts:
                 self._counters.add(name, count)
 
     def close(self) -> None:
-        """Let go. Views that were handed out stay good; any other call raises `Closed`."""
+        """Release the pack. Views that were handed out stay valid; any other call raises `Closed`."""
         if self.closed:
             return
         self.closed = True
@@ -354,7 +354,7 @@ class Pack:
             with self._appending, faults(f"pack {self.id:x}"):
                 if self._can_append():
                     self._leave_locked()
-        finally:  # what cannot be given back now is found by who needs room; the pack is let go all the same
+        finally:  # what cannot be given back now is reclaimed by a process that needs space; the pack is released all the same
             self._mapped.close()
             self._view = GONE
             self.lease.close()

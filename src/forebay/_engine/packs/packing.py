@@ -1,11 +1,11 @@
-"""Room for packs: their making, and the segments that writers append to.
+"""Creates packs, and reserves the segments that writers append to.
 
-    room       a row counts the segment before its file is there     a crash: counted, and taken over by the next writer of the pack
+    room       a row counts the segment before its file exists       a crash: counted, and taken over by the next writer of the pack
     append     see the module `pack`                                 the same; the index says where the last record ends
-    leave      the tail is punched, then the row says so             a crash between: still counted; done again by who needs room
+    leave      the tail is punched, then the row is updated          a crash between: still counted; repeated by a process that needs space
 
-Bytes are taken in large steps, so that a put asks nobody. A segment has one writer; who he is stands in its row, whether he lives
-is told by his lock.
+Space is taken in large steps, so that a put need not ask for any. A segment has one writer, whose id is in its row; the writer's lock
+says whether it is alive.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from forebay._engine.write.insert import Label
 from forebay._engine.write.publish import Publisher
 
 SMALLEST, LARGEST = 1 << 20, 64 << 20
-"""A step is 1/256 of what is free, within these, and at most `EASY` or an eighth of the pack: much that is counted and empty would
-look odd behind few samples."""
+"""A step is 1/256 of the free space within these limits, and at most `EASY` or an eighth of the pack: a pack of few samples should not
+count much empty space."""
 EASY = 16 << 20
 _FAR = 1 << 62
 
 
 class SegmentRequest(NamedTuple):
-    """For whom room is asked: the pack, the space its entry is in, how many bytes it may have in all (None: no limit)."""
+    """The pack that needs a segment, the space of its entry, and the bytes that it may have in all (None: no limit)."""
 
     pack: int
     space: int
@@ -45,7 +45,7 @@ class SegmentRequest(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A segment to append to, from ``tail`` on; ``fd`` is the caller's to close, ``ticket`` to be given to `Packing.forget` in the end."""
+    """A segment to append to, from ``tail`` on. The caller closes ``fd``, and gives ``ticket`` to `Packing.forget` in the end."""
 
     segment: Segment
     fd: int
@@ -64,7 +64,9 @@ class Packing:
     # -- making ----------------------------------------------------------------------------------------------------
 
     def create(self, label: Label, length: int, *, fingerprint: str | None = None) -> Lease:
-        """An empty pack in place of what had its name, leased. Caller: holds the key. Raises `NoSpace` or another `CacheFault`."""
+        """Create an empty pack, which replaces the entry of this name; returns its lease. Caller: holds the key.
+
+        Raises `NoSpace` or another `CacheFault`."""
         keyhash, size = hash_of(label.space, label.key), PAGE + pack_files.index_size(length)  # the directory takes a block
         return self._publisher.build(
             label, "pack", size, self._leases, lambda id: pack_files.build(self.root, id, length, keyhash=keyhash),
@@ -74,11 +76,11 @@ class Packing:
     # -- segments --------------------------------------------------------------------------------------------------
 
     def take(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken:
-        """A segment with ``need`` free bytes at its end, of which this process is the one writer: a dead one's, one that its writer
-        left, else a new one. ``words``: of the index. ``full``: the number and the tail of one that this process leaves for it, in any
-        event. Raises `NoSpace` or another `CacheFault`."""
+        """Take a segment with ``need`` free bytes at its end, with this process as its only writer: one of a dead writer, one that its
+        writer left, else a new one. ``words``: of the index. ``full``: the number and the tail of a segment that this process leaves in
+        any case. Raises `NoSpace` or another `CacheFault`."""
         me = self._owners.me()
-        self._tails.reclaim()  # what the dead left is nobody's any longer than until somebody takes more
+        self._tails.reclaim()  # what dead writers left is given back by the next that takes more
         with faults(f"pack {room.pack:x}", need):
             left = self._punched(room.pack, full, me) if full is not None else None
             spare = self._spare(room.pack, need, words)
@@ -91,7 +93,7 @@ class Packing:
             return Taken(segment, fd, self._tails.ticket_of(segment))
 
     def _punched(self, pack: int, full: tuple[int, int], me: int) -> Segment | None:
-        """The row that a segment of ours is to have once it is left. Its tail goes now, where it is worth a call."""
+        """The row of a segment of this process once it is left; None if it is another writer's. A large tail is punched now."""
         row = segments.one(self._catalog, pack, full[0])
         if row is None or row.owner != me:
             return None
@@ -101,18 +103,18 @@ class Packing:
         return replace(row, size=pack_files.punch_segment(self.root, pack, row.number, row.tail, row.capacity))
 
     def leave(self, pack: int, number: int, tail: int) -> None:
-        """Append no more: what lies behind ``tail`` is given back. Its descriptor is closed already."""
+        """Append no more: the space behind ``tail`` is given back. Caller: has closed the descriptor."""
         with faults(f"pack {pack:x}"):
             segment = segments.one(self._catalog, pack, number)
             if segment is not None and segment.owner == self._owners.me():
                 self._tails.leave(replace(segment, tail=tail))
 
     def forget(self, ticket: int) -> None:
-        """Nothing appends there any more by this ticket. Never waits: for finalizers; others find the tail in the index."""
+        """Note that nothing appends by this ticket any more. Never waits, for finalizers; others find the tail in the index."""
         self._tails.forget(ticket)
 
     def _spare(self, pack: int, need: int, words: memoryview) -> tuple[Segment, Segment] | None:
-        """A segment that nobody appends to and that has room: as its row says now, and as it is."""
+        """A segment that nobody appends to and that has space: its row as it is stored, and as it should be."""
         for row in segments.roomy(self._catalog, pack, need):
             if row.owner is not None and not self._tails.is_left(row):
                 continue
@@ -122,30 +124,30 @@ class Packing:
         return None
 
     def _enter(self, room: SegmentRequest, need: int, spare: tuple[Segment, Segment] | None, left: Segment | None, me: int) -> Segment:
-        """The row of a segment that counts for us. Where things do not fit as they are, others make room."""
+        """Enter the row of a segment for this process; where none fits, entries are evicted."""
         keyhash = hash_of(room.space, f"{room.pack:x}")
         with self._catalog.write() as txn:
             if left is not None:
                 self._tails.put_left(txn, left)
             self._drop_promises(txn, keyhash)
-            wanted = list(self._choices(txn, room, need, spare))
-            for segment in wanted:
-                want = _want(room, segment, keyhash)
-                if not want.size or self._budget.room.fits(txn, want):
+            choices = list(self._choices(txn, room, need, spare))
+            for segment in choices:
+                request = _request(room, segment, keyhash)
+                if not request.size or self._budget.room.fits(txn, request):
                     return self._own(txn, segment, me)
-        for segment in wanted[:-1]:
+        for segment in choices[:-1]:
             try:
-                return self._enter_reserved(segment, spare, _want(room, segment, keyhash), me)
+                return self._enter_reserved(segment, spare, _request(room, segment, keyhash), me)
             except errors.NoSpace:
                 continue  # a smaller one may fit
-        return self._enter_reserved(wanted[-1], spare, _want(room, wanted[-1], keyhash), me)
+        return self._enter_reserved(choices[-1], spare, _request(room, choices[-1], keyhash), me)
 
-    def _enter_reserved(self, segment: Segment, spare: tuple[Segment, Segment] | None, want: SpaceRequest, me: int) -> Segment:
-        reserved = self._budget.reserve(want)
+    def _enter_reserved(self, segment: Segment, spare: tuple[Segment, Segment] | None, request: SpaceRequest, me: int) -> Segment:
+        reserved = self._budget.reserve(request)
         try:
             with self._catalog.write() as txn:
                 reservations.delete(txn, reserved.id)
-                if not segment.size:  # others may have made some meanwhile
+                if not segment.size:  # others may have created some meanwhile
                     segment = replace(segment, number=segments.last(txn, segment.pack) + 1)
                 elif spare is None or not self._tails.is_as_seen(txn, spare[0]):
                     # P1 sees it left / P2 takes it over, appends, leaves it / P1: its tail is another one now.
@@ -156,7 +158,7 @@ class Packing:
             raise
 
     def _choices(self, txn: Txn, room: SegmentRequest, need: int, spare: tuple[Segment, Segment] | None) -> Iterator[Segment]:
-        """The spare one if it is still what was seen, then new ones, the largest first. ``size`` is what is allocated now."""
+        """The spare segment if it has not changed since, then new ones, the largest first. ``size`` is what is allocated now."""
         entry = entries.by_id(txn, room.pack)
         if entry is None:
             raise errors.CacheFault(f"the pack {room.pack:x} has no entry any more: it was removed, or replaced by another version")
@@ -186,7 +188,7 @@ class Packing:
         return taken
 
     def _drop_promises(self, txn: Txn, keyhash: int) -> None:
-        """What a writer of this pack had reserved who died before its row was entered."""
+        """Delete what a writer of this pack reserved that died before it entered its row."""
         if reservations.by_key(txn, keyhash):
             self._owners.reap(txn)
             for reservation in reservations.by_key(txn, keyhash):
@@ -194,7 +196,7 @@ class Packing:
                     reservations.delete(txn, reservation.id)
 
 
-def _want(room: SegmentRequest, segment: Segment, keyhash: int) -> SpaceRequest:
+def _request(room: SegmentRequest, segment: Segment, keyhash: int) -> SpaceRequest:
     return SpaceRequest(room.space, f"{room.pack:x}", keyhash, segment.capacity - segment.size)
 
 

@@ -20,21 +20,21 @@ Find = Callable[[int, bool], memoryview | None]
 
 
 class Finder(Protocol):
-    """What `finder` gives. It keeps its pack alive; the pack refers to it weakly, so that both go when the last handle does."""
+    """The function that `finder` returns. It keeps its pack alive; the pack refers to it weakly, so both go with the last handle."""
 
     take: Callable[[], tuple[int, int]]
-    """Hits and their bytes since the last time."""
+    """Returns the hits and their bytes since the last call."""
     show: Callable[[memoryview], None]
-    """Look into this view from now on, in which everything lies where it lay."""
+    """Read from this larger view from now on; offsets stay the same."""
     shut: Callable[[], None]
-    """Find nothing any more: every call goes the long way."""
+    """Find nothing any more: every call takes the slow path."""
 
     def __call__(self, slot: int, copy: bool = False) -> memoryview | None: ...
 
 
 def finder(starts: memoryview, ends: memoryview, view: memoryview, slowly: Find) -> Finder:
-    """A function that gives the payload of a slot: where it begins and ends in ``view`` stand in ``starts`` and ``ends``; ``slowly`` is
-    asked where an end is 0, or a writable copy is wanted."""
+    """A function that returns the payload of a slot, ``view[starts[slot]:ends[slot]]``. ``slowly`` is called if the end is 0, or for a
+    writable copy."""
     hits = size = 0
 
     def find(slot: int, copy: bool = False) -> memoryview | None:
@@ -64,9 +64,9 @@ def finder(starts: memoryview, ends: memoryview, view: memoryview, slowly: Find)
         nonlocal ends, view
         ends, view = NOTHING, GONE  # of a thread that is in `find` now the view makes a ValueError, as `Closed` is one
 
-    found = cast(Finder, find)
-    found.take, found.show, found.shut = take, show, shut
-    return found
+    function = cast(Finder, find)
+    function.take, function.show, function.shut = take, show, shut
+    return function
 
 
 FIRST_WINDOW = 1 << 30
@@ -75,12 +75,13 @@ GONE.release()
 
 
 class Mapped:
-    """Callable from any thread; a forked child has what was mapped before, and goes on by itself.
+    """The segments of one pack in the memory of this process, mapped one behind the other at their first use.
 
-    ``view`` shows all of it. Once a window is full it is another one, in which everything lies where it lay."""
+    ``view`` shows all of them; once a window is full it is a larger one with the same offsets. Callable from any thread; a forked child
+    keeps what was mapped before."""
 
     def __init__(self, root: Root, pack: int) -> None:
-        """Raises OSError where the process may not have so many addresses."""
+        """Raises OSError if the process may not have so many addresses."""
         self._root, self._pack = root, pack
         self._window = mappings.Window(FIRST_WINDOW)
         self.view, self._top = self._window.view, 0
@@ -91,23 +92,23 @@ class Mapped:
         self._mutex = threading.Lock()
 
     def close(self) -> None:
-        """Show nothing any more. What is out stays mapped until it is dropped."""
+        """Show nothing any more. Views that were handed out stay mapped until they are dropped."""
         with self._mutex:
             self.view, self._placed = GONE, {}
             del self._window
 
     def where(self, number: int, offset: int) -> tuple[int, int] | None:
-        """Where a segment that should have this offset begins in the view, and its length; a length of 0: it is gone.
+        """Where a segment begins in the view, and its length, which should include ``offset``; a length of 0: the segment is gone.
 
-        None where it cannot be mapped now."""
+        None if it cannot be mapped now."""
         with self._mutex:
             placed = self._placed.get(number)
-            if placed is None or offset >= placed[1]:  # cut short by somebody when it was mapped, and perhaps made whole since
+            if placed is None or offset >= placed[1]:  # truncated when it was mapped, and perhaps restored since
                 placed = self._place_locked(number)
             return placed
 
     def private(self, number: int, start: int, length: int) -> memoryview:
-        """So many bytes of a segment, writable: what is stored there is seen by nobody else, and never kept. Raises OSError."""
+        """Bytes of a segment, writable with stores that nobody else sees and that are never kept. Raises OSError."""
         first = start // PAGE * PAGE
         fd = pack_files.open_segment(self._root, self._pack, number)
         try:
@@ -137,8 +138,8 @@ class Mapped:
         self._top += -(-length // PAGE) * PAGE
         return self._placed[number]
 
-    def _widen_locked(self, wanted: int) -> None:
-        window = mappings.Window(1 << (2 * wanted - 1).bit_length())
+    def _widen_locked(self, size: int) -> None:
+        window = mappings.Window(1 << (2 * size - 1).bit_length())
         for number, (begin, length) in self._placed.items():
             fd = pack_files.open_segment(self._root, self._pack, number)
             try:

@@ -1,4 +1,4 @@
-"""Room: reserve it, make it by evicting, give it back. Never more than the budget, for all processes together.
+"""Space in a root: reserve it, make it by evicting, give it back. All processes together never use more than the budget.
 
 Used = published + reserved + doomed + superseded + what the catalog occupies above its allowance.
 
@@ -36,9 +36,9 @@ NO_LIMIT = 1 << 62
 
 
 class SpaceRequest(NamedTuple):
-    """What a write asks room for. ``size`` in bytes; ``replaces``: the id that will be superseded, no victim, its ``replaced`` bytes
-    do not count against the quota. ``charged``: what the budget counts, where it is not what one file of ``size`` bytes costs;
-    ``entries``: how many will be made of it."""
+    """The space that a write asks for. ``size`` in bytes; ``replaces``: the id that the write supersedes, which is not evicted, and whose
+    ``replaced`` bytes do not count against the quota. ``charged``: what the budget counts, if it is not the cost of one file of ``size``
+    bytes; ``entries``: how many entries will be made of it."""
 
     space: int
     key: str
@@ -53,10 +53,9 @@ class SpaceRequest(NamedTuple):
 
 
 class SpaceDeficit(NamedTuple):
-    """What is lacking. ``quota`` and ``bytes`` in bytes, ``here`` (of the space) and ``rows`` in entries: positive where something
-    has to go.
-    ``leaving``: bytes that are on their way out already. ``disk``: bytes below ``min_free``. ``leftovers``: see `spaces.Totals`.
-    ``of_space``: the quota itself."""
+    """What is lacking: ``quota`` and ``bytes`` in bytes, ``here`` (of the space) and ``rows`` in entries; positive where something must
+    be evicted. ``leaving``: bytes that are being evicted already. ``disk``: bytes below ``min_free``. ``leftovers``: see
+    `spaces.Totals`. ``of_space``: the quota itself."""
 
     quota: int
     bytes: int
@@ -75,7 +74,7 @@ class SpaceDeficit(NamedTuple):
 
 
 class Room:
-    """The room of one root, as things are. Callable from any thread."""
+    """The space of one root as it is now. Callable from any thread."""
 
     def __init__(self, root: Root, catalog: Catalog) -> None:
         self._path, self._catalog = str(root.path), catalog
@@ -83,35 +82,35 @@ class Room:
         self._seen = 0, 0.0, SpaceDeficit(0, 0, 0, 0, 0, 0)
 
     def charge(self, size: int, inline: bool = False) -> int:
-        """What ``size`` bytes count while they are written: whole blocks and the chunk map, or bytes and a row for a small value."""
+        """The charge for ``size`` bytes while they are written: whole blocks and the chunk map, or bytes and a row for a small value."""
         return size + ROW if inline else stages.footprint(size, self._block)
 
-    def charge_of(self, want: SpaceRequest) -> int:
-        """What the budget counts for ``want``."""
-        return want.charged or self.charge(want.size, want.inline)
+    def charge_of(self, request: SpaceRequest) -> int:
+        """The charge for a request."""
+        return request.charged or self.charge(request.size, request.inline)
 
     def charge_published(self, size: int) -> int:
-        """What a finished file of ``size`` bytes counts."""
+        """The charge for a published file of ``size`` bytes."""
         return -(-size // self._block) * self._block
 
-    def short(self, rows: Rows, want: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
-        """What is lacking for ``want``, or for nothing new; older pending reservations are served before ``id``."""
-        totals = spaces.totals(rows, id or None, want.space if want else 0)
-        charge = self.charge_of(want) if want else 0
+    def short(self, rows: Rows, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
+        """What a request lacks, or what is lacking without one; pending reservations older than ``id`` come first."""
+        totals = spaces.totals(rows, id or None, request.space if request else 0)
+        charge = self.charge_of(request) if request else 0
         used = totals.entries + totals.granted + totals.pending + totals.over
         self._catalog.free = host.free_bytes(self._path)
         floor = totals.min_free + self._catalog.ballast.owed + charge - self._catalog.free
         quota = count = rows_over = -NO_LIMIT
-        replaces, replaced = (want.replaces, want.replaced) if want is not None else (0, 0)
+        replaces, replaced = (request.replaces, request.replaced) if request is not None else (0, 0)
         limited = totals.quota is not None or totals.max_count is not None or totals.max_entries is not None
-        if want is not None and want.replaces and limited:
-            # P1 asks, to replace an entry / P2 evicts that, and fills its place / P1 is to be granted room: there is nothing to replace.
-            replaces, replaced = entries.version(rows, want.space, want.key)
-        new = want.entries - bool(replaces) if want is not None else 0
-        if want is not None and (totals.quota is not None or totals.max_count is not None):
-            promised, many = reservations.reserved_in(rows, want.space, id) if totals.any_promised else (0, 0)
+        if request is not None and request.replaces and limited:
+            # P1 asks, to replace an entry / P2 evicts it and uses its space / P1 is to be granted space: there is nothing to replace.
+            replaces, replaced = entries.version(rows, request.space, request.key)
+        new = request.entries - bool(replaces) if request is not None else 0
+        if request is not None and (totals.quota is not None or totals.max_count is not None):
+            promised, many = reservations.reserved_in(rows, request.space, id) if totals.any_promised else (0, 0)
             if totals.quota is not None:
-                quota = totals.space + promised + want.size - replaced - totals.quota
+                quota = totals.space + promised + request.size - replaced - totals.quota
             if totals.max_count is not None:
                 count = totals.rows_here + many + new - totals.max_count
         if totals.max_entries is not None:
@@ -120,34 +119,36 @@ class Room:
         free = totals.budget - used
         return SpaceDeficit(quota, lacking, rows_over, totals.leaving, free, totals.budget, floor, totals.leftovers, count, totals.quota)
 
-    def fits(self, txn: Txn, want: SpaceRequest) -> bool:
-        """Whether ``want`` fits as things are. For what is written in this very transaction: its row is its reservation."""
-        short = self.short(txn, want)
+    def fits(self, txn: Txn, request: SpaceRequest) -> bool:
+        """Whether a request fits now. For what is written in the same transaction: its row is its reservation."""
+        short = self.short(txn, request)
         txn.leftovers |= short.leftovers
         return short.fits
 
-    def fit_together(self, txn: Txn, wants: Sequence[SpaceRequest]) -> bool:
-        """Whether all of them fit as things are: for several in one transaction. Of one space, else False: each is looked at by itself."""
-        first, others = wants[0], wants[1:]
+    def fit_together(self, txn: Txn, requests: Sequence[SpaceRequest]) -> bool:
+        """Whether several requests fit now, together, in one transaction. False if they are of several spaces."""
+        first, others = requests[0], requests[1:]
         short = self.short(txn, first)
         txn.leftovers |= short.leftovers
         return (
-            all(want.space == first.space for want in others)
-            and short.quota + sum(want.size - want.replaced for want in others) <= 0
-            and short.bytes + sum(self.charge(want.size) for want in others) <= 0
+            all(request.space == first.space for request in others)
+            and short.quota + sum(request.size - request.replaced for request in others) <= 0
+            and short.bytes + sum(self.charge(request.size) for request in others) <= 0
             and short.rows + len(others) <= 0
             and short.here + len(others) <= 0
         )
 
-    def has_ample(self, want: SpaceRequest) -> bool:
-        """Whether there seems to be room. Asked without the writer lock, so it may be wrong a moment later; for as long as that, what was
-        seen does for others too where there was room for many of them."""
+    def has_ample(self, request: SpaceRequest) -> bool:
+        """Whether there seems to be space. Takes no writer lock, so the answer may be wrong a moment later. Where there was space for many
+        such requests, the answer is reused for that moment."""
         space, until, seen = self._seen
-        ample = max(seen.quota + MANY * want.size, seen.bytes + MANY * self.charge(want.size), seen.rows + MANY, seen.here + MANY) <= 0
-        if space == want.space and time.monotonic() < until and ample:
+        ample = (
+            max(seen.quota + MANY * request.size, seen.bytes + MANY * self.charge(request.size), seen.rows + MANY, seen.here + MANY) <= 0
+        )
+        if space == request.space and time.monotonic() < until and ample:
             return True
-        seen = self.short(self._catalog, want)
-        self._seen = want.space, time.monotonic() + RECENT, seen
+        seen = self.short(self._catalog, request)
+        self._seen = request.space, time.monotonic() + RECENT, seen
         return seen.fits
 
 
@@ -155,17 +156,17 @@ log = logger("forebay.budget")
 
 AT_ONCE = 128
 PICKS = 3
-"""How often the coldest are picked anew before they are held to be all in use."""
+"""How often the coldest entries are picked again before all are taken to be in use."""
 FULL = 4
 PATIENCE = 10.0
 IN_VAIN = 0.25
-"""Seconds after a search for room in vain, in which another one is not worth its time to those who can do without."""
-_FOR_THE_JOURNAL = 1 << 20  # to evict takes room too
+"""Seconds after a search for space that failed in which callers that can do without do not search again."""
+_FOR_THE_JOURNAL = 1 << 20  # eviction takes space too
 
 
 @dataclass(slots=True)
 class _Reserving:
-    """The state of one call of `Budget.reserve`: what it dooms stays locked until its rows are deleted."""
+    """The state of one call of `Budget.reserve`. Its victims stay locked until their rows are deleted."""
 
     me: int
     id: int = 0
@@ -174,32 +175,32 @@ class _Reserving:
     picks: Counter[Scope] = field(default_factory=Counter)  # since the last victim of the scope
     pick: set[Scope] = field(default_factory=set)
     given: int = 0  # bytes of victims, while the disk was short
-    wanted: int = 0  # what the disk lacked at first
+    needed: int = 0  # what the disk lacked at first
     stuck: SpaceDeficit | None = None
     hopeless: bool = False
-    patient_until: float = 0.0
-    full: int = 0  # how often the disk was found full
+    wait_until: float = 0.0
+    full: int = 0  # how often the disk was full
     contended: bool = False  # whether others write into this space
-    tails: bool | None = None  # whether what stands empty behind dead writers of packs is to be given back; None: not looked yet
+    tails: bool | None = None  # whether segment tails of dead writers are to be reclaimed; None: not checked yet
 
 
 @dataclass(slots=True)
 class _Freed:
-    """What the victims of one transaction bring: bytes of the quota, bytes of the budget, entries."""
+    """What the victims of one transaction free: bytes of the quota, bytes of the budget, entries."""
 
     size: int = 0
     charge: int = 0
     count: int = 0
 
-    def add(self, cold: EvictionCandidate) -> None:
-        self.size, self.charge, self.count = self.size + cold.size, self.charge + cold.charge, self.count + 1
+    def add(self, candidate: EvictionCandidate) -> None:
+        self.size, self.charge, self.count = self.size + candidate.size, self.charge + candidate.charge, self.count + 1
 
     def meets(self, need: _Freed) -> bool:
         return self.size >= need.size and self.charge >= need.charge and self.count >= need.count
 
 
 class Budget:
-    """Room in one root. Callable from any thread; blocks only for the unlinking of what others doomed."""
+    """Space in one root. Callable from any thread; waits only until other processes have unlinked their victims."""
 
     def __init__(
         self, root: Root, catalog: Catalog, owners: Owners, eviction: Eviction, ranking: Ranking, words: waits.Words, counters: Counters,
@@ -214,28 +215,28 @@ class Budget:
 
     # -- reserving -------------------------------------------------------------------------------------------------
 
-    def reserve(self, want: SpaceRequest, *, patience: float = 0.0) -> Reservation:
-        """Room for ``want``, evicting what may go. Raises `NoSpace` where not enough may; for what is larger than the whole budget
-        nothing is evicted. ``patience``: seconds to wait for others of the space, whose writes can be evicted once they are done."""
-        return self._attempt(want, _Reserving(self._owners.me(), patient_until=time.monotonic() + patience))
+    def reserve(self, request: SpaceRequest, *, timeout: float = 0.0) -> Reservation:
+        """Reserve space, evicting entries where needed. Raises `NoSpace` if not enough can be evicted; a request larger than the whole
+        budget evicts nothing. ``timeout``: seconds to wait for other writes of the space, which can be evicted once they are done."""
+        return self._attempt(request, _Reserving(self._owners.me(), wait_until=time.monotonic() + timeout))
 
-    def check_lately(self, want: SpaceRequest) -> None:
-        """Raises `NoSpace` where a search for as much was in vain a moment ago, and there is no room now. A lease that another process let
-        go since is not noticed: for those who can do without."""
-        until, charge = self._in_vain.get(want.space, (0.0, 0))
-        if time.monotonic() < until and self.room.charge_of(want) >= charge:
-            short = self.room.short(self._catalog, want)
+    def check_lately(self, request: SpaceRequest) -> None:
+        """Raise `NoSpace` if a search for as much failed a moment ago and there is no space now. A lease that another process has released
+        since is not noticed: for callers that can do without."""
+        until, charge = self._in_vain.get(request.space, (0.0, 0))
+        if time.monotonic() < until and self.room.charge_of(request) >= charge:
+            short = self.room.short(self._catalog, request)
             if not short.fits:
-                raise self._no_space(want, short, hopeless=False)
+                raise self._no_space(request, short, hopeless=False)
 
     def resize(self, reservation: Reservation, size: int, *, charged: int = 0, entries: int = 1) -> Reservation:
-        """The same reservation with another size. Raises `NoSpace`: then it is as it was."""
+        """Change the size of a reservation. Raises `NoSpace`; then the reservation is unchanged."""
         r = reservation
-        want = SpaceRequest(r.space, r.key, r.keyhash, size, r.suffix, charged=charged, entries=entries)
-        return self._attempt(want, _Reserving(self._owners.me(), reservation.id))
+        request = SpaceRequest(r.space, r.key, r.keyhash, size, r.suffix, charged=charged, entries=entries)
+        return self._attempt(request, _Reserving(self._owners.me(), reservation.id))
 
     def cancel(self, id: int) -> None:
-        """Give a reservation back; where the catalog is busy, by the next call that makes room. Its files are gone already."""
+        """Give a reservation back, if the catalog is busy by the next call that makes space. Caller: has removed its files."""
         try:
             self._give_back(id)
         except errors.WriterBusy as error:
@@ -253,39 +254,39 @@ class Budget:
             reservations.delete(txn, one)
         txn.then = lambda: self._owed.difference_update(owed)
 
-    def split(self, txn: Txn, want: SpaceRequest) -> Reservation:
-        """A reservation of its own, out of a larger one that the caller makes smaller in the same transaction."""
-        return self._enter(txn, want, _Reserving(self._owners.me()), granted=True)
+    def split(self, txn: Txn, request: SpaceRequest) -> Reservation:
+        """A separate reservation out of a larger one that the caller shrinks in the same transaction."""
+        return self._enter(txn, request, _Reserving(self._owners.me()), granted=True)
 
     def tell(self) -> None:
-        """Bytes were given back: who waits for room looks again."""
+        """Wake the processes that wait for space: bytes were given back."""
         self._words.bump(SPACE_WORD)
 
     def make_room(self) -> bool:
-        """Evict until the root is within its limits: after one was lowered, or when another program filled the disk. False if what
-        is left is in use."""
+        """Evict until the root is within its limits, after one was lowered or another program filled the disk. False if the rest is in
+        use."""
         try:
             self._attempt(None, _Reserving(self._owners.me()))
         except errors.NoSpace:
             return False
         return True
 
-    def _attempt(self, want: SpaceRequest | None, attempt: _Reserving) -> Reservation:
+    def _attempt(self, request: SpaceRequest | None, attempt: _Reserving) -> Reservation:
         fresh = not attempt.id
         until = time.monotonic() + PATIENCE
         try:
             while True:
-                granted = self._turn(want, attempt)
+                granted = self._turn(request, attempt)
                 if granted is not None:
                     return granted
                 if attempt.stuck is not None:
-                    # A replacer that died left bytes that no live entry holds: they are as good as a victim's.
+                    # A process that died while it replaced an entry left bytes that no live entry holds: they can be freed like a victim's.
                     if attempt.hopeless or not (self._eviction.sweep() or self._others_write(attempt)):
-                        if want is not None:
-                            self._in_vain[want.space] = time.monotonic() + IN_VAIN, self.room.charge_of(want)
-                        raise self._no_space(want, attempt.stuck, attempt.hopeless)
+                        if request is not None:
+                            self._in_vain[request.space] = time.monotonic() + IN_VAIN, self.room.charge_of(request)
+                        raise self._no_space(request, attempt.stuck, attempt.hopeless)
                     attempt.stuck = None
-                    attempt.picks.clear()  # what others have published is new, and what a swept tree linked may go by now
+                    attempt.picks.clear()  # entries that others published are new, and files that a swept tree linked can be evicted now
                 self._unlink(attempt)
                 if attempt.tails:
                     self._tails.reclaim()
@@ -297,8 +298,8 @@ class Budget:
         finally:
             self._let_go(attempt)
 
-    def _turn(self, want: SpaceRequest | None, attempt: _Reserving) -> Reservation | None:
-        """One transaction: delete what was unlinked, then grant, or doom what has to go."""
+    def _turn(self, request: SpaceRequest | None, attempt: _Reserving) -> Reservation | None:
+        """One transaction: delete the rows of unlinked victims, then grant the request, or doom more victims."""
         for scope in attempt.pick:
             self._ranking.pick(scope)
             attempt.picks[scope] += 1
@@ -320,17 +321,17 @@ class Budget:
                 self._eviction.delete(txn, attempt.doomed)
                 for partial in attempt.partials:
                     reservations.delete(txn, partial.id)
-                short = self.room.short(txn, want, attempt.id)
+                short = self.room.short(txn, request, attempt.id)
                 if not short.fits and self._owners.reap(txn):
-                    short = self.room.short(txn, want, attempt.id)
+                    short = self.room.short(txn, request, attempt.id)
                 if short.fits:
-                    return self._grant(txn, want, attempt)
-                if not self._enter_pending(txn, want, attempt, short):
+                    return self._grant(txn, request, attempt)
+                if not self._enter_pending(txn, request, attempt, short):
                     return None
                 attempt.tails = attempt.tails is None and self._tails.any_left(txn)
                 if not attempt.tails:
-                    self._find_room(txn, want, attempt, short, doomed, partials)
-                    attempt.contended = want is not None and reservations.any_others(txn, want.space, attempt.id)
+                    self._find_room(txn, request, attempt, short, doomed, partials)
+                    attempt.contended = request is not None and reservations.any_others(txn, request.space, attempt.id)
         except DiskFull as error:
             self._eviction.release(doomed)
             doomed = []
@@ -344,37 +345,37 @@ class Budget:
             self._counters.add(EVICTIONS, len(doomed))
         return None
 
-    def _grant(self, txn: Txn, want: SpaceRequest | None, attempt: _Reserving) -> Reservation:
-        if want is None:
+    def _grant(self, txn: Txn, request: SpaceRequest | None, attempt: _Reserving) -> Reservation:
+        if request is None:
             return _NOTHING
         if not attempt.id:
-            return self._enter(txn, want, attempt, granted=True)
-        reservations.set_size(txn, attempt.id, want.size, self.room.charge_of(want), True, want.entries)
-        found = reservations.by_id(txn, attempt.id)
-        if found is None:
-            raise errors.CacheFault(f"the reservation of {want.key!r} is gone: the catalog was made anew meanwhile")
-        return found
+            return self._enter(txn, request, attempt, granted=True)
+        reservations.set_size(txn, attempt.id, request.size, self.room.charge_of(request), True, request.entries)
+        reservation = reservations.by_id(txn, attempt.id)
+        if reservation is None:
+            raise errors.CacheFault(f"the reservation of {request.key!r} is gone: the catalog was made anew meanwhile")
+        return reservation
 
-    def _enter(self, txn: Txn, want: SpaceRequest, attempt: _Reserving, *, granted: bool) -> Reservation:
-        attempt.id, charge = txn.take("next_id"), self.room.charge_of(want)
+    def _enter(self, txn: Txn, request: SpaceRequest, attempt: _Reserving, *, granted: bool) -> Reservation:
+        attempt.id, charge = txn.take("next_id"), self.room.charge_of(request)
         row = Reservation(
-            attempt.id, attempt.me, want.space, want.key, want.keyhash, granted, want.size, charge, want.suffix, time.time(),
-            want.entries,
+            attempt.id, attempt.me, request.space, request.key, request.keyhash, granted, request.size, charge, request.suffix, time.time(),
+            request.entries,
         )  # fmt: skip
         reservations.insert(txn, row)
         return row
 
-    def _enter_pending(self, txn: Txn, want: SpaceRequest | None, attempt: _Reserving, short: SpaceDeficit) -> bool:
-        """Let others count what is wanted. False, and stuck, if it could not fit into an empty root either."""
-        if want is None:
+    def _enter_pending(self, txn: Txn, request: SpaceRequest | None, attempt: _Reserving, short: SpaceDeficit) -> bool:
+        """Let other processes count the request. False, and stuck, if it would not even fit into an empty root."""
+        if request is None:
             return True
-        limits = spaces.totals(txn, space=want.space)
-        quota = limits.quota if limits.quota is not None else want.size
-        if self.room.charge_of(want) > limits.budget or want.size > quota or 0 in (limits.max_entries, limits.max_count):
+        limits = spaces.totals(txn, space=request.space)
+        quota = limits.quota if limits.quota is not None else request.size
+        if self.room.charge_of(request) > limits.budget or request.size > quota or 0 in (limits.max_entries, limits.max_count):
             attempt.stuck, attempt.hopeless = short, True
             return False
         if not attempt.id:
-            self._enter(txn, want, attempt, granted=False)
+            self._enter(txn, request, attempt, granted=False)
         return True
 
     # -- victims ---------------------------------------------------------------------------------------------------
@@ -382,34 +383,34 @@ class Budget:
     def _find_room(
         self,
         txn: Txn,
-        want: SpaceRequest | None,
+        request: SpaceRequest | None,
         attempt: _Reserving,
         short: SpaceDeficit,
         doomed: list[EvictionVictim],
         partials: list[Reservation],
     ) -> None:
-        """Choose who goes: for a quota the space's own, for the root the coldest of all, after what dead fetches left."""
-        space = spaces.by_id(txn, want.space) if want else None
+        """Choose victims: for a quota the entries of the space, for the root the coldest of all, after partials of dead fetches."""
+        space = spaces.by_id(txn, request.space) if request else None
         evicts_own = space is None or Policy.parse(space.policy).evicts_own
         freed = _Freed()
         if (short.quota > 0 or short.here > 0) and space is not None:
             need = _Freed(size=short.quota, count=short.here)
             self._take_partials(txn, need, freed, partials, only=space.id)
             if evicts_own:
-                self._doom(txn, Scope(only=space.id), want, attempt, freed, doomed, need)
+                self._doom(txn, Scope(only=space.id), request, attempt, freed, doomed, need)
             if not freed.meets(need):
                 self._stuck_unless(bool(doomed or partials), attempt, short)
                 return
         lacking = short.bytes - short.leaving
         if 0 < short.disk == short.bytes:
-            # The disk may get nothing back from a victim: another process has it mapped. Then more victims would not help either.
-            attempt.wanted = attempt.wanted or lacking + _FOR_THE_JOURNAL
-            if attempt.given >= attempt.wanted:
+            # Evicting an entry that another process has mapped frees no disk space; then more victims would not help either.
+            attempt.needed = attempt.needed or lacking + _FOR_THE_JOURNAL
+            if attempt.given >= attempt.needed:
                 attempt.stuck = short
                 return
         self._take_partials(txn, _Freed(charge=lacking, count=short.rows), freed, partials)
         scope = Scope() if evicts_own or space is None else Scope(but=space.id)
-        self._doom(txn, scope, want, attempt, freed, doomed, _Freed(charge=lacking, count=short.rows))
+        self._doom(txn, scope, request, attempt, freed, doomed, _Freed(charge=lacking, count=short.rows))
         attempt.given += freed.charge
         if freed.charge < lacking or freed.count < short.rows:
             self._stuck_unless(bool(doomed or partials) or short.leaving > 0, attempt, short)
@@ -422,7 +423,7 @@ class Budget:
         self,
         txn: Txn,
         scope: Scope,
-        want: SpaceRequest | None,
+        request: SpaceRequest | None,
         attempt: _Reserving,
         freed: _Freed,
         doomed: list[EvictionVictim],
@@ -431,11 +432,11 @@ class Budget:
         left = AT_ONCE
         while left > 0 and not freed.meets(need):
             locked, planned = [], replace(freed)
-            # Where all that is there is read all the time, each tick has changed since it was picked: then nearly the coldest will do.
-            for cold in self._ranking.coldest(scope, exact=attempt.picks[scope] < PICKS):
-                if (want is None or cold.id != want.replaces) and self._eviction.lock(cold.id):
-                    locked.append(cold)
-                    planned.add(cold)
+            # Where all entries are read all the time, each was used since it was picked: then nearly the coldest will do.
+            for candidate in self._ranking.coldest(scope, exact=attempt.picks[scope] < PICKS):
+                if (request is None or candidate.id != request.replaces) and self._eviction.lock(candidate.id):
+                    locked.append(candidate)
+                    planned.add(candidate)
                     if planned.meets(need) or len(locked) >= left:
                         break
             if not locked:
@@ -443,15 +444,17 @@ class Budget:
                     attempt.pick.add(scope)
                 return
             left -= len(locked)
-            for cold in self._eviction.doom_many(txn, locked):
+            for victim in self._eviction.doom_many(txn, locked):
                 attempt.picks[scope] = 0
-                doomed.append(EvictionVictim(cold.id, cold.kind, cold.suffix))
-                freed.add(cold)
+                doomed.append(EvictionVictim(victim.id, victim.kind, victim.suffix))
+                freed.add(victim)
 
     def _take_partials(
         self, txn: Txn, need: _Freed, freed: _Freed, partials: list[Reservation], *, only: int | None = None
     ) -> None:  # fmt: skip
-        """What dead fetches left, oldest first, each under its key's lock: its successor may be at work. ``only``: of this space."""
+        """Take partials of dead fetches, oldest first, each under its key's lock, since a successor may be working on it.
+
+        ``only``: of this space."""
         for partial in reservations.abandoned(txn):
             if freed.meets(need):
                 break
@@ -461,7 +464,7 @@ class Budget:
 
     def _unlink(self, attempt: _Reserving) -> None:
         self._eviction.unlink(attempt.doomed)
-        if attempt.wanted:
+        if attempt.needed:
             self._memo.drop_dead()  # what this process has mapped of victims
         for partial in attempt.partials:
             stages.remove_partial(self._root, partial.keyhash, partial.id)
@@ -476,7 +479,7 @@ class Budget:
         attempt.doomed, attempt.partials = [], []
 
     def _withdraw(self, attempt: _Reserving, fresh: bool) -> None:
-        """Leave nothing pending behind; a reservation that was to grow stays as it was. Raises nothing: the caller has an error already."""
+        """Leave nothing pending; a reservation that was to grow stays unchanged. Raises nothing: the caller has an error already."""
         if fresh and attempt.id:
             try:
                 self._give_back(attempt.id)
@@ -484,7 +487,7 @@ class Budget:
                 log.info("%s: the reservation %x is given back later: %s", self._root.path, attempt.id, str(error))
 
     def _wait_for_others(self, until: float) -> None:
-        """Others are unlinking what we need. If they died meanwhile, the sweep goes on from there."""
+        """Wait for other processes to unlink their victims. If they died meanwhile, the sweep finishes their work."""
         self._eviction.sweep()
         left = until - time.monotonic()
         if left <= 0:
@@ -492,39 +495,40 @@ class Budget:
         self._words.sleep(SPACE_WORD, min(left, 0.02))
 
     def _others_write(self, attempt: _Reserving) -> bool:
-        """Whether others hold room of this space for what they write now, and there is patience; then some time has passed."""
-        if not attempt.contended or time.monotonic() >= attempt.patient_until:
+        """Whether others hold space for writes in progress, and there is time to wait for them; then some time has passed."""
+        if not attempt.contended or time.monotonic() >= attempt.wait_until:
             return False
         self._words.sleep(SPACE_WORD, 0.02)
         return True
 
-    def _no_space(self, want: SpaceRequest | None, short: SpaceDeficit, hopeless: bool) -> errors.NoSpace:
-        if want is None:
+    def _no_space(self, request: SpaceRequest | None, short: SpaceDeficit, hopeless: bool) -> errors.NoSpace:
+        if request is None:
             return errors.NoSpace.of("what is there", short.bytes, 0, short.budget)
         if (short.rows > 0 or short.here > 0) and short.bytes <= 0 and short.quota <= 0:
             limit = "max_entries" if short.rows > 0 else "max_count of the space"
-            said = f"no room for {want.key!r}: there are {limit} already: raise it, or see `forebay ls --leased`"
-            return errors.NoSpace(said, key=want.key, need=want.size, free=short.free, budget=short.budget, hopeless=hopeless)
+            message = f"no room for {request.key!r}: there are {limit} already: raise it, or see `forebay ls --leased`"
+            return errors.NoSpace(message, key=request.key, need=request.size, free=short.free, budget=short.budget, hopeless=hopeless)
         if short.quota > 0 and short.of_space is not None:
             todo = "it can never be kept: raise the quota" if hopeless else "raise the quota, or remove what is pinned or in use"
-            free = min(short.of_space, want.size - short.quota)
-            return errors.NoSpace.of(want.key, want.size, free, short.of_space, todo, hopeless=hopeless, limit="quota")
-        charge = self.room.charge_of(want)
+            free = min(short.of_space, request.size - short.quota)
+            return errors.NoSpace.of(request.key, request.size, free, short.of_space, todo, hopeless=hopeless, limit="quota")
+        charge = self.room.charge_of(request)
         if hopeless:
             todo = "it can never be kept: raise the budget or the quota"
-            return errors.NoSpace.of(want.key, want.size, short.free, short.budget, todo, hopeless=True, charge=charge)
+            return errors.NoSpace.of(request.key, request.size, short.free, short.budget, todo, hopeless=True, charge=charge)
         if short.disk > 0:
-            free, todo = max(0, min(short.free, want.size - short.disk)), "the disk is full: free some of it, or lower min_free"
-            return errors.NoSpace.of(want.key, want.size, free, short.budget, todo, limit="disk")
-        return errors.NoSpace.of(want.key, want.size, short.free, short.budget, charge=charge)
+            free, todo = max(0, min(short.free, request.size - short.disk)), "the disk is full: free some of it, or lower min_free"
+            return errors.NoSpace.of(request.key, request.size, free, short.budget, todo, limit="disk")
+        return errors.NoSpace.of(request.key, request.size, short.free, short.budget, charge=charge)
 
-    def wait_for_room(self, want: SpaceRequest, timeout: float | None) -> None:
-        """Until ``want`` may fit: somebody removed something, or let a lease go. Caller: holds no lock. Raises `WaitTimeout`, or `NoSpace`
-        for what can never fit."""
+    def wait_for_room(self, request: SpaceRequest, timeout: float | None) -> None:
+        """Wait until a request may fit: an entry was removed, or a lease released. Caller: holds no lock.
+
+        Raises `WaitTimeout`, or `NoSpace` for what can never fit."""
 
         def attempt() -> bool | None:
             try:
-                self.cancel(self.reserve(want).id)
+                self.cancel(self.reserve(request).id)
             except errors.NoSpace as error:
                 if error.hopeless:
                     raise
@@ -535,7 +539,7 @@ class Budget:
             attempt,
             self._words,
             SPACE_WORD,
-            what=lambda: (f"room for {want.key!r} ({want.size:,} bytes)", "leases"),
+            what=lambda: (f"room for {request.key!r} ({request.size:,} bytes)", "leases"),
             timeout=timeout,
         )
 

@@ -1,13 +1,13 @@
-"""How an entry leaves: exclusive lock, doom, unlink, delete. And the sweep that ends what others left half done.
+"""How an entry is evicted: exclusive lock, doom, unlink, delete. And the sweep that finishes what other processes left half done.
 
     lock        nobody has a lease, and nobody gets one
-    doom        the slot is emptied, the row marked, commit      a crash before: the row is live, its slot heals at the next look
-    unlink      the files go                                     a crash before or after: the next writer goes on from here
+    doom        the slot is emptied, the row marked, commit      a crash before: the row is live, its slot is restored at the next lookup
+    unlink      the files go                                     a crash before or after: the next writer continues from here
     delete      the row goes, commit: only now slot and bytes are free
     unlock
 
-The slot is emptied under the writer lock and before the commit: a process that empties it later than its commit, and pauses in
-between, would empty the slot of the next entry that lives there.
+The slot is emptied under the writer lock and before the commit: a process that emptied it after its commit, and paused in between,
+would empty the slot of the next entry that uses it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LISTED_AT_ONCE = 2048
 
 @dataclass(frozen=True, slots=True)
 class EvictionVictim:
-    """An entry that is being removed. Who has this object holds its exclusive lock."""
+    """An entry that is being removed. The thread that has this object holds the entry's exclusive lock."""
 
     id: int
     kind: str
@@ -43,14 +43,14 @@ class EvictionVictim:
 
 
 class Eviction:
-    """Removes entries of one root. Its methods are the steps; `remove` and `sweep` are the whole way."""
+    """Removes entries of one root: `remove` and `sweep` take all steps, the other methods one each. Callable from any thread."""
 
     def __init__(self, root: Root, catalog: Catalog, slots: Slots, leases: Leases, words: waits.Words) -> None:
         self._root, self._catalog, self._slots, self._leases, self._words = root, catalog, slots, leases, words
         self._held_after = 0
 
     def lock(self, id: int) -> bool:
-        """The exclusive right to remove an entry. False if it is leased."""
+        """Take the exclusive right to remove an entry. False if it is leased."""
         return self._leases.try_evict(id)
 
     def doom(self, txn: Txn, id: int, slot: int) -> bool:
@@ -64,27 +64,26 @@ class Eviction:
         return True
 
     def doom_many(self, txn: Txn, locked: Sequence[EvictionCandidate]) -> list[EvictionCandidate]:
-        """`doom`, for several whose exclusive lock the caller has taken: those that are doomed. The others' locks are let go."""
+        """`doom` of several entries that the caller has locked; returns those that are doomed, and releases the other locks."""
         try:
-            ids = entries.doom_many(txn, [cold.id for cold in locked])
+            ids = entries.doom_many(txn, [candidate.id for candidate in locked])
         except BaseException:
-            for cold in locked:
-                self._leases.evicted(cold.id)
+            for candidate in locked:
+                self._leases.evicted(candidate.id)
             raise
-        gone = [cold for cold in locked if cold.id in ids]
-        for cold in locked:
-            if cold.id in ids:
-                self._slots.clear(cold.slot, cold.id)
+        for candidate in locked:
+            if candidate.id in ids:
+                self._slots.clear(candidate.slot, candidate.id)
             else:
-                self._leases.evicted(cold.id)
-        return gone
+                self._leases.evicted(candidate.id)
+        return [candidate for candidate in locked if candidate.id in ids]
 
     def unlink(self, doomed: Iterable[EvictionVictim]) -> None:
-        """The files go. Under no lock but the entries' own."""
+        """Remove the files, under no lock but those of the entries."""
         for one in doomed:
             if one.kind == "blob":
                 if not blobs.remove_blob(self._root, one.id, one.suffix):
-                    blobs.remove_whatever_suffix(self._root, one.id)  # of a row that was set aside, whose suffix was not believed
+                    blobs.remove_whatever_suffix(self._root, one.id)  # of a row that was set aside, whose suffix cannot be trusted
             elif one.kind == "tree":
                 trees.remove(self._root, one.id)
             elif one.kind == "pack":
@@ -94,35 +93,35 @@ class Eviction:
         entries.delete_many(txn, [(one.id, one.kind) for one in doomed])
 
     def release(self, doomed: Sequence[EvictionVictim]) -> None:
-        """After the commit of `delete`, or of a `doom` that came to nothing."""
+        """Release the locks, after the commit of `delete` or a `doom` that was rolled back."""
         for one in doomed:
             self._leases.evicted(one.id)
         if doomed:
-            self.tell()
+            self.notify()
 
-    def tell(self) -> None:
-        """Entries are gone: memos let go of them, and who waits for room looks again."""
+    def notify(self) -> None:
+        """Let all processes know that entries are gone: memos forget them, and waits for space are tried again."""
         self._slots.bump_evictions()
         self._words.bump(SPACE_WORD)
 
     def drop_value(self, txn: Txn, id: int, slot: int) -> bool:
-        """`doom` and `delete` in one for a small value: no file has to go in between. False if it is leased or gone."""
+        """`doom` and `delete` in one step for a small value, which has no file. False if it is leased or gone."""
         with self._leases.evicting(id) as free:
             if not free or not entries.drop_value(txn, id):
                 return False
-            self._slots.clear(slot, id)  # P1 locks, and looks at the slot / P2 drops it: P1 has its lease before, or finds it empty
+            self._slots.clear(slot, id)  # P1 locks and reads the slot / P2 drops it: P1 has its lease before, or finds the slot empty
             return True
 
-    def remove(self, wanted: Sequence[tuple[int, int, EvictionVictim]]) -> list[EvictionVictim]:
-        """Remove these entries, given as (id, slot, what it has on the disk); gives those that went."""
+    def remove(self, rows: Sequence[tuple[int, int, EvictionVictim]]) -> list[EvictionVictim]:
+        """Remove these entries, given as (id, slot, victim); returns those that were removed."""
         doomed: list[EvictionVictim] = []
 
         def doom(txn: Txn) -> None:
-            self.release(doomed)  # of a first attempt that was rolled back
+            self.release(doomed)  # after a first attempt that was rolled back
             doomed[:] = []
-            for id, slot, what in wanted:
+            for id, slot, victim in rows:
                 if self.doom(txn, id, slot):
-                    doomed.append(what)
+                    doomed.append(victim)
 
         try:
             self._catalog.insist(doom)
@@ -132,14 +131,14 @@ class Eviction:
         return doomed
 
     def sweep(self) -> int:
-        """Finish what evictors that died, replacers, and the last holders of held entries left; gives how many entries went."""
-        gone = 0
+        """Finish what processes left that died while they evicted, replaced or held entries; returns how many entries were removed."""
+        removed = 0
         for _ in range(TURNS):
-            went = self._sweep()
-            gone += len(went)
-            if len(went) < HELD_A_TURN and all(one.kind != "tree" for one in went):  # a tree that goes frees files that were replaced
+            victims = self._sweep()
+            removed += len(victims)
+            if len(victims) < HELD_A_TURN and all(victim.kind != "tree" for victim in victims):  # a removed tree frees replaced files
                 break
-        return gone
+        return removed
 
     def _sweep(self) -> list[EvictionVictim]:
         self._leases.drain()
@@ -158,7 +157,7 @@ class Eviction:
         return going
 
     def _still_leaving(self, txn: Txn, id: int, slot: int) -> bool:
-        # Another sweeper may have deleted the row, and its slot be a successor's, between our look and our lock.
+        # Another process may have deleted the row between our look and our lock, and a new entry may have its slot.
         if not (entries.doom(txn, id) or entries.is_doomed(txn, id)):
             return False
         self._slots.clear(slot, id)
@@ -176,16 +175,16 @@ class Eviction:
         self._catalog.insist(lambda txn: self.delete(txn, doomed))
 
     def remove_orphans(self) -> int:
-        """Remove blobs and trees without a row: after a rebuilt catalog, or a crash of the machine. Never from under a lease.
+        """Remove blobs and trees without a row, which a rebuilt catalog or a crash of the machine leaves; returns how many.
 
-        One listing of names. A file that is being published has a reservation; it is no orphan."""
+        Leased files stay. A file that is being published has a reservation, so it is no orphan."""
         removed = 0
-        found = chain(
+        files = chain(
             ((id, EvictionVictim(id, "blob", path.name.removeprefix(f"{id:016x}"))) for id, path in blobs.list_blobs(self._root)),
             ((id, EvictionVictim(id, "tree", "")) for id in trees.list_trees(self._root)),
             ((id, EvictionVictim(id, "pack", "")) for id in pack_files.list_packs(self._root)),
         )
-        while some := list(islice(found, _LISTED_AT_ONCE)):
+        while some := list(islice(files, _LISTED_AT_ONCE)):
             unnamed = entries.unnamed(self._catalog, [(id, what.kind, what.suffix) for id, what in some])
             removed += sum(self._remove_orphan(id, what) for id, what in some if (id, what.kind, what.suffix) in unnamed)
         return removed
@@ -194,15 +193,15 @@ class Eviction:
         if entries.is_known(self._catalog, id):
             return self._remove_beside(id, what)
         with self._leases.evicting(id) as free, self._catalog.writer():
-            # Listed before its row was committed, and published since: look again, now that nobody else may touch it. A small file lies
-            # under its name before its row is committed, but for the writer's lock.
+            # It may have been published since it was listed: look again, now that nobody else may touch it. A small file has its name
+            # before its row is committed, but only while the writer's lock is held.
             if not free or entries.is_known(self._catalog, id):
                 return False
             self.unlink([what])
             return True
 
     def _remove_beside(self, id: int, what: EvictionVictim) -> bool:
-        """What has the id of an entry and is not its file: nobody has a lease on that."""
+        """Remove a file that has the id of an entry and is not its file; nobody can have a lease on it."""
         with self._catalog.writer():
             if not entries.unnamed(self._catalog, [(id, what.kind, what.suffix)]):
                 return False

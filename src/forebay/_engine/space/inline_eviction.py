@@ -1,7 +1,7 @@
-"""A small value in the place of the coldest small values: all in one transaction, since these have no files that must go in between.
+"""Evicts the coldest small values for a new one in a single transaction, since they have no files to be unlinked in between.
 
-Anything less plain goes the long way of `budget`: a quota and the budget at once, a full disk, a coldest entry that is a file, what
-dead fetches left.
+Any other case takes the long way of `budget`: a quota and the budget at once, a full disk, a coldest entry that is a file, partials
+of dead fetches.
 """
 
 from __future__ import annotations
@@ -15,55 +15,55 @@ from forebay._model import Policy
 
 AT_ONCE = 64
 AHEAD = 8
-"""Room is made for so many values of this size, so that not every put has to look for some; at most `PART` of the budget."""
+"""Space is made for so many values of this size, so that not every put has to search; at most one `PART` of the budget."""
 PART = 256
 _ALL = Scope()
 
 
 class InlineEviction:
-    """The short way to room for a small value."""
+    """The short way to space for a small value. Callable from any thread that is inside a transaction."""
 
     def __init__(self, budget: Budget, eviction: Eviction, ranking: Ranking, counters: Counters) -> None:
         self._budget, self._eviction, self._ranking, self._counters = budget, eviction, ranking, counters
 
-    def make_room(self, txn: Txn, want: SpaceRequest) -> tuple[bool, int]:
-        """Whether ``want`` fits now, and how many went for it. Caller: calls `tell` after the commit."""
-        short = self._budget.room.short(txn, want)
+    def make_room(self, txn: Txn, request: SpaceRequest) -> tuple[bool, int]:
+        """Whether a request fits now, and how many values were evicted for it. Caller: calls `notify` after the commit."""
+        short = self._budget.room.short(txn, request)
         txn.leftovers |= short.leftovers
-        if short.fits or not self._is_plain(txn, want, short):
+        if short.fits or not self._is_plain(txn, request, short):
             return short.fits, 0
         of_space = short.quota > 0 or short.here > 0
-        scope = Scope(only=want.space) if of_space else _ALL
-        lacking, count = (short.quota, short.here) if of_space else (short.bytes + self._ahead(want, short), short.rows)
-        gone = 0
+        scope = Scope(only=request.space) if of_space else _ALL
+        lacking, count = (short.quota, short.here) if of_space else (short.bytes + self._ahead(request, short), short.rows)
+        evicted = 0
         for _ in range(AT_ONCE):
             if lacking <= 0 and count <= 0:
                 break
-            cold = next(self._ranking.coldest(scope), None)
-            if cold is None:
+            candidate = next(self._ranking.coldest(scope), None)
+            if candidate is None:
                 break
-            if cold.kind != "value":
-                self._ranking.give_back(scope, cold)
+            if candidate.kind != "value":
+                self._ranking.give_back(scope, candidate)
                 break
-            if cold.id != want.replaces and self._eviction.drop_value(txn, cold.id, cold.slot):
-                lacking, count, gone = lacking - (cold.size if of_space else cold.charge), count - 1, gone + 1
-        return self._budget.room.fits(txn, want), gone
+            if candidate.id != request.replaces and self._eviction.drop_value(txn, candidate.id, candidate.slot):
+                lacking, count, evicted = lacking - (candidate.size if of_space else candidate.charge), count - 1, evicted + 1
+        return self._budget.room.fits(txn, request), evicted
 
-    def _ahead(self, want: SpaceRequest, short: SpaceDeficit) -> int:
-        """Of a space's own quota nothing is given up ahead: it holds exactly what fits."""
-        return min((AHEAD - 1) * self._budget.room.charge(want.size, inline=True), short.budget // PART)
+    def _ahead(self, request: SpaceRequest, short: SpaceDeficit) -> int:
+        """Bytes to free in advance; none of a quota, which is to hold exactly what fits."""
+        return min((AHEAD - 1) * self._budget.room.charge(request.size, inline=True), short.budget // PART)
 
-    def _is_plain(self, txn: Txn, want: SpaceRequest, short: SpaceDeficit) -> bool:
-        quota = want.size if short.of_space is None else short.of_space
-        large = self._budget.room.charge(want.size, inline=True) > short.budget or want.size > quota
+    def _is_plain(self, txn: Txn, request: SpaceRequest, short: SpaceDeficit) -> bool:
+        quota = request.size if short.of_space is None else short.of_space
+        large = self._budget.room.charge(request.size, inline=True) > short.budget or request.size > quota
         both = max(short.quota, short.here) > 0 and max(short.bytes, short.rows) > 0
         if large or both or max(short.disk, short.leaving) > 0:
             return False
-        space = spaces.by_id(txn, want.space)
+        space = spaces.by_id(txn, request.space)
         return space is not None and Policy.parse(space.policy).evicts_own and not reservations.abandoned(txn)
 
-    def tell(self, gone: int) -> None:
-        """Let all processes know that so many are gone."""
-        if gone:
-            self._counters.add(EVICTIONS, gone)
-            self._eviction.tell()
+    def notify(self, evicted: int) -> None:
+        """Count the evicted values, and let all processes know."""
+        if evicted:
+            self._counters.add(EVICTIONS, evicted)
+            self._eviction.notify()

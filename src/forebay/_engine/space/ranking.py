@@ -1,13 +1,13 @@
 """The coldest entries, found without reading the catalog and without a long writer lock.
 
-The table of slots says when each entry was last used, and of which space it is. It is looked at in *stripes*, each an even sample of the
-whole table: the first tells about where the coldest end, the others add what is colder than that. When all stripes were looked at,
-what was found is every entry up to that time, coldest first: exact, since times only grow, so that whatever was touched or came
-after its stripe was looked at is warmer. A victim is taken only while its time is what it was. What the table does not say (pins,
-links, sizes) is asked of the catalog, by id, for some at a time.
+The table of slots says when each entry was last used, and to which space it belongs. It is scanned in *stripes*, each an even sample of
+the whole table: the first tells about where the coldest end, the others add the entries that are colder than that. After all stripes the
+result holds every entry up to that time, coldest first. It is exact, since times only grow: an entry that was used or created after its
+stripe was scanned is warmer. A victim is taken only while its time has not changed. What the table does not say (pins, links, sizes) is
+read from the catalog, by id, for some entries at a time.
 
-Each call looks at a few stripes at most. In a root of more entries than `AT_ONCE` stripes hold, a process has its first victims from a
-sample: they are among the coldest hundredth, and exact once all stripes were looked at.
+Each call scans a few stripes at most. In a root with more entries than `AT_ONCE` stripes hold, a process takes its first victims from a
+sample: they are among the coldest hundredth, and exact once all stripes were scanned.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from forebay._engine.catalog.transactions import next_slot
 from forebay._engine.index.slots import Slots
 
 PICKED = 4096
-"""About so many are found in one look at the whole table."""
+"""About so many candidates are picked in one scan of the whole table."""
 STRIPE = 8192
 AT_ONCE = 8
 LOOK_EVERY = 16
-"""A stripe is looked at for so many victims."""
+"""One more stripe is scanned for so many victims."""
 _SAMPLE = 64  # so many at least say where the coldest end
 _ROWS, _ROWS_UNLOCKED = 64, 1024  # asked of the catalog at a time: inside a transaction, and under no lock
 SPARED_FOR = 60.0
-"""Seconds for which what was seen to be pinned or linked is passed by unread, while anything else may go."""
+"""Seconds for which entries that were pinned or linked are skipped unread, while any other can be evicted."""
 _IN_VAIN = 8  # times in a row: all were pinned or linked; `pick` goes on, under no lock
 _PATROL = 1024
 
 
 class Scope(NamedTuple):
-    """Whose entries: those of one space, or all ``but`` those of one."""
+    """The entries of one space, or all ``but`` those of one."""
 
     only: int | None = None
     but: int | None = None
 
     def may_have(self, space: int) -> bool:
-        """``space`` 0: the table does not know."""
+        """Whether an entry of ``space`` may belong to it; 0: the table does not know the space."""
         return space == 0 or (space != self.but and self.only in (None, space))
 
 
@@ -61,21 +61,21 @@ class EvictionCandidate(NamedTuple):
 
 
 class _TableLook:
-    """One look at the whole table, stripe by stripe."""
+    """One scan of the whole table, stripe by stripe."""
 
-    def __init__(self, slots: Slots, scope: Scope, top: int, wanted: int, spared: dict[int, int]) -> None:
-        self._slots, self._scope, self._top, self._wanted, self._spared = slots, scope, top, wanted, spared
+    def __init__(self, slots: Slots, scope: Scope, top: int, count: int, spared: dict[int, int]) -> None:
+        self._slots, self._scope, self._top, self._count, self._spared = slots, scope, top, count, spared
         self._stripes, self._next, self._now = max(1, -(-top // STRIPE)), 0, slots.clock.now()
         self._limit: int | None = None
         self.cold: list[tuple[int, int, int]] = []  # used, slot, id
 
     @property
     def left(self) -> int:
-        """Stripes that are yet to be looked at."""
+        """The number of stripes that are not scanned yet."""
         return self._stripes - self._next
 
     def go_on(self) -> None:
-        """Look at one more stripe."""
+        """Scan one more stripe."""
         limit = self._limit
         for stripe, ticks in self._slots.stripe(self._next, self._stripes, self._top):
             for slot, used in zip(stripe, ticks, strict=True):
@@ -84,9 +84,9 @@ class _TableLook:
                     if id and self._spared.get(slot) != id and self._scope.may_have(self._slots.space(slot)):
                         self.cold.append((self._slots.used(slot), slot, id))
         self._next += 1
-        share = -(-self._wanted * self._next // self._stripes)  # of what is wanted in the end, by now
+        share = -(-self._count * self._next // self._stripes)  # of the final count, by now
         if not self.left or len(self.cold) > max(_SAMPLE, 4 * share):
-            self._cut(max(_SAMPLE, 2 * share) if self.left else 2 * self._wanted)
+            self._cut(max(_SAMPLE, 2 * share) if self.left else 2 * self._count)
 
     def _cut(self, count: int) -> None:
         self.cold = heapq.nsmallest(count, self.cold)
@@ -94,7 +94,7 @@ class _TableLook:
 
 
 class _Picked:
-    """What is known of one scope."""
+    """The candidates of one scope."""
 
     def __init__(self) -> None:
         self.cold: deque[tuple[int, int, int]] = deque()
@@ -106,7 +106,7 @@ class _Picked:
 
 
 class Ranking:
-    """What this process knows of the coldest entries of a root. Callable from any thread."""
+    """The coldest entries of a root, as this process knows them. Callable from any thread."""
 
     def __init__(self, catalog: Catalog, slots: Slots) -> None:
         self._catalog, self._slots = catalog, slots
@@ -124,7 +124,7 @@ class Ranking:
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def pick(self, scope: Scope) -> None:
-        """Find some of the coldest that may go, if there are any. Caller: holds no lock."""
+        """Pick some of the coldest entries that can be evicted, if there are any. Caller: holds no lock."""
         picked = self._of(scope)
         with self._looking:
             if time.monotonic() >= picked.spared_until:
@@ -138,7 +138,7 @@ class Ranking:
             self._patrol(scope, picked, at_most=1 << 40)
 
     def forget_spared(self) -> None:
-        """Something was unpinned: what was passed by is looked at again."""
+        """Look again at entries that were skipped, since one was unpinned."""
         for picked in list(self._picked.values()):
             self._forget(picked)
 
@@ -148,10 +148,10 @@ class Ranking:
             picked.spared_until = time.monotonic() + SPARED_FOR
 
     def _find(self, scope: Scope, picked: _Picked) -> None:
-        """Look until anything may go, or all was looked at. Caller: holds `_looking`."""
-        wanted = PICKED
+        """Scan until an entry can be evicted, or all were scanned. Caller: holds `_looking`."""
+        count = PICKED
         while True:
-            whole = self._go_on(scope, picked, AT_ONCE, wanted)
+            whole = self._go_on(scope, picked, AT_ONCE, count)
             with self._mutex:
                 if picked.look is not None and not picked.cold:
                     picked.cold = deque(sorted(picked.look.cold))  # of a sample
@@ -160,14 +160,14 @@ class Ranking:
                 self._read_rows(picked, _ROWS_UNLOCKED)
             if picked.ready or (whole and not any_left):
                 return
-            wanted *= 4  # all that it found is pinned or linked
+            count *= 4  # all that were picked are pinned or linked
 
-    def _go_on(self, scope: Scope, picked: _Picked, stripes: int, wanted: int) -> bool:
-        """Look at some more stripes; whether those were the last ones, and what was found is installed. Caller: holds `_looking`."""
+    def _go_on(self, scope: Scope, picked: _Picked, stripes: int, count: int) -> bool:
+        """Scan some more stripes. True if they were the last, and the result is installed. Caller: holds `_looking`."""
         if picked.look is None:
             top = next_slot(self._catalog)
-            wanted = max(wanted, 2 * LOOK_EVERY * top // STRIPE)  # enough until the next look is through
-            picked.look = _TableLook(self._slots, scope, top, wanted, picked.spared)
+            count = max(count, 2 * LOOK_EVERY * top // STRIPE)  # enough until the next scan is complete
+            picked.look = _TableLook(self._slots, scope, top, count, picked.spared)
         for _ in range(min(stripes, picked.look.left)):
             picked.look.go_on()
         if picked.look.left:
@@ -178,7 +178,7 @@ class Ranking:
         return True
 
     def _keep_up(self, scope: Scope, picked: _Picked) -> None:
-        """Look ahead as victims are taken, so that none ever has to be waited for. Waits for nobody."""
+        """Scan ahead as victims are taken, so that no caller has to wait for a scan. Never waits."""
         if picked.taken < LOOK_EVERY or (picked.look is None and len(picked.cold) > PICKED // 2):
             return
         if self._looking.acquire(blocking=False):
@@ -190,17 +190,17 @@ class Ranking:
                 self._looking.release()
 
     def _read_rows(self, picked: _Picked, count: int = _ROWS) -> None:
-        """Ask the catalog what some of those that were found are."""
+        """Read the rows of some of the picked entries from the catalog."""
         with self._mutex:
             some = {id: (used, slot) for used, slot, id in (picked.cold.popleft() for _ in range(min(count, len(picked.cold))))}
-        found = {row[0]: row for row in entries.victims(self._catalog, list(some))}
-        ready = [EvictionCandidate(used, *found[id]) for id, (used, _) in some.items() if id in found]
+        rows = {row[0]: row for row in entries.victims(self._catalog, list(some))}
+        ready = [EvictionCandidate(used, *rows[id]) for id, (used, _) in some.items() if id in rows]
         with self._mutex:
-            picked.spared.update((slot, id) for id, (_, slot) in some.items() if id not in found)
+            picked.spared.update((slot, id) for id, (_, slot) in some.items() if id not in rows)
             picked.ready.extend(ready)
 
     def _patrol(self, scope: Scope, picked: _Picked, *, at_most: int) -> None:
-        """Find entries whose slots a dead writer had emptied, and that nobody has read since: no stripe shows them."""
+        """Pick entries whose slots a dead writer emptied and that nobody has read since: no stripe shows them."""
         for _ in range(at_most):
             rows = entries.after(self._catalog, self._patrolled, _PATROL)
             self._patrolled = rows[-1][0] if len(rows) == _PATROL else 0
@@ -217,9 +217,9 @@ class Ranking:
     # -- taking ----------------------------------------------------------------------------------------------------
 
     def coldest(self, scope: Scope, *, exact: bool = True) -> Iterator[EvictionCandidate]:
-        """Those that are still there and, if ``exact``, as cold as when they were found, coldest first; each is given once."""
+        """The candidates that still exist and, if ``exact``, are as cold as when they were picked, coldest first; each is yielded once."""
         picked = self._of(scope)
-        self._keep_up(scope, picked)  # only here: what was given and is not gone yet would be found once more
+        self._keep_up(scope, picked)  # only here: a victim that is not gone yet would be picked again
         in_vain = 0
         while True:
             with self._mutex:
@@ -231,12 +231,12 @@ class Ranking:
                 in_vain += 1
                 continue
             in_vain = 0
-            # Its slot may be empty, or a dead writer's: he had emptied it and did not commit. Whether the entry is there says its row.
+            # Its slot may have been emptied by a writer that died before its commit: only the row says whether the entry exists.
             if not exact or self._slots.used(cold.slot) == cold.used:
                 picked.taken += 1
                 yield cold
 
     def give_back(self, scope: Scope, cold: EvictionCandidate) -> None:
-        """The last one that `coldest` gave was not taken."""
+        """Return the last candidate that `coldest` yielded, which was not taken."""
         with self._mutex:
             self._of(scope).ready.appendleft(cold)

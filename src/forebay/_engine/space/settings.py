@@ -1,7 +1,8 @@
-"""What binds a root: budget, free space, number of entries. Set by whoever says so last, for everybody."""
+"""The limits of a root: budget, free space, number of entries. They apply to every process; the last process that sets them wins."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -21,70 +22,69 @@ log = logger("forebay.settings")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What binds a root, where the opener says so; None leaves what it was set to. Sizes in bytes."""
+    """The limits that the opener of a root sets, sizes in bytes; None leaves a limit as it was set before."""
 
     budget: int | None = None
     min_free: int | None = None
     max_entries: int | None = None
 
     def over(self, earlier: Settings) -> Settings:
-        """These, and of an earlier call what these do not say."""
+        """These settings, with those of an earlier call where these are None."""
         return Settings(**{name: value if value is not None else getattr(earlier, name) for name, value in asdict(self).items()})
 
 
 def apply(
     settings: Settings, root: Root, catalog: Catalog, budget: Budget, counters: Counters, before: Settings | None = None
 ) -> tuple[Settings, bool]:  # fmt: skip
-    """Set what is given, and give what binds now. A new root gets three quarters of what is free, and leaves a twentieth of the disk; one
-    whose catalog was lost gets what people had set: as the file beside it says, else as it was in force ``before`` for this process.
+    """Set the given limits; returns those in force now, and whether lower ones were met.
 
-    A lower limit is applied at once to what is there. False beside it: the catalog was too busy for that, `Budget.make_room` is due. Raises
-    `WriterBusy` where something is to be changed and cannot be."""
+    A new root gets three quarters of the free space as its budget, and leaves a twentieth of the disk free. A root whose catalog was lost
+    gets the limits in the file beside it, else those that were in force ``before`` for this process. A lower limit is applied at once;
+    False: the catalog was too busy, and `Budget.make_room` is due. Raises `WriterBusy` if a limit must be changed and cannot be."""
     given = {name: value for name, value in asdict(settings).items() if value is not None}
     if spaces.setting(catalog, "budget") is not None and all(spaces.setting(catalog, name) == value for name, value in given.items()):
-        found = spaces.totals(catalog)
-        return Settings(found.budget, found.min_free, found.max_entries), True
+        totals = spaces.totals(catalog)
+        return Settings(totals.budget, totals.min_free, totals.max_entries), True
     with catalog.write() as txn:
-        found = spaces.totals(txn)
+        totals = spaces.totals(txn)
         first = spaces.setting(txn, "budget") is None
         kept = (settings_file.read(root) or Kept(**asdict(before or Settings()))) if first else Kept()
-        wanted = {name: value if value is not None else getattr(kept, name) for name, value in asdict(settings).items()}
+        limits = {name: value if value is not None else getattr(kept, name) for name, value in asdict(settings).items()}
         if first:
             disk = host.disk(root.path)
-            wanted["budget"] = disk.free * 3 // 4 if wanted["budget"] is None else wanted["budget"]
-            wanted["min_free"] = disk.total // 20 if wanted["min_free"] is None else wanted["min_free"]
+            limits["budget"] = disk.free * 3 // 4 if limits["budget"] is None else limits["budget"]
+            limits["min_free"] = disk.total // 20 if limits["min_free"] is None else limits["min_free"]
             spaces.restore(txn, kept.spaces)
-        changed = {name: value for name, value in wanted.items() if value is not None and value != getattr(found, name)}
-        for name, value in wanted.items():
-            if value is not None and value != spaces.setting(txn, name):  # one that was said is kept, also where it is the default
+        changed = {name: value for name, value in limits.items() if value is not None and value != getattr(totals, name)}
+        for name, value in limits.items():
+            if value is not None and value != spaces.setting(txn, name):  # an explicit value is kept even if it is the default
                 spaces.set_setting(txn, name, value)
         txn.then = lambda: keep(root, catalog)
     applied = True
     if first and catalog.lost:
-        _say_lost(root, catalog, kept, wanted)
+        _log_lost(root, catalog, kept, limits)
     if changed and not first:
-        limits = ", ".join(f"{name} {_number(getattr(found, name))} -> {value:,}" for name, value in changed.items())
-        said = [f"{root.path}: changed for everybody: {limits}"]
+        changes = ", ".join(f"{name} {_number(getattr(totals, name))} -> {value:,}" for name, value in changed.items())
+        messages = [f"{root.path}: changed for everybody: {changes}"]
         try:
-            said += _shrink(catalog, budget)
+            messages += _shrink(catalog, budget)
         except WriterBusy as error:
             applied = False
-            said.append(f"it is not met yet, a later call that writes evicts for it: {error}")
-        said += _others(counters)
-        tell = log.warning if len(said) > 1 else log.info
-        tell("%s", "; ".join(said))
-    in_force = {"budget": found.budget, "min_free": found.min_free, "max_entries": found.max_entries} | changed
+            messages.append(f"it is not met yet, a later call that writes evicts for it: {error}")
+        messages += _others(counters)
+        log.log(logging.WARNING if len(messages) > 1 else logging.INFO, "%s", "; ".join(messages))
+    in_force = {"budget": totals.budget, "min_free": totals.min_free, "max_entries": totals.max_entries} | changed
     return Settings(**in_force), applied
 
 
 def keep(root: Root, catalog: Catalog) -> None:
-    """Note beside the catalog what people set, unless that stands there. Caller: holds the writer lock."""
+    """Write the limits that were set into the file beside the catalog, if they are not there. Caller: holds the writer lock."""
     there = spaces.kept(catalog)
     if not settings_file.says(root, there):
         settings_file.write(root, there)
 
 
-def _say_lost(root: Root, catalog: Catalog, kept: Kept, now: dict[str, int | None]) -> None:
+def _log_lost(root: Root, catalog: Catalog, kept: Kept, now: dict[str, int | None]) -> None:
     why, catalog.lost = catalog.lost, ""
     limits = {name: format_size(value) for name in ("budget", "min_free") if (value := getattr(kept, name)) is not None}
     limits |= {"max_entries": f"{kept.max_entries:,}"} if kept.max_entries is not None else {}
@@ -100,7 +100,7 @@ def _say_lost(root: Root, catalog: Catalog, kept: Kept, now: dict[str, int | Non
 
 
 def _shrink(catalog: Catalog, budget: Budget) -> Iterator[str]:
-    """Apply a lower limit to what is there; gives what that cost, in words."""
+    """Evict for a lower limit; yields messages that say what that cost."""
     before, there = spaces.usage(catalog)[0], sum(space.entries for space in spaces.every(catalog))
     fits = budget.make_room()
     after, left = spaces.usage(catalog)[0], sum(space.entries for space in spaces.every(catalog))

@@ -29,8 +29,8 @@ from forebay._model import Entry
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What an entry is to be called and to carry. ``life``: ``cached``, ``pinned`` or ``held``; a pin follows the name. ``validated``: when
-    it was seen to be the remote's, in ns of the root's clock, if that was before it is published."""
+    """The name and the properties of a new entry. ``life``: ``cached``, ``pinned`` or ``held``; a pin follows the name. ``validated``: when
+    the bytes were seen to be the remote's version, in ns of the root's clock; None: when they are published."""
 
     space: int
     space_name: str
@@ -42,7 +42,7 @@ class Label:
 
 
 class New(NamedTuple):
-    """One of several entries that are made together: with its bytes where they lie in the catalog."""
+    """One of several entries that are inserted together; ``data``: its bytes if they are stored in the catalog."""
 
     id: int
     key: str
@@ -54,20 +54,20 @@ class New(NamedTuple):
 
 
 class Inserter:
-    """Inserts into one root. Callable from any thread that is inside a transaction."""
+    """Inserts the rows of entries into one root. Callable from any thread that is inside a transaction."""
 
     def __init__(self, slots: Slots, budget: Budget) -> None:
         self._slots, self.budget = slots, budget
 
     def insert(
         self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None,
-        want: SpaceRequest | None = None,
+        request: SpaceRequest | None = None,
     ) -> Entry:  # fmt: skip
-        """Enter the row and its slot, and let the version before go. Nothing of it is seen before the commit but empty slots.
+        """Insert the row and its slot, and supersede the previous version. Before the commit other processes see only empty slots.
 
-        ``want``: made in this very transaction, so that it tells whether there is a version before."""
+        ``request``: made in the same transaction, so it says whether there is a previous version."""
         now, created = self._slots.clock.now(), time.time()
-        old = entries.find(txn, label.space, label.key) if want is None or want.replaces else None
+        old = entries.find(txn, label.space, label.key) if request is None or request.replaces else None
         if old is not None:
             self._supersede(txn, old)
         slot = entries.free_slot(txn)
@@ -87,7 +87,7 @@ class Inserter:
         txn.leftovers |= old.kind != "value"
 
     def insert_many(self, txn: Txn, label: Label, several: Sequence[New]) -> list[Entry]:
-        """`insert`, for several entries of one space. ``label``: of all of them, but for the key."""
+        """`insert` for several entries of one space. ``label``: of all of them, except for the key."""
         now, created, boot, room = self._slots.clock.now(), time.time(), host.boot_id(), self.budget.room
         for old in entries.find_many(txn, label.space, [new.key for new in several]):
             self._supersede(txn, old)

@@ -5,7 +5,7 @@ stage         the file grows under tmp/                     a crash leaves a cou
 row, rename   uncommitted row, then the final name          a crash leaves the reservation, which names both places
 commit        the entry is visible, the reservation gone
 
-What is small comes into memory, and has its file written in the very transaction that publishes it: see `insert`.
+A small file is collected in memory, and written in the same transaction that publishes it: see `insert`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from forebay._kernel import host
 from forebay._model import Buffer, Entry, ObjectInfo, Partial, Sink, Span
 
 INLINE = 16 << 10
-"""Values up to this size lie in the catalog: neither a block nor an inode each."""
+"""Values up to this size are stored in the catalog, without a block and an inode each."""
 SMALL = 256 << 10
-"""Files up to this size come into memory first, and are written and published in one step."""
+"""Files up to this size are collected in memory first, and are written and published in one step."""
 AT_ONCE = 1 << 20
-"""About so many bytes of small values are written in one transaction: its log has a bound."""
+"""Bytes of small values that one transaction writes at most, about; this bounds its log."""
 ROW = 512
-"""Bytes of the log that a value takes beside its own, at most."""
+"""Bytes of the log that a value takes at most beside its own."""
 PATIENCE = 5.0
-"""Seconds that a value waits for others that are written into its space, to take their place then."""
+"""Seconds that a value waits for other writes into its space, which can be evicted once they are done."""
 
 
 class _Ready(NamedTuple):
-    """A small write whose bytes are all there."""
+    """A small write that has all of its bytes."""
 
     writing: Writing
     data: bytearray
@@ -73,7 +73,7 @@ class Publisher:
         self._together.after_fork_child()
 
     def put(self, label: Label, data: Buffer, *, validator: str | None = None) -> Entry:
-        """Store bytes that are at hand. Raises `NoSpace` or another `CacheFault`; then what was there before stays."""
+        """Store bytes. Raises `NoSpace` or another `CacheFault`; then the previous entry stays."""
         view = memoryview(data).cast("B")
         with faults(label.key, view.nbytes):
             if view.nbytes <= INLINE:
@@ -84,13 +84,13 @@ class Publisher:
                 return writing.publish(validator=validator)
 
     def put_pieces(self, label: Label, pieces: Sequence[Buffer]) -> Entry:
-        """`put`, of bytes that lie in several places: large ones are written from where they lie."""
+        """`put` of bytes in several buffers; large ones are written without being joined."""
         views = [memoryview(piece).cast("B") for piece in pieces]
         size = sum(view.nbytes for view in views)
         with faults(label.key, size):
             if size <= INLINE:
                 return self._put_row(label, memoryview(b"".join(views)), None, PATIENCE)
-            with Writing(self, label, patience=PATIENCE) as writing:
+            with Writing(self, label, timeout=PATIENCE) as writing:
                 writing.begin(ObjectInfo("", size))
                 at = 0
                 for view in views:
@@ -98,18 +98,18 @@ class Publisher:
                     at += view.nbytes
                 return writing.publish()
 
-    def _put_row(self, label: Label, view: memoryview, validator: str | None, patience: float = 0.0) -> Entry:
+    def _put_row(self, label: Label, view: memoryview, validator: str | None, timeout: float = 0.0) -> Entry:
         data = bytes(view)
         checksum = blobs.checksum_of(data)
         with self._catalog.write() as txn:
-            want = self.want(txn, label, len(data), inline=True)
-            fits, gone = self._inline_eviction.make_room(txn, want)
+            request = self.request(txn, label, len(data), inline=True)
+            fits, evicted = self._inline_eviction.make_room(txn, request)
             if fits:
-                entry = self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, want)
-        self._inline_eviction.tell(gone)
+                entry = self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, request)
+        self._inline_eviction.notify(evicted)
         if fits:
             return entry
-        reserved = self.budget.reserve(want, patience=patience)
+        reserved = self.budget.reserve(request, timeout=timeout)
         try:
             with self._catalog.write() as txn:
                 entry = self.inserter.insert(txn, label, reserved.id, "value", len(data), checksum, validator, data)
@@ -121,76 +121,78 @@ class Publisher:
             raise
 
     def put_many(self, items: Sequence[tuple[Label, Buffer]]) -> list[Entry]:
-        """Store several values, the small ones about a MiB in one transaction. Raises what `put` does; those before it stay."""
+        """Store several values, the small ones about a MiB in each transaction. Raises what `put` raises; the values before it stay."""
         left = deque(items)
-        found: list[Entry] = []
+        stored: list[Entry] = []
         with faults(items[0][0].key if items else ""):
             while some := self._put_some(left):
-                found += some
-            return found + [self.put(label, data) for label, data in left]
+                stored += some
+            return stored + [self.put(label, data) for label, data in left]
 
     def _put_some(self, left: deque[tuple[Label, Buffer]]) -> list[Entry]:
-        """Store the first of ``left`` in one transaction, as far as they are small and there is room as things are."""
-        found: list[Entry] = []
+        """Store the first of ``left`` in one transaction, as long as they are small and fit without evicting."""
+        stored: list[Entry] = []
         with self._catalog.write() as txn:
             done = 0
             while left and memoryview(left[0][1]).nbytes <= INLINE and done < AT_ONCE:
                 label, data = left[0][0], bytes(left[0][1])
-                want = self.want(txn, label, len(data), inline=True)
-                if not self.budget.room.fits(txn, want):
+                request = self.request(txn, label, len(data), inline=True)
+                if not self.budget.room.fits(txn, request):
                     break
-                found.append(self.inserter.insert(txn, label, txn.new_id(), "value", len(data), blobs.checksum_of(data), None, data, want))
+                stored.append(
+                    self.inserter.insert(txn, label, txn.new_id(), "value", len(data), blobs.checksum_of(data), None, data, request)
+                )
                 left.popleft()
                 done += len(data) + ROW
-        return found
+        return stored
 
-    def want(self, rows: Rows, label: Label, size: int, *, inline: bool = False) -> SpaceRequest:
-        """What a write of ``size`` bytes asks for, as things are."""
+    def request(self, rows: Rows, label: Label, size: int, *, inline: bool = False) -> SpaceRequest:
+        """The space that a write of ``size`` bytes needs now."""
         id, replaced = entries.version(rows, label.space, label.key)
         return SpaceRequest(label.space, label.key, hash_of(label.space, label.key), size, label.suffix, id, replaced, inline)
 
     def ensure_room(self, space: int, files: Sequence[tuple[str, int]]) -> None:
-        """Evict what may go, until all of ``files`` (key and size) may come. What dead fetches left of any of them is theirs to go on from:
-        then nothing is done, since it would be the first to go. Raises `NoSpace`."""
+        """Evict entries until all of ``files`` (key and size) fit. Nothing is done if a dead fetch left a partial of one of them, which can
+        be resumed and would be the first victim. Raises `NoSpace`."""
         if not files or any(reservations.by_key(self.rows, hash_of(space, key)) for key, size in files if size > CHUNK):
             return
         room = self.budget.room
         charged = sum(room.charge(size) for _, size in files)
-        want = SpaceRequest(space, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
-        if not room.short(self.rows, want).fits:
-            self.budget.cancel(self.budget.reserve(want).id)
+        request = SpaceRequest(space, files[0][0], 0, sum(size for _, size in files), charged=charged, entries=len(files))
+        if not room.short(self.rows, request).fits:
+            self.budget.cancel(self.budget.reserve(request).id)
 
     def publish_small(self, writing: Writing, small: MemoryStage) -> Entry | None:
-        """Write and publish in one step what came into memory; None if there is no room for it as things are."""
+        """Write and publish a file from memory in one step; None if it does not fit without evicting."""
         return self._together(_Ready(writing, small.data, *small.finish()))
 
     def _publish_together(self, ready: Sequence[_Ready]) -> Sequence[Entry | None]:
-        """All of them in one transaction, or none: then each makes room for itself."""
+        """Publish all in one transaction, or none; then each makes space for itself."""
         with self._catalog.write() as txn:
-            wants = [self.want(txn, one.writing.label, one.size) for one in ready]
-            if not self.budget.room.fit_together(txn, wants):
+            requests = [self.request(txn, one.writing.label, one.size) for one in ready]
+            if not self.budget.room.fit_together(txn, requests):
                 return [None] * len(ready)
             ids = txn.new_ids(len(ready))
             self._intent.begin(txn, ids)
-            return [self._publish_ready(txn, one, id, want) for one, id, want in zip(ready, ids, wants, strict=True)]
+            return [self._publish_ready(txn, one, id, request) for one, id, request in zip(ready, ids, requests, strict=True)]
 
-    def _publish_ready(self, txn: Txn, one: _Ready, id: int, want: SpaceRequest) -> Entry:
+    def _publish_ready(self, txn: Txn, one: _Ready, id: int, request: SpaceRequest) -> Entry:
         label = one.writing.label
         blobs.write(self.root, id, one.data, one.checksum, label.suffix)
         one.writing.named(id)
-        return self.inserter.insert(txn, label, id, "blob", one.size, one.checksum, one.writing.validator, want=want)
+        return self.inserter.insert(txn, label, id, "blob", one.size, one.checksum, one.writing.validator, request=request)
 
     def publish(self, writings: Sequence[Writing]) -> list[Entry]:
-        """Give finished stages their names and their rows, all in one transaction."""
+        """Publish finished stages: their names and rows, all in one transaction."""
         for writing in writings:
             writing.to_disk()
         ready = [(writing, *writing.finish()) for writing in writings]
         named: list[Writing] = []
         try:
             with self._catalog.write() as txn:
-                found = [self._publish_one(txn, writing, size, checksum, named) for writing, size, checksum in ready]
+                published = [self._publish_one(txn, writing, size, checksum, named) for writing, size, checksum in ready]
                 txn.leftovers = entries.any_leftovers(txn)
-                return found
+                return published
         except BaseException:
             for writing in named:
                 blobs.unpublish(self.root, writing.stage.path, writing.reserved.id, writing.label.suffix)
@@ -217,7 +219,7 @@ class Publisher:
 
         Raises `NoSpace` or another `CacheFault`."""
         with faults(label.key, size):
-            reserved = self.budget.reserve(self.want(self.rows, label, size))
+            reserved = self.budget.reserve(self.request(self.rows, label, size))
             held = False
             try:
                 make(reserved.id)
@@ -237,7 +239,9 @@ class Publisher:
                 raise
 
     def adopt(self, keyhash: int) -> tuple[Reservation, Stage] | None:
-        """What a fetch of this key left whose process is gone or gave up. Caller: holds the key's lock."""
+        """Take over the partial of a fetch of this key whose process died or gave up; None if there is none.
+
+        Caller: holds the key's lock."""
         if not reservations.by_key(self._catalog, keyhash):
             return None
         me = self._owners.me()
@@ -248,31 +252,31 @@ class Publisher:
                 reservations.set_owner(txn, reservation.id, me)
         for reservation in left[:1]:
             try:
-                blobs.remove_blob(self.root, reservation.id, reservation.suffix)  # renamed by one who died before his commit
+                blobs.remove_blob(self.root, reservation.id, reservation.suffix)  # renamed by a process that died before its commit
                 stage = Stage.resume(self.root, keyhash, reservation.id)
                 return reservation, stage or Stage.create(self.root, keyhash, reservation.id)
             except BaseException:
-                self.give_up(reservation)  # else it is counted as this process's as long as that lives
+                self.give_up(reservation)  # else it counts as this process's for as long as the process lives
                 raise
         return None
 
     def give_up(self, reserved: Reservation) -> None:
-        """Leave a partial for a successor: counted, and the first to go when space is needed."""
+        """Leave a partial for a successor. It stays counted, and is the first to be evicted when space is needed."""
         with self._catalog.write() as txn:
             reservations.set_owner(txn, reserved.id, None)
 
 
 class Writing:
-    """One write: a `Sink` for a remote, then `publish`. Left without it, what came is kept for a successor where it can be resumed.
+    """One write: a `Sink` for a remote, then `publish`. Without that, the bytes are kept for a successor if it can resume them.
 
-    Caller: holds the key's lock, unless nothing is to be resumed. ``reserved``: its room, where it has that already.
-    ``on_progress`` is called with (done, total) bytes. ``patience``: see `Budget.reserve`."""
+    Caller: holds the key's lock, unless nothing is to be resumed. ``reserved``: a reservation to use. ``on_progress`` is called with
+    (done, total) bytes. ``timeout``: see `Budget.reserve`."""
 
     def __init__(
         self, publisher: Publisher, label: Label, *, resume: bool = False, reserved: Reservation | None = None,
-        on_progress: Callable[[int, int | None], None] | None = None, patience: float = 0.0,
+        on_progress: Callable[[int, int | None], None] | None = None, timeout: float = 0.0,
     ) -> None:  # fmt: skip
-        self._publisher, self.label, self._on_progress, self._patience = publisher, label, on_progress, patience
+        self._publisher, self.label, self._on_progress, self._timeout = publisher, label, on_progress, timeout
         self._keyhash = hash_of(label.space, label.key)
         self._reserved = reserved
         self._stage: Stage | None = None
@@ -285,7 +289,7 @@ class Writing:
         self.info: ObjectInfo | None = None
         self.partial: Partial | None = None
         self.spills = False
-        """Whether what has no room is as well served from memory: then it is not searched for again and again."""
+        """Whether the object can be served from memory instead: then a failed search for space is not repeated for a moment."""
         if resume:
             with faults(label.key):
                 left = publisher.adopt(self._keyhash)
@@ -303,8 +307,8 @@ class Writing:
             return self._begin_on_disk(info)
 
     def _comes_into_memory(self, size: int) -> bool:
-        want = SpaceRequest(self.label.space, self.label.key, self._keyhash, size, self.label.suffix)
-        return size <= SMALL and self._publisher.budget.room.has_ample(want)
+        request = SpaceRequest(self.label.space, self.label.key, self._keyhash, size, self.label.suffix)
+        return size <= SMALL and self._publisher.budget.room.has_ample(request)
 
     def _begin_on_disk(self, info: ObjectInfo) -> tuple[Span, ...]:
         publisher, size = self._publisher, info.size or 0
@@ -312,7 +316,7 @@ class Writing:
         if self._reserved is None:
             if self.spills:
                 budget.check_lately(SpaceRequest(self.label.space, self.label.key, self._keyhash, size, self.label.suffix))
-            self._reserved = budget.reserve(publisher.want(publisher.rows, self.label, size), patience=self._patience)
+            self._reserved = budget.reserve(publisher.request(publisher.rows, self.label, size), timeout=self._timeout)
         elif self._reserved.size < size:
             self._reserved = budget.resize(self._reserved, size)
         if self._stage is None:
@@ -324,7 +328,7 @@ class Writing:
         return missing
 
     def to_disk(self) -> None:
-        """Go on as a stage with what came into memory: there is no room as things are, or others are published with it."""
+        """Continue on disk with the bytes collected in memory: they do not fit without evicting, or are published with others."""
         small, self._small = self._small, None
         if small is not None and self.info is not None:
             small.finish()
@@ -343,7 +347,7 @@ class Writing:
             self._on_progress(stage.done, stage.total)
 
     def move_to(self, sink: Sink) -> None:
-        """Give what came, all of it in order, to another sink, and its room back: nothing will be kept. Raises `CacheFault`."""
+        """Move all bytes, in order, to another sink, and give the space back: nothing will be kept. Raises `CacheFault`."""
         stage, at = self.stage, 0
         with faults(self.label.key):
             with open(self._publisher.root.files.open(stage.path), "rb") as file:
@@ -365,16 +369,16 @@ class Writing:
 
     @property
     def stage(self) -> Stage:
-        assert self._stage is not None, "nothing was begun"
+        assert self._stage is not None, "the write has not begun"
         return self._stage
 
     @property
     def reserved(self) -> Reservation:
-        assert self._reserved is not None, "nothing was begun"
+        assert self._reserved is not None, "the write has not begun"
         return self._reserved
 
     def sha256(self) -> str:
-        """Of what came, for a check before it is published."""
+        """The SHA-256 of the bytes, for a check before they are published."""
         if self._small is not None:
             return hashlib.sha256(self._small.data).hexdigest()
         with open(self._publisher.root.files.open(self.stage.path), "rb") as file:
@@ -385,7 +389,7 @@ class Writing:
         return self.stage.finish()
 
     def publish(self, *, validator: str | None = None) -> Entry:
-        """All bytes came and are right: make them an entry."""
+        """Publish the complete and verified bytes as an entry."""
         self.validator = validator
         with faults(self.label.key, (self.info and self.info.size) or 0):
             entry = self._publisher.publish_small(self, self._small) if self._small is not None else None
@@ -395,17 +399,17 @@ class Writing:
         return entry
 
     def published(self) -> None:
-        """It was published together with others."""
+        """Note that the write was published together with others."""
         self._published = True
 
     def named(self, id: int) -> None:
-        """It will have this id: the lease is taken now, before anybody can see the entry."""
+        """Note the id of the entry, and take the lease on it before anybody can see it."""
         if self._leases is not None:
             self._leases.hold(id)
             self._leased = id
 
     def publish_leased(self, leases: Leases, *, validator: str | None = None) -> Lease:
-        """The same, and a lease that nobody can come before."""
+        """`publish`; returns a lease that exists before anybody can see the entry."""
         self._leases = leases
         try:
             return leases.adopt(self.publish(validator=validator))
@@ -416,11 +420,11 @@ class Writing:
             raise
 
     def set_meta(self, meta: str) -> None:
-        """Let the entry carry this."""
+        """Set the small text that the entry will carry."""
         self.label = replace(self.label, meta=meta)
 
     def discard(self) -> None:
-        """What came is wrong: keep nothing of it."""
+        """Keep nothing: the bytes are wrong."""
         self._resumable = False
 
     def __enter__(self) -> Self:
@@ -429,7 +433,7 @@ class Writing:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if self._published or self._reserved is None:
             return
-        self._resumable &= not isinstance(value, errors.NoSpace)  # what has no room now is not gone on from
+        self._resumable &= not isinstance(value, errors.NoSpace)  # what has no space now is not resumed
         with faults(self.label.key):
             if self._stage is not None and self._resumable and self._stage.done:
                 self._stage.close()
@@ -441,14 +445,14 @@ class Writing:
 
 
 class Linker:
-    """Links entries of one root. Callable from any thread."""
+    """Publishes trees, links and new names of entries of one root, without writing bytes. Callable from any thread."""
 
     def __init__(self, root: Root, catalog: Catalog, slots: Slots, publisher: Publisher) -> None:
         self._root, self._catalog, self._slots, self._publisher = root, catalog, slots, publisher
 
     def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], leases: Leases, validator: str | None = None) -> Lease:
-        """A tree of entries: its directories cost room, its files are theirs. Caller: holds leases on the members, and is alone at the
-        tree's key."""
+        """Publish a tree of entries. It is charged for its directories; its files are charged to the members. Caller: holds leases on the
+        members, and nobody else writes the tree's key."""
         size = trees.footprint([name for name, _ in members], host.disk(self._root.path).block)
         files = [(name, self._root.blob_name(entry.id, entry.suffix)) for name, entry in members]
         keyhash = hash_of(label.space, label.key)
@@ -472,7 +476,7 @@ class Linker:
             return True
 
     def _move(self, txn: Txn, entry: Entry, label: Label) -> None:
-        """It gets another slot: memos of other processes know the old name by the old one."""
+        """Rename an entry. It gets another slot, since the memos of other processes know the old name by the old slot."""
         old = entries.find(txn, label.space, label.key)
         if old is not None and old.id != entry.id:
             entries.supersede(txn, old)
@@ -488,8 +492,9 @@ class Linker:
         txn.leftovers = True
 
     def link(self, label: Label, leased: Lease, leases: Leases, validator: str | None = None) -> Lease:
-        """The bytes of a leased file under another name too: a hard link, charged to both spaces. Raises `CacheFault` for what is no file,
-        or not of this root: there its number is another's."""
+        """Publish the bytes of a leased file under another name too: a hard link, charged to both spaces.
+
+        Raises `CacheFault` if the entry is no file, or belongs to another root, where its id means another entry."""
         source = leased.entry
         if source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix)):
             raise errors.CacheFault(f"{source.key!r} cannot be linked: it is no file of {self._root.path}", key=source.key)

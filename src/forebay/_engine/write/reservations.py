@@ -1,9 +1,9 @@
-"""Room that is promised ahead, and entries that are made of it many at a time: for who loads what others will want soon.
+"""Space that is reserved ahead, and entries that are made of it many at a time: for prefetchers.
 
-promise   a row without files counts bytes, blocks and entries   a crash: the next who lacks room deletes the row
-keep      the files, their rows, a smaller promise               a crash: as for any small files, see `insert`
+reserve   a row without files counts bytes, blocks and entries   a crash: the next process that lacks space deletes the row
+keep      the files, their rows, a smaller reservation           a crash: as for any small files, see `insert`
 
-So a loader asks nobody before each read, and one transaction publishes what several of them brought.
+So a loader need not ask before each read, and one transaction publishes what several reads brought.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from forebay._model import Buffer, Entry, Noted, ObjectInfo
 
 
 class Need(NamedTuple):
-    """Room for ``entries`` of ``size`` bytes in all, of which the budget counts ``charge``."""
+    """Space for ``entries`` of ``size`` bytes in all, for which the budget counts ``charge``."""
 
     size: int = 0
     charge: int = 0
@@ -40,15 +40,15 @@ class Need(NamedTuple):
         return Need(n * self.size, n * self.charge, n * self.entries)
 
     def minus(self, other: Need) -> Need:
-        """What is left of it; nothing, where the other is more."""
+        """The difference; zero where ``other`` is larger."""
         return Need(max(self.size - other.size, 0), max(self.charge - other.charge, 0), max(self.entries - other.entries, 0))
 
     def fits(self, each: Need) -> int:
-        """For how many of ``each`` it is enough."""
+        """For how many of ``each`` this is enough."""
         return min(have // one for have, one in zip(self, each, strict=True) if one)
 
     def least(self, other: Need) -> Need:
-        """The part of it that ``other`` can give."""
+        """The smaller of both, by each number."""
         return Need(min(self.size, other.size), min(self.charge, other.charge), min(self.entries, other.entries))
 
     def covers(self, other: Need) -> bool:
@@ -59,7 +59,7 @@ NOTHING = Need()
 
 
 class Item(NamedTuple):
-    """What is to be kept. ``session``: the id of the session after which nobody wants it."""
+    """What is to be kept. ``session``: the id of the session whose end makes it useless; 0: none."""
 
     key: str
     data: Buffer
@@ -67,12 +67,12 @@ class Item(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What the entry is to carry."""
+        """The small text that the entry is to carry."""
         return self.data.note if isinstance(self.data, Noted) else ""
 
 
 class SpaceReservation:
-    """What one loader has been promised in one space. One thread at a time; a forked child begins with none."""
+    """What one loader has reserved in one space. For one thread at a time; a forked child begins without any."""
 
     def __init__(
         self, catalog: Catalog, budget: Budget, publisher: Publisher, leases: Leases, intent: Intent, space: SpaceRow
@@ -83,30 +83,30 @@ class SpaceReservation:
         self.promised = NOTHING
 
     def need(self, size: int) -> Need:
-        """What one entry of ``size`` bytes takes."""
+        """The space that one entry of ``size`` bytes takes."""
         return Need(size, self._budget.room.charge(size, inline=size <= INLINE), 1)
 
     def ask(self, more: Need) -> None:
-        """Be promised ``more``, evicting what may go for it. Raises `NoSpace`, or another `CacheFault`: then all is as it was."""
+        """Reserve ``more``, evicting where needed. Raises `NoSpace` or another `CacheFault`; then the reservation is unchanged."""
         total = self.promised.plus(more)
         with faults(self._space.name, total.size):
             if self._row is None:
-                self._row = self._budget.reserve(self._want(total))
+                self._row = self._budget.reserve(self._request(total))
             else:
                 self._row = self._budget.resize(self._row, total.size, charged=total.charge, entries=total.entries)
         self.promised = total
 
-    def _want(self, need: Need) -> SpaceRequest:
+    def _request(self, need: Need) -> SpaceRequest:
         key = f"promised to {self._space.name}"
         return SpaceRequest(self._space.id, key, 0, need.size, charged=need.charge, entries=need.entries)
 
     def free(self) -> Need:
-        """What could be promised beside what is there now, evicting nothing."""
-        short = self._budget.room.short(self._catalog, self._want(self.promised), self._row.id if self._row is not None else 0)
+        """What could be reserved in addition without evicting."""
+        short = self._budget.room.short(self._catalog, self._request(self.promised), self._row.id if self._row is not None else 0)
         return Need(max(-short.quota, 0), max(-short.bytes, 0), max(-max(short.rows, short.here), 0))
 
     def give_back(self, less: Need) -> None:
-        """Be promised so much less."""
+        """Reserve so much less."""
         if self._row is not None and less != NOTHING:
             with faults(self._space.name), self._catalog.write() as txn:
                 left = self._shrink(txn, less)
@@ -114,20 +114,20 @@ class SpaceReservation:
             self._budget.tell()
 
     def forget(self) -> None:
-        """The promise is another process's, or of a catalog that is gone."""
+        """Drop the reservation without giving it back: it belongs to another process, or to a catalog that is gone."""
         self._row, self.promised = None, NOTHING
 
     def keep(self, items: Sequence[Item], *, life: str = "cached", more: Need = NOTHING) -> list[Lease]:
-        """Make entries of small items, of what was promised for them, with a lease on each: all of them or none.
+        """Make entries of small items out of the reservation, all or none; returns a lease on each.
 
-        ``more``: be promised this too, if it fits as things are. Caller: holds their keys. Raises `CacheFault`."""
+        ``more``: reserved too if it fits without evicting. Caller: holds the keys. Raises `CacheFault`."""
         used = NOTHING
         for item in items:
             used = used.plus(self.need(len(item.data)))
         held: list[int] = []
         try:
             with faults(self._space.name, used.size), self._catalog.write() as txn:
-                made = self._insert(txn, items, life, held)
+                kept = self._insert(txn, items, life, held)
                 left = self._shrink(txn, used, more)
                 txn.leftovers = entries.any_leftovers(txn)
         except BaseException:
@@ -135,14 +135,14 @@ class SpaceReservation:
                 self._leases.let_go_soon(id)
             raise
         self._shrunk(left)
-        return [self._leases.adopt(entry) for entry in made]
+        return [self._leases.adopt(entry) for entry in kept]
 
     def _insert(self, txn: Txn, items: Sequence[Item], life: str, held: list[int]) -> list[Entry]:
         ids = txn.new_ids(len(items))
         self._intent.begin(txn, ids)
         several = []
         for id, item in zip(ids, items, strict=True):
-            if self._leases.hold(id):  # before anybody can see it: a held one that nobody holds is swept
+            if self._leases.hold(id):  # before anybody can see it: an entry of life "held" that nobody holds is swept
                 held.append(id)
             size, checksum = len(item.data), blobs.checksum_of(item.data)
             inline = bytes(item.data) if size <= INLINE else None
@@ -152,7 +152,7 @@ class SpaceReservation:
         return self._publisher.inserter.insert_many(txn, Label(self._space.id, self._space.name, "", life=life), several)
 
     def keep_large(self, item: Item, *, life: str = "cached") -> Lease:
-        """The same for one that is too large to be written while others wait to write."""
+        """`keep` for one item that is too large to be written while others wait to write."""
         label, size = self._label(item, life), len(item.data)
         with faults(item.key, size), self._catalog.write() as txn:
             own = self._budget.split(txn, SpaceRequest(label.space, label.key, hash_of(label.space, label.key), size))
@@ -167,16 +167,16 @@ class SpaceReservation:
         return Label(self._space.id, self._space.name, item.key, life=life, meta=item.note)
 
     def _shrink(self, txn: Txn, used: Need, more: Need = NOTHING) -> Reservation | None:
-        """The row without what was ``used`` of it, and with ``more`` if that fits; None if nothing is left."""
+        """The row without what was ``used``, and with ``more`` if that fits; None if nothing is left."""
         row = reservations.by_id(txn, self._row.id) if self._row is not None else None
         if row is None:
             raise errors.CacheFault(f"what was promised to {self._space.name} is gone: the catalog was made anew meanwhile")
         if not self.promised.covers(used):
             raise errors.CacheFault(f"{used.size:,} bytes were not promised to {self._space.name}: {self.promised.size:,} are")
         left = self.promised.minus(used)
-        if more != NOTHING and self._budget.room.short(txn, self._want(left.plus(more)), row.id).fits:
+        if more != NOTHING and self._budget.room.short(txn, self._request(left.plus(more)), row.id).fits:
             left = left.plus(more)
-        if left == NOTHING:  # bytes without entries stay promised: whoever has them asks for so much less
+        if left == NOTHING:  # bytes without entries stay reserved: the caller then asks for so much less
             reservations.delete(txn, row.id)
             return None
         row = replace(row, size=left.size, charge=left.charge, rows=left.entries)
@@ -184,11 +184,11 @@ class SpaceReservation:
         return row
 
     def _shrunk(self, row: Reservation | None) -> None:
-        """What `_shrink` gave was committed."""
+        """Note the row that `_shrink` returned, once it is committed."""
         self._row = row
         self.promised = Need(row.size, row.charge, row.rows) if row is not None else NOTHING
 
 
 def validator_of(session: int) -> str | None:
-    """What an item carries that goes with a session; 0: with none."""
+    """The validator of an item that is removed with a session; None for session 0."""
     return entries.session_of(session) if session else None
