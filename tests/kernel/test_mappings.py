@@ -74,7 +74,7 @@ def test_private_stores_stay_here(path: Path, fd: int) -> None:
 def test_nothing_is_an_empty_view(fd: int) -> None:
     view = mappings.map_file(fd, 0)
     assert (view.nbytes, bytes(view), view.readonly) == (0, b"", True)
-    known = weakref.ref(mappings.anchor(view))
+    known = weakref.ref(view.obj)
     del view
     assert known() is None
 
@@ -115,7 +115,7 @@ PARTS: dict[str, Callable[[memoryview], object]] = {
 @pytest.mark.parametrize("part", PARTS)
 def test_a_mapping_lives_as_long_as_anything_of_it(path: Path, fd: int, part: str) -> None:
     view = mappings.map_file(fd, len(CONTENT))
-    known = weakref.ref(mappings.anchor(view))
+    known = weakref.ref(view.obj)
     left = PARTS[part](view)
     del view
     gc.collect()
@@ -191,8 +191,8 @@ def test_another_thing_in_the_place_of_a_file_is_not_mapped(path: Path, fd: int,
     """And is waited for by nobody: a pipe is opened when somebody writes to it."""
     view = mappings.map_file(fd, len(CONTENT))
     mappings.note_file(view, str(path), os.fstat(fd))
-    assert mappings.private(view, mappings.anchor(view)) == CONTENT
+    assert mappings.private(view, view.obj) == CONTENT
     path.unlink()
     if put is not None:
         put(path)
-    assert mappings.private(view, mappings.anchor(view)) is None
+    assert mappings.private(view, view.obj) is None

@@ -62,7 +62,7 @@ def private(view: memoryview, of: object) -> memoryview | None:
     """The same bytes in a separate, writable mapping: stores stay in it, and a page is copied only when it is first written to. None where
     ``view`` is not a part of a file that `note_file` knows and that still exists. Raises OSError.
 
-    ``view``: contiguous, of bytes. ``of``: the `anchor` of the view that it is a part of."""
+    ``view``: contiguous, of bytes. ``of``: the ``obj`` of the view that it is a part of."""
     known = getattr(of, "file", None)
     if known is None:
         return None
@@ -126,11 +126,6 @@ class Window:
         if at + length > self.length:
             raise ValueError(f"{length} bytes at {at} lie outside of a window of {self.length}")
         _mapped(_map(self._address + at, length, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, fd, 0))
-
-
-def anchor(view: memoryview) -> object:
-    """What lives as long as the mapping of this view, and of all slices and casts of it; it can be referred to weakly."""
-    return cast(object, view.obj)
 
 
 def address(view: memoryview) -> int:

@@ -148,7 +148,7 @@ def test_no_row_of_ours_is_in_doubt(place: Path, caplog: pytest.LogCaptureFixtur
         lease.close()
         pack = store.packs.make("arrays", "a", 10)
         pack.put(3, lambda value: [value], b"x" * 5000)
-        assert len(store.engine.owners.living()) == 1
+        assert len(processes.every(store.engine.catalog)) == 1
         in_child(lambda: _with(place, lambda store: store.put("values", "other", b"other")))
         assert store.check(deep=True) == []
         pack.close()

@@ -30,7 +30,7 @@ def test_a_script_whose_name_is_not_utf_8_registers(cache: forebay.Cache, monkey
     monkeypatch.setattr("sys.argv", ["/somewhere/\udce9t\udce9.py"])
     assert cache.put("a", bytes(2_000_000))
     assert isinstance(cache._store, Store)
-    assert [owner.command for owner in cache._store.engine.owners.living()] == ["\\udce9t\\udce9.py"]
+    assert [owner.command for owner in processes.every(cache._store.engine.catalog)] == ["\\udce9t\\udce9.py"]
 
 
 def test_text_that_is_none_is_a_fault_of_the_cache(cache: forebay.Cache) -> None:

@@ -134,20 +134,11 @@ def test_a_kill_at_any_step_leaves_what_remove_ends(
     assert step > len(members)
 
 
-def test_a_tree_is_charged_its_directories(root: Root, members: list[tuple[str, Path]]) -> None:
-    path = trees.build(root, ID, members)
-    assert trees.charge(root, ID) == sum(p.stat().st_blocks * 512 for p in (path, *path.rglob("*")) if p.is_dir())
-
-
 def test_the_footprint_of_a_tree_is_enough(root: Root) -> None:
     names = [f"{n % 7}/{n % 3}/file-{n:0100d}" for n in range(500)]
-    assert trees.footprint(names, 4096) >= trees.charge(root, trees_id(root, names))
-
-
-def trees_id(root: Root, names: list[str]) -> int:
     one = blob(root, 1)
-    trees.build(root, ID, [(name, one) for name in names])
-    return ID
+    path = trees.build(root, ID, [(name, one) for name in names])
+    assert trees.footprint(names, 4096) >= sum(p.stat().st_blocks * 512 for p in (path, *path.rglob("*")) if p.is_dir())
 
 
 def test_foreign_names_under_trees_are_not_listed(root: Root) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay import errors
-from forebay._engine.catalog import reservations, writer
+from forebay._engine.catalog import writer
 from forebay._engine.space import budget, ranking
 from forebay._engine.space.budget import SpaceRequest
 from forebay._engine.store import Settings, Store
@@ -26,6 +26,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
     with opened(tmp_path / "root", MiB) as found:
         yield found
         assert found.check(deep=True) == []
+
+
+def reserved_ids(store: Store) -> list[int]:
+    return [id for (id,) in store.engine.catalog.all("SELECT id FROM reservations")]
 
 
 def test_more_victims_than_are_picked_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +195,7 @@ def test_a_partial_of_the_only_entry_allowed(tmp_path: Path) -> None:
             writing.begin(ObjectInfo("", 2 * MiB, '"1"', strong=True))
             writing.write(0, bytes(MiB))
         hold.release()
-        assert len(reservations.every(store.engine.catalog)) == 1
+        assert len(reserved_ids(store)) == 1
         store.put("v", "b", b"3")
         assert [entry.key for entry in store.entries("v")] == ["b"]
         assert store.check() == []
@@ -246,11 +250,11 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
         patch.setattr(store.engine.budget, "_unlink", and_then)
         with pytest.raises(error or errors.WriterBusy):
             store.put("v", "new", bytes(300 * KiB))
-    assert len(reservations.every(store.engine.catalog)) == 1
+    assert len(reserved_ids(store)) == 1
     other.release()
     store.put("v", "brim", bytes(MiB))
     assert bytes_of(store, "brim") == bytes(MiB)
-    assert reservations.every(store.engine.catalog) == []
+    assert reserved_ids(store) == []
 
 
 def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, other: writer.WriterLock) -> None:
@@ -259,9 +263,9 @@ def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, othe
     other.take(0)
     store.engine.budget.cancel(reserved.id)
     other.release()
-    assert [r.id for r in reservations.every(store.engine.catalog)] == [reserved.id]
+    assert reserved_ids(store) == [reserved.id]
     store.engine.budget.cancel(store.engine.budget.reserve(SpaceRequest(1, "b", 8, 100 * KiB)).id)
-    assert reservations.every(store.engine.catalog) == []
+    assert reserved_ids(store) == []
 
 
 def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +286,7 @@ def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypa
         with pytest.raises(OSError, match="Too many"):
             store.engine.budget.reserve(SpaceRequest(1, "a", 7, 600 * KiB))
     (reserved,) = others
-    assert [r.id for r in reservations.every(store.engine.catalog)] == [reserved.id]
+    assert reserved_ids(store) == [reserved.id]
     store.engine.budget.cancel(reserved.id)
 
 

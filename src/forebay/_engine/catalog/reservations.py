@@ -52,10 +52,6 @@ def by_key(rows: Rows, keyhash: int) -> list[Reservation]:
     return _sound(rows, rows.all(f"{_FROM} WHERE keyhash = ? ORDER BY id DESC", keyhash))
 
 
-def every(rows: Rows) -> list[Reservation]:
-    return _sound(rows, rows.all(_FROM))
-
-
 def abandoned(rows: Rows) -> list[Reservation]:
     """Partials that wait for a successor, oldest first."""
     return _sound(rows, rows.all(f"{_FROM} WHERE owner IS NULL ORDER BY id"))

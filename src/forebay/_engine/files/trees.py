@@ -77,11 +77,6 @@ def look(root: Root, path: str) -> dict[str, tuple[int, int, int]]:
     return files
 
 
-def charge(root: Root, id: int) -> int:
-    """Bytes on the disk of the tree's directories. Raises FileNotFoundError if there is no such tree."""
-    return sum(root.files.lstat(directory).st_blocks * 512 for directory in _directories(root, str(root.tree(id))))
-
-
 def footprint(names: Iterable[str], block: int) -> int:
     """About how many bytes of disk the directories of a tree with these members will take: enough, where names are not too long."""
     sizes: dict[str, int] = {"": 0}

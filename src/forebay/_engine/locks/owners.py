@@ -90,16 +90,6 @@ class Owners:
         with self._mutex:
             self._id = self._pid = 0
 
-    def living(self) -> list[processes.Owner]:
-        """The processes that have the root open now, this one included."""
-        living = []
-        for owner in processes.every(self._catalog):
-            if owner.id == self._id or not self._probe.try_lock(owner.id, exclusive=True):
-                living.append(owner)
-            else:
-                self._probe.unlock(owner.id)
-        return living
-
     def holder_of(self, keyhash: int) -> str:
         """A description of the process that works on this key: from the kernel's list of locks, else from the reservation."""
         for pid in locks.holders(self._root.lock("keys"), keyhash):
