@@ -161,7 +161,7 @@ def test_what_a_read_only_root_cannot_do_is_told_as_such(tmp_path: Path) -> None
         cache.put("a", b"bytes")
     with forebay.Cache(tmp_path / "root", read_only=True) as cache:
         assert cache.get("a") == b"bytes"
-        with pytest.raises(errors.ReadOnly, match="its owner can do that") as found:
+        with pytest.raises(errors.ReadOnly, match="do this as its owner") as found:
             cache.pin("a")
         assert found.value.path == str(tmp_path / "root")
         assert pickle.loads(pickle.dumps(found.value)).path == found.value.path

@@ -12,6 +12,7 @@ from forebay import errors
 from forebay._engine.key_locks import KeyLocks
 from forebay._engine.store import Settings, Store
 from forebay._model import Span
+from forebay.directories.trees import adopt
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions
 from forebay.remote import RemoteOptions
@@ -52,7 +53,7 @@ def test_a_span_is_as_old_as_the_question(origin: Origin) -> None:
 def test_a_local_file_is_adopted(origin: Origin, tmp_path: Path) -> None:
     source = tmp_path / "model.bin"
     source.write_bytes(b"weights" * 10_000)
-    entry = origin.adopt("models", "m", str(source))
+    entry = adopt(origin, "models", "m", str(source))
     source.unlink()
     assert entry.size == 70_000
     lease = origin.store.lease("models", "m")
@@ -61,7 +62,7 @@ def test_a_local_file_is_adopted(origin: Origin, tmp_path: Path) -> None:
         assert Path(lease.path).read_bytes() == b"weights" * 10_000
         assert lease.path.endswith(".bin")
     with pytest.raises(errors.NotFound):
-        origin.adopt("models", "n", str(source))
+        adopt(origin, "models", "n", str(source))
     assert origin.store.entry("models", "n") is None
 
 

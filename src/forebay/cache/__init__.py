@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -17,11 +18,11 @@ from forebay._engine.passthrough import PassThrough
 from forebay._engine.stats import Usage
 from forebay._engine.store import Store
 from forebay._kernel import waits
+from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays, Victim
 from forebay.cache.entries import Entries, Name, find, planned, shown
 from forebay.cache.space import VALUES, Space, checked
-from forebay.cache.warming import warm
 from forebay.origin import FOREVER, URLS, Origin
 from forebay.origin.request import FetchOptions, Target
 from forebay.reports import OnProgress as OnProgress
@@ -206,7 +207,25 @@ class Cache:
         by the same call."""
         if isinstance(urls, str | os.PathLike):
             raise errors.ConfigError("warm takes several URLs: a list, even of one", name="urls", value=os.fspath(urls))
-        return warm(lambda url: self.pull(url, on_progress=on_progress, **how), urls, jobs)
+        done: list[str] = []
+        failed: list[tuple[str, errors.ForebayError]] = []
+
+        def pull(url: str | os.PathLike[str]) -> None:
+            name = os.fspath(url)
+            try:
+                entry = self.pull(url, on_progress=on_progress, **how)
+            except errors.ForebayError as error:
+                failed.append((name, error))
+                return
+            if entry is not None:
+                done.append(name)
+            else:
+                key = remote.shown(url)
+                failed.append((name, errors.NoSpace(f"{key}: no room", key=key, need=0, free=0, budget=0)))
+
+        calls = (functools.partial(pull, url) for url in urls)
+        run_all(list(calls) if isinstance(urls, Sequence) else calls, max(jobs, 1), name="warm")
+        return WarmReport(tuple(done), tuple(failed))
 
     def invalidate(self, url: str | os.PathLike[str]) -> None:
         """Let the next call for this URL, of any process, ask the remote."""

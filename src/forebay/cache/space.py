@@ -77,7 +77,6 @@ class Space:
         """The bytes under this key; else what ``fn`` gives, kept. Of all processes one runs it; see `Cache.get_or_put`."""
         store = self._store()
         checked(key)
-        ran: list[memoryview] = []
 
         def look() -> memoryview | None:
             found = store.view(self.name, key)
@@ -87,21 +86,14 @@ class Space:
             return self._hit(found)
 
         def make() -> memoryview:
-            store.count("misses")
-            with waits.time_limit(None, afresh=True):
-                ran.append(memoryview(bytes(as_bytes(fn()))))
-            self.put(key, ran[0])
-            return ran[0]
+            return memoryview(bytes(as_bytes(fn())))
+
+        def keep(data: memoryview) -> memoryview:
+            self.put(key, data)
+            return data
 
         timeout = self._origin.timeout if timeout is None else timeout
-        try:
-            with waits.time_limit(timeout):
-                found = look()
-                return found if found is not None else store.locks.single(self.name, key, look, make, timeout=timeout)
-        except (errors.CacheFault, errors.WaitTimeout) as error:
-            # What fn itself raised of these kinds would be run a second time: it used this cache, and was told why it cannot help.
-            self._origin.fall_back(error, f"{self.name}:{key}")
-            return ran[0] if ran else memoryview(bytes(as_bytes(fn())))
+        return self._origin.get_or_make(self.name, key, look, make, keep, timeout=timeout, counts_miss=True)
 
     def evict(self, key: str) -> bool:
         """Remove a key. False if there is none, or it is in use."""

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from forebay import errors
+from forebay import errors, remote
 from forebay._engine.files.faults import FULL
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.store import Store
 from forebay._kernel import waits
-from forebay._model import Victim, noted
+from forebay._model import Entry, Victim, noted
 from forebay.directories import thread_pool
 from forebay.directories.listings import Listing, Listings
 from forebay.directories.manifests import File, Manifest, Part, Patterns
@@ -98,7 +98,7 @@ class Directories:
             if there is not None and there.validator == file.validator and there.checksum.hex() == file.digest:
                 store.set_validated(there, store.now(exact=True))
                 continue
-            entry = self._origin.adopt(URLS, key, path, validator=file.validator)
+            entry = adopt(self._origin, URLS, key, path, validator=file.validator)
             if file.digest is not None and entry.checksum.hex() != file.digest:
                 store.remove([Victim.of(entry)])
                 raise errors.CacheFault(f"{path} was written to since it was uploaded: it is not kept", key=entry.key)
@@ -110,6 +110,13 @@ def lease(
 ) -> Lease:  # fmt: skip
     """`Directories.lease`, of what a caller said."""
     return Directories(origin).lease(place_of(origin, url, filesystem), Part.of(include, exclude), ask)
+
+
+def adopt(origin: Origin, space: str, key: str, path: str, *, validator: str | None = None) -> Entry:
+    """A local file as an entry: its bytes are copied and hashed. Raises `CacheFault`, `NotFound`."""
+    with origin.store.writing(space, key, suffix=remote.suffix(path), resume=False) as writing:
+        remote.resolve(path, origin.options).fetch(path, writing)
+        return writing.publish(validator=validator)
 
 
 def _as_it_is(path: str) -> Lease:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
+from typing import Any, BinaryIO, Self, TypeVar, cast
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
@@ -24,8 +24,8 @@ from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, noted
 from forebay.origin.files import RANGE, LeasedFile, RangeFile
-from forebay.origin.opening import Reopening, RootOptions, is_network, others_can_write
-from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, in_memory, is_same_version
+from forebay.origin.opening import Handle, Reopening, RootOptions, others_can_write
+from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, in_memory, is_same_version, sha256_of
 
 log = logger("forebay.origin")
 T = TypeVar("T")
@@ -38,12 +38,6 @@ FOREVER = 1 << 60
 
 POSTPONED = 30_000_000_000
 """Nanoseconds until a remote that could not be reached is asked again whether an object has changed."""
-
-
-class Handle(Protocol):
-    """What a front hands out and closes with its origin."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -79,31 +73,23 @@ class Origin:
     ) -> Self:  # fmt: skip
         """The origin of a cache that is made with these arguments: see `Cache`."""
         environment = _config.EnvironmentSettings.from_environment()
-        if root is not None and not os.fspath(root):
-            raise errors.ConfigError("root='' names no directory: '.' is the current one", name="root", value="")
-        shared = environment.shared if shared is None else shared
+        root_options = RootOptions.of(environment, root, budget, min_free, max_entries, shared, read_only)
         init_kwargs = {
-            "shared": shared, "read_only": read_only, "upstream": upstream, "offline": offline, "max_age": max_age, "timeout": timeout,
-            "remote_options": remote_options, "enabled": enabled,
+            "shared": root_options.shared, "read_only": read_only, "upstream": upstream, "offline": offline, "max_age": max_age,
+            "timeout": timeout, "remote_options": remote_options, "enabled": enabled,
         }  # fmt: skip
         age = environment.max_age if max_age is None else _config.parse_age(max_age, name="max_age")
         timeout = _config.parse_timeout(timeout)
-        if max_entries is not None and max_entries < 0:
-            raise errors.ConfigError(f"max_entries={max_entries} makes no sense: it is not negative", name="max_entries", value=max_entries)
         options = remote_options or remote.RemoteOptions.from_environment()  # before anything is opened
-        path = Path(root) if root is not None else environment.home or _config.default_root(is_network=is_network)
-        own = RootOptions(
-            path, environment.budget if budget is None else budget, environment.min_free if min_free is None else min_free, max_entries,
-            shared, read_only,
-        )  # fmt: skip
         with waits.time_limit(timeout):
-            store = own.open_or_pass() if enabled else PassThrough()
+            store = root_options.open_or_pass() if enabled else PassThrough()
         above = RootOptions(Path(upstream), shared=True, read_only=True).open_or_pass() if upstream is not None else None
         return cls(
             store, options, above if above is not None and above.keeps else None,
             warned=set() if enabled else {"NoSpace"},  # the caller asked for nothing to be kept, and needs no warning of it
             offline=environment.offline if offline is None else offline, max_age=int(min(age * 1_000_000_000, FOREVER)), timeout=timeout,
-            reopening=Reopening(own) if enabled and not store.keeps else None, root=path.absolute(), init_kwargs=init_kwargs,
+            reopening=Reopening(root_options) if enabled and not store.keeps else None, root=root_options.path.absolute(),
+            init_kwargs=init_kwargs,
         )  # fmt: skip
 
     @classmethod
@@ -233,11 +219,9 @@ class Origin:
                 self.store.alias(URLS, target.url, found)
                 return memoryview(found.view)
         except (errors.CacheFault, errors.WaitTimeout) as error:
-            came = spilling.take()
-            if came is None:
-                return self._past(target, ask, error, self._direct)
             self.fall_back(error, target.key)
-            return came
+            data = spilling.take()
+            return self._direct(target, ask) if data is None else data
 
     def _served(self, target: Target, ask: FetchOptions) -> tuple[memoryview | None, bool]:
         """A hit by the memo or the catalog, without a lease; else whether nothing is there."""
@@ -265,7 +249,8 @@ class Origin:
         try:
             return cast(BinaryIO, io.BufferedReader(LeasedFile(self.lease(target, ask))))
         except (errors.CacheFault, errors.WaitTimeout) as error:
-            return self._past(target, ask, error, self._stream)
+            self.fall_back(error, target.key)
+            return self._stream(target, ask)
 
     def lease(self, target: Target, ask: FetchOptions, *, looked: bool = False, spilling: SpillingSink | None = None) -> Lease:
         """A lease on the kept copy, fetched if it is not there or not fresh. Raises `CacheFault` where it cannot be kept.
@@ -313,7 +298,7 @@ class Origin:
         if ask.sha256 is None:
             return True
         known = noted(lease.entry.meta, sha256=str)
-        return bool((known["sha256"] if known else _sha256_of(lease.path)) == ask.sha256.lower())
+        return bool((known["sha256"] if known else sha256_of(lease.path)) == ask.sha256.lower())
 
     # -- fetching, under the key's lock ----------------------------------------------------------------------------
 
@@ -446,11 +431,6 @@ class Origin:
 
     # -- past the cache --------------------------------------------------------------------------------------------
 
-    def _past(self, target: Target, ask: FetchOptions, error: Exception, way: Callable[[Target, FetchOptions], T]) -> T:
-        """The cache cannot help: say so once, count it, and serve from the source."""
-        self.fall_back(error, target.key)
-        return way(target, ask)
-
     def fall_back(self, error: Exception, name: str) -> None:
         """Count and tell that a call is served past the cache."""
         self.store.count("fallbacks")
@@ -524,32 +504,63 @@ class Origin:
         """Some bytes of an object, as an entry of their own; ``validator``: of which version. Raises `RemoteChanged` if it is gone."""
         key = f"{target.key}#bytes={span.start}-{span.end - 1}" + (f"&version={validator}" if validator else "")
 
+        began = 0
+
         def look() -> memoryview | None:
             found = self.store.view(URLS, key)
             return memoryview(found.view) if found is not None and self._is_fresh(found.entry, ask) else None
 
-        def fetch() -> bytes:
+        def make() -> memoryview:
+            nonlocal began
             if ask.offline:
                 raise errors.Offline.of(key)
+            began = self.store.now(exact=True)
             with self.reaching(ask):
                 data = target.remote.read(target.url, span, validator=validator)
             self.count(Transfer(requests=1, received=len(data)))
-            return data
-
-        def make() -> memoryview:
-            began = self.store.now(exact=True)
-            data = fetch()
-            try:
-                self.store.put(URLS, key, data, validator=validator, validated=began)
-            except errors.CacheFault as error:
-                self.fall_back(error, key)
             return memoryview(data)
 
+        def keep(data: memoryview) -> memoryview:
+            self.store.put(URLS, key, data, validator=validator, validated=began)
+            return data
+
+        return self.get_or_make(URLS, key, look, make, keep, timeout=ask.timeout)
+
+    def get_or_make(
+        self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], keep: Callable[[T], T], *,
+        past: Callable[[T], T] | None = None, label: str = "", timeout: float | None = None, counts_miss: bool = False,
+        looked: bool = False,
+    ) -> T:  # fmt: skip
+        """What ``look`` finds; else what ``make`` makes, in one process of the node at a time, as ``keep`` stored it.
+
+        Looks once before it asks for the key's lock, and once under it: another process may have stored it meanwhile. Where the cache
+        cannot help, the caller gets what ``make`` made, which runs once, through ``past``. ``looked``: the caller has just looked.
+        ``label``: what messages call it. Raises what ``make`` raises."""
+        made: list[T] = []
+        has_failed = False
+
+        def fill() -> T:
+            nonlocal has_failed
+            if counts_miss:
+                self.store.count("misses")
+            try:
+                with waits.time_limit(None, afresh=True):  # whatever it waits for is its own affair
+                    made.append(make())
+            except BaseException:
+                has_failed = True
+                raise
+            return keep(made[0])
+
         try:
-            return look() or self.store.locks.single(URLS, key, look, make, timeout=ask.timeout)
-        except (errors.CacheFault, errors.WaitTimeout) as error:
-            self.fall_back(error, key)
-            return memoryview(fetch())
+            with waits.time_limit(timeout):
+                value = None if looked else look()
+                return value if value is not None else self.store.locks.single(space, key, look, fill, timeout=timeout)
+        except (errors.CacheFault, errors.WaitTimeout, errors.Closed) as error:
+            if has_failed:
+                raise  # the function's own
+            self.fall_back(error, label or f"{space}:{key}")
+        value = made[0] if made else make()
+        return value if past is None else past(value)
 
     def kept(self, target: Target, since: int) -> Lease | None:
         """A lease on the kept copy, if it need not be fetched: it is the remote's, which is asked where nobody did at ``since`` or later.
@@ -581,19 +592,8 @@ class Origin:
             self.store.set_validated(entry, 0)  # the next look need not ask
         return same
 
-    def adopt(self, space: str, key: str, path: str, *, validator: str | None = None) -> Entry:
-        """A local file as an entry: its bytes are copied and hashed. Raises `CacheFault`, `NotFound`."""
-        with self.store.writing(space, key, suffix=remote.suffix(path), resume=False) as writing:
-            remote.resolve(path, self.options).fetch(path, writing)
-            return writing.publish(validator=validator)
-
     def invalidate(self, target: Target) -> None:
         """Let the next call ask the remote: for the object, and for the directory of this name."""
         for entry in (self.store.entry(URLS, target.key), self.store.entry(LISTINGS, folder_of(target.key))):
             if entry is not None:
                 self.store.set_validated(entry, 0)
-
-
-def _sha256_of(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

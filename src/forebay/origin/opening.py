@@ -6,6 +6,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, Self
 
 from forebay import _config, errors
 from forebay._engine.files.faults import FULL
@@ -22,6 +23,12 @@ def is_network(path: Path) -> bool:
     return not host.is_local(host.fs_kind(path))
 
 
+class Handle(Protocol):
+    """What a front hands out and closes with its origin."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RootOptions:
     """A root directory, and how `Cache` is to open it. Sizes as the user wrote them."""
@@ -32,6 +39,22 @@ class RootOptions:
     max_entries: int | None = None
     shared: bool = False
     read_only: bool = False
+
+    @classmethod
+    def of(
+        cls, environment: _config.EnvironmentSettings, root: str | os.PathLike[str] | None, budget: int | str | None,
+        min_free: int | str | None, max_entries: int | None, shared: bool | None, read_only: bool,
+    ) -> Self:  # fmt: skip
+        """What the caller gave; for what is None, what the environment says. Raises `ConfigError`."""
+        if root is not None and not os.fspath(root):
+            raise errors.ConfigError("root must not be empty (use '.' for the current directory)", name="root", value="")
+        if max_entries is not None and max_entries < 0:
+            raise errors.ConfigError(f"max_entries={max_entries}: it must not be negative", name="max_entries", value=max_entries)
+        path = Path(root) if root is not None else environment.home or _config.default_root(is_network=is_network)
+        return cls(
+            path, environment.budget if budget is None else budget, environment.min_free if min_free is None else min_free, max_entries,
+            environment.shared if shared is None else shared, read_only,
+        )  # fmt: skip
 
     def open(self) -> Store:
         """The store. Raises `RootRefused`, `NewerFormat`, `ConfigError`, and `CacheFault` where the root cannot be used for now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -128,6 +129,11 @@ class SpillingSink:
 def is_same_version(found: str | None, wanted: str) -> bool:
     """Whether two validators name one version, with or without their quotes."""
     return (found or "").removeprefix("W/").strip('"') == wanted.removeprefix("W/").strip('"')
+
+
+def sha256_of(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def in_memory() -> int:

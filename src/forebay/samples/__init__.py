@@ -92,28 +92,12 @@ class Samples(Generic[Item]):
             return found[0]
         if not self._pack.admits:
             return self._made(i, fn())[0]
-        ran: list[tuple[Item]] = []
-        failed: list[BaseException] = []
-
-        def make() -> tuple[Item]:
-            try:
-                with waits.time_limit(None, afresh=True):
-                    value = fn()
-            except BaseException as error:
-                failed.append(error)
-                raise
-            ran.append(self._made(i, value))
-            return ran[0]
-
-        timeout = self._origin.timeout if timeout is None else timeout
-        try:
-            with waits.time_limit(timeout):
-                return self._origin.store.locks.single(SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), make, timeout=timeout)[0]
-        except (errors.CacheFault, errors.WaitTimeout) as error:
-            if failed:
-                raise  # the function's own
-            self._origin.fall_back(error, f"sample {i} of {self._label}")
-            return ran[0][0] if ran else self._as_read(fn())
+        item: Item = self._origin.get_or_make(
+            SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), lambda: (fn(),), lambda value: self._made(i, value[0]),
+            past=lambda value: (self._as_read(value[0]),), label=f"sample {i} of {self._label}",
+            timeout=self._origin.timeout if timeout is None else timeout, looked=True,
+        )[0]  # fmt: skip
+        return item
 
     def _look(self, i: int) -> tuple[Item] | None:
         return self._decoded(i, self._pack.peek(i, self._copy))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -80,27 +81,29 @@ class Shards:
             return self._reach.stat(url)
         since = -1 if origin.offline else origin.store.now(exact=True) - origin.max_age
 
+        key, began, stale = self._reach.key(url), 0, None
+
         def look() -> ObjectInfo | None:
-            return _noted(origin, url, self._reach.key(url), since)
+            return _noted(origin, url, key, since)
 
         def make() -> ObjectInfo:
+            nonlocal began
             began = origin.store.now(exact=True)
-            info = self._reach.stat(url)
+            return self._reach.stat(url)
+
+        def keep(info: ObjectInfo) -> ObjectInfo:
             if info.validator is not None:
-                _keep(origin, self._reach.key(url), json.dumps([info.size, info.validator, info.modified]).encode(), began)
+                _keep(origin, key, json.dumps([info.size, info.validator, info.modified]).encode(), began)
             return info
 
         try:
-            found = look()
-            return origin.store.locks.single(SPACE, self._reach.key(url), look, make) if found is None else found
-        except PAST as error:
-            origin.fall_back(error, self._reach.key(url))
-            return self._reach.stat(url)
+            return origin.get_or_make(SPACE, key, look, make, keep, label=key)
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
-            stale = _noted(origin, url, self._reach.key(url), -1)
+            with contextlib.suppress(*PAST):
+                stale = _noted(origin, url, key, -1)
             if stale is None:
                 raise
-            origin.warn_stale(self._reach.key(url), "%s cannot be reached (%s): taken to be what it was", error)
+            origin.warn_stale(key, "%s cannot be reached (%s): taken to be what it was", error)
             return stale
 
     def forget(self, url: str, stale: ObjectInfo) -> None:
@@ -165,22 +168,12 @@ class Shards:
         if origin is None or info.validator is None:
             return Index(self._build(url, info))
         key = f"{self._reach.key(url)}&version={info.validator}"
-        made: list[Index] = []
 
-        def look() -> Index | None:
-            return _kept(origin, key)
+        def keep(index: Index) -> Index:
+            _keep(origin, key, index.data)
+            return index
 
-        def make() -> Index:
-            made.append(Index(self._build(url, info)))
-            _keep(origin, key, made[0].data)
-            return made[0]
-
-        try:
-            found = look()
-            return origin.store.locks.single(SPACE, key, look, make) if found is None else found
-        except PAST as error:
-            origin.fall_back(error, key)
-            return made[0] if made else Index(self._build(url, info))
+        return origin.get_or_make(SPACE, key, lambda: _kept(origin, key), lambda: Index(self._build(url, info)), keep, label=key)
 
     def _build(self, url: str, info: ObjectInfo) -> bytes:
         def read(span: Span) -> bytes:
