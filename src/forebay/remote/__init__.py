@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 from forebay._model import Remote
-from forebay.remote.base import Hosts as Hosts
 from forebay.remote.base import RemoteOptions as RemoteOptions
 from forebay.remote.base import tracking_hosts as tracking_hosts
 from forebay.remote.urls import canonical as canonical

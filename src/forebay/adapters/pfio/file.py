@@ -31,7 +31,8 @@ class PfioFile:
 
     def __init__(self, path: str | os.PathLike[str], length: int | None = None) -> None:
         self.path = os.path.abspath(path)
-        view = _map(self.path)
+        with open(self.path, "rb") as file:
+            view = map_file(file.fileno(), os.fstat(file.fileno()).st_size)
         self.length = _count(view, self.path) if length is None else _checked(view, self.path, length)
         self._view, self._size, self._start = view, len(view), RECORD.size * self.length
         index = view[: self._start]
@@ -72,11 +73,6 @@ class PfioFile:
             if length < 0 or offset < self._start or offset + length > self._size:
                 return i
         return None
-
-
-def _map(path: str) -> memoryview:
-    with open(path, "rb") as file:
-        return map_file(file.fileno(), os.fstat(file.fileno()).st_size)
 
 
 def _checked(view: memoryview, path: str, length: int) -> int:

@@ -119,7 +119,7 @@ class S3Remote:
         """See `Remote.write`. A large object is sent in parallel parts; it appears whole or not at all.
 
         Some servers ignore conditions when an upload in parts completes: there they are checked at its beginning only."""
-        return _Upload(self.request, self.options, _checked(url), if_none_match, if_match, on_sent, resume).run(source)
+        return _ObjectUpload(self.request, self.options, _checked(url), if_none_match, if_match, on_sent, resume).run(source)
 
     def delete(self, url: str) -> None:
         """See `Remote.delete`."""
@@ -299,7 +299,7 @@ class _MultipartUpload(NamedTuple):
     parts: Mapping[int, str] = {}
 
 
-class _Upload:
+class _ObjectUpload:
     """One object to be written. ``request``: sends a request to S3. ``resume``: parts stay when the upload fails, and the next one uses
     them."""
 
