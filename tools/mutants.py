@@ -611,7 +611,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "what the budget does not count is not shown", "cli/render.py",
-        "        self.line(f\"{format_size(sum(overhead.values()))} beside the budget: {parts}\")\n", "",
+        "        self.line(f\"{format_size(sum(overhead.values()))} outside the budget: {parts}\")\n", "",
         "tests/cli/test_overhead.py::test_each_part_keeps_its_bound[0]",
     ),
     Mutant(
@@ -1193,7 +1193,7 @@ MUTANTS = (
     Mutant(
         13, "marks forget what lies above", "claims/records.py",
         "frozenset(own | above)", "frozenset(own)",
-        "tests/claims/test_dirs.py::test_marks_miss_nothing",
+        "tests/claims/test_claimed_paths.py::test_marks_miss_nothing",
     ),
     Mutant(
         13, "a number that was used again is still the old directory", "claims/conflicts.py",
@@ -1237,7 +1237,7 @@ MUTANTS = (
     ),
     Mutant(
         13, "a worker that ends gives up the directories of its job", "adapters/streaming/prefix.py",
-        "private=not made", "private=False",
+        "private=not is_leader", "private=False",
         f"{STREAMING}test_a_copy_that_came_by_pickle",
     ),
     Mutant(

@@ -11,7 +11,7 @@ from forebay.claims import shared
 from forebay.claims.members import ClaimContext
 from forebay.claims.registry import Registry
 from tests.claiming import registry  # noqa: F401 (a fixture)
-from tests.claims import houses
+from tests.claims import contexts
 
 
 @pytest.fixture
@@ -23,13 +23,13 @@ def node(registry: Path) -> Registry:  # noqa: F811
 @pytest.fixture
 def place(quick_path: Path) -> Path:
     """A claim's directory."""
-    return houses.found(quick_path / "claim")
+    return contexts.create(quick_path / "claim")
 
 
 @pytest.fixture
-def house(place: Path) -> Iterator[ClaimContext]:
-    """Who leads it: this process."""
-    found = houses.leader(place)
-    yield found
-    shared.close(found)
-    found.members.leave()
+def context(place: Path) -> Iterator[ClaimContext]:
+    """The claim of which this process is the leader."""
+    leader = contexts.leader(place)
+    yield leader
+    shared.close(leader)
+    leader.members.leave()

@@ -24,8 +24,8 @@ from forebay._kernel import host, waits
 from forebay.claims import barriers, shared
 from forebay.claims.barriers import Barrier
 from forebay.claims.members import ClaimContext
-from tests.claims import houses
-from tests.claims.houses import leaving
+from tests.claims import contexts
+from tests.claims.contexts import leaving
 from tests.clocks import Clocks
 from tests.items import until
 from tests.processes import Child, Gate, ProcessGroup, death_of, fork, fork_to_die
@@ -38,7 +38,7 @@ SOON = 10.0
 
 def rank(place: Path, number: int, work: Callable[[Barrier], Any], name: str = NAME) -> Any:
     """What a rank does at a barrier of the claim, which it finds by itself."""
-    return houses.rank(place, number, lambda house: work(Barrier(house, name)))
+    return contexts.rank(place, number, lambda context: work(Barrier(context, name)))
 
 
 def broken(barrier: Barrier, parties: int | None = None) -> tuple[list[str], float]:
@@ -49,9 +49,9 @@ def broken(barrier: Barrier, parties: int | None = None) -> tuple[list[str], flo
     return caught.value.missing, time.monotonic() - began
 
 
-def comes_to_wait(house: ClaimContext, count: int, name: str = NAME) -> None:
+def comes_to_wait(context: ClaimContext, count: int, name: str = NAME) -> None:
     """Until so many wait."""
-    board = barriers.state_of(house, name)
+    board = barriers.state_of(context, name)
     deadline = time.monotonic() + LONG
     while sum(map(bool, board.seats())) < count:
         assert time.monotonic() < deadline, f"{board.seats()} after {LONG} s"
@@ -61,19 +61,19 @@ def comes_to_wait(house: ClaimContext, count: int, name: str = NAME) -> None:
 # -- crossing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_number_of_numpy(house: ClaimContext) -> None:
-    assert Barrier(house, NAME).wait(np.int64(1)) == 0
+def test_a_number_of_numpy(context: ClaimContext) -> None:
+    assert Barrier(context, NAME).wait(np.int64(1)) == 0
 
 
 @pytest.mark.parametrize("parties", [1, 2, 3, 7])
-def test_each_has_a_number_of_its_own(place: Path, house: ClaimContext, children: ProcessGroup, parties: int) -> None:
+def test_each_has_a_number_of_its_own(place: Path, context: ClaimContext, children: ProcessGroup, parties: int) -> None:
     others = [children(lambda n=n: rank(place, n, lambda barrier: barrier.wait(parties, LONG))) for n in range(1, parties)]
-    assert sorted([Barrier(house, NAME).wait(parties, LONG), *(other.result() for other in others)]) == list(range(parties))
+    assert sorted([Barrier(context, NAME).wait(parties, LONG), *(other.result() for other in others)]) == list(range(parties))
 
 
-def test_nobody_is_a_round_ahead(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_nobody_is_a_round_ahead(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     parties, rounds = 4, 1000
-    turns = shared.buffer(house, "turns", parties * 8).cast("Q")
+    turns = shared.buffer(context, "turns", parties * 8).cast("Q")
 
     def run(which: int, barrier: Barrier) -> int:
         ahead = 0
@@ -85,12 +85,12 @@ def test_nobody_is_a_round_ahead(place: Path, house: ClaimContext, children: Pro
         return ahead
 
     others = [children(lambda n=n: rank(place, n, lambda barrier: run(n, barrier))) for n in range(1, parties)]
-    assert run(0, Barrier(house, NAME)) + sum(other.result() for other in others) == 0
+    assert run(0, Barrier(context, NAME)) + sum(other.result() for other in others) == 0
 
 
-def test_threads_are_parties(house: ClaimContext) -> None:
+def test_threads_are_parties(context: ClaimContext) -> None:
     numbers: list[int] = []
-    threads = [threading.Thread(target=lambda: numbers.append(Barrier(house, NAME).wait(5, LONG))) for _ in range(5)]
+    threads = [threading.Thread(target=lambda: numbers.append(Barrier(context, NAME).wait(5, LONG))) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -98,62 +98,62 @@ def test_threads_are_parties(house: ClaimContext) -> None:
     assert sorted(numbers) == list(range(5))
 
 
-def test_more_come_than_parties(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_more_come_than_parties(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     others = [children(lambda n=n: rank(place, n, lambda barrier: barrier.wait(2, LONG))) for n in range(1, 6)]
-    numbers = [Barrier(house, NAME).wait(2, LONG), *(other.result() for other in others)]
+    numbers = [Barrier(context, NAME).wait(2, LONG), *(other.result() for other in others)]
     assert sorted(numbers) == [0, 0, 0, 1, 1, 1]
 
 
-def test_a_forked_child_is_a_party(house: ClaimContext, children: ProcessGroup) -> None:
-    barrier = Barrier(house, NAME)
+def test_a_forked_child_is_a_party(context: ClaimContext, children: ProcessGroup) -> None:
+    barrier = Barrier(context, NAME)
     barrier.wait(1)
-    child = children(lambda: leaving(house, lambda _: [barrier.wait(2, LONG) for _ in range(50)]))
+    child = children(lambda: leaving(context, lambda _: [barrier.wait(2, LONG) for _ in range(50)]))
     ours = [barrier.wait(2, LONG) for _ in range(50)]
     assert [sum(pair) for pair in zip(ours, child.result(), strict=True)] == [1] * 50
 
 
-def test_two_names_are_two_barriers(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_two_names_are_two_barriers(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     other = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG), "a"))
-    comes_to_wait(house, 1, "a")
+    comes_to_wait(context, 1, "a")
     with pytest.raises(errors.WaitTimeout):
-        Barrier(house, "b").wait(2, 0.05)
-    assert Barrier(house, "a").wait() == 1
+        Barrier(context, "b").wait(2, 0.05)
+    assert Barrier(context, "a").wait() == 1
     assert other.result() == 0
 
 
 # -- the number of parties ---------------------------------------------------------------------------------------------
 
 
-def test_the_first_says_how_many(house: ClaimContext) -> None:
+def test_the_first_says_how_many(context: ClaimContext) -> None:
     with pytest.raises(errors.ConfigError, match="pass the number of parties"):
-        Barrier(house, NAME).wait()
+        Barrier(context, NAME).wait()
 
 
 @pytest.mark.parametrize("parties", [0, -1, 1.5, True, "2", barriers.SEATS + 1])
-def test_parties_that_make_no_sense(house: ClaimContext, parties: Any) -> None:
+def test_parties_that_make_no_sense(context: ClaimContext, parties: Any) -> None:
     with pytest.raises(errors.ConfigError, match="parties"):
-        Barrier(house, NAME).wait(parties)
+        Barrier(context, NAME).wait(parties)
 
 
 @pytest.mark.parametrize("timeout", [-1, "3", True, float("nan")])
-def test_timeouts_that_make_no_sense(house: ClaimContext, timeout: Any) -> None:
+def test_timeouts_that_make_no_sense(context: ClaimContext, timeout: Any) -> None:
     with pytest.raises(errors.ConfigError, match="timeout"):
-        Barrier(house, NAME).wait(1, timeout)
+        Barrier(context, NAME).wait(1, timeout)
     with pytest.raises(errors.ConfigError, match="timeout"):
-        shared.NamedLock(house, NAME, timeout)
+        shared.NamedLock(context, NAME, timeout)
 
 
-def test_another_number_while_somebody_waits(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_another_number_while_somebody_waits(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     other = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
-    comes_to_wait(house, 1)
+    comes_to_wait(context, 1)
     with pytest.raises(errors.ConfigError, match=r"1 of 2 parties wait, so it cannot be for 3"):
-        Barrier(house, NAME).wait(3, LONG)
-    assert Barrier(house, NAME).wait(2, LONG) == 1
+        Barrier(context, NAME).wait(3, LONG)
+    assert Barrier(context, NAME).wait(2, LONG) == 1
     assert other.result() == 0
 
 
-def test_another_number_while_nobody_waits(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
-    barrier = Barrier(house, NAME)
+def test_another_number_while_nobody_waits(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+    barrier = Barrier(context, NAME)
     for parties in (3, 1, 2):
         work = functools.partial(Barrier.wait, parties=parties, timeout=LONG)
         others = [children(lambda n=n, work=work: rank(place, n, work)) for n in range(1, parties)]
@@ -163,20 +163,20 @@ def test_another_number_while_nobody_waits(place: Path, house: ClaimContext, chi
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_waits_at_a_barrier_is_killed(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_that_waits_at_a_barrier_is_killed(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(3, LONG)))
     other = children(lambda: rank(place, 2, lambda barrier: broken(barrier, 3)))
-    comes_to_wait(house, 2)
+    comes_to_wait(context, 2)
     killed.kill()
-    assert broken(Barrier(house, NAME), 3) == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
+    assert broken(Barrier(context, NAME), 3) == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
     assert other.result() == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
 
 
-def test_a_rank_that_crossed_a_barrier_is_killed_on_its_way(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_that_crossed_a_barrier_is_killed_on_its_way(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     gate = Gate()
     killed = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), gate.wait())))
     idle = children(lambda: rank(place, 2, lambda barrier: gate.wait()))  # who lives, and never comes, does not hide it
-    barrier = Barrier(house, NAME)
+    barrier = Barrier(context, NAME)
     barrier.wait(2, LONG)
     timer = threading.Timer(0.2, killed.kill)
     timer.start()
@@ -186,30 +186,30 @@ def test_a_rank_that_crossed_a_barrier_is_killed_on_its_way(place: Path, house: 
     idle.kill()
 
 
-def test_a_rank_is_killed_before_it_came_to_the_barrier(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_is_killed_before_it_came_to_the_barrier(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     gate = Gate()
     killed = children(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
     gate.wait()
     killed.kill()
-    assert broken(Barrier(house, NAME), 2) == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
+    assert broken(Barrier(context, NAME), 2) == ([f"rank 1 (process {killed.pid})"], pytest.approx(0, abs=SOON))
 
 
-def test_who_waits_is_told_within_a_second(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_who_waits_is_told_within_a_second(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     """The quickest of five: a busy machine is not busy all the time."""
     took = []
     for number in range(1, 6):
         name, killed_at = f"barrier {number}", list[float]()
         killed = children(lambda number=number, name=name: rank(place, number, lambda barrier: barrier.wait(3, LONG), name))
-        comes_to_wait(house, 1, name)
+        comes_to_wait(context, 1, name)
         timer = threading.Timer(0.3, lambda killed=killed, at=killed_at: (at.append(time.monotonic()), killed.kill()))
         timer.start()
-        broken(Barrier(house, name), 3)
+        broken(Barrier(context, name), 3)
         took.append(time.monotonic() - killed_at[0])
         timer.join()
     assert min(took) < 1
 
 
-def test_who_is_not_needed_may_die(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_who_is_not_needed_may_die(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     gate, go = Gate(), Gate()
     killed = children(lambda: rank(place, 9, lambda barrier: (gate.open(), Gate().wait())))
     other = children(lambda: rank(place, 1, lambda barrier: (go.wait(), barrier.wait(2, LONG))[1]))
@@ -217,32 +217,32 @@ def test_who_is_not_needed_may_die(place: Path, house: ClaimContext, children: P
     killed.kill()
     timer = threading.Timer(0.5, go.open)  # the death is looked at five times before
     timer.start()
-    assert Barrier(house, NAME).wait(2, LONG) == 0
+    assert Barrier(context, NAME).wait(2, LONG) == 0
     assert other.result() == 1
     timer.join()
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_worker_is_killed_before_it_ever_came(house: ClaimContext, children: ProcessGroup, late: bool) -> None:
+def test_a_worker_is_killed_before_it_ever_came(context: ClaimContext, children: ProcessGroup, late: bool) -> None:
     """Its main process has the claim too, and could come: but workers wait for workers."""
     go, there = Gate(), Gate()
     killed = children(lambda: (there.open(), Gate().wait()))
     there.wait()
-    others = [children(lambda: (go.wait(), leaving(house, lambda house: broken(Barrier(house, NAME), 3)))[1]) for _ in range(2)]
+    others = [children(lambda: (go.wait(), leaving(context, lambda context: broken(Barrier(context, NAME), 3)))[1]) for _ in range(2)]
     if not late:
         go.open()
         go.open()
-        comes_to_wait(house, 2)
+        comes_to_wait(context, 2)
     killed.kill()
     if late:
         go.open()
         go.open()
     names = [f"rank 0 (process {killed.pid})"]
     assert [other.result() for other in others] == [(names, pytest.approx(0, abs=SOON + (not late)))] * 2
-    assert Barrier(house, NAME).wait(1) == 0
+    assert Barrier(context, NAME).wait(1) == 0
 
 
-def test_the_late_are_told_and_then_it_is_usable(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_the_late_are_told_and_then_it_is_usable(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     go = Gate()
 
     def late(barrier: Barrier) -> Any:
@@ -255,10 +255,10 @@ def test_the_late_are_told_and_then_it_is_usable(place: Path, house: ClaimContex
         barrier.wait(4, LONG)
 
     third = children(lambda: rank(place, 2, late))
-    barrier, killed = Barrier(house, NAME), children(lambda: rank(place, 1, prompt))
+    barrier, killed = Barrier(context, NAME), children(lambda: rank(place, 1, prompt))
     fourth = children(lambda: rank(place, 3, lambda barrier: (barrier.wait(4, LONG), broken(barrier))[1]))
     barrier.wait(4, LONG)
-    comes_to_wait(house, 2)
+    comes_to_wait(context, 2)
     killed.kill()
     names = [f"rank 1 (process {killed.pid})"]
     assert broken(barrier)[0] == fourth.result()[0] == names
@@ -275,15 +275,15 @@ def test_the_late_are_told_and_then_it_is_usable(place: Path, house: ClaimContex
     assert told == (names, pytest.approx(0, abs=SOON))
 
 
-def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     """All join / the clock is set back / the round breaks: that was after they joined, whatever the time was."""
     go = Gate()
     with Clocks(together=True) as clocks:
         late = children(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), broken(barrier)[0])[2]))
         killed = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
-        barrier = Barrier(house, NAME)
+        barrier = Barrier(context, NAME)
         barrier.wait(3, LONG)
-        comes_to_wait(house, 1)
+        comes_to_wait(context, 1)
         clocks.step(-3600 * 1_000_000_000)
         killed.kill()
         names = [f"rank 1 (process {killed.pid})"]
@@ -294,13 +294,13 @@ def test_a_clock_that_is_set_back_leaves_no_late_one_untold(place: Path, house: 
 
 
 @pytest.mark.parametrize("end", ["killed", "left"])
-def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, house: ClaimContext, children: ProcessGroup, end: str) -> None:
+def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, context: ClaimContext, children: ProcessGroup, end: str) -> None:
     go = Gate()
     late = children(lambda: rank(place, 2, lambda barrier: (barrier.wait(3, LONG), go.wait(), barrier._context.members.leave())))
     killed = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(3, LONG), barrier.wait(3, LONG))))
-    barrier = Barrier(house, NAME)
+    barrier = Barrier(context, NAME)
     barrier.wait(3, LONG)
-    comes_to_wait(house, 1)
+    comes_to_wait(context, 1)
     killed.kill()
     broken(barrier)
     if end == "killed":
@@ -311,11 +311,11 @@ def test_nobody_waits_for_a_late_one_that_is_gone(place: Path, house: ClaimConte
     assert barrier.wait(1) == 0
 
 
-def test_a_death_is_told_once(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_death_is_told_once(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
-    comes_to_wait(house, 1)
+    comes_to_wait(context, 1)
     killed.kill()
-    barrier = Barrier(house, NAME)
+    barrier = Barrier(context, NAME)
     broken(barrier, 2)
     with pytest.raises(errors.WaitTimeout, match="1 who have not joined the claim"):
         barrier.wait(2, 0.4)
@@ -323,20 +323,20 @@ def test_a_death_is_told_once(place: Path, house: ClaimContext, children: Proces
     assert barrier.wait(2, LONG) + again.result() == 1
 
 
-def test_a_death_is_no_news_at_another_barrier(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_death_is_no_news_at_another_barrier(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
-    comes_to_wait(house, 1)
+    comes_to_wait(context, 1)
     killed.kill()
-    broken(Barrier(house, NAME), 2)
-    another = Barrier(house, "another")
+    broken(Barrier(context, NAME), 2)
+    another = Barrier(context, "another")
     with pytest.raises(errors.WaitTimeout, match="1 who have not joined the claim"):
         another.wait(2, 0.4)
     late = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG), "another"))
     assert another.wait(2, LONG) + late.result() == 1
 
 
-def test_a_death_is_reported_at_a_barrier_where_the_dead_took_part(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
-    crossed = Barrier(house, "another")
+def test_a_death_is_reported_at_a_barrier_where_the_dead_took_part(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+    crossed = Barrier(context, "another")
 
     def take_part(barrier: Barrier) -> None:
         Barrier(barrier._context, "another").wait(2, LONG)
@@ -344,22 +344,22 @@ def test_a_death_is_reported_at_a_barrier_where_the_dead_took_part(place: Path, 
 
     killed = children(lambda: rank(place, 1, take_part))
     crossed.wait(2, LONG)
-    comes_to_wait(house, 1)
+    comes_to_wait(context, 1)
     killed.kill()
-    assert broken(Barrier(house, NAME), 2)[0] == broken(crossed)[0] == [f"rank 1 (process {killed.pid})"]
+    assert broken(Barrier(context, NAME), 2)[0] == broken(crossed)[0] == [f"rank 1 (process {killed.pid})"]
 
 
-def test_ranks_that_join_later_are_told_of_no_earlier_death(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_ranks_that_join_later_are_told_of_no_earlier_death(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     """Workers of one epoch are killed in the barrier; those of the next one use it as if nobody had been there."""
     old = [children(lambda: rank(place, 0, lambda barrier: barrier.wait(3, LONG))) for _ in range(2)]
-    comes_to_wait(house, 2)
+    comes_to_wait(context, 2)
     for child in old:
         child.kill()
     new = [children(lambda: rank(place, 0, lambda barrier: [barrier.wait(3, LONG) for _ in range(3)])) for _ in range(3)]
     assert sorted(child.result()[0] for child in new) == [0, 1, 2]
 
 
-def test_survivors_that_go_on_at_once(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_survivors_that_go_on_at_once(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     """The first to be told comes again before the others woke: nobody is told twice of one death."""
 
     def survive(barrier: Barrier) -> Any:
@@ -369,20 +369,20 @@ def test_survivors_that_go_on_at_once(place: Path, house: ClaimContext, children
         name = f"{NAME}{turn}"
         killed = children(lambda name=name: rank(place, 1, lambda barrier: barrier.wait(5, LONG), name))
         others = [children(lambda n=n, name=name: rank(place, n, survive, name)) for n in (2, 3, 4)]
-        comes_to_wait(house, 4, name)
+        comes_to_wait(context, 4, name)
         killed.kill()
         ends = [other.result() for other in others]
         assert [missing for missing, _ in ends] == [[f"rank 1 (process {killed.pid})"]] * 3
         assert sorted(number for _, number in ends) == [0, 1, 2]
 
 
-def test_who_waits_and_is_stopped_is_told_later(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_who_waits_and_is_stopped_is_told_later(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     stopped = children(lambda: rank(place, 1, lambda barrier: broken(barrier, 3)))
     killed = children(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
-    comes_to_wait(house, 2)
+    comes_to_wait(context, 2)
     stopped.signal(signal.SIGSTOP)
     killed.kill()
-    barrier = Barrier(house, NAME)
+    barrier = Barrier(context, NAME)
     broken(barrier, 3)
     broken(barrier)  # he does not know yet
     stopped.signal(signal.SIGCONT)
@@ -390,9 +390,9 @@ def test_who_waits_and_is_stopped_is_told_later(place: Path, house: ClaimContext
     assert barrier.wait(1) == 0
 
 
-def test_an_exit_breaks_nothing(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_an_exit_breaks_nothing(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     left = children(lambda: rank(place, 1, lambda barrier: (barrier.wait(2, LONG), barrier._context.members.leave())))
-    barrier = Barrier(house, NAME)
+    barrier = Barrier(context, NAME)
     barrier.wait(2, LONG)
     left.result()
     with pytest.raises(errors.WaitTimeout):
@@ -400,7 +400,7 @@ def test_an_exit_breaks_nothing(place: Path, house: ClaimContext, children: Proc
     assert barrier.wait(1) == 0
 
 
-def test_who_leaves_the_claim_while_a_thread_waits(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_who_leaves_the_claim_while_a_thread_waits(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     def leave(barrier: Barrier) -> Any:
         caught: list[BaseException] = []
 
@@ -417,15 +417,15 @@ def test_who_leaves_the_claim_while_a_thread_waits(place: Path, house: ClaimCont
         return str(caught[0])
 
     assert "closed" in children(lambda: rank(place, 1, leave)).result()
-    assert Barrier(house, NAME).wait(1) == 0
+    assert Barrier(context, NAME).wait(1) == 0
 
 
-def test_the_error_crosses_processes(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_the_error_crosses_processes(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
-    comes_to_wait(house, 1)
+    comes_to_wait(context, 1)
     killed.kill()
     with pytest.raises(threading.BrokenBarrierError) as caught:
-        Barrier(house, NAME).wait(2, LONG)
+        Barrier(context, NAME).wait(2, LONG)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (again.barrier, again.missing, str(again)) == (NAME, [f"rank 1 (process {killed.pid})"], str(caught.value))
     assert again.waited < SOON
@@ -438,14 +438,14 @@ def test_killed_at_every_step_of_a_crossing(quick_path: Path, children: ProcessG
     """Whoever dies, at whatever step: the other crosses or is told, within a second; then the barrier works."""
     died = 0
     for step in range(100):
-        house = houses.leader(houses.found(quick_path / str(step)))
-        barrier = Barrier(house, NAME)
+        context = contexts.leader(contexts.create(quick_path / str(step)))
+        barrier = Barrier(context, NAME)
         barrier.wait(1)
         begin = Gate()
 
-        def dies(house: ClaimContext = house, barrier: Barrier = barrier, begin: Gate = begin) -> None:
+        def dies(context: ClaimContext = context, barrier: Barrier = barrier, begin: Gate = begin) -> None:
             begin.wait()
-            leaving(house, lambda _: [barrier.wait(2, LONG) for _ in range(3)])
+            leaving(context, lambda _: [barrier.wait(2, LONG) for _ in range(3)])
 
         child = fork_to_die(step, dies)
         begin.open()
@@ -460,8 +460,8 @@ def test_killed_at_every_step_of_a_crossing(quick_path: Path, children: ProcessG
         where = death_of(child)
         assert time.monotonic() - began < SOON, (step, where)
         assert barrier.wait(1, LONG) == 0
-        assert told == (None if crossed == 3 else [house_member(house, child)]), (step, where)
-        house.members.leave()
+        assert told == (None if crossed == 3 else [house_member(context, child)]), (step, where)
+        context.members.leave()
         begin.close()
         if where is None:
             break
@@ -469,36 +469,36 @@ def test_killed_at_every_step_of_a_crossing(quick_path: Path, children: ProcessG
     assert died > 5
 
 
-def house_member(house: ClaimContext, child: Child) -> str:
-    return next(member.describe() for member in house.members.everyone() if member.pid == child.pid)
+def house_member(context: ClaimContext, child: Child) -> str:
+    return next(member.describe() for member in context.members.everyone() if member.pid == child.pid)
 
 
 def test_killed_at_every_step_of_telling(quick_path: Path) -> None:
     """A waiter dies, and the one who breaks the round for the others dies of that, at each step: the last one is told of both."""
     died = 0
     for step in range(100):
-        house = houses.leader(houses.found(quick_path / str(step)))
-        barrier = Barrier(house, NAME)
+        context = contexts.leader(contexts.create(quick_path / str(step)))
+        barrier = Barrier(context, NAME)
         first = fork(lambda barrier=barrier: barrier.wait(3, LONG))
         go = Gate()
 
-        def dies(house: ClaimContext = house, barrier: Barrier = barrier, go: Gate = go) -> None:
+        def dies(context: ClaimContext = context, barrier: Barrier = barrier, go: Gate = go) -> None:
             go.wait()
             with pytest.raises(errors.BarrierBroken):
                 barrier.wait(3, LONG)
-            house.members.leave()
+            context.members.leave()
 
         child = fork_to_die(step, dies)
-        comes_to_wait(house, 1)
+        comes_to_wait(context, 1)
         first.kill()
         go.open()
         where = death_of(child)
         missing, waited = broken(barrier, 3)
         assert waited < SOON
         assert missing != []
-        assert set(missing) <= {house_member(house, first), house_member(house, child)}
+        assert set(missing) <= {house_member(context, first), house_member(context, child)}
         assert barrier.wait(1) == 0
-        house.members.leave()
+        context.members.leave()
         go.close()
         if where is None:
             break
@@ -523,16 +523,16 @@ def stops_at(step: int, stands: Gate, work: Callable[[], Any]) -> Any:
         host.on_step(None)
 
 
-def test_the_last_one_stops_at_every_step(house: ClaimContext) -> None:
+def test_the_last_one_stops_at_every_step(context: ClaimContext) -> None:
     """Who comes meanwhile can say who stands still; when he goes on, all is as if he had been slow."""
-    barrier, stopped = Barrier(house, NAME), 0
+    barrier, stopped = Barrier(context, NAME), 0
     barrier.wait(1)
     while True:
         stands, numbers = Gate(), []
         early = threading.Thread(target=lambda numbers=numbers: numbers.append(barrier.wait(2, LONG)))
         early.start()
-        comes_to_wait(house, 1)
-        slow = fork(lambda step=stopped, stands=stands: leaving(house, lambda _: stops_at(step, stands, lambda: barrier.wait(2, LONG))))
+        comes_to_wait(context, 1)
+        slow = fork(lambda step=stopped, stands=stands: leaving(context, lambda _: stops_at(step, stands, lambda: barrier.wait(2, LONG))))
         found = os.waitid(os.P_PID, slow.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         if found.si_code == os.CLD_STOPPED:
             stands.wait()
@@ -548,11 +548,11 @@ def test_the_last_one_stops_at_every_step(house: ClaimContext) -> None:
     assert stopped > 3
 
 
-def test_a_rank_gives_up_while_the_last_one_is_stopped(house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_gives_up_while_the_last_one_is_stopped(context: ClaimContext, children: ProcessGroup) -> None:
     """He may have counted us; but we do not wait for him longer than we were told to."""
-    barrier, stands = Barrier(house, NAME), Gate()
+    barrier, stands = Barrier(context, NAME), Gate()
     barrier.wait(1)
-    slow = children(lambda: (comes_to_wait(house, 1), leaving(house, lambda _: stops_at(1, stands, lambda: barrier.wait(2, LONG))))[1])
+    slow = children(lambda: (comes_to_wait(context, 1), leaving(context, lambda _: stops_at(1, stands, lambda: barrier.wait(2, LONG))))[1])
     began = time.monotonic()
     with pytest.raises(errors.WaitTimeout):
         barrier.wait(2, 2.0)
@@ -566,29 +566,29 @@ def test_a_rank_gives_up_while_the_last_one_is_stopped(house: ClaimContext, chil
 # -- giving up ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_timeout_names_who_has_not_come_and_disturbs_nobody(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     gate, go = Gate(), Gate()
     other = children(lambda: rank(place, 2, lambda barrier: barrier.wait(3, LONG)))
     late = children(lambda: rank(place, 1, lambda barrier: (gate.open(), go.wait(), barrier.wait(3, LONG))[2]))
     gate.wait()
-    comes_to_wait(house, 1)
-    barrier = Barrier(house, NAME)
+    comes_to_wait(context, 1)
+    barrier = Barrier(context, NAME)
     with pytest.raises(errors.WaitTimeout, match=rf"2 of 3 are, missing: rank 1 \(process {late.pid}\)$"):
         barrier.wait(3, 0.1)
     go.open()
     assert sorted([barrier.wait(3, LONG), other.result(), late.result()]) == [0, 1, 2]
 
 
-def test_a_timeout_names_who_left(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_timeout_names_who_left(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     gone = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
-    barrier = Barrier(house, NAME)
+    barrier = Barrier(context, NAME)
     barrier.wait(2, LONG)
     gone.result()
     with pytest.raises(errors.WaitTimeout, match=rf"1 of 2 are, missing: rank 1 \(process {gone.pid}\), which left$"):
         barrier.wait(2, 0.1)
 
 
-def test_ctrl_c_takes_the_arrival_back(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_ctrl_c_takes_the_arrival_back(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     def pressed(barrier: Barrier) -> int:
         def seats() -> int:
             return sum(map(bool, barriers.state_of(barrier._context, NAME).seats()))
@@ -603,27 +603,27 @@ def test_ctrl_c_takes_the_arrival_back(place: Path, house: ClaimContext, childre
         return seats()
 
     assert children(lambda: rank(place, 1, pressed)).result() == 0
-    assert Barrier(house, NAME).wait(1) == 0
+    assert Barrier(context, NAME).wait(1) == 0
 
 
 def test_a_barrier_logs_for_whom_it_waits(
-    place: Path, house: ClaimContext, children: ProcessGroup, caplog: pytest.LogCaptureFixture
+    place: Path, context: ClaimContext, children: ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate()
     stopped = children(lambda: rank(place, 1, lambda barrier: (gate.open(), Gate().wait())))
     gate.wait()
     stopped.signal(signal.SIGSTOP)
     with caplog.at_level(logging.WARNING), pytest.raises(errors.WaitTimeout):
-        Barrier(house, NAME).wait(2, 5.3)
+        Barrier(context, NAME).wait(2, 5.3)
     [said] = [record.getMessage() for record in caplog.records if record.name == "forebay.wait"]
     assert "1 of 2 are" in said
     assert f"rank 1 (process {stopped.pid}, stopped)" in said
 
 
-def test_waiting_costs_next_to_nothing(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_waiting_costs_next_to_nothing(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     others = [children(lambda n=n: rank(place, n, lambda barrier: barrier.wait(8, LONG))) for n in range(1, 7)]
-    comes_to_wait(house, 6)
-    barrier = Barrier(house, NAME)
+    comes_to_wait(context, 6)
+    barrier = Barrier(context, NAME)
     with pytest.raises(errors.WaitTimeout):
         barrier.wait(8, 0.3)  # after the forks each page that is stored to costs something once
     began, cpu = time.monotonic(), time.process_time()
@@ -634,25 +634,25 @@ def test_waiting_costs_next_to_nothing(place: Path, house: ClaimContext, childre
         other.kill()
 
 
-def test_nobody_sleeps_through_the_last_arrival(house: ClaimContext, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_sleeps_through_the_last_arrival(context: ClaimContext, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "TURN", 3600.0)
-    barrier = Barrier(house, NAME)
+    barrier = Barrier(context, NAME)
     barrier.wait(1)
-    child = children(lambda: leaving(house, lambda _: [barrier.wait(2) for _ in range(200)]))
+    child = children(lambda: leaving(context, lambda _: [barrier.wait(2) for _ in range(200)]))
     for _ in range(200):
         barrier.wait(2)
     assert len(child.result()) == 200
 
 
-def test_a_rank_that_joins_reports_no_death_again(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_rank_that_joins_reports_no_death_again(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     """He is told of no death that the others were told of here, though he had the claim when it happened."""
     here, go = Gate(), Gate()
     other = children(lambda: rank(place, 2, lambda barrier: (here.open(), go.wait(), barrier.wait(2, LONG))[2]))
     here.wait()
     killed = children(lambda: rank(place, 1, lambda barrier: barrier.wait(2, LONG)))
-    comes_to_wait(house, 1)
+    comes_to_wait(context, 1)
     killed.kill()
-    barrier = Barrier(house, NAME)
+    barrier = Barrier(context, NAME)
     broken(barrier, 2)
     timer = threading.Timer(0.5, lambda: barrier.wait(2, LONG))
     go.open()
@@ -661,9 +661,9 @@ def test_a_rank_that_joins_reports_no_death_again(place: Path, house: ClaimConte
     timer.join()
 
 
-def test_a_claim_that_is_dropped_is_not_kept(place: Path, house: ClaimContext) -> None:
-    def drop(house: ClaimContext) -> list[bool]:
-        other = houses.join(place)
+def test_a_claim_that_is_dropped_is_not_kept(place: Path, context: ClaimContext) -> None:
+    def drop(context: ClaimContext) -> list[bool]:
+        other = contexts.join(place)
         Barrier(other, NAME).wait(1)
         known = weakref.ref(other), weakref.ref(barriers.state_of(other, NAME))
         shared.close(other)
@@ -672,11 +672,11 @@ def test_a_claim_that_is_dropped_is_not_kept(place: Path, house: ClaimContext) -
         gc.collect()
         return [ref() is None for ref in known]
 
-    assert fork(lambda: houses.rank(place, 1, drop)).result() == [True, True]
+    assert fork(lambda: contexts.rank(place, 1, drop)).result() == [True, True]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_are_killed_one_after_the_other(place: Path, house: ClaimContext, children: ProcessGroup, seed: int) -> None:
+def test_ranks_are_killed_one_after_the_other(place: Path, context: ClaimContext, children: ProcessGroup, seed: int) -> None:
     """At any moment: those who are left know each death at once, and go on with fewer."""
     count, chance = 5, random.Random(seed)
 
@@ -694,7 +694,7 @@ def test_ranks_are_killed_one_after_the_other(place: Path, house: ClaimContext, 
         return dead
 
     ranks = [children(lambda n=n: rank(place, n, run)) for n in range(1, count + 1)]
-    while len(house.members.live()) < 1 + count:  # who comes after a death is not told of it
+    while len(context.members.live()) < 1 + count:  # who comes after a death is not told of it
         time.sleep(0.002)
     for child in ranks[: count - 2]:
         time.sleep(chance.uniform(0.0, 0.3))

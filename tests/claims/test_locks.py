@@ -17,7 +17,7 @@ from forebay._kernel import locks, waits
 from forebay.claims import shared
 from forebay.claims.members import ClaimContext
 from forebay.claims.shared import NamedLock
-from tests.claims.houses import rank
+from tests.claims.contexts import rank
 from tests.processes import Child, Gate, ProcessGroup, in_child
 
 LONG = 30.0
@@ -27,8 +27,8 @@ def held(children: ProcessGroup, place: Path, number: int) -> Child:
     """A rank that is inside until it is killed."""
     inside = Gate()
 
-    def hold(house: ClaimContext) -> None:
-        with NamedLock(house, "x"):
+    def hold(context: ClaimContext) -> None:
+        with NamedLock(context, "x"):
             inside.open()
             signal.pause()
 
@@ -38,50 +38,50 @@ def held(children: ProcessGroup, place: Path, number: int) -> Child:
     return child
 
 
-def is_free(house: ClaimContext, name: str = "x") -> bool:
+def is_free(context: ClaimContext, name: str = "x") -> bool:
     """Whether another process could enter."""
     try:
-        with NamedLock(house, name, timeout=0.0):
+        with NamedLock(context, name, timeout=0.0):
             return True
     except errors.WaitTimeout:
         return False
 
 
-def test_processes_and_threads_count_right(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
-    def count(house: ClaimContext) -> None:
-        cell = shared.buffer(house, "count", 8).cast("Q")
+def test_processes_and_threads_count_right(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
+    def count(context: ClaimContext) -> None:
+        cell = shared.buffer(context, "count", 8).cast("Q")
         for _ in range(150):
-            with NamedLock(house, "count"):
+            with NamedLock(context, "count"):
                 cell[0] = cell[0] + 1
 
-    def threads(house: ClaimContext) -> None:
-        crowd = [threading.Thread(target=count, args=(house,)) for _ in range(2)]
+    def threads(context: ClaimContext) -> None:
+        crowd = [threading.Thread(target=count, args=(context,)) for _ in range(2)]
         for thread in crowd:
             thread.start()
         for thread in crowd:
             thread.join()
 
     others = [children(lambda n=n: rank(place, n, threads)) for n in range(1, 4)]
-    threads(house)
+    threads(context)
     for other in others:
         other.result()
-    assert shared.buffer(house, "count", 8).cast("Q")[0] == 4 * 2 * 150
+    assert shared.buffer(context, "count", 8).cast("Q")[0] == 4 * 2 * 150
 
 
-def test_two_names_are_two_locks(place: Path, house: ClaimContext) -> None:
-    with NamedLock(house, "x"):
+def test_two_names_are_two_locks(place: Path, context: ClaimContext) -> None:
+    with NamedLock(context, "x"):
         assert in_child(lambda: rank(place, 1, lambda other: (is_free(other, "x"), is_free(other, "y")))) == (False, True)
     assert in_child(lambda: rank(place, 1, is_free))
 
 
-def test_a_thread_cannot_enter_twice(house: ClaimContext) -> None:
-    with NamedLock(house, "x"), pytest.raises(errors.ConfigError, match="held by this thread"), NamedLock(house, "x", timeout=LONG):
+def test_a_thread_cannot_enter_twice(context: ClaimContext) -> None:
+    with NamedLock(context, "x"), pytest.raises(errors.ConfigError, match="held by this thread"), NamedLock(context, "x", timeout=LONG):
         raise AssertionError("it entered")
-    assert is_free(house)
+    assert is_free(context)
 
 
-def test_another_thread_waits(house: ClaimContext) -> None:
-    lock, entered = NamedLock(house, "x", timeout=LONG), threading.Event()
+def test_another_thread_waits(context: ClaimContext) -> None:
+    lock, entered = NamedLock(context, "x", timeout=LONG), threading.Event()
 
     def enter() -> None:
         with lock:
@@ -93,38 +93,38 @@ def test_another_thread_waits(house: ClaimContext) -> None:
         assert not entered.wait(0.15)
     assert entered.wait(LONG)
     thread.join()
-    assert is_free(house)
+    assert is_free(context)
 
 
-def test_an_error_inside_lets_go(place: Path, house: ClaimContext) -> None:
-    with pytest.raises(KeyError), NamedLock(house, "x"):
+def test_an_error_inside_lets_go(place: Path, context: ClaimContext) -> None:
+    with pytest.raises(KeyError), NamedLock(context, "x"):
         raise KeyError
     assert in_child(lambda: rank(place, 1, is_free))
 
 
-def test_a_death_lets_go(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_death_lets_go(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     holder = held(children, place, 1)
     killed: list[float] = []
     timer = threading.Timer(0.1, lambda: (killed.append(time.monotonic()), holder.kill()))
     timer.start()
-    with NamedLock(house, "x", timeout=LONG):
+    with NamedLock(context, "x", timeout=LONG):
         assert time.monotonic() - killed[0] < LONG / 3
     timer.join()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_timeout_names_the_holder(place: Path, house: ClaimContext, children: ProcessGroup, stopped: bool) -> None:
+def test_a_timeout_names_the_holder(place: Path, context: ClaimContext, children: ProcessGroup, stopped: bool) -> None:
     holder = held(children, place, 7)
     if stopped:
         holder.signal(signal.SIGSTOP)
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
     end = ", stopped" if stopped else ""
     with pytest.raises(errors.WaitTimeout, match=rf"the lock 'x' of claim 000000, held by rank 7 \(process {holder.pid}{end}\)$"):
-        NamedLock(house, "x", timeout=0.1).__enter__()
+        NamedLock(context, "x", timeout=0.1).__enter__()
 
 
-def test_a_forked_child_does_not_hold_it(house: ClaimContext, children: ProcessGroup) -> None:
-    lock = NamedLock(house, "x")
+def test_a_forked_child_does_not_hold_it(context: ClaimContext, children: ProcessGroup) -> None:
+    lock = NamedLock(context, "x")
     inside, go = Gate(), Gate()
 
     def child() -> bool:
@@ -132,24 +132,24 @@ def test_a_forked_child_does_not_hold_it(house: ClaimContext, children: ProcessG
         lock.__exit__(None, None, None)
         inside.open()
         go.wait()
-        return is_free(house)
+        return is_free(context)
 
     with lock:
         other = children(child)
         inside.wait()
         go.open()
         assert other.result() is False
-    assert in_child(lambda: is_free(house))
+    assert in_child(lambda: is_free(context))
 
 
-def test_a_holder_that_forks_and_dies(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_a_holder_that_forks_and_dies(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     """Its child, which lives on, keeps nothing of it."""
     inside = Gate()
 
-    born = shared.buffer(house, "born", 8).cast("Q")
+    born = shared.buffer(context, "born", 8).cast("Q")
 
-    def hold(house: ClaimContext) -> None:
-        with NamedLock(house, "x"):
+    def hold(context: ClaimContext) -> None:
+        with NamedLock(context, "x"):
             child = os.fork()
             if child == 0:
                 signal.pause()
@@ -161,31 +161,33 @@ def test_a_holder_that_forks_and_dies(place: Path, house: ClaimContext, children
     inside.wait()
     os.kill(holder.pid, signal.SIGKILL)
     try:
-        with NamedLock(house, "x", timeout=LONG):
-            assert not in_child(lambda: is_free(house))
+        with NamedLock(context, "x", timeout=LONG):
+            assert not in_child(lambda: is_free(context))
     finally:
         os.kill(born[0], signal.SIGKILL)
 
 
-def test_nobody_sleeps_through_a_release(place: Path, house: ClaimContext, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_sleeps_through_a_release(
+    place: Path, context: ClaimContext, children: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(waits, "TURN", 3600.0)
 
-    def enter(house: ClaimContext) -> int:
+    def enter(context: ClaimContext) -> int:
         for turn in range(300):  # noqa: B007
-            with NamedLock(house, "x"):
+            with NamedLock(context, "x"):
                 pass
         return turn
 
     others = [children(lambda n=n: rank(place, n, enter)) for n in range(1, 4)]
-    assert enter(house) == 299
+    assert enter(context) == 299
     assert [other.result() for other in others] == [299] * 3
 
 
-def test_ctrl_c_while_it_waits(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_ctrl_c_while_it_waits(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     inside, go = Gate(), Gate()
 
-    def hold(house: ClaimContext) -> None:
-        with NamedLock(house, "x"):
+    def hold(context: ClaimContext) -> None:
+        with NamedLock(context, "x"):
             inside.open()
             go.wait()
 
@@ -193,13 +195,13 @@ def test_ctrl_c_while_it_waits(place: Path, house: ClaimContext, children: Proce
     inside.wait()
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        NamedLock(house, "x", timeout=LONG).__enter__()
+        NamedLock(context, "x", timeout=LONG).__enter__()
     go.open()
     holder.result()
-    assert is_free(house)
+    assert is_free(context)
 
 
-def in_the_middle_of_a_lock(house: ClaimContext, work: Callable[[], object]) -> None:
+def in_the_middle_of_a_lock(context: ClaimContext, work: Callable[[], object]) -> None:
     """Have the handler of a signal do that, while its thread takes the lock "main"."""
     ask, old = locks.LockFile._ask_locked, signal.getsignal(signal.SIGUSR1)
 
@@ -214,7 +216,7 @@ def in_the_middle_of_a_lock(house: ClaimContext, work: Callable[[], object]) -> 
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(locks.LockFile, "_ask_locked", interrupted)
-            with NamedLock(house, "main"):
+            with NamedLock(context, "main"):
                 pass
     finally:
         signal.alarm(0)
@@ -222,65 +224,65 @@ def in_the_middle_of_a_lock(house: ClaimContext, work: Callable[[], object]) -> 
         signal.signal(signal.SIGUSR1, old)
 
 
-def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, house: ClaimContext, children: ProcessGroup) -> None:
+def test_the_handler_of_a_signal_locks_in_the_middle_of_a_lock(place: Path, context: ClaimContext, children: ProcessGroup) -> None:
     other, seen = held(children, place, 1), list[bool]()
 
     def work() -> None:
-        with NamedLock(house, "mine"):
+        with NamedLock(context, "mine"):
             seen.append(in_child(lambda: rank(place, 2, lambda other: is_free(other, "mine"))))
         seen.append(in_child(lambda: rank(place, 2, lambda other: is_free(other, "mine"))))
         with pytest.raises(errors.WaitTimeout, match=f"process {other.pid}"):
-            NamedLock(house, "x", timeout=0.0).__enter__()
-        seen.append(in_child(lambda: is_free(house, "mine")))
+            NamedLock(context, "x", timeout=0.0).__enter__()
+        seen.append(in_child(lambda: is_free(context, "mine")))
 
-    in_the_middle_of_a_lock(house, work)
+    in_the_middle_of_a_lock(context, work)
     assert seen == [False, True, True]
-    assert is_free(house, "main")
+    assert is_free(context, "main")
     other.kill()
-    assert is_free(house)
+    assert is_free(context)
 
 
-def test_the_handler_of_a_signal_leaves_in_the_middle_of_a_lock(place: Path, house: ClaimContext) -> None:
-    def leave(house: ClaimContext) -> list[str]:
+def test_the_handler_of_a_signal_leaves_in_the_middle_of_a_lock(place: Path, context: ClaimContext) -> None:
+    def leave(context: ClaimContext) -> list[str]:
         def work() -> None:
-            shared.close(house)
-            house.members.leave()
+            shared.close(context)
+            context.members.leave()
 
         with pytest.raises(errors.Closed):
-            in_the_middle_of_a_lock(house, work)
-            NamedLock(house, "y")
+            in_the_middle_of_a_lock(context, work)
+            NamedLock(context, "y")
         return [link for fd in os.listdir("/proc/self/fd") if (link := linked(fd)).endswith(f"{place.name}/locks")]
 
-    NamedLock(house, "x")
+    NamedLock(context, "x")
     assert len(in_child(lambda: rank(place, 1, leave))) == 0
 
 
-def test_after_the_claim_was_left(place: Path, house: ClaimContext) -> None:
-    def leave(house: ClaimContext) -> bool:
-        lock = NamedLock(house, "x")
+def test_after_the_claim_was_left(place: Path, context: ClaimContext) -> None:
+    def leave(context: ClaimContext) -> bool:
+        lock = NamedLock(context, "x")
         with lock:
-            shared.close(house)
-            house.members.leave()
+            shared.close(context)
+            context.members.leave()
         with pytest.raises(errors.Closed):
             lock.__enter__()
         with pytest.raises(errors.Closed):
-            NamedLock(house, "y")
+            NamedLock(context, "y")
         return True
 
     assert in_child(lambda: rank(place, 1, leave))
-    assert is_free(house)
+    assert is_free(context)
 
 
-def test_closing_closes_the_file(place: Path, house: ClaimContext) -> None:
+def test_closing_closes_the_file(place: Path, context: ClaimContext) -> None:
     def files() -> list[str]:
         return [link for fd in os.listdir("/proc/self/fd") if (link := linked(fd)).startswith(str(place))]
 
-    def leave(house: ClaimContext) -> Any:
+    def leave(context: ClaimContext) -> Any:
         before = len(files())
-        with NamedLock(house, "x"):
+        with NamedLock(context, "x"):
             pass
         between = len(files())
-        shared.close(house)
+        shared.close(context)
         return between - before, len(files()) - before
 
     assert in_child(lambda: rank(place, 1, leave)) == (1, 0)
@@ -294,29 +296,29 @@ def linked(fd: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "ä" * 500, "\ud800", "..", "\0"])
-def test_names_of_all_kinds(house: ClaimContext, name: str) -> None:
-    with NamedLock(house, name):
-        assert not is_free_in_child(house, name)
-    assert is_free_in_child(house, name)
+def test_names_of_all_kinds(context: ClaimContext, name: str) -> None:
+    with NamedLock(context, name):
+        assert not is_free_in_child(context, name)
+    assert is_free_in_child(context, name)
 
 
-def is_free_in_child(house: ClaimContext, name: str) -> bool:
-    return bool(in_child(lambda: is_free(house, name)))
+def is_free_in_child(context: ClaimContext, name: str) -> bool:
+    return bool(in_child(lambda: is_free(context, name)))
 
 
 @pytest.mark.parametrize("name", [None, b"x", 3])
-def test_names_that_are_none(house: ClaimContext, name: Any) -> None:
+def test_names_that_are_none(context: ClaimContext, name: Any) -> None:
     with pytest.raises(errors.ConfigError, match="must be a str"):
-        NamedLock(house, name)
+        NamedLock(context, name)
 
 
-def test_the_job_closed_all_descriptors(place: Path, house: ClaimContext) -> None:
-    def closing(house: ClaimContext) -> bool:
-        lock = NamedLock(house, "x")
+def test_the_job_closed_all_descriptors(place: Path, context: ClaimContext) -> None:
+    def closing(context: ClaimContext) -> bool:
+        lock = NamedLock(context, "x")
         with lock:
             pass
         os.closerange(300, 1100)
         with lock:
-            return bool(in_child(lambda: is_free(house)))
+            return bool(in_child(lambda: is_free(context)))
 
     assert in_child(lambda: rank(place, 1, closing)) is False

@@ -81,7 +81,7 @@ def test_what_is_no_name(wrong: str) -> None:
 
 
 def test_a_name_is_a_text() -> None:
-    with pytest.raises(TypeError, match="5 is no name"):
+    with pytest.raises(TypeError, match="5 is not a name"):
         SharedMemory(5, True, 8)  # type: ignore[arg-type]
 
 
@@ -142,7 +142,7 @@ def test_a_maker_that_is_killed_leaves_nothing(name: str) -> None:
 
 
 def test_a_full_memory_is_an_error_where_it_is_made(name: str) -> None:
-    with pytest.raises(errors.NoSpace, match=r"no room in /dev/shm for .* bytes wanted, .* free"):
+    with pytest.raises(errors.NoSpace, match=r"no room in /dev/shm for .* bytes needed, .* free"):
         SharedMemory(name, True, 1 << 45)
     assert not (SHM / name).exists()
 

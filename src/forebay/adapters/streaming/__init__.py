@@ -1,7 +1,7 @@
-"""What MosaicML Streaming shares between the processes of a node, as claims of Forebay: same names, same calls.
+"""The shared memory, barriers and prefixes of MosaicML Streaming, built on claims: same names, same calls.
 
-`install` makes an installed Streaming use it. A killed job then blocks no directory and leaves nothing behind, a process that dies at
-a barrier is an error for the others, and nothing polls. Jobs with Streaming as it is may run on the same node.
+`install` makes an installed Streaming use them. A killed job then blocks no directory and leaves nothing behind, a process that dies at
+a barrier is an error for the others, and nothing polls. Jobs with an unmodified Streaming may run on the same node.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ _OURS: dict[str, tuple[Any, ...]] = {
     "streaming.base.util": (clean_stale_shared_memory,),
     "streaming.base.world": (World,),
 }
-# These hold nothing else, so they are replaced whole: who replaces `SharedMemory` in the module of arrays, means what our arrays use.
+# Nothing else is in these modules, so they are replaced as a whole: a program that patches `SharedMemory` in the module of arrays
+# means the one that our arrays use.
 _WHOLE = {
     "streaming.base.shared.memory": streaming_shared,
     "streaming.base.shared.array": streaming_shared,
     "streaming.base.shared.scalar": streaming_shared,
     "streaming.base.shared.barrier": streaming_barrier,
 }
-_NOTHING: Any = object()
-_undo: list[tuple[ModuleType, str, Any]] = []  # what was where
+_MISSING: Any = object()
+_undo: list[tuple[ModuleType, str, Any]] = []  # modules, names and their former values
 
 
 def install() -> None:
-    """Make Streaming, in this process and in those that get one of its data sets from here, use what is here. Does nothing a second time.
+    """Make Streaming use this module, in this process and in those that get one of its data sets from here. Does nothing the second time.
 
-    Call it at the head of the program, after or before Streaming is imported, and before the first data set is made; in every rank.
-    Raises `MissingExtra` where Streaming is not installed."""
+    Call it at the beginning of the program in every rank, before or after Streaming is imported, and before the first data set is
+    created. Raises `MissingExtra` if Streaming is not installed."""
     if _undo:
         return
     try:
@@ -60,7 +61,7 @@ def install() -> None:
         if error.name != "streaming":
             raise
         raise errors.MissingExtra.of("adapters.streaming.install()", "streaming") from error
-    replaced = {id(getattr(sys.modules[home], ours.__name__)): ours for home, all_ours in _OURS.items() for ours in all_ours}
+    replaced = {id(getattr(sys.modules[module], ours.__name__)): ours for module, all_ours in _OURS.items() for ours in all_ours}
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "streaming"]:
         for name, value in list(vars(module).items()):
             if id(value) in replaced:
@@ -70,27 +71,27 @@ def install() -> None:
         above, _, last = name.rpartition(".")
         _replace(sys.modules[above], last, module)
         sys.modules[name] = module
-    streaming_shared.on_arrival = install
+    streaming_shared.on_unpickle = install
 
 
 def uninstall() -> None:
-    """Give Streaming its own back. What was made meanwhile stays as it is."""
+    """Restore Streaming's own classes. Objects created meanwhile stay as they are."""
     while _undo:
         module, name, value = _undo.pop()
-        if value is _NOTHING:
+        if value is _MISSING:
             delattr(module, name)
             continue
         setattr(module, name, value)
         if f"{module.__name__}.{name}" in _WHOLE:
             sys.modules[f"{module.__name__}.{name}"] = value
-    streaming_shared.on_arrival = None
+    streaming_shared.on_unpickle = None
 
 
 def _keep_names(theirs: ModuleType, ours: ModuleType) -> None:
-    """What a module of Streaming's has beside its class (``TICK``, ``FileLock``...) is found where it was: programs import and patch it."""
+    """Keep the other names of Streaming's module (``TICK``, ``FileLock``...) available: programs import and patch them."""
     for name, value in vars(theirs).items():
         if not hasattr(ours, name):
-            _undo.append((ours, name, _NOTHING))
+            _undo.append((ours, name, _MISSING))
             setattr(ours, name, value)
 
 

@@ -1,4 +1,4 @@
-"""`SharedBarrier`, over a barrier of a claim: who waits sleeps in the kernel, and is told when a process dies that it waits for."""
+"""`SharedBarrier` over a barrier of a claim: a waiting process sleeps in the kernel, and gets an error if a missing process dies."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from forebay.world import World
 
 
 class SharedBarrier:
-    """A barrier for all processes of the node that make one of this name, get it by pickle, or are forked with it: call it with how many
-    there are.
+    """A barrier for all processes of the node that create one of this name, unpickle it, or inherit it: call it with their number.
 
-    It belongs to the claim with whose number the name begins, if this process has that, else to one of its own. ``num_enter``,
-    ``num_exit`` and ``flag`` are Streaming's, of a barrier where nobody waits; ``_arr`` is the memory where they are. ``lock`` is a lock
-    of the same processes, with the calls of a FileLock; it is not needed, so it can be deleted, and is not pickled. ``filelock_path`` is
-    only kept."""
+    It belongs to the claim whose number begins the name, if this process has that claim, else to one of its own. ``num_enter``,
+    ``num_exit`` and ``flag`` have the values of an idle barrier of Streaming, in the memory ``_arr``. ``lock`` is a lock of the same
+    processes with the methods of a FileLock; the barrier does not need it, so it can be deleted, and is not pickled. ``filelock_path``
+    is unused."""
 
     lock: Any  # Streaming puts a FileLock here
 
@@ -35,7 +34,7 @@ class SharedBarrier:
         self.filelock_path = filelock_path
         self._arr = SharedArray(3, np.int32, shm_name)
         self.num_enter, self.num_exit, self.flag = 0, -1, True
-        self._claim = claim_of(shm_name) or _of_its_own(shm_name)
+        self._claim = claim_of(shm_name) or _own_claim(shm_name)
         hold(self, self._claim)
         self.lock = Lock(self._claim.lock(shm_name), filelock_path)
 
@@ -64,7 +63,7 @@ class SharedBarrier:
         self._arr[2] = bool(value)
 
     def __call__(self, num_procs: int) -> None:
-        """Wait until ``num_procs`` processes have come. Raises `BarrierBroken` where one of them died."""
+        """Wait until ``num_procs`` processes have arrived. Raises `BarrierBroken` if one of them died."""
         self._claim.barrier(self._arr.name).wait(operator.index(num_procs))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,25 +75,25 @@ class SharedBarrier:
 
 
 class Lock:
-    """A lock of a claim, with the calls of ``filelock.FileLock``: a thread that has it may take it again, and lets it go as often.
+    """A lock of a claim with the methods of ``filelock.FileLock``: reentrant, so a thread releases it as often as it acquired it.
 
-    ``lock_file`` is only kept. A forked child does not hold what its parent holds."""
+    ``lock_file`` is unused. A forked child does not hold what its parent holds."""
 
     def __init__(self, lock: NamedLock, lock_file: str) -> None:
         self.lock_file, self._lock = lock_file, lock
         self._depth: Counter[tuple[int, int]] = Counter()  # by process and thread
 
     def acquire(self, timeout: float | None = None, *_: Any, blocking: bool = True, **__: Any) -> Self:
-        """Take it, for a `with` or until `release`. ``timeout``: in seconds, for ever if negative. Raises `WaitTimeout`."""
+        """Acquire it for a `with` block or until `release`. ``timeout``: seconds, unlimited if negative. Raises `WaitTimeout`."""
         me = os.getpid(), threading.get_ident()
         if not self._depth[me]:
-            patience = None if timeout is None or timeout < 0 else timeout
-            self._lock.within(patience if blocking else 0.0).__enter__()
+            limit = None if timeout is None or timeout < 0 else timeout
+            self._lock.within(limit if blocking else 0.0).__enter__()
         self._depth[me] += 1
         return self
 
     def release(self, force: bool = False) -> None:
-        """Let it go; nothing happens where this thread does not have it. ``force``: however often it was taken."""
+        """Release it; does nothing if this thread does not hold it. ``force``: however often it was acquired."""
         me = os.getpid(), threading.get_ident()
         depth = self._depth.pop(me, 0)
         if depth > 1 and not force:
@@ -104,7 +103,7 @@ class Lock:
 
     @property
     def is_locked(self) -> bool:
-        """Whether this thread has it."""
+        """Whether this thread holds it."""
         return self._depth[os.getpid(), threading.get_ident()] > 0
 
     def __enter__(self) -> Self:
@@ -117,11 +116,11 @@ class Lock:
 _own: dict[str, claims.Claim] = {}  # of this process
 
 
-def _of_its_own(name: str) -> claims.Claim:
-    """The claim that all processes of this user have for a barrier of this name; whoever comes first makes it."""
-    found = _own.get(name)
-    if found is None or found.closed:
+def _own_claim(name: str) -> claims.Claim:
+    """Return the claim that all processes of this user have for a barrier of this name; the first one creates it."""
+    claim = _own.get(name)
+    if claim is None or claim.closed:
         registry = Registry()
         held = registry.join_or_register(ClaimRequest("barriers of Streaming", "their names", name, (), name="all who have this barrier"))
-        _own[name] = found = claims.opened(registry, held, World(1, 1, 1, 0))
-    return found
+        _own[name] = claim = claims.opened(registry, held, World(1, 1, 1, 0))
+    return claim

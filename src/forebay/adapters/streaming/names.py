@@ -1,8 +1,8 @@
-"""What Streaming calls its things on a node, and which of them are in use.
+"""The names of Streaming's shared memory and lock files on a node, and which of them are in use.
 
-A job of Streaming has a number, and under it memory in /dev/shm and two lock files in the temporary directory. The piece ``locals``
-tells its local directories: four bytes with the length of all, the paths with zero bytes in between, the number. A length of 0 means
-that they were given up. A process that uses a piece has it open or mapped to be written, and that the kernel tells, whoever asks.
+A job of Streaming has a number, under which it has memory in /dev/shm and two lock files in the temporary directory. The block
+``locals`` holds its local directories: four bytes with the total length, the paths separated by zero bytes, the number. A length of 0
+means that it gave them up. A process that uses a block has it open or mapped for writing, which the kernel shows to every user.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ def name_of(prefix: int, what: str) -> str:
 
 
 def paths_of(prefix: int) -> list[str]:
-    """All files that a job of this number may have; that of ``locals`` is the first."""
+    """Return all files that a job of this number may have; that of ``locals`` comes first."""
     memory = [f"{SHM}/{name_of(prefix, what)}" for what in MEMORY]
     return memory + [os.path.join(tempfile.gettempdir(), name_of(prefix, what)) for what in LOCK_FILES]
 
 
 def is_free(prefix: int) -> bool:
-    """Whether nothing is called by this number."""
+    """Whether no file has this number."""
     return not any(map(os.path.lexists, paths_of(prefix)))
 
 
 def prefixes() -> list[int]:
-    """The numbers that anything is called by."""
-    found = set()
+    """Return the numbers of all existing files."""
+    numbers = set()
     for directory, kinds in ((SHM, MEMORY), (tempfile.gettempdir(), LOCK_FILES)):
         matches = map(_NAME.fullmatch, os.listdir(directory))
-        found |= {int(match[1]) for match in matches if match is not None and match[2] in kinds}
-    return sorted(found)
+        numbers |= {int(match[1]) for match in matches if match is not None and match[2] in kinds}
+    return sorted(numbers)
 
 
 def pack(directories: Iterable[str], prefix: int) -> bytes:
@@ -61,18 +61,18 @@ def pack(directories: Iterable[str], prefix: int) -> bytes:
 
 
 def unpack(data: bytes) -> list[str]:
-    """The directories; none where they were given up, or where it is no such piece."""
+    """Return the directories; none if they were given up, or the data are no such block."""
     length = _LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else 0
     return data[_LENGTH.size : max(length, _LENGTH.size)].decode(errors="surrogateescape").split("\0")[:-1]
 
 
 def give_up(view: memoryview) -> None:
-    """Say in the piece that the directories are given up."""
+    """Mark the directories in the block as given up."""
     _LENGTH.pack_into(view, 0, 0)
 
 
 def directories_of_others(ours: Container[int]) -> Iterator[tuple[str, list[str]]]:
-    """The path of ``locals`` and the directories of each job whose number is none of ``ours``; not of those that may not be read."""
+    """Yield the path of ``locals`` and the directories of each job whose number is not in ``ours``, if this user may read them."""
     for name in os.listdir(SHM):
         prefix, _, kind = name.partition("_")
         if kind == LOCALS and prefix.isdecimal() and int(prefix) not in ours:
@@ -84,8 +84,8 @@ def directories_of_others(ours: Container[int]) -> Iterator[tuple[str, list[str]
 
 
 def is_used(path: str, *, here: bool = True) -> bool:
-    """Whether a process may have this file open or mapped to be written; without ``here``, a process other than this one.
-    Raises OSError where the file cannot be read, or is none."""
+    """Whether a process may have this file open or mapped for writing; without ``here``, a process other than this one.
+    Raises OSError if it is no readable file."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if _is_open_nowhere(fd):
@@ -97,13 +97,13 @@ def is_used(path: str, *, here: bool = True) -> bool:
 
 
 def _is_open_nowhere(fd: int) -> bool:
-    """The kernel gives a read lease only on what nobody has open to be written, in whatever container. We give it back at once."""
+    """Whether the kernel grants a read lease, which it refuses if any process, in any container, has the file open for writing."""
     try:
-        fcntl.fcntl(fd, _SET_SIGNAL, signal.SIGURG)  # who opens it in between has us told: by a signal that does nothing
+        fcntl.fcntl(fd, _SET_SIGNAL, signal.SIGURG)  # a process that opens it in between causes a signal: one that does nothing
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError:
-        return False  # it is in use; or this system has no leases, and nobody can know
+        return False  # it is in use; or this system has no leases, and that cannot be known
     return True
 
 
@@ -114,10 +114,9 @@ def _others() -> list[str]:
 def _is_mapped(file: os.stat_result, pid: str) -> bool:
     try:
         with open(f"/proc/{pid}/maps") as maps:
-            found = map(_MAPPED.match, maps)
-            return any(m is not None and _is_file(file, m) for m in found)
+            return any(match is not None and _is_file(file, match) for match in map(_MAPPED.match, maps))
     except OSError:
-        return False  # gone meanwhile, or another user's: to whom our memory is closed
+        return False  # it ended, or is another user's, who cannot map our memory
 
 
 def _is_file(file: os.stat_result, mapped: re.Match[str]) -> bool:
@@ -125,18 +124,19 @@ def _is_file(file: os.stat_result, mapped: re.Match[str]) -> bool:
 
 
 def remove_unused(ours: Container[int]) -> list[int]:
-    """Remove what jobs left that had these numbers, but for ``ours`` and for those of which a process other than this one, or another
-    user, has anything. Gives the numbers that are free now. Caller: lets nobody register meanwhile."""
+    """Remove the files that jobs left, except for numbers in ``ours`` and those with a file that another process uses or another user owns.
+
+    Returns the numbers that are free now. The caller prevents that a claim is registered meanwhile."""
     return [prefix for prefix in prefixes() if prefix not in ours and _remove_unused(prefix)]
 
 
 def _remove_unused(prefix: int) -> bool:
-    there = [path for path in paths_of(prefix) if os.path.lexists(path)]
+    paths = [path for path in paths_of(prefix) if os.path.lexists(path)]
     try:
-        if any(os.lstat(path).st_uid != os.geteuid() or is_used(path, here=False) for path in there):
+        if any(os.lstat(path).st_uid != os.geteuid() or is_used(path, here=False) for path in paths):
             return False
-        for path in there:
+        for path in paths:
             host.unlink(path)
     except OSError:
-        return False  # not ours to look at
+        return False  # unreadable for this user
     return True

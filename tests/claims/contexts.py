@@ -15,8 +15,8 @@ from forebay.claims.members import ClaimContext, Members
 T = TypeVar("T")
 
 
-def found(place: Path) -> Path:
-    """What a claim's directory has before anybody is in it."""
+def create(place: Path) -> Path:
+    """Create a claim's directory without members."""
     place.mkdir()
     for name, size in ((CLAIM, 0), (TABLE, TABLE_BYTES), (LOCKS, 0), (WORDS, 4096)):
         (place / name).write_bytes(bytes(size))
@@ -24,26 +24,26 @@ def found(place: Path) -> Path:
 
 
 def leader(place: Path, rank: int | None = 0) -> ClaimContext:
-    """Who registered it."""
+    """Join as the process that registered it."""
     fd = os.open(place / CLAIM, os.O_RDWR | os.O_CLOEXEC)
     assert locks.take(fd, LEADER)
     return ClaimContext(Members(place, fd, LEADER, rank, None), "claim 000000")
 
 
 def join(place: Path, rank: int | None = None, worker: int | None = None) -> ClaimContext:
-    """Who comes later."""
+    """Join as a later process."""
     return ClaimContext(Members.attach(place, rank=rank, worker=worker), "claim 000000")
 
 
 def rank(place: Path, number: int, work: Callable[[ClaimContext], T]) -> T:
-    """What a rank does that finds the claim by itself, and leaves it at its end. A child of ours is no member as such."""
+    """Do work as a rank that joins the claim by itself, and leave it at the end. A child of ours is no member as such."""
     members.leave_all()
     return leaving(join(place, number), work)
 
 
-def leaving(house: ClaimContext, work: Callable[[ClaimContext], T]) -> T:
-    """What a process does that ends in order."""
+def leaving(context: ClaimContext, work: Callable[[ClaimContext], T]) -> T:
+    """Do work as a process that ends in order."""
     try:
-        return work(house)
+        return work(context)
     finally:
-        house.members.leave()
+        context.members.leave()
