@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay.cli.demo.crew import Crew, DemoFailed
-from forebay.cli.demo.shards import pack
+from forebay.cli.demo.play import pack
+from forebay.cli.demo.processes import DemoFailed, DemoWorkers
 
 from .conftest import Run
 
@@ -44,6 +44,6 @@ def test_shards_are_what_they_say(tmp_path: Path) -> None:
 def test_a_worker_that_ends_by_itself_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "foreign").touch()
-    with pytest.raises(DemoFailed, match="ended by itself"), Crew(tmp_path / "cache", "http://127.0.0.1:1", 1):
+    with pytest.raises(DemoFailed, match="ended unexpectedly"), DemoWorkers(tmp_path / "cache", "http://127.0.0.1:1", 1):
         pass
     assert "foreign" in capfd.readouterr().err

@@ -143,7 +143,7 @@ def test_a_copy_that_fails_leaves_nothing(run: Run, server: ScriptedServer, tmp_
     def refuse(part: Path, target: Path, **_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr("forebay.cli.pull._put_in_place", refuse)
+    monkeypatch.setattr("forebay.cli.fetching._put_in_place", refuse)
     ran = run("pull", *urls_of(server, "a"), "--to", f"{tmp_path}/out/")
     assert ran.code == 1
     assert list((tmp_path / "out").iterdir()) == []
@@ -209,7 +209,7 @@ def test_warm_all_below_a_directory(run: Run, cache: Cache, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "why"), [("", "neither"), ("http://127.0.0.1:9/dir/", "HTTP lists nothing"), ("binary", "no text of URLs")]
+    ("source", "why"), [("", "neither"), ("http://127.0.0.1:9/dir/", "HTTP servers list no objects"), ("binary", "not a text file of URLs")]
 )
 def test_warm_of_what_is_no_list(run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, why: str) -> None:
     monkeypatch.chdir(tmp_path)

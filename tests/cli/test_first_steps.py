@@ -96,7 +96,7 @@ def test_a_copy_replaces_no_file_in_silence(run: Run, server: ScriptedServer, tm
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     ran = run("pull", url, "--to", fifo, "--overwrite")
-    assert (ran.code, "no regular file" in ran.err) == (2, True)
+    assert (ran.code, "not a regular file" in ran.err) == (2, True)
 
 
 def test_debug_tells_what_a_pull_does(run: Run, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_room_that_can_never_be_is_no_success(run: Run, cache: Cache) -> None:
     cache.pin("k")
     for arguments in (("-n",), ("--yes",)):
         ran = run("prune", "--free", "49.95MB", *arguments)
-        assert (ran.code, "--free 49.95MB takes the removal of " in ran.err) == (1, True), ran
+        assert (ran.code, "--free 49.95MB requires the removal of " in ran.err) == (1, True), ran
     assert cache.get("k") is not None
     cache.unpin("k")
     assert run("prune", "--free", "49.95MB", "--yes").code == 0

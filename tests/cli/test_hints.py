@@ -69,7 +69,7 @@ def test_what_is_written_to_all_the_time_is_not_called_damaged(
         assert (code, "faster than it can be read" in said.err, "--repair" in said.err) == (FAILED, True, False)
         main.run(["-C", str(tmp_path / "root"), "doctor"])
         said = capsys.readouterr()
-        assert "it could not be looked at" in said.out
+        assert "it could not be read" in said.out
         assert "--repair" not in said.out
 
 

@@ -141,7 +141,7 @@ def test_verify_finds_a_flipped_byte_and_repair_mends_it(run: Run, filled: Cache
     assert run("verify", "--quick").code == 0
     ran = run("verify", "--repair")
     assert ran.code == 0
-    assert "mended" in ran.out
+    assert "repaired" in ran.out
     assert run("verify").code == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import forebay
 from forebay import Cache
-from forebay.cli import ls, render
+from forebay.cli import listing, render
 from forebay.testing import ScriptedServer
 
 from .conftest import COMMAND, Run
@@ -115,7 +115,7 @@ def fault(*args: object, **kwargs: object) -> None:
 
 
 def test_a_fault_of_our_own_shows_no_traceback(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ls, "check_space", fault)
+    monkeypatch.setattr(listing, "check_space", fault)
     ran = run("ls")
     assert ran.code == 1
     assert "Traceback" not in ran.err
@@ -125,7 +125,7 @@ def test_a_fault_of_our_own_shows_no_traceback(run: Run, cache: Cache, monkeypat
 
 def test_debug_shows_where_a_fault_is(run: Run, cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("FOREBAY_VERBOSITY", "debug")
-    monkeypatch.setattr(ls, "check_space", fault)
+    monkeypatch.setattr(listing, "check_space", fault)
     assert "in fault" in run("ls").err
     caplog.clear()  # its record holds the frames, and these the cache
 
@@ -136,7 +136,7 @@ def test_the_log_goes_to_standard_error(run: Run, cache: Cache, monkeypatch: pyt
     def check_space(cache: Cache, space: str | None) -> None:
         logging.getLogger("forebay.test").info("seen [red]\x1b[2J")
 
-    monkeypatch.setattr(ls, "check_space", check_space)
+    monkeypatch.setattr(listing, "check_space", check_space)
     ran = run("ls")
     assert ran.err == "info: seen [red]\\x1b[2J\n"
 

@@ -28,7 +28,7 @@ from forebay._engine import stats
 from forebay._engine.catalog import spill
 from forebay.cli import main, render
 
-stats.ENTRIES_PER_PAGE = check.AT_ONCE = render.A_PAGE = 200
+stats.ENTRIES_PER_PAGE = check.AT_ONCE = render.PAGE_ROWS = 200
 listing.IN_MEMORY, spill._CACHE = 1000, "-500"
 code = main.run(sys.argv[1:])
 with open("/proc/self/status") as status:  # not ru_maxrss: that begins with what the process had that started this one

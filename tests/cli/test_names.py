@@ -44,8 +44,8 @@ def test_a_value_is_known_by_its_key_on_the_command_line(run: Run, cache: Cache)
     assert run("pin", "x").out == "pinned: values:x\n"
     assert run("unpin", "--json", "x").json == {"unpinned": ["values:x"], "missing": []}
     ran = run("path", "x")
-    assert (ran.code, "a small value that a program put" in ran.err, "read it in a program" in ran.err) == (2, True, True)
-    assert "1 entry would go" in run("rm", "-n", "x").out
+    assert (ran.code, "a small value that a program stored" in ran.err, "read it in a program" in ran.err) == (2, True, True)
+    assert "1 entry would be removed" in run("rm", "-n", "x").out
     ran = run("rm", "x")
     assert (ran.code, "1 entry removed" in ran.out) == (0, True)
     for verb in (("rm", "x"), ("rm", "-n", "x"), ("pin", "x"), ("unpin", "x"), ("path", "x")):

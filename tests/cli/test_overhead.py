@@ -51,6 +51,6 @@ def test_each_part_keeps_its_bound(run: Run, home: Path, count: int) -> None:
     assert overhead["slots"] == math.ceil((count + 2) / 65_536) * (4096 + 65_536 * 32)  # 2.1 MB each
     assert 0 < overhead["directories"] <= 1_100_000 + 100 * count
     assert 4 * MiB <= overhead["other"] <= (8 + 4 + 1) * MiB + 4 * KiB * 4
-    (line,) = [line for line in run("du").lines if "beside the budget" in line]
+    (line,) = [line for line in run("du").lines if "outside the budget" in line]
     said = ", ".join(f"{name} {format_size(overhead[name])}" for name in PARTS)
-    assert line == f"{format_size(sum(overhead.values()))} beside the budget: {said}"
+    assert line == f"{format_size(sum(overhead.values()))} outside the budget: {said}"

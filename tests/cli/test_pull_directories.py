@@ -50,7 +50,7 @@ def test_clear_takes_a_directory_and_its_files_at_once(run: Run, url: str, cache
     run("pull", url)
     count = len(cache.entries())
     if dry_run:
-        assert run("clear", "-n").lines[-1].startswith(f"{count} entries would go, ")
+        assert run("clear", "-n").lines[-1].startswith(f"{count} entries would be removed, ")
         return
     ran = run("clear", "--yes", "--json")
     assert (ran.code, ran.json["spared"], len(ran.json["removed"])) == (0, [], count)
@@ -227,7 +227,7 @@ def test_a_local_directory_without_its_slash(run: Run, tmp_path: Path, how: str)
     ran = run("pull", tmp_path / "there" if how == "path" else (tmp_path / "there").as_uri())
     assert ran.code == 1
     assert "there is no such object, but a directory" in ran.err
-    assert "with a slash" in ran.err
+    assert "a slash at the end" in ran.err
 
 
 def test_what_stands_in_the_way_is_told_in_words_of_the_command_line(run: Run, url: str, tmp_path: Path) -> None:

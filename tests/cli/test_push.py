@@ -98,5 +98,5 @@ def test_ctrl_c(near: Path, far: Path, home: Path) -> None:
         terminal.read("reading")
         os.kill(terminal.process.pid, signal.SIGINT)
         assert terminal.end() == 130
-        assert "the same command goes on from there" in " ".join(terminal.seen.split())
+        assert "the same command resumes there" in " ".join(terminal.seen.split())
         assert "interrupted" in terminal.seen

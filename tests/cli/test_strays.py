@@ -47,7 +47,7 @@ def test_s19_strays_are_counted_told_and_removed(planted: dict[str, Path], home:
     assert strays_of(run("du", "--json")) == (5, 3)
     shown = run("du").out
     assert "5 files that no entry names" in shown
-    assert "3 files that Forebay did not make" in shown
+    assert "3 files that Forebay did not create" in shown
     told = run("verify", "--quick")
     assert told.code == 1
     assert all(str(path.parent if path.name in ("file", "index") else path) in told.out for path in planted.values())
@@ -73,7 +73,7 @@ def test_prune_asks_before_strays_go(planted: dict[str, Path], run: Run) -> None
     """Without a terminal nobody agrees."""
     ours = [path for name, path in planted.items() if name.startswith("ours")]
     ran = run("prune")
-    assert (ran.code, "--yes" in ran.err, "0 entries and 5 stray files would go, 5.2" in ran.out) == (1, True, True)
+    assert (ran.code, "--yes" in ran.err, "0 entries and 5 stray files would be removed, 5.2" in ran.out) == (1, True, True)
     assert run("prune", "--json").code == 1
     assert all(path.exists() for path in ours)
     ran = run("prune", "--json", "--yes")
@@ -97,7 +97,7 @@ def test_a_name_of_ours_where_it_does_not_belong_is_somebodys(home: Path, run: R
     ran = run("verify")
     assert (ran.code, str(path.parent if path.name == "index" else path) in ran.out) == (1, True)
     lines = run("prune", "--yes").lines
-    assert (len(lines), "1 file that Forebay did not make, 1.05 MB" in lines[0], lines[1]) == (2, True, "0 entries removed, 0 B freed")
+    assert (len(lines), "1 file that Forebay did not create, 1.05 MB" in lines[0], lines[1]) == (2, True, "0 entries removed, 0 B freed")
     assert path.exists()
 
 

@@ -29,7 +29,7 @@ def test_a_full_output_is_not_the_caches_fault(cache: Cache, verb: tuple[str, ..
     assert ran.returncode == 1
     assert ran.stderr.splitlines() == [
         "error: the output cannot be written: No space left on device",
-        " hint: nothing is wrong with the cache: look at where the output goes",
+        " hint: the cache is fine: check where the output goes",
     ]
 
 

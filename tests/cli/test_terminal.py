@@ -88,7 +88,7 @@ def test_ctrl_c_ends_at_once_and_the_next_call_goes_on(home: Path, server: Scrip
         pull.process.send_signal(signal.SIGINT)
         assert pull.end() == 130
         assert time.monotonic() - began < 15  # less than what a remote that says nothing is given
-        assert "\nwhat came is kept: the same command goes on from there" in pull.seen.replace("\r", "").replace("\x1b[?25h", "")
+        assert "\nwhat was fetched is kept: the same command resumes there" in pull.seen.replace("\r", "").replace("\x1b[?25h", "")
     server.go.set()
     before = server.sent
     assert subprocess.run([*COMMAND, "pull", stalling], check=False).returncode == 0

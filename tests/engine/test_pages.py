@@ -25,7 +25,7 @@ def cache(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[forebay
     for module, name, value in (
         (stats, "ENTRIES_PER_PAGE", 20), (check, "AT_ONCE", 20), (entries, "RANGE", 20),
         (store, "REMOVED_AT_ONCE", 16), (listing, "IN_MEMORY", 50),
-        (render, "A_PAGE", 20),
+        (render, "PAGE_ROWS", 20),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     with forebay.Cache(quick_path / "root", budget=64 * MiB) as found:

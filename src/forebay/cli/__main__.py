@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, and end the process. Ctrl-C is answered in a word from here on, also while the rest is being imported."""
+    """Run the command line and end the process. Ctrl-C prints one word from here on, even during the remaining imports."""
     try:
         from forebay.cli.main import main as run
 

@@ -1,4 +1,4 @@
-"""Live progress of fetches: one bar per object and a total; who waits, for whom, and how far that one is."""
+"""Live progress of fetches: one bar per object and a total; also the progress of another process that this one waits for."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from forebay import reports
 
 SHOWN = 12
-"""Finished bars that stay on the screen; older ones live on in the total."""
+"""Finished bars that stay on the screen; older ones count only in the total."""
 
 
 class Bars:
-    """Takes the progress of ``objects`` fetches, from any thread, and draws it. Draws nothing where nobody would see it.
+    """Draws the progress of ``objects`` fetches, which any thread may report; draws nothing without a terminal.
 
     A context manager. Call `finished` once for each object.
     """
 
     _lock: threading.Lock  # guards all below
     _tasks: dict[str, TaskID]  # the bars on the screen, by URL
-    _ended: deque[str]  # those of them that are finished, oldest first
-    _over: set[str]  # all URLs that are finished
+    _ended: deque[str]  # finished ones of them, oldest first
+    _over: set[str]  # all finished URLs
     _done: dict[str, int]  # bytes by URL
     _sizes: dict[str, int]  # sizes by URL, where known
 
@@ -55,14 +55,14 @@ class Bars:
         self._progress.stop()
 
     def update(self, step: reports.Progress) -> None:
-        """What `Cache.pull` and `Cache.warm` call."""
+        """Report progress; `Cache.pull` and `Cache.warm` call this."""
         with self._lock:
             if step.url not in self._over:
                 self._count(step.url, step.done, step.total)
                 self._progress.update(self._bar(step.url), completed=step.done, total=step.total, state=_state(step))
 
     def finished(self, url: str, outcome: str) -> None:
-        """No more of this one: ``outcome`` in a word or two."""
+        """Report the end of an object; ``outcome``: one or two words."""
         with self._lock:
             self._over.add(url)
             done = self._done.get(url, 0)
@@ -75,7 +75,7 @@ class Bars:
 
     def _bar(self, url: str) -> TaskID:
         if url not in self._tasks:
-            self._tasks[url] = self._progress.add_task("", label=_label(url), total=None, state="asking", empty=False)
+            self._tasks[url] = self._progress.add_task("", label=_label(url), total=None, state="connecting", empty=False)
         return self._tasks[url]
 
     def _count(self, url: str, done: int, size: int | None) -> None:
@@ -109,7 +109,7 @@ class _Amount(ProgressColumn):
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        waits = str(task.fields.get("state")).startswith("waits")  # the other's speed: room for his name instead
+        waits = str(task.fields.get("state")).startswith("waits")  # it would be the other process's speed: leave room for its name
         return Text(f"{format_size(speed)}/s" if speed and not waits else "")
 
 

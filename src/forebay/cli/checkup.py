@@ -1,4 +1,4 @@
-"""What `doctor` looks at: each check is a function that gives findings; none mends anything."""
+"""The checks of `doctor`: each is a function that yields findings, and changes nothing."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ class Finding:
     todo: str = ""
 
 
-def check_up(place: Path) -> Iterator[Finding]:
-    """All findings about this machine and the cache at ``place``, which need not exist."""
+def check_up(path: Path) -> Iterator[Finding]:
+    """Yield all findings about this machine and the cache at ``path``, which need not exist."""
     for check in (_versions, _extras, _settings, _file_system, _disk, _limits, _kernel_facts, _permissions, _catalog, _content, _claims):
-        yield from _safely(check, place)
+        yield from _safely(check, path)
 
 
-def _safely(check: Callable[[Path], Iterator[Finding]], place: Path) -> Iterator[Finding]:
+def _safely(check: Callable[[Path], Iterator[Finding]], path: Path) -> Iterator[Finding]:
     try:
-        yield from check(place)
+        yield from check(path)
     except (OSError, errors.ForebayError) as error:
         name = check.__name__.strip("_").replace("_", " ")
         if isinstance(error, errors.WriterBusy):
-            yield Finding(name, "slow", f"it could not be looked at: {error}", "run it again when others write less")
+            yield Finding(name, "slow", f"it could not be read: {error}", "run it again when other processes write less")
             return
         todo = "`forebay verify --repair`" if isinstance(error, errors.CacheFault) else "see the message"
         yield Finding(name, "wrong", str(error), todo)
 
 
-def _there(place: Path) -> Path:
-    """The place, or the nearest of its parents that exists."""
-    return next(p for p in (place, *place.absolute().parents) if p.exists())
+def _existing(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
-def _versions(place: Path) -> Iterator[Finding]:
+def _versions(path: Path) -> Iterator[Finding]:
     parts = [f"forebay {forebay.__version__}", *(f"{name} {metadata.version(name)}" for name in ("urllib3", "xxhash", "typer", "rich"))]
     parts += [f"Python {platform.python_version()}", f"SQLite {sqlite3.sqlite_version}", f"Linux {platform.release()}"]
     yield Finding("versions", "ok", ", ".join(parts))
 
 
-def _extras(place: Path) -> Iterator[Finding]:
+def _extras(path: Path) -> Iterator[Finding]:
     missing = [extra for extra, packages in errors.EXTRAS.items() if not all(map(_is_installed, packages))]
     present = [extra for extra in errors.EXTRAS if extra not in missing]
     yield Finding("extras", "ok", f"installed: {', '.join(present) or 'none'}; not installed: {', '.join(missing) or 'none'}")
@@ -76,16 +76,16 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _settings(place: Path) -> Iterator[Finding]:
-    said = sorted(name for name in os.environ if name.startswith("FOREBAY_"))
-    known = [name for name in said if name.removeprefix("FOREBAY_") in KNOWN]
-    shown = [f"{name}={'(set)' if _SECRET.search(name) else os.environ[name]}" if name in known else name for name in said]
+def _settings(path: Path) -> Iterator[Finding]:
+    names = sorted(name for name in os.environ if name.startswith("FOREBAY_"))
+    known = [name for name in names if name.removeprefix("FOREBAY_") in KNOWN]
+    shown = [f"{name}={'(set)' if _SECRET.search(name) else os.environ[name]}" if name in known else name for name in names]
     yield Finding("environment", "ok", " ".join(shown) or "no FOREBAY_ variable is set")
-    for fault in _faults(said):
-        yield Finding(str(fault.facts["name"]), "wrong", str(fault), "correct it or unset it: until then no job can open a cache")
+    for fault in _faults(names):
+        yield Finding(str(fault.facts["name"]), "wrong", str(fault), "correct or unset it: until then no job can open a cache")
     proxies = sorted(name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"))
     if proxies:
-        yield Finding("proxies", "ok", "in use: " + ", ".join(proxies))  # the names only: a proxy's URL may hold a password
+        yield Finding("proxies", "ok", "in use: " + ", ".join(proxies))  # only the names: a proxy's URL may hold a password
 
 
 def _faults(names: list[str]) -> Iterator[errors.ConfigError]:
@@ -99,132 +99,131 @@ def _faults(names: list[str]) -> Iterator[errors.ConfigError]:
             yield error
 
 
-def _file_system(place: Path) -> Iterator[Finding]:
-    kind = host.fs_kind(_there(place))
+def _file_system(path: Path) -> Iterator[Finding]:
+    kind = host.fs_kind(_existing(path))
     if not host.is_local(kind):
-        todo = "its locks and mappings cannot be relied on: give a local place by FOREBAY_HOME"
-        yield Finding("file system", "wrong", f"{place} is on {kind}", todo)
+        todo = "its locks and mappings are unreliable: set FOREBAY_HOME to a local directory"
+        yield Finding("file system", "wrong", f"{path} is on {kind}", todo)
     elif kind in ("tmpfs", "ramfs"):
-        yield Finding("file system", "ok", f"{place} is on {kind}: what is kept takes memory, and is gone after a restart")
+        yield Finding("file system", "ok", f"{path} is on {kind}: entries take memory, and are lost at a restart")
     else:
-        yield Finding("file system", "ok", f"{place} is on {kind}")
-    if _is_rotating(_there(place)):
-        yield Finding("disk", "slow", "a rotating disk", "a place on an SSD, or in memory, serves many processes at once faster")
+        yield Finding("file system", "ok", f"{path} is on {kind}")
+    if _is_rotating(_existing(path)):
+        yield Finding("disk", "slow", "a rotating disk", "a directory on an SSD, or in memory, serves many processes faster")
 
 
 def _is_rotating(path: Path) -> bool:
     device = path.stat().st_dev
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     if node.resolve().name.startswith("vd"):
-        return False  # a virtual machine's disk: many a hypervisor calls each of them rotating
+        return False  # a virtual machine's disk: many hypervisors call all of them rotating
     for flag in (node / "queue/rotational", node.resolve().parent / "queue/rotational"):
         if flag.is_file():
             return flag.read_text().strip() == "1"
     return False
 
 
-def _disk(place: Path) -> Iterator[Finding]:
-    disk = host.disk(_there(place))
+def _disk(path: Path) -> Iterator[Finding]:
+    disk = host.disk(_existing(path))
     share = disk.free / disk.total if disk.total else 0.0
-    todo = "" if share > 0.05 else "the cache keeps 5 % of the disk free: make room, or choose another disk"
+    todo = "" if share > 0.05 else "the cache keeps 5 % of the disk free: make room, or use another disk"
     yield Finding("free space", "slow" if todo else "ok", f"{format_size(disk.free)} of {format_size(disk.total)} ({share:.0%})", todo)
     few = 0 < disk.inodes_free < ENOUGH_INODES
-    todo = "each object takes one: few more can be kept" if few else ""
+    todo = "each object takes one: few more can be stored" if few else ""
     yield Finding("free inodes", "slow" if few else "ok", f"{disk.inodes_free:,}", todo)
 
 
-def _limits(place: Path) -> Iterator[Finding]:
+def _limits(path: Path) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES
     todo = f"`ulimit -n {ENOUGH_FILES}` before the job" if few else ""
     yield Finding("open files", "slow" if few else "ok", f"{soft} (at most {hard})", todo)
     maps = mappings.max_maps()
     few = maps < ENOUGH_MAPS
-    todo = f"`sysctl vm.max_map_count={ENOUGH_MAPS}`: what a process remembers are maps, up to a quarter of these" if few else ""
+    todo = f"`sysctl vm.max_map_count={ENOUGH_MAPS}`: each process maps entries, up to a quarter of this limit" if few else ""
     yield Finding("memory maps", "slow" if few else "ok", f"vm.max_map_count = {maps}", todo)
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if largest != resource.RLIM_INFINITY:
-        yield Finding("file size", "slow", f"no file may pass {format_size(largest)}", "`ulimit -f unlimited` before the job")
+        yield Finding("file size", "slow", f"no file may exceed {format_size(largest)}", "`ulimit -f unlimited` before the job")
 
 
-def _kernel_facts(place: Path) -> Iterator[Finding]:
+def _kernel_facts(path: Path) -> Iterator[Finding]:
     readable = os.access("/proc/self/fdinfo", os.R_OK)
-    todo = "" if readable else "mount /proc: messages cannot name the process that holds what others wait for"
+    todo = "" if readable else "mount /proc: without it messages cannot name the process that others wait for"
     yield Finding("/proc", "ok" if readable else "slow", "readable" if readable else "not readable", todo)
     yield Finding("boot id", "ok", host.boot_id())
 
 
-def _permissions(place: Path) -> Iterator[Finding]:
-    if not (place / "FORMAT").exists():
-        parent = _there(place)
-        may = os.access(parent, os.W_OK | os.X_OK)
-        todo = "" if may else f"{parent} is not writable: choose another place by --root or FOREBAY_HOME"
-        yield Finding("root", "ok" if may else "wrong", f"no cache at {place} yet", todo)
+def _permissions(path: Path) -> Iterator[Finding]:
+    if not (path / "FORMAT").exists():
+        parent = _existing(path)
+        writable = os.access(parent, os.W_OK | os.X_OK)
+        todo = "" if writable else f"{parent} is not writable: choose another directory with --root or FOREBAY_HOME"
+        yield Finding("root", "ok" if writable else "wrong", f"no cache at {path} yet", todo)
         return
-    facts = place.stat()
-    if facts.st_mode & 0o002:
-        yield Finding("root", "wrong", f"everybody may write to it (mode {facts.st_mode & 0o7777:o})", f"`chmod o-w {place}`")
-    who = "yours" if facts.st_uid == os.geteuid() else f"of user {facts.st_uid}"
-    may = os.access(place, os.W_OK)
-    yield Finding("root", "ok", f"{place}, {who}, mode {facts.st_mode & 0o7777:o}{'' if may else ', read-only for you'}")
+    status = path.stat()
+    if status.st_mode & 0o002:
+        yield Finding("root", "wrong", f"every user may write to it (mode {status.st_mode & 0o7777:o})", f"`chmod o-w {path}`")
+    owner = "yours" if status.st_uid == os.geteuid() else f"of user {status.st_uid}"
+    writable = os.access(path, os.W_OK)
+    yield Finding("root", "ok", f"{path}, {owner}, mode {status.st_mode & 0o7777:o}{'' if writable else ', read-only for you'}")
 
 
-def _catalog(place: Path) -> Iterator[Finding]:
-    catalog = place / "catalog.sqlite"
+def _catalog(path: Path) -> Iterator[Finding]:
+    catalog = path / "catalog.sqlite"
     if not catalog.exists():
         return
     wal, shm = Path(f"{catalog}-wal"), Path(f"{catalog}-shm")
-    if wal.exists() and not shm.exists() and not os.access(place, os.W_OK):
+    if wal.exists() and not shm.exists() and not os.access(path, os.W_OK):
         yield Finding(
-            "catalog", "wrong", "its -wal lies there without a -shm, and you may not make one: nothing can be looked up",
-            f"who owns it runs `forebay ls --root {place}` once",
+            "catalog", "wrong", "it has a -wal without a -shm, which you may not create: nothing can be looked up",
+            f"its owner runs `forebay ls --root {path}` once",
         )  # fmt: skip
         return
-    kept = sum(p.stat().st_size for p in (catalog, wal) if p.exists())
-    yield Finding("catalog", "ok", format_size(kept))
+    size = sum(p.stat().st_size for p in (catalog, wal) if p.exists())
+    yield Finding("catalog", "ok", format_size(size))
 
 
-def _content(place: Path) -> Iterator[Finding]:
-    if not (place / "FORMAT").exists():
+def _content(path: Path) -> Iterator[Finding]:
+    if not (path / "FORMAT").exists():
         return
     from forebay.cache import Cache, fault_of
 
-    with without_limits(Cache, place, read_only=True) as cache:
+    with without_limits(Cache, path, read_only=True) as cache:
         fault = fault_of(cache)
         stats, problems = cache.stats(), cache.check()
     if fault is not None:
-        yield Finding("content", "wrong", f"it cannot be looked into: {fault}", "`forebay verify --repair`; until then jobs read past it")
+        yield Finding("content", "wrong", f"it cannot be read: {fault}", "`forebay verify --repair`; until then jobs bypass it")
         return
-    disk = host.disk(place)
-    free = disk.free
+    disk = host.disk(path)
     yield from _budget(stats.budget, disk.total)
-    found = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {stats.entries:,} entries, hit rate {stats.hit_rate:.0%}"
-    short = stats.budget - stats.bytes_used > free
+    facts = f"{format_size(stats.bytes_used)} of {format_size(stats.budget)}, {stats.entries:,} entries, hit rate {stats.hit_rate:.0%}"
+    short = stats.budget - stats.bytes_used > disk.free
     todo = "the disk is full before the budget is: lower the budget, or make room" if short else ""
-    yield Finding("content", "slow" if short else "ok", found, todo)
+    yield Finding("content", "slow" if short else "ok", facts, todo)
     if stats.fallbacks:
-        yield Finding("fallbacks", "slow", f"{stats.fallbacks:,} calls were served past the cache", "the log of those jobs says why")
+        yield Finding("fallbacks", "slow", f"{stats.fallbacks:,} calls bypassed the cache", "the logs of those jobs say why")
     if stats.store_failures:
-        yield Finding("lost stores", "slow", f"{stats.store_failures:,} values could not be kept", "the log of those jobs says why")
+        yield Finding("lost stores", "slow", f"{stats.store_failures:,} values could not be stored", "the logs of those jobs say why")
     if problems:
         yield Finding("soundness", "wrong", "; ".join(str(p) for p in problems[:3]), "`forebay verify --repair`")
 
 
 def _budget(budget: int, disk: int) -> Iterator[Finding]:
-    how = "any job that opens the cache with another one sets it: FOREBAY_BUDGET=500GB, or Cache(budget=...)"
+    how = "any job that opens the cache with another budget sets it: FOREBAY_BUDGET=500GB, or Cache(budget=...)"
     if budget < LEAST_BUDGET:
-        yield Finding("budget", "slow", f"{format_size(budget)} keeps hardly anything", how)
+        yield Finding("budget", "slow", f"{format_size(budget)} holds hardly anything", how)
     elif budget > disk:
-        yield Finding("budget", "slow", f"{format_size(budget)} is more than the disk of {format_size(disk)} has", how)
-    said = EnvironmentSettings.with_faults()[0].budget
+        yield Finding("budget", "slow", f"{format_size(budget)} is more than the whole disk, {format_size(disk)}", how)
+    setting = EnvironmentSettings.with_faults()[0].budget
     try:
-        wanted = budget if said is None else parse_budget(said, total=disk, name="FOREBAY_BUDGET")
-    except errors.ConfigError as error:  # a share that makes no sense of this disk
+        requested = budget if setting is None else parse_budget(setting, total=disk, name="FOREBAY_BUDGET")
+    except errors.ConfigError as error:  # a share that is invalid for this disk
         yield Finding("budget", "wrong", str(error), "until then no job can open the cache")
         return
-    if wanted != budget:
-        found = f"FOREBAY_BUDGET={said} is {format_size(wanted)}, the cache has {format_size(budget)}"
-        yield Finding("budget", "ok", found, "the next job with this variable sets it for everybody; a lower one evicts at once")
+    if requested != budget:
+        facts = f"FOREBAY_BUDGET={setting} is {format_size(requested)}, the cache has {format_size(budget)}"
+        yield Finding("budget", "ok", facts, "the next job with this variable sets it for all processes; a lower budget evicts at once")
 
 
 def _claims(_: Path) -> Iterator[Finding]:
@@ -233,15 +232,15 @@ def _claims(_: Path) -> Iterator[Finding]:
 
     registry = default()
     if not os.path.lexists(registry):
-        yield Finding("claims", "ok", f"none yet, {registry} is made by the first")
+        yield Finding("claims", "ok", f"none yet; the first one creates {registry}")
         return
-    found, free = list_claims(), host.disk(registry).free
-    dead = [claim for claim in found if not claim.live]
-    memory = format_size(sum(claim.bytes or 0 for claim in found))
-    what = f"{len(found) - len(dead)} live, {len(dead)} dead; {memory} of shared memory, {format_size(free)} free in {registry}"
+    claims, free = list_claims(), host.disk(registry).free
+    dead = [claim for claim in claims if not claim.live]
+    memory = format_size(sum(claim.bytes or 0 for claim in claims))
+    what = f"{len(claims) - len(dead)} live, {len(dead)} dead; {memory} of shared memory, {format_size(free)} free in {registry}"
     if free < ENOUGH_SHARED:
-        todo = "jobs have their shared memory there: make it larger (a container's by --shm-size), or set FOREBAY_CLAIMS"
+        todo = "jobs have their shared memory there: enlarge it (a container's with --shm-size), or set FOREBAY_CLAIMS"
         yield Finding("claims", "slow", what, todo)
         return
     mine = any(claim.uid == os.geteuid() for claim in dead)
-    yield Finding("claims", "ok", what, "`forebay prune` frees your dead ones now, your next claim does it too" if mine else "")
+    yield Finding("claims", "ok", what, "`forebay prune` frees your dead ones now, as your next claim will" if mine else "")

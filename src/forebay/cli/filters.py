@@ -1,4 +1,4 @@
-"""Filters such as ``size>1GB`` and ``used>30d``: text in, one predicate out."""
+"""Filters such as ``size>1GB`` and ``used>30d``, parsed into one predicate."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _WORDS = ("space", "kind", "life")
 
 
 def parse_filters(terms: Sequence[str], *, now: float | None = None) -> Callable[[Entry], bool]:
-    """True for entries that pass every term.
+    """Return a predicate that is true for entries that match every term.
 
-    ``size`` compares with a size; ``used``, ``created`` and ``validated`` compare how long ago that was (``used>30d``: not used
+    ``size`` compares with a size; ``used``, ``created`` and ``validated`` compare ages (``used>30d``: not used
     for 30 days); ``space``, ``kind`` and ``life`` compare words. Raises `ConfigError`.
     """
     moment = time.time() if now is None else now
@@ -56,4 +56,4 @@ def _parse_term(term: str, now: float) -> Callable[[Entry], bool]:
 
 
 def _wrong(term: str, why: str) -> ConfigError:
-    return ConfigError(f"--filter {term!r} makes no sense: {why}", name="--filter", value=term)
+    return ConfigError(f"--filter {term!r} is invalid: {why}", name="--filter", value=term)

@@ -1,4 +1,4 @@
-"""The `forebay` command: its verbs, and what an error that reaches the top looks like."""
+"""The `forebay` command: its verbs, and how errors that reach the top are shown."""
 
 from __future__ import annotations
 
@@ -6,58 +6,62 @@ import logging
 import os
 import sys
 import threading
+from enum import StrEnum
 from typing import Annotated, NoReturn
 
 import typer
-from typer.completion import completion_init  # type: ignore[attr-defined]  # the only door to it
+from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]  # not public otherwise
 
 import forebay
 from forebay._config import EnvironmentSettings
 from forebay._logs import logger
-from forebay.cli import (
-    claims,
-    clear,
-    completion,
-    demo,
-    doctor,
-    du,
-    ls,
-    path,
-    pin,
-    prune,
-    pull,
-    push,
-    rm,
-    stats,
-    streams,
-    unpin,
-    verify,
-    warm,
-)
-from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected, say_verb
-from forebay.cli.options import RootOption
-from forebay.cli.render import LOG_LINES, note, say_error, say_two_lines
+from forebay.cli import streams
+from forebay.cli.checking import doctor, verify
+from forebay.cli.demo import demo
+from forebay.cli.fetching import pull, warm
+from forebay.cli.hints import COMPLETE, INTERRUPTED, OK, PIPE, USAGE, command, hint_for, is_expected, set_verb
+from forebay.cli.listing import claims, du, ls, path, stats
+from forebay.cli.options import JsonOption, RootOption, argument
+from forebay.cli.push import push
+from forebay.cli.removing import clear, pin, prune, rm, unpin
+from forebay.cli.render import LOG_LINES, Output, note, print_error, print_two_lines
 
 log = logger("forebay.cli")
 
 LOOKING = frozenset({"claims", "completion", "doctor", "du", "ls", "path", "stats", "verify"})
-"""Verbs that set no limits, and change nothing unless an option says so."""
+"""Verbs that apply no limits, and change nothing without an option that does."""
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of click, or of the copy inside newer typers
+
+
+class Shell(StrEnum):
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(
+    shell: Annotated[Shell, argument("bash|zsh|fish")],
+    as_json: JsonOption = False,
+) -> None:
+    """Print a script that completes verbs and options: `eval "$(forebay completion bash)"`."""
+    script = get_completion_script(prog_name="forebay", complete_var=COMPLETE, shell=shell.value)
+    output = Output(as_json)
+    output.document({"shell": shell.value, "script": script})
+    output.raw(script)
+
 
 app = typer.Typer(
     name="forebay", help="The local cache of a training node.", no_args_is_help=False, add_completion=False, rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 for verb in (pull, push, ls, du, stats, rm, prune, clear, verify, path, pin, unpin, warm, claims, doctor, completion, demo):
-    name = verb.__name__.rsplit(".", 1)[-1]
-    function = getattr(verb, name)
-    first = " ".join(function.__doc__.split()).split(". ")[0].rstrip(".") + "."
-    app.command(name, short_help=first)(function)  # without one the first line of the help is cut
+    first = " ".join((verb.__doc__ or "").split()).split(". ")[0].rstrip(".") + "."
+    app.command(verb.__name__, short_help=first)(verb)  # without a short help the first line of the help is cut
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"forebay {forebay.__version__}")
         raise typer.Exit
 
@@ -72,44 +76,44 @@ def top(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         return
-    say_verb(context.invoked_subcommand)
-    context.default_map = {context.invoked_subcommand: {"root": root}}  # what the verb itself says wins
+    set_verb(context.invoked_subcommand)
+    context.default_map = {context.invoked_subcommand: {"root": root}}  # an option of the verb itself wins
     _log_to_stderr(context.invoked_subcommand)
 
 
 def _log_to_stderr(verb: str) -> None:
-    above = logging.getLogger("forebay")
-    if LOG_LINES not in above.handlers:
-        above.addHandler(LOG_LINES)
-    above.setLevel(_settings_for(verb).verbosity or logging.WARNING)
+    package = logging.getLogger("forebay")
+    if LOG_LINES not in package.handlers:
+        package.addHandler(LOG_LINES)
+    package.setLevel(_settings_for(verb).verbosity or logging.WARNING)
 
 
 def _settings_for(verb: str) -> EnvironmentSettings:
-    """What the environment says to a verb. Raises `ConfigError` for what makes no sense, but for limits where none are set by it."""
-    if verb == "doctor":  # which tells what makes no sense
+    """Return the environment's settings for a verb. Raises `ConfigError` for invalid ones; limits count only for verbs that apply them."""
+    if verb == "doctor":  # it reports invalid settings
         return EnvironmentSettings.with_faults()[0]
     return EnvironmentSettings.from_environment(limits=verb not in LOOKING)
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run one command line; its exit code. No exception of our own gets out."""
+    """Run one command line and return its exit code. No exception of Forebay's leaves this function."""
     try:
-        with streams.named():
+        with streams.replaced():
             return _run(arguments)
-    except BrokenPipeError:  # whoever reads has had enough (`forebay ls | head`)
-        streams.write_nowhere(sys.stdout, sys.stderr)
+    except BrokenPipeError:  # the reader closed the pipe (`forebay ls | head`)
+        streams.discard(sys.stdout, sys.stderr)
         return PIPE
 
 
 def _run(arguments: list[str] | None) -> int:
-    say_verb(None)
+    set_verb(None)
     try:
         if COMPLETE in os.environ:
             completion_init()
         code: int = app(arguments, prog_name="forebay", complete_var=COMPLETE, standalone_mode=False) or OK
         sys.stdout.flush()
     except UsageError as error:
-        _say_usage(error)
+        _print_usage(error)
         return USAGE
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -119,36 +123,36 @@ def _run(arguments: list[str] | None) -> int:
         raise
     except BrokenPipeError:
         raise
-    except Exception as error:  # noqa: BLE001 - the top: every fault becomes two lines and a code, the log has the rest
-        return _say_failure(error)
-    if code == INTERRUPTED:  # some typers give the code, others raise
+    except Exception as error:  # noqa: BLE001 - the top: every error becomes two lines and a code, the log has the rest
+        return _print_failure(error)
+    if code == INTERRUPTED:  # some versions of typer return the code, others raise
         note("interrupted")
     return code
 
 
-def _say_usage(error: Exception) -> None:
-    context = getattr(error, "ctx", None)  # an option without its value has none
-    where = context.command_path if context else command()
-    what = getattr(error, "format_message", error.__str__)()
-    say_two_lines(" ".join(what.split()).replace("Value error, ", ""), f"`{where} --help` lists what it takes")
+def _print_usage(error: Exception) -> None:
+    context = getattr(error, "ctx", None)  # None for an option without its value
+    path = context.command_path if context else command()
+    message = getattr(error, "format_message", error.__str__)()
+    print_two_lines(" ".join(message.split()).replace("Value error, ", ""), f"`{path} --help` lists its arguments and options")
 
 
-def _say_failure(error: Exception) -> int:
+def _print_failure(error: Exception) -> int:
     if not is_expected(error):
-        log.debug("an error that nobody expected", exc_info=error)
+        log.debug("unexpected error", exc_info=error)
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    say_error(error)
+    print_error(error)
     return hint_for(error).code
 
 
 def main() -> NoReturn:
     """The console script."""
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell (`>&-`): the next file of ours must not get its number
+        if getattr(sys, name) is None:  # closed by the shell (`>&-`): the next file that is opened must not get its number
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
     code = run()
     sys.stderr.flush()
     if code == INTERRUPTED and threading.active_count() > 1:
-        # A thread that reads a stalled remote would hold the exit. Ending here is safe: the kernel lets go of all locks.
+        # A thread that reads from a stalled remote would delay the exit. Ending here is safe: the kernel releases all locks.
         os._exit(code)
     sys.exit(code)

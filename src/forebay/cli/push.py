@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What was done, or would be. ``sent``, ``removed``: names; ``bytes``: of what was sent."""
+    """What was done, or would be. ``sent``, ``removed``: names; ``bytes``: the number of bytes sent."""
 
     url: str
     sent: tuple[str, ...]
@@ -34,14 +34,14 @@ class Pushed:
 def push(
     directory: Annotated[Path, argument("DIR")],
     url: Annotated[str, argument("URL")],
-    delete: Annotated[bool, option("--delete", help="Remove what is there and not in DIR, but for the metadata.")] = False,
-    keep: Annotated[bool, option("--keep/--no-keep", help="Keep the files in the cache, as if they had been fetched.")] = False,
+    delete: Annotated[bool, option("--delete", help="Remove files at URL that are not in DIR, except the metadata.")] = False,
+    keep: Annotated[bool, option("--keep/--no-keep", help="Also keep the files in the cache, as if they had been fetched.")] = False,
     jobs: JobsOption = 16,
     dry_run: DryRunOption = False,
     root: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Upload a directory, such as a checkpoint: only what is missing is sent, and no reader takes a part of it for the whole."""
+    """Upload a directory, such as a checkpoint: only missing files are sent, and no reader takes an incomplete upload for the whole."""
     began = time.monotonic()
     with _origin(root, keep=keep and not dry_run) as origin, Bars(1, quiet=as_json) as bars:
 
@@ -51,7 +51,7 @@ def push(
             bars.update(Progress(url, done, total, state))
 
         done = _push(origin, directory, url, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell)
-        bars.finished(url, "sent" if done.sent else "it was there")
+        bars.finished(url, "sent" if done.sent else "already there")
     output = Output(as_json)
     output.document(Pushed(shown_name(url), done.sent, done.removed, done.bytes, time.monotonic() - began))
     if dry_run:
@@ -72,13 +72,13 @@ def _push(
             origin, place_of(origin, url), directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell
         )  # fmt: skip
     except KeyboardInterrupt:
-        note("what was sent stays, and readers do not see it yet: the same command goes on from there")
+        note("what was sent stays, invisible to readers: the same command resumes there")
         raise
 
 
 @contextmanager
 def _origin(root: Path | None, *, keep: bool) -> Iterator[Origin]:
-    """Of the cache; of none where there is none, and nothing is to be kept."""
+    """Yield the cache's origin; one without a cache if there is none and nothing is to be kept."""
     from forebay._engine.passthrough import PassThrough
     from forebay.cache import origin_of
     from forebay.origin import Origin

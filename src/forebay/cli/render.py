@@ -1,4 +1,4 @@
-"""How results look: tables and words on standard output, or one JSON document; remarks and errors on standard error."""
+"""Results as tables and text, or one JSON document, on standard output; notes and errors on standard error."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ if TYPE_CHECKING:
     from forebay.reports import Stats
 
 T = TypeVar("T")
-A_PAGE = 1000
-"""Rows that are in memory at once; a longer table has its columns as wide as those need."""
-UNLIMITED = 100_000  # columns where no terminal sets a width: nothing is cut or folded in a pipe
-
-
+PAGE_ROWS = 1000
+"""Rows in memory at once; they determine the widths of a longer table's columns."""
+UNLIMITED = 100_000  # columns without a terminal: nothing is cut or folded in a pipe
 MOST_PIDS = 4  # of a claim, in a table
 
 
@@ -42,56 +40,56 @@ class _Console(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on today's ``sys.stdout`` or ``sys.stderr``. Colour as rich decides: ``NO_COLOR``, ``TERM``, a terminal."""
+    """Return a console on the current ``sys.stdout`` or ``sys.stderr``. rich decides on colour: ``NO_COLOR``, ``TERM``, a terminal."""
     stream = sys.stderr if stderr else sys.stdout
     return _Console(stderr=stderr, width=None if stream.isatty() else UNLIMITED, highlight=False, markup=False, emoji=False)
 
 
 def plain(text: object) -> str:
-    """The text with what could move a terminal's cursor or forge a line written out as escapes."""
+    """Return the text with escapes for everything that could move a terminal's cursor or forge a line."""
     return escaped(str(text))
 
 
 def shown(text: str) -> str:
-    """The text without the secrets that URLs in it hold: signatures, passwords, queries."""
+    """Return the text without the secrets in its URLs: signatures, passwords, queries."""
     from forebay.remote import redacted  # here, so that `forebay --help` need not load it
 
     return redacted(text)
 
 
 def shown_name(name: str) -> str:
-    """A whole argument, such as a URL with blanks in it, without secrets."""
+    """Return a whole argument, such as a URL with spaces in it, without secrets."""
     from forebay.remote import redacted
-    from forebay.remote import shown as without
+    from forebay.remote import shown as without_secrets
 
-    return redacted(without(name))
+    return redacted(without_secrets(name))
 
 
 def wants_bars() -> bool:
-    """Whether bars are drawn: on a terminal, unless ``FOREBAY_PROGRESS=0``; ``=1`` draws them anyway."""
-    said = EnvironmentSettings.from_environment().progress
-    return sys.stderr.isatty() if said is None else said
+    """Whether to draw bars: on a terminal, unless ``FOREBAY_PROGRESS=0``; ``=1`` always draws them."""
+    progress = EnvironmentSettings.from_environment().progress
+    return sys.stderr.isatty() if progress is None else progress
 
 
-def say_error(error: BaseException, *, about: str = "") -> None:
-    """One line what, one line what to do."""
+def print_error(error: BaseException, *, about: str = "") -> None:
+    """Print an error in two lines: what happened, and what to do."""
     what = str(error) or type(error).__name__
-    say_two_lines(f"{about}: {what}" if about and about not in what else what, hint_for(error).todo)
+    print_two_lines(f"{about}: {what}" if about and about not in what else what, hint_for(error).todo)
 
 
-def say_two_lines(what: str, todo: str) -> None:
+def print_two_lines(what: str, todo: str) -> None:
     err = console(stderr=True)
     err.print(Text.assemble(("error: ", "bold red"), plain(shown(what))), soft_wrap=True)
     err.print(Text.assemble((" hint: ", "bold"), plain(todo)), soft_wrap=True)
 
 
 def note(text: str) -> None:
-    """A remark for a person, on standard error."""
+    """Print a note on standard error."""
     console(stderr=True).print(Text(plain(shown(text))), soft_wrap=True)
 
 
 class LogLines(logging.Handler):
-    """The log as lines on standard error, above the bars where there are any."""
+    """The log as lines on standard error, above any bars."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +102,7 @@ class LogLines(logging.Handler):
         try:
             for line in lines:
                 (self.target or console(stderr=True)).print(Text(plain(shown(line)), style="yellow"), soft_wrap=True)
-        except OSError:  # nobody reads any more: whoever logs this must not fail for it
+        except OSError:  # the reader is gone, which must not fail the code that logs
             self.handleError(record)
 
 
@@ -112,14 +110,14 @@ LOG_LINES = LogLines()
 
 
 class Output:
-    """The results of one verb. With ``as_json`` each `document` is what is printed; without, the words and tables are."""
+    """The results of one verb. With ``as_json`` only each `document` is printed, else only text and tables."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         self._out = console()
 
     def document(self, value: object) -> None:
-        """Print ``value`` as JSON if that was asked for."""
+        """Print ``value`` if the output is JSON."""
         if self.as_json:
             sys.stdout.write(json.dumps(_jsonable(value), indent=2) + "\n")
 
@@ -130,24 +128,24 @@ class Output:
             self.raw(plain(text))
 
     def raw(self, text: str) -> None:
-        """Text of our own, as it is."""
+        """Print text that needs no escapes."""
         if not self.as_json:
             sys.stdout.write(text + "\n")
 
     def path(self, path: str) -> None:
-        """A path: for a program as it is, whatever bytes it has; for a terminal with its control characters escaped."""
+        """Print a path: unchanged for a program, with escaped control characters for a terminal."""
         if self._out.is_terminal or self.as_json:
             self.line(path)
         else:
             sys.stdout.write(path + "\n")
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """A table; a column whose name ends with ``>`` is set to the right."""
+        """Print a table; columns whose names end with ``>`` are aligned to the right."""
         if self.as_json:
             return
         rest = iter(rows)
-        rows = list(islice(rest, A_PAGE))
-        if not self._out.is_terminal or len(rows) == A_PAGE:
+        rows = list(islice(rest, PAGE_ROWS))
+        if not self._out.is_terminal or len(rows) == PAGE_ROWS:
             widths = None
             for page in chain([rows], _pages(rest)):
                 lines, widths = _aligned(columns, page, widths)
@@ -162,7 +160,7 @@ class Output:
         self._out.print(table)
 
     def entries(self, entries: Iterable[Entry], *, names_only: bool = False) -> None:
-        """Of any number: none is kept once it is written."""
+        """Print any number of entries without keeping them in memory."""
         if self.as_json:
             self._stream("[", (json.dumps(entry_record(entry)) for entry in entries), "]")
         elif names_only:
@@ -171,21 +169,21 @@ class Output:
             self.facts_of_entries((e.name, e.size, e.used, e.created, e.life, e.leased) for e in entries)
 
     def facts_of_entries(self, facts: Iterable[Facts]) -> None:
-        """The table of `entries`."""
+        """Print the table of `entries` from their facts alone."""
         now = time.time()
-        rows = (_entry_row(one, now) for one in facts)
+        rows = (_entry_row(fields, now) for fields in facts)
         first = next(rows, None)
         if first is not None:
             self.table(("SIZE>", "USED>", "CREATED>", "STATE", "NAME"), chain([first], rows))
 
     def names(self, names: Iterable[str]) -> None:
-        """One a line."""
+        """Print names, one a line."""
         for page in _pages(names):
             text = "\n".join(page)
             self.raw(text if text.replace("\n", "").isprintable() and text.count("\n") == len(page) - 1 else "\n".join(map(plain, page)))
 
     def _stream(self, before: str, items: Iterable[str], after: str) -> None:
-        """A JSON list, an item a line."""
+        """Print a JSON list, one item a line."""
         sys.stdout.write(before)
         comma = ""
         for item in items:
@@ -196,24 +194,22 @@ class Output:
     def usage(self, stats: Stats, disk_free: int, overhead: Mapping[str, int]) -> None:
         spaces = [(name, count, format_size(size)) for name, (count, size) in sorted(stats.spaces.items())]
         self.table(("SPACE", "ENTRIES>", "BYTES>"), spaces)
-        reserved = f", {format_size(stats.bytes_reserved)} promised to fetches" if stats.bytes_reserved else ""
+        reserved = f", {format_size(stats.bytes_reserved)} reserved for fetches" if stats.bytes_reserved else ""
         used = f"{format_size(stats.bytes_used)} used{reserved} of a budget of {format_size(stats.budget)}"
         self.line(f"{used}; {format_size(disk_free)} free on the disk")
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in overhead.items())
-        self.line(f"{format_size(sum(overhead.values()))} beside the budget: {parts}")
+        self.line(f"{format_size(sum(overhead.values()))} outside the budget: {parts}")
 
     def strays(self, strays: Strays, todo: str = "") -> None:
-        """What is counted by nobody, where there is any."""
+        """Print the files that belong to no entry, if there are any."""
         if strays.files:
-            self.line(
-                f"beside it {_count(strays.files, 'file', 'files')} that no entry names, {format_size(strays.bytes)}{todo and ': '}{todo}"
-            )
+            self.line(f"{_count(strays.files, 'file', 'files')} that no entry names, {format_size(strays.bytes)}{todo and ': '}{todo}")
         if strays.foreign:
-            others = f"beside it {_count(strays.foreign, 'file', 'files')} that Forebay did not make, {format_size(strays.foreign_bytes)}"
-            self.line(f"{others}: `forebay verify` names them; move them away, or remove them yourself")
+            others = f"{_count(strays.foreign, 'file', 'files')} that Forebay did not create, {format_size(strays.foreign_bytes)}"
+            self.line(f"{others}: `forebay verify` lists them; move them away, or remove them yourself")
 
     def facts(self, facts: Mapping[str, object]) -> None:
-        """Names and values, one a line."""
+        """Print names and values, one a line."""
         self.table(("", ""), facts.items())
 
     def victims(self, victims: Sequence[Victim], frees: int, strays: Strays | None = None) -> None:
@@ -221,18 +217,18 @@ class Output:
         if victims:
             self.table(("SIZE>", "USED>", "NAME"), ((format_size(v.size), _ago(now, v.used), v.name) for v in victims))
         what = _entries_and_strays(len(victims), strays.files if strays else 0)
-        self.line(f"{what} would go, {format_size(frees + (strays.bytes if strays else 0))}")
+        self.line(f"{what} would be removed, {format_size(frees + (strays.bytes if strays else 0))}")
 
     def pinned(self, names: Iterable[str]) -> None:
-        """What was meant, and stays for that."""
+        """Print the names that were given, and stay because they are pinned."""
         for name in names:
-            self.line(f"pinned, left alone: {name}", style="yellow")
+            self.line(f"pinned, kept: {name}", style="yellow")
 
     def report(self, report: Report, *, pinned: Collection[str] = ()) -> None:
-        """What really happened, the spared ones by name; ``pinned``: those that were spared for that."""
+        """Print what was removed, and the names of entries that stay; ``pinned``: those that stay because they are pinned."""
         self.line(f"{_entries_and_strays(len(report.removed), report.stray_files)} removed, {format_size(report.freed)} freed")
         for name in report.spared:
-            self.line(f"{'pinned' if name in pinned else 'in use'}, left alone: {name}", style="yellow")
+            self.line(f"{'pinned' if name in pinned else 'in use'}, kept: {name}", style="yellow")
 
     def claims(self, claims: Sequence[ClaimInfo]) -> None:
         now = time.time()
@@ -251,7 +247,7 @@ class Output:
         self.line(f"{_count(len(problems), 'problem', 'problems')} {verb}" if problems else "sound")
 
     def findings(self, findings: Sequence[Any]) -> None:
-        """What `doctor` found: each with ``state``, ``name``, ``found`` and ``todo``."""
+        """Print the findings of `doctor`: each with ``state``, ``name``, ``found`` and ``todo``."""
         style = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
         rows = [(Text(f.state, style=style[f.state]), f.name, f.found) for f in findings]
         self.table(("", "CHECK", "FOUND"), rows)
@@ -262,19 +258,19 @@ class Output:
 
 def _pages(items: Iterable[T]) -> Iterator[list[T]]:
     rest = iter(items)
-    while page := list(islice(rest, A_PAGE)):
+    while page := list(islice(rest, PAGE_ROWS)):
         yield page
 
 
 def _aligned(columns: Sequence[str], rows: Iterable[Sequence[object]], widths: list[int] | None = None) -> tuple[list[str], list[int]]:
-    """The lines of a table for a pipe, nothing cut, nothing folded; and the widths for those that follow, which have no header."""
+    """Return the lines of a table for a pipe, with nothing cut or folded, and the widths for the following lines, which have no header."""
     cells: Iterable[Sequence[object]] = rows
     if widths is None:
         cells = [[plain(cell) for cell in row] for row in rows]
         if any(columns):
             cells.insert(0, [name.rstrip(">") for name in columns])
         widths = [max((len(str(row[n])) for row in cells), default=0) for n in range(len(columns))]
-        if len(cells) > A_PAGE:  # more follow, whose sizes may be longer
+        if len(cells) > PAGE_ROWS:  # more rows follow, whose sizes may be longer
             widths = [max(width, 8) if name.endswith(">") else width for name, width in zip(columns, widths, strict=True)]
     form = "  ".join(f"{{:{'>' if name.endswith('>') else '<'}{width}}}" for name, width in zip(columns, widths, strict=True))
     lines = [form.format(*row).rstrip() for row in cells]
@@ -284,7 +280,7 @@ def _aligned(columns: Sequence[str], rows: Iterable[Sequence[object]], widths: l
 
 
 def entry_record(entry: Entry) -> dict[str, object]:
-    """An entry as ``--json`` shows it: sizes in bytes, times in seconds since 1970."""
+    """Return an entry as ``--json`` shows it: sizes in bytes, times in seconds since 1970."""
     fields = ("space", "key", "kind", "size", "charge", "life", "leased", "created", "used", "validated", "validator")
     return {"name": entry.name, **{field: getattr(entry, field) for field in fields}, "checksum": entry.checksum.hex()}
 
@@ -299,13 +295,14 @@ def _entry_row(facts: Facts, now: float) -> tuple[object, ...]:
 
 def _claim_row(claim: ClaimInfo, now: float) -> tuple[object, ...]:
     pids = [str(pid) for pid in claim.pids]
-    shown = " ".join(pids if len(pids) <= MOST_PIDS else [*pids[: MOST_PIDS - 1], f"+{len(pids) - MOST_PIDS + 1}"])
+    processes = " ".join(pids if len(pids) <= MOST_PIDS else [*pids[: MOST_PIDS - 1], f"+{len(pids) - MOST_PIDS + 1}"]) or "-"
     memory = "-" if claim.bytes is None else format_size(claim.bytes)
     age, state = _ago(now, claim.started), "live" if claim.live else "dead"
-    return f"{claim.prefix:06}", state, age, claim.user, shown or "-", memory, claim.job or "-", " ".join(claim.directories) or "damaged"
+    directories = " ".join(claim.directories) or "damaged"
+    return f"{claim.prefix:06}", state, age, claim.user, processes, memory, claim.job or "-", directories
 
 
-_size, _age = functools.lru_cache(4096)(format_size), functools.lru_cache(4096)(format_age)  # many entries have the same
+_size, _age = functools.lru_cache(4096)(format_size), functools.lru_cache(4096)(format_age)  # many entries have the same values
 
 
 def _ago(now: float, moment: float) -> str:
@@ -338,9 +335,9 @@ def _jsonable(value: object) -> object:
 
 
 def confirmed(question: str) -> bool:
-    """Whether a person agrees. Without a terminal nobody does."""
+    """Whether the user agrees; False without a terminal."""
     if not sys.stdin.isatty():
-        note("nobody is there to ask: give --yes")
+        note("no terminal to ask on: pass --yes")
         return False
     console(stderr=True).print(Text(f"{question} [y/N] "), end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

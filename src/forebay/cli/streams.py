@@ -1,4 +1,4 @@
-"""Standard output and standard error as the verbs see them: a failure to write is told from one of the cache."""
+"""Standard output and standard error of the verbs: a failed write has an error of its own, unlike a fault of the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forebay.cli.hints import OutputFailed
 
 
 class OutputStream:
-    """A stream whose failures have a name. Of standard error nobody can be told: what it does not take is lost."""
+    """A stream that raises `OutputFailed`. A ``silent`` one, standard error, drops what cannot be written."""
 
     def __init__(self, stream: Any, *, silent: bool) -> None:
         self._stream, self._silent = stream, silent
@@ -23,32 +23,32 @@ class OutputStream:
 
     def write(self, text: str) -> int:
         try:
-            return self._told(lambda: self._stream.write(text)) or len(text)
+            return self._call(lambda: self._stream.write(text)) or len(text)
         except UnicodeEncodeError as error:
             return self._write_bytes(text, error.encoding)
 
     def _write_bytes(self, text: str, encoding: str) -> int:
-        """A path as the system has it; other letters that the stream does not take as escapes."""
+        """Write a path as the system has it, and other characters that the stream cannot encode as escapes."""
         try:
             data = text.encode(encoding, "surrogateescape")
         except UnicodeEncodeError:
             data = text.encode(encoding, "backslashreplace")
         self.flush()
-        self._told(lambda: self._stream.buffer.write(data))
+        self._call(lambda: self._stream.buffer.write(data))
         return len(text)
 
     def flush(self) -> None:
-        self._told(self._stream.flush)
+        self._call(self._stream.flush)
 
-    def _told(self, call: Callable[[], Any]) -> Any:
-        if self._failed is not None:  # typer tries what a stream takes, and passes over what that raises
+    def _call(self, call: Callable[[], Any]) -> Any:
+        if self._failed is not None:  # typer probes streams, and ignores errors
             raise self._failed
         try:
             return call()
         except BrokenPipeError:
             raise
         except OSError as error:
-            write_nowhere(self._stream)
+            discard(self._stream)
             if not self._silent:
                 self._failed = OutputFailed(f"the output cannot be written: {error.strerror}")
                 raise self._failed from error
@@ -56,8 +56,8 @@ class OutputStream:
 
 
 @contextlib.contextmanager
-def named() -> Iterator[None]:
-    """Both streams are `OutputStream`s inside of the block."""
+def replaced() -> Iterator[None]:
+    """Make both streams `OutputStream`s inside the block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = OutputStream(before[0], silent=False), OutputStream(before[1], silent=True)
     try:
@@ -66,9 +66,9 @@ def named() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def write_nowhere(*streams: Any) -> None:
-    """Let what is still to be written go nowhere: the interpreter's last flush must not fail too."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def discard(*streams: Any) -> None:
+    """Discard what is still to be written, so that the interpreter's last flush does not fail too."""
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
-        os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+        os.dup2(null, stream.fileno())
+    os.close(null)

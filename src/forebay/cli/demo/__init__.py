@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
 def demo(
     size: Annotated[str, typer.Option("--size", metavar="SIZE", help="How much data.")] = "64MB",
-    rate: Annotated[str, typer.Option("--rate", metavar="SIZE", help="What the server gives a second.")] = "4MB",
+    rate: Annotated[str, typer.Option("--rate", metavar="SIZE", help="What the server sends a second.")] = "4MB",
     workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Processes that read.")] = 4,
     as_json: JsonOption = False,
 ) -> None:
-    """See it work: offline, about half a minute. Worker processes read real data over HTTP twice, loading ahead; one is killed.
+    """Show the cache at work: offline, in about half a minute. Worker processes read real data over HTTP twice, loading ahead; one is
+    killed.
 
-    The data are the library files of this Python, packed into shards; cache and data lie in a temporary folder that goes at the end.
+    The data are the library files of this Python, packed into shards. The cache and the data are in a temporary folder that is removed
+    at the end.
     """
-    from forebay.cli.demo.play import Scene, play  # here, since it loads the engine
-    from forebay.cli.demo.screen import Screen
+    from forebay.cli.demo.play import Scene, Screen, play  # here, since it loads the engine
 
     scene = Scene(size=parse_size(size, name="--size"), rate=parse_size(rate, name="--rate"), workers=workers)
     if scene.size < 1_000_000 or scene.rate < 100_000:
-        raise ConfigError("the demo wants at least 1 MB of data and 100 kB/s", name="--size", value=size)
+        raise ConfigError("the demo needs at least 1 MB of data and 100 kB/s", name="--size", value=size)
     with tempfile.TemporaryDirectory(prefix="forebay-demo-") as folder, closing(Screen(quiet=as_json)) as screen:
         result = play(Path(folder), scene, screen)
     output = Output(as_json)
@@ -59,7 +60,7 @@ def _show(result: Result, output: Output) -> None:
             ("speed-up", "", f"{result.speed_up:.1f}x"),
         ],
     )
-    held = "held" if result.budget_held else "PASSED"
+    held = "held" if result.budget_held else "EXCEEDED"
     output.facts({
         "shards behind the remote": format_size(result.data),
         "workers killed with -9": 1 if result.killed else 0,

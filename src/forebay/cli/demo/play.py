@@ -1,19 +1,100 @@
-"""The course of the demo: pack, serve, two epochs with a kill in the first, then a smaller budget."""
+"""The course of the demo: pack library files of this Python into tar shards, as training data is, serve them, read them in two epochs
+with a kill in the first, then halve the budget; and the bars on the screen meanwhile."""
 
 from __future__ import annotations
 
 import random
+import sysconfig
+import tarfile
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
 from forebay._config import format_size
 from forebay.cache import Cache
-from forebay.cli.demo.crew import Counts, Crew, DemoServer, Sampler
-from forebay.cli.demo.screen import Screen
-from forebay.cli.demo.shards import Shard, pack
+from forebay.cli.demo.processes import Counts, DemoServer, DemoWorkers, Sampler
+from forebay.cli.render import console, wants_bars
 from forebay.reports import Stats
+
+SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "ensurepip", "lib-dynload"})
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """``crc``: of all its bytes, to compare with what the workers read."""
+
+    name: str
+    size: int
+    crc: int
+
+
+def pack(folder: Path, *, total: int, count: int) -> list[Shard]:
+    """Write ``count`` shards with about ``total`` bytes in total into ``folder``; files are repeated if there are not enough."""
+    files, shards = _endless(), []
+    for number in range(count):
+        path = folder / f"shard-{number:03d}.tar"
+        with tarfile.open(path, "w") as tar:
+            while tar.offset < total / count:
+                turn, file = next(files)
+                tar.add(file, arcname=f"{turn}/{file.name}", recursive=False)
+        data = path.read_bytes()
+        shards.append(Shard(path.name, len(data), zlib.crc32(data)))
+    return shards
+
+
+def _endless() -> Iterator[tuple[int, Path]]:
+    library = Path(sysconfig.get_path("stdlib"))
+    files = sorted(path for path in library.rglob("*.py") if not SKIPPED & set(path.relative_to(library).parts) and path.is_file())
+    if not files:
+        raise FileNotFoundError(f"no library files below {library}: this Python has none to pack")
+    turn = 0
+    while True:
+        yield from ((turn, file) for file in files)
+        turn += 1
+
+
+class Screen:
+    """Bars on a terminal, a line per event unless ``quiet``. Used by one thread."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet, self._console = quiet, console(stderr=True)
+        self._progress = self._new()
+        self._workers: list[TaskID] = []
+        self._all = TaskID(0)
+
+    def _new(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=32), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[about]}"), console=self._console, disable=self._quiet or not wants_bars(), transient=True,
+        )  # fmt: skip
+
+    def print(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(Text(text), soft_wrap=True)
+
+    def begin(self, number: int, shards: Sequence[int]) -> None:
+        self.print(f"epoch {number}: each worker reads all {shards[0]} shards in an order of its own, and loads the next ones meanwhile")
+        self._progress = self._new()
+        self._workers = [self._progress.add_task(f"worker {n + 1}", total=total, about="") for n, total in enumerate(shards)]
+        self._all = self._progress.add_task("all", total=sum(shards), about="")
+        self._progress.start()
+
+    def read(self, index: int, held: int, budget: int) -> None:
+        self._progress.advance(self._workers[index])
+        self._progress.update(self._all, advance=1, about=f"cache {format_size(held)} of {format_size(budget)}")
+
+    def end(self, seconds: float) -> None:
+        self._progress.stop()
+        self.print(f"  done in {seconds:.1f} s")
+
+    def close(self) -> None:
+        """Restore the terminal, whatever happened."""
+        self._progress.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +110,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What one pass of all workers over all shards took. ``read``: bytes that the workers got; ``remote``: bytes that the server sent."""
+    """One pass of all workers over all shards. ``read``: bytes that the workers got; ``remote``: bytes that the server sent."""
 
     seconds: float
     read: int
@@ -45,8 +126,8 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """``damaged``: reads whose bytes were not those of the server. ``peak``: most bytes on disk in any of ``samples``; ``halved`` and
-    ``left``: the budget that was set at the end, and what was then on disk."""
+    """``damaged``: reads with other bytes than the server's. ``peak``: most bytes on disk in any of ``samples``; ``halved`` and ``left``:
+    the budget that was set at the end, and the bytes on disk after that."""
 
     data: int
     epochs: tuple[Epoch, ...]
@@ -68,27 +149,27 @@ class Result:
 
 
 def play(folder: Path, scene: Scene, screen: Screen) -> Result:
-    """Run it all inside ``folder``. Raises `DemoFailed` where a process fails."""
+    """Run the demo inside ``folder``. Raises `DemoFailed` if a process fails."""
     remote, root = folder / "remote", folder / "cache"
     remote.mkdir()
-    screen.say(f"packing library files of this Python into {scene.shards} shards")
+    screen.print(f"packing library files of this Python into {scene.shards} shards")
     shards = pack(remote, total=scene.size, count=scene.shards)
     data = sum(shard.size for shard in shards)
     budget = data * 5 // 4
     with (
-        DemoServer(remote, scene.latency, scene.rate) as served,
+        DemoServer(remote, scene.latency, scene.rate) as server,
         Cache(root, budget=budget) as cache,
-        Crew(root, served.url, scene.workers) as crew,
-        Sampler(crew) as sampler,
+        DemoWorkers(root, server.url, scene.workers) as workers,
+        Sampler(workers) as sampler,
     ):
-        course = _Course(scene, screen, served, cache, crew, sampler, budget, {shard.name: shard for shard in shards})
+        course = _Course(scene, screen, server, cache, workers, sampler, budget, {shard.name: shard for shard in shards})
         pace = f"{format_size(scene.rate)}/s after {scene.latency * 1000:.0f} ms"
-        screen.say(f"{scene.workers} workers, {format_size(data)} behind a server that gives {pace}")
+        screen.print(f"{scene.workers} workers, {format_size(data)} behind a server that sends {pace}")
         epochs = (course.epoch(1, kill=True), course.epoch(2))
         halved = data // 2
-        screen.say("the budget is halved while the workers have the cache open")
+        screen.print("the budget is halved while the workers have the cache open")
         with Cache(root, budget=halved):
-            left = crew.weigh()
+            left = workers.measure()
         return Result(data, epochs, course.killed, course.damaged, budget, sampler.peak, sampler.samples, halved, left)
 
 
@@ -96,9 +177,9 @@ def play(folder: Path, scene: Scene, screen: Screen) -> Result:
 class _Course:
     scene: Scene
     screen: Screen
-    served: DemoServer
+    server: DemoServer
     cache: Cache
-    crew: Crew
+    workers: DemoWorkers
     sampler: Sampler
     budget: int
     shards: Mapping[str, Shard]
@@ -106,47 +187,47 @@ class _Course:
     damaged: int = 0
 
     def epoch(self, number: int, *, kill: bool = False) -> Epoch:
-        """Each worker reads every shard, in an order of its own. With ``kill`` one dies by -9 in a fetch, after a quarter of the reads."""
+        """Let each worker read every shard in an order of its own. With ``kill`` one is killed in a fetch, after a quarter of the reads."""
         orders = [random.Random(f"{number} {index}").sample(list(self.shards), len(self.shards)) for index in range(self.scene.workers)]
         total = sum(len(order) for order in orders)
         self.screen.begin(number, [len(order) for order in orders])
-        before, counted, began = self.cache.stats(), self.served.counts(), time.monotonic()
+        before, counted, began = self.cache.stats(), self.server.counts(), time.monotonic()
         for index, order in enumerate(orders):
-            self.crew.give(index, order)
+            self.workers.give(index, order)
         read = self._follow(orders, kill_at=total // 4 if kill else None)
         seconds = time.monotonic() - began
         self.screen.end(seconds)
-        return _difference(seconds, read, before, self.cache.stats(), counted, self.served.counts())
+        return _difference(seconds, read, before, self.cache.stats(), counted, self.server.counts())
 
     def _follow(self, orders: list[list[str]], kill_at: int | None) -> int:
-        """Until every worker has read what ``orders`` gave it; the bytes that they read."""
+        """Wait until every worker has read its order; returns the bytes that they read."""
         left = [set(order) for order in orders]
-        asked: set[str] = set()
+        loading: set[str] = set()
         reads = size = 0
         while any(left):
-            news = self.crew.next()
-            if isinstance(news.said, dict):
-                left[news.index].discard(news.said["name"])
-                reads, size = reads + 1, size + news.said["size"]
-                self._check(news.said)
-                self.screen.read(news.index, self.sampler.last, self.budget)
-            elif news.said == "ready":  # the one that took the place of the killed
-                self.crew.give(news.index, [name for name in orders[news.index] if name in left[news.index]])
-            elif news.said is not None:
-                if kill_at is not None and reads >= kill_at and not self.killed and news.said not in asked:
-                    self._kill(news.index, news.said)
-                asked.add(news.said)
+            event = self.workers.next()
+            if isinstance(event.content, dict):
+                left[event.index].discard(event.content["name"])
+                reads, size = reads + 1, size + event.content["size"]
+                self._check(event.content)
+                self.screen.read(event.index, self.sampler.last, self.budget)
+            elif event.content == "ready":  # the worker that replaced the killed one
+                self.workers.give(event.index, [name for name in orders[event.index] if name in left[event.index]])
+            elif event.content is not None:
+                if kill_at is not None and reads >= kill_at and not self.killed and event.content not in loading:
+                    self._kill(event.index, event.content)
+                loading.add(event.content)
         return size
 
     def _kill(self, index: int, name: str) -> None:
-        """Kill the one that has just begun to load this shard, when some of it may have come."""
+        """Kill the worker that has just begun to load this shard, when part of it may have arrived."""
         time.sleep(self.scene.latency + 0.5 * self.shards[name].size / self.scene.rate)
-        self.killed = self.crew.replace(index)
-        self.screen.say(f"worker {index + 1} (process {self.killed}) was killed with -9 in a fetch; another takes its place")
+        self.killed = self.workers.replace(index)
+        self.screen.print(f"worker {index + 1} (process {self.killed}) was killed with -9 in a fetch; another one replaces it")
 
-    def _check(self, said: Mapping[str, object]) -> None:
-        shard = self.shards[str(said["name"])]
-        self.damaged += (said["size"], said["crc"]) != (shard.size, shard.crc)
+    def _check(self, read: Mapping[str, object]) -> None:
+        shard = self.shards[str(read["name"])]
+        self.damaged += (read["size"], read["crc"]) != (shard.size, shard.crc)
 
 
 def _difference(seconds: float, read: int, before: Stats, after: Stats, counted: Counts, now: Counts) -> Epoch:

@@ -1,7 +1,7 @@
-"""The demo's remote: an HTTP server on loopback, in a process of its own, with latency and a bound on its rate.
+"""The demo's remote: an HTTP server on loopback, in a process of its own, with a latency and a limited rate.
 
-``python -m forebay.cli.demo.server FOLDER LATENCY RATE``: prints its URL; for each line that it is given, what it counted so far.
-It ends with its standard input.
+``python -m forebay.cli.demo.server FOLDER LATENCY RATE`` prints its URL, and its counters for each line of standard input. It ends with
+its standard input.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from forebay.testing import ScriptedServer
 
 
-def _say(value: object) -> None:
+def _print(value: object) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
@@ -24,9 +24,9 @@ def main() -> None:
         server.rate = float(rate)
         for path in Path(folder).iterdir():
             server.put(f"/{path.name}", path.read_bytes(), latency=float(latency))
-        _say(server.url)
+        _print(server.url)
         for _ in sys.stdin:
-            _say([server.gets + server.heads, server.sent])
+            _print([server.gets + server.heads, server.sent])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A worker of the demo: goes through every file of its shards, as a data loader does, while a prefetcher has the next ones on their way.
+"""A worker of the demo: reads every file of its shards, as a data loader does, while a prefetcher loads the next shards.
 
-``python -m forebay.cli.demo.worker ROOT URL``: takes a JSON list of names below URL a line. Tells, a line of JSON each: a name when
-its load begins, what was read of it, and ``null`` at the end of the list.
+``python -m forebay.cli.demo.worker ROOT URL`` reads JSON lists of names below URL, one a line. It prints lines of JSON: a name when its
+load begins, what was read of it, and ``null`` at the end of the list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forebay import Cache
 from forebay.sources import UrlSource
 
 AHEAD = 2
-"""Shards that load while the worker is at one."""
+"""Shards that are loaded while the worker reads one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +42,27 @@ def read(name: str, data: bytes) -> Read:
     return Read(name, len(data), zlib.crc32(data), files, lines)
 
 
-def _tell(value: object) -> None:
+def _print(value: object) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
-def _told(names: Iterable[str]) -> Iterator[str]:
+def _announced(names: Iterable[str]) -> Iterator[str]:
     for name in names:
-        _tell(name)
+        _print(name)
         yield name
 
 
 def main() -> None:
     root, url = sys.argv[1:]
-    source = UrlSource(
-        url, version="of this demo"
-    )  # it does not change: so what one worker loaded stays for the others, and the next epoch
+    source = UrlSource(url, version="of this demo")  # a fixed version: what one worker loaded serves the others, and the next epoch
     with Cache(root) as cache, cache.prefetcher(source, name="shards", workers=AHEAD + 1) as pool:
-        _tell("ready")
+        _print("ready")
         for line in sys.stdin:
             names = json.loads(line)
-            for name, data in zip(names, pool.stream(_told(names), ahead=AHEAD), strict=True):
-                _tell(asdict(read(name, data)))
-            _tell(None)
+            for name, data in zip(names, pool.stream(_announced(names), ahead=AHEAD), strict=True):
+                _print(asdict(read(name, data)))
+            _print(None)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The demo's processes: the server, the workers, and the sampler that weighs the cache while all of them stand still."""
+"""The demo's processes: the server, the workers, and the sampler that measures the cache while all of them are stopped."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from typing import IO, Any, Self
 import forebay
 from forebay.cli.demo import server, worker
 
-PATIENCE = 120.0
-"""Seconds without news from any worker after which the demo gives up."""
+TIMEOUT = 120.0
+"""Seconds without an event of any worker after which the demo gives up."""
 
 
 class DemoFailed(forebay.ForebayError, RuntimeError):
-    """A process of the demo ended or fell silent where it should not have."""
+    """A process of the demo ended or stopped responding unexpectedly."""
 
 
 def start(module: str, *arguments: object) -> subprocess.Popen[str]:
-    """A Python process that runs a module of this very package, with pipes to it and from it."""
+    """Start a Python process that runs a module of this package, with pipes to and from it."""
     path = os.pathsep.join([str(Path(forebay.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", module, *(str(a) for a in arguments)]
-    # A group of its own, in our session: Ctrl-C in the terminal reaches the demo alone, which ends the others; and if the demo is killed
-    # while they stand still, the kernel wakes them (SIGHUP to a group that became an orphan).
+    # A process group of its own in this session: Ctrl-C in the terminal reaches only the demo, which ends the others; and if the demo is
+    # killed while they are stopped, the kernel wakes them (SIGHUP to an orphaned group).
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}, process_group=0
     )
@@ -52,7 +52,7 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Requests that the server had, and bytes of objects that it sent."""
+    """Requests that the server got, and bytes of objects that it sent."""
 
     requests: int
     sent: int
@@ -74,7 +74,7 @@ class DemoServer:
     def _answer(self) -> Any:
         line = _pipe(self._process.stdout).readline()
         if not line:
-            raise DemoFailed("the server of the demo ended by itself; its last words stand above")
+            raise DemoFailed("the server of the demo ended unexpectedly; its last output is above")
         return json.loads(line)
 
     def __enter__(self) -> Self:
@@ -85,24 +85,26 @@ class DemoServer:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What a worker told: ``"ready"``, a shard whose load begins, a dict of what it read, None (its list is done), or ``"gone"``."""
+class WorkerEvent:
+    """An event of a worker. ``content``: ``"ready"``, a shard whose load begins, a dict of what was read, None (end of its list), or
+    ``"gone"``."""
 
     index: int
     pid: int
-    said: Any
+    content: Any
 
 
 @dataclass(slots=True)
-class Crew:
-    """``count`` workers on one cache and the shards below one URL. A context manager; driven by one thread, stood still by another."""
+class DemoWorkers:
+    """``count`` workers that share one cache and read the shards of one URL. A context manager; one thread drives it, another one
+    measures."""
 
     root: Path
     url: str
     count: int
-    news: queue.SimpleQueue[News] = field(default_factory=queue.SimpleQueue)
+    events: queue.SimpleQueue[WorkerEvent] = field(default_factory=queue.SimpleQueue)
     workers: list[subprocess.Popen[str]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)  # guards workers, so that nobody is stopped while he is replaced
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards workers, so that none is stopped while it is replaced
 
     def __enter__(self) -> Self:
         self.workers = [self._start(index) for index in range(self.count)]
@@ -122,21 +124,21 @@ class Crew:
 
     def _listen(self, index: int, process: subprocess.Popen[str]) -> None:
         for line in _pipe(process.stdout):
-            self.news.put(News(index, process.pid, json.loads(line)))
-        self.news.put(News(index, process.pid, "gone"))
+            self.events.put(WorkerEvent(index, process.pid, json.loads(line)))
+        self.events.put(WorkerEvent(index, process.pid, "gone"))
 
-    def next(self) -> News:
-        """The next news of a worker that is one of us. Raises `DemoFailed` if one ended by itself, or none says anything."""
+    def next(self) -> WorkerEvent:
+        """Return the next event of a current worker. Raises `DemoFailed` if one ended unexpectedly, or none responds."""
         while True:
             try:
-                news = self.news.get(timeout=PATIENCE)
+                event = self.events.get(timeout=TIMEOUT)
             except queue.Empty as error:
-                raise DemoFailed(f"no worker said anything for {PATIENCE:.0f} s") from error
-            if news.pid != self.workers[news.index].pid:
-                continue  # last words of the one that was killed
-            if news.said == "gone":
-                raise DemoFailed(f"worker {news.index + 1} ended by itself; its last words stand above")
-            return news
+                raise DemoFailed(f"no worker responded for {TIMEOUT:.0f} s") from error
+            if event.pid != self.workers[event.index].pid:
+                continue  # the last output of the killed worker
+            if event.content == "gone":
+                raise DemoFailed(f"worker {event.index + 1} ended unexpectedly; its last output is above")
+            return event
 
     def give(self, index: int, names: Sequence[str]) -> None:
         pipe = _pipe(self.workers[index].stdin)
@@ -144,7 +146,7 @@ class Crew:
         pipe.flush()
 
     def replace(self, index: int) -> int:
-        """Kill a worker with -9 and start another in its place; the pid of the dead."""
+        """Kill a worker with -9 and start another one in its place; returns the pid of the killed one."""
         with self.lock:
             dead = self.workers[index]
             dead.kill()
@@ -152,8 +154,8 @@ class Crew:
             self.workers[index] = self._start(index)
         return dead.pid
 
-    def weigh(self) -> int:
-        """Bytes of disk that the cache holds. All workers stand still meanwhile: a walk beside renames counts files twice."""
+    def measure(self) -> int:
+        """Return the bytes of disk that the cache takes. All workers are stopped meanwhile: during renames a walk counts files twice."""
         with self.lock:
             for process in self.workers:
                 process.send_signal(signal.SIGSTOP)
@@ -165,26 +167,26 @@ class Crew:
 
 
 def _bytes_below(root: Path) -> int:
-    seen: dict[int, int] = {}  # by inode, so that a hard link counts once
+    sizes: dict[int, int] = {}  # by inode, so that a hard link counts once
     for part in ("blobs", "packs", "tmp", "trees"):
         for folder, _, names in os.walk(root / part):
             for name in names:
-                facts = os.lstat(os.path.join(folder, name))
-                seen[facts.st_ino] = facts.st_blocks * 512
-    return sum(seen.values())
+                status = os.lstat(os.path.join(folder, name))
+                sizes[status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
 
 
 class Sampler:
-    """Weighs the cache every ``pause`` seconds in a thread of its own. A context manager. ``peak``: the largest weight, in bytes."""
+    """Measures the cache every ``pause`` seconds in a thread of its own. A context manager. ``peak``: the largest size in bytes."""
 
-    def __init__(self, crew: Crew, pause: float = 0.25) -> None:
-        self._crew, self._pause, self._over = crew, pause, threading.Event()
+    def __init__(self, workers: DemoWorkers, pause: float = 0.25) -> None:
+        self._workers, self._pause, self._over = workers, pause, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.peak = self.samples = self.last = 0
 
     def _run(self) -> None:
         while not self._over.wait(self._pause):
-            self.last = self._crew.weigh()
+            self.last = self._workers.measure()
             self.peak, self.samples = max(self.peak, self.last), self.samples + 1
 
     def __enter__(self) -> Self:

@@ -1,0 +1,48 @@
+"""The verbs that look for faults: `verify`, `doctor`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from forebay.cli.hints import FAILED, NoCache
+from forebay.cli.options import JsonOption, RootOption, existing, opened, option, root_path
+from forebay.cli.render import Output
+
+
+def verify(
+    repair: Annotated[
+        bool, option("--repair", help="Repair what is wrong; damaged entries are removed, and fetched again when needed.")
+    ] = False,
+    quick: Annotated[bool, option("--quick", help="Do not read the stored bytes: check names, sizes and sums only.")] = False,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the whole cache: every stored byte against its checksum, the catalog against the files, the sums against the budget."""
+    output = Output(as_json)
+    with opened(root, change=repair) as cache:
+        mended = cache.repair(deep=not quick) if repair else []
+        remaining = cache.check(deep=not quick)
+    output.document({"mended": mended, "problems": remaining})
+    if mended:
+        output.problems(mended, verb="repaired")
+    output.problems(remaining, verb="left" if repair else "found")
+    if remaining or any(problem.kind == "catalog" for problem in mended):  # repaired, but the entries it listed are lost
+        raise typer.Exit(FAILED)
+
+
+def doctor(root: RootOption = None, as_json: JsonOption = False) -> None:
+    """Check this machine and this cache: what is wrong, what would make it slow, and what to do about it. Changes nothing."""
+    from forebay.cli.checkup import check_up  # here: the other verbs need not load it
+
+    try:
+        path = existing(root)
+    except NoCache:
+        path = root_path(root)
+    findings = list(check_up(path))
+    output = Output(as_json)
+    output.document(findings)
+    output.findings(findings)
+    if any(finding.state == "wrong" for finding in findings):
+        raise typer.Exit(FAILED)

@@ -1,0 +1,141 @@
+"""The verbs that show what there is: `ls`, `du`, `stats`, `path`, `claims`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from enum import StrEnum
+from operator import attrgetter
+from typing import Annotated
+
+import typer
+
+from forebay._config import format_size
+from forebay.cli.filters import parse_filters
+from forebay.cli.options import FilterOption, JsonOption, RootOption, SpaceOption, argument, check_space, existing, matching, opened, option
+from forebay.cli.render import Output, shown, shown_name
+from forebay.errors import ConfigError, NotCached
+
+TIMES = ("wait_ns_remote", "wait_ns_lock", "wait_ns_space")
+SIZES = ("bytes_hit", "bytes_remote", "bytes_stored", "bytes_used", "bytes_reserved", "budget")
+
+
+class Order(StrEnum):
+    NAME = "name"
+    SIZE = "size"
+    USED = "used"
+    CREATED = "created"
+
+
+def ls(
+    names: Annotated[list[str] | None, argument("NAME", help="Names, or their beginnings.")] = None,
+    sort: Annotated[Order, typer.Option("--sort", "-s", help="Largest, latest used, latest created first.")] = Order.NAME,
+    reverse: Annotated[bool, option("--reverse", "-r", help="Reverse the order.")] = False,
+    leased: Annotated[bool, option("--leased", help="Only entries that some process holds now.")] = False,
+    filters: FilterOption = [],  # noqa: B006 - typer wants a list and makes a new one
+    space: SpaceOption = None,
+    quiet: Annotated[bool, option("--quiet", "-q", help="Names only, one a line.")] = False,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List what the cache holds."""
+    passes = parse_filters(filters)
+    with opened(root) as cache:
+        check_space(cache, space)
+        listing = cache.entries(space)
+        output = Output(as_json)
+        if sort is Order.NAME and not (as_json or names or filters or leased):
+            if quiet:
+                output.names(listing.names(backwards=reverse))
+            else:
+                output.facts_of_entries(listing.facts(backwards=reverse))
+            return
+        if sort is Order.NAME:
+            ordered = listing.by_name(backwards=reverse)
+        else:
+            ordered = listing.sorted_by(attrgetter(sort.value), backwards=not reverse)
+        entries = (e for e in matching(ordered, names or []) if (not filters or passes(e)) and (e.leased or not leased))
+        output.entries(entries, names_only=quiet)
+
+
+def du(root: RootOption = None, as_json: JsonOption = False) -> None:
+    """Show how many bytes each space holds, and how much of the budget and the disk is left."""
+    with opened(root) as cache:
+        usage, directory, overhead, strays = cache.stats(), cache.path, cache.overhead(), cache.strays()
+    disk = os.statvfs(directory)
+    free = disk.f_bavail * disk.f_frsize
+    output = Output(as_json)
+    output.document({
+        "path": directory,
+        "budget": usage.budget,
+        "used": usage.bytes_used,
+        "reserved": usage.bytes_reserved,
+        "overhead": overhead,
+        "disk_free": free,
+        "strays": strays,
+        "spaces": {name: {"entries": count, "bytes": size} for name, (count, size) in usage.spaces.items()},
+    })  # fmt: skip
+    output.usage(usage, free, overhead)
+    output.strays(strays, "`forebay prune` removes them")
+
+
+def stats(
+    zero: Annotated[bool, option("--zero", "-z", help="Set the counters to zero after showing them.")] = False,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what all processes of the node did with this cache: hits, misses, bytes, waits, evictions."""
+    with opened(root, change=zero) as cache:
+        counters = cache.stats()
+        if zero:
+            cache.reset_stats()
+    output = Output(as_json)
+    output.document(counters.as_dict())
+    facts = {name: _formatted(name, value) for name, value in counters.as_dict().items() if isinstance(value, (int, float))}
+    facts["hit_rate"] = f"{counters.hit_rate:.1%}"
+    output.facts({name.replace("_ns_", " for ").replace("_", " "): value for name, value in facts.items()})
+
+
+def _formatted(name: str, value: float) -> str:
+    if name in TIMES:
+        return f"{value / 1e9:,.1f} s"
+    return format_size(value) if name in SIZES else f"{value:,}"
+
+
+def path(
+    name: Annotated[str | None, argument("NAME", help="A URL, or a large value of a program; none: the cache's directory.")] = None,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the path of an entry's file, without fetching. It may be evicted once no process holds it: `forebay pin` keeps it."""
+    output = Output(as_json)
+    if name is None:
+        file = str(existing(root))
+    else:
+        with opened(root) as cache:
+            entry = cache.entry(name)
+            if entry is None:
+                raise NotCached.of(shown_name(name))
+            name = entry.name
+            if entry.space not in ("urls", "directories") and entry.kind != "blob":
+                what = "an array of samples" if entry.kind == "pack" else "a small value that a program stored"
+                todo = "read it in a program, through what stored it: Cache.get, a space, samples or tasks"
+                raise ConfigError(
+                    f"{name} is {what}: only objects of URLs, and large values, have files", name="NAME", value=name, todo=todo
+                )
+            with cache.hold(entry) as file:
+                pass
+    output.document({"name": name, "path": file})
+    output.path(file)
+
+
+def claims(as_json: JsonOption = False) -> None:
+    """List the claims of this node: which job has which directories, and how much shared memory. Those of dead jobs too."""
+    from forebay.claims import list_claims  # here, so that `forebay --help` need not load them
+
+    listed = [
+        replace(claim, remotes=tuple(url and shown(url) for url in claim.remotes), command=shown(claim.command)) for claim in list_claims()
+    ]
+    output = Output(as_json)
+    output.document(listed)
+    output.claims(listed)

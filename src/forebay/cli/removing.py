@@ -1,0 +1,221 @@
+"""The verbs that decide what the cache keeps: `rm`, `prune`, `clear`, `pin`, `unpin`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forebay._config import format_size, parse_size
+from forebay._model import Entry, Report
+from forebay.cli.filters import parse_filters
+from forebay.cli.hints import ABSENT, FAILED, NoCache, NotFreed
+from forebay.cli.options import (
+    DryRunOption,
+    FilterOption,
+    JsonOption,
+    Names,
+    RootOption,
+    SpaceOption,
+    YesOption,
+    argument,
+    check_space,
+    find_each,
+    opened,
+    option,
+)
+from forebay.cli.render import Output, confirmed, note, print_error
+from forebay.errors import ConfigError, ForebayError, NotCached
+
+if TYPE_CHECKING:
+    from forebay._model import Strays
+    from forebay.cache import Cache
+    from forebay.claims import ClaimInfo
+    from forebay.reports import Plan
+
+
+def rm(
+    names: Annotated[list[str] | None, argument("NAME", help="URLs, or SPACE:KEY, as `forebay ls` shows them.")] = None,
+    filters: FilterOption = [],  # noqa: B006 - typer wants a list and makes a new one
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove entries by name, or (after asking) by filter. Entries that are in use or pinned stay, and are listed."""
+    if bool(names) == bool(filters):
+        raise ConfigError("rm takes names, or --filter: one of the two", name="rm", value="")
+    output = Output(as_json)
+    with opened(root, change=not dry_run) as cache:
+        entries, missing = find_each(cache, names or [])
+        report: Report | None
+        if names and not dry_run:
+            report = _remove(cache, entries, missing, output)
+        else:
+            ids = {entry.id for entry in entries}
+            passes = (lambda entry: entry.id in ids) if names else parse_filters(filters)
+            pinned = [entry.name for entry in entries if entry.life == "pinned"] if names else None
+            report = _carry_out(cache.plan(where=passes), output, dry_run=dry_run, yes=yes, pinned=pinned)
+    for error in missing:
+        print_error(error)
+    if report is not None and report.spared:
+        raise typer.Exit(FAILED)
+    if missing:
+        raise typer.Exit(ABSENT)
+
+
+def _remove(cache: Cache, entries: list[Entry], missing: list[NotCached], output: Output) -> Report:
+    """Remove ``entries``; those that disappear meanwhile are added to ``missing``."""
+    reports = []
+    for entry in entries:
+        try:
+            reports.append(cache.evict(entry))
+        except NotCached as error:
+            missing.append(error)
+    report = Report(
+        removed=tuple(name for r in reports for name in r.removed),
+        spared=tuple(name for r in reports for name in r.spared),
+        freed=sum(r.freed for r in reports),
+    )
+    output.document(report)
+    output.report(report, pinned=[entry.name for entry in entries if entry.life == "pinned"])
+    return report
+
+
+def prune(
+    free: Annotated[str | None, option("--free", metavar="SIZE", help="Make room for SIZE more bytes, least recently used first.")] = None,
+    filters: FilterOption = [],  # noqa: B006 - typer wants a list and makes a new one
+    space: SpaceOption = None,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove what exceeds the limits, and what killed processes left unfinished; or what --free and --filter select.
+
+    Entries that some process is using stay. Unfinished downloads stay too, to be resumed, until their room is needed. Without
+    --free and --filter the claims of dead jobs are freed as well, even if there is no cache.
+    """
+    passes = parse_filters(filters) if filters else None
+    if space is not None and free is None and passes is None:
+        raise ConfigError("--space requires --free or --filter; `forebay clear --space` removes it all", name="--space", value=space)
+    output = Output(as_json)
+    if free is not None or passes is not None:
+        with opened(root, change=not dry_run) as cache:
+            check_space(cache, space)
+            plan = cache.plan(None if free is None else _parse_free(free, cache.budget), where=passes, space=space)
+            report = _carry_out(plan, output, dry_run=dry_run, yes=yes)
+        freed = plan.frees if report is None else report.freed
+        if freed < plan.lacking:
+            what = f"--free {free} requires the removal of {format_size(plan.lacking)}, of which {format_size(freed)}"
+            state = "can be removed" if dry_run else "were removed"
+            raise NotFreed(f"{what} {state}; the rest is pinned, in use, or reserved for fetches")
+        return
+    dead = _dead_claims(dry_run=dry_run)
+    output.dead_claims(dead, "would be freed" if dry_run else "freed")
+    try:
+        with opened(root, change=not dry_run) as cache:
+            strays = cache.strays()
+            output.strays(strays)
+            _carry_out(cache.prune(), output, dry_run=dry_run, yes=yes, claims=dead, strays=strays)
+    except NoCache as error:
+        if root is not None:
+            raise
+        note(str(error))
+        output.document({"claims": dead})
+
+
+def _parse_free(free: str, budget: int) -> int:
+    size = parse_size(free, total=budget, name="--free")
+    if size > budget:
+        raise ConfigError(
+            f"--free {free} is more than the budget of {format_size(budget)}: so much is never free", name="--free", value=free
+        )
+    return size
+
+
+def _dead_claims(*, dry_run: bool) -> list[ClaimInfo]:
+    """Return the claims that dead jobs of this user left, freed unless ``dry_run``, without asking: the user's next claim would free
+    them too."""
+    from forebay.claims import list_claims, prune_claims
+
+    try:
+        return [claim for claim in list_claims() if not claim.live and claim.uid == os.geteuid()] if dry_run else prune_claims()
+    except (ForebayError, OSError) as error:  # a fault of the node, which is no reason not to prune the cache
+        note(f"claims: {error}")
+        return []
+
+
+def clear(
+    space: SpaceOption = None,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    root: RootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove everything, or one space, after asking. Entries that are pinned, or used by some process, stay."""
+    with opened(root, change=not dry_run) as cache:
+        check_space(cache, space)
+        _carry_out(cache.clear(space), Output(as_json), dry_run=dry_run, yes=yes)
+
+
+def _carry_out(
+    plan: Plan, output: Output, *, dry_run: bool, yes: bool, claims: Sequence[ClaimInfo] | None = None, strays: Strays | None = None,
+    pinned: Sequence[str] | None = None,
+) -> Report | None:  # fmt: skip
+    """Show a plan of removal, ask, execute it, and return what happened; None with ``dry_run``. Exits if nobody agrees; asks nothing if
+    nothing would be removed.
+
+    ``claims``: freed claims, for the one JSON document. ``strays``: are removed too. ``pinned``: names that were given, and stay."""
+    extra = {name: value for name, value in (("claims", claims), ("strays", strays), ("pinned", pinned)) if value is not None}
+    if dry_run:
+        output.document({"victims": plan.victims, "frees": plan.frees, **extra})
+        output.victims(plan.victims, plan.frees, strays)
+        output.pinned(pinned or ())
+        return None
+    if (plan.victims or (strays and strays.files)) and not yes:
+        output.victims(plan.victims, plan.frees, strays)
+        if not confirmed("Remove them?"):
+            raise typer.Exit(FAILED)
+    report = plan.execute()
+    output.document({**dataclasses.asdict(report), **extra})
+    output.report(report)
+    return report
+
+
+# -- pins --------------------------------------------------------------------------------------------------------------
+
+
+def pin(names: Names, root: RootOption = None, as_json: JsonOption = False) -> None:
+    """Keep entries: they are not evicted until `forebay unpin`, and count against the budget."""
+    with opened(root, change=True) as cache:
+        _each_name(cache, names, cache.pin, done="pinned", as_json=as_json)
+
+
+def unpin(names: Names, root: RootOption = None, as_json: JsonOption = False) -> None:
+    """Let pinned entries be evicted again when space is needed."""
+    with opened(root, change=True) as cache:
+        _each_name(cache, names, cache.unpin, done="unpinned", as_json=as_json)
+
+
+def _each_name(cache: Cache, names: list[str], act: Callable[[Entry], object], *, done: str, as_json: bool) -> None:
+    """Call ``act`` for each name that the cache holds, and print it; exits with `ABSENT` if one is missing."""
+    output = Output(as_json)
+    entries, missing = find_each(cache, names)
+    present = []
+    for entry in entries:
+        try:
+            act(entry)
+        except NotCached as error:  # it disappeared meanwhile
+            missing.append(error)
+        else:
+            present.append(entry.name)
+            output.line(f"{done}: {entry.name}")
+    output.document({done: present, "missing": [absent.key for absent in missing]})
+    for absent in missing:
+        print_error(absent)
+    if missing:
+        raise typer.Exit(ABSENT)
