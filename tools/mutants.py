@@ -1151,7 +1151,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "a quota gives up ahead", "_engine/space/inline_eviction.py",
-        "(short.quota, short.here) if of_space", "(short.quota + self._ahead(want, short), short.here) if of_space",
+        "(short.quota, short.here) if of_space", "(short.quota + self._ahead(request, short), short.here) if of_space",
         f"{TASKS}test_the_least_recently_used_goes_first_also_after_a_restart",
     ),
     Mutant(

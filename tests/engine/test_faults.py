@@ -490,9 +490,9 @@ def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, ch
     def reader() -> None:
         from forebay._engine.catalog import writer
 
-        assert writer.PATIENCE == 10.0
+        assert writer.LONGEST_WAIT == 10.0
         with opened(place) as store:
-            writer.PATIENCE = 0.0  # whoever waits for it is refused at once
+            writer.LONGEST_WAIT = 0.0  # whoever waits for it is refused at once
             keys = [entry.key for entry in store.entries("v")]
             assert len(keys) == 8
             for key in keys:
@@ -504,11 +504,11 @@ def test_s08_a_stopped_writer_does_not_stop_others_for_ever(quick_path: Path, ch
                     lease.close()
             store.counts(), store.usage()
             assert bytes_of(store, "none", space="no such space") is None
-            writer.PATIENCE = 0.5
+            writer.LONGEST_WAIT = 0.5
             with pytest.raises(errors.WriterBusy, match=rf"busy.*waited 0.5 s.*process {child.pid} ") as found:
                 store.put("v", "new", b"x")
             assert found.value.waited >= 0.5
-            writer.PATIENCE = 1000.0
+            writer.LONGEST_WAIT = 1000.0
             for _ in range(3):
                 with pytest.raises(errors.WriterBusy, match=rf"as a moment ago.*process {child.pid} "):
                     store.put("v", "new", b"x")

@@ -62,7 +62,7 @@ def _target(fd: str) -> str:
 def fork_while_threads_work(place: Path, forks: int) -> None:
     stop = threading.Event()
     faults: list[BaseException] = []
-    budget.PATIENCE = publish.PATIENCE = writer.PATIENCE = HANG  # on a busy machine many wait for one lock, and nobody is to give up
+    budget.PATIENCE = publish.PATIENCE = writer.LONGEST_WAIT = HANG  # on a busy machine many wait for one lock, and nobody is to give up
 
     def put(store: Store, number: int) -> None:
         try:

@@ -107,7 +107,7 @@ def test_s08_a_process_that_holds_the_writer_lock(
     root: Path, server: ScriptedServer, children: Callable[..., Any], flag: Callable[[], Any], warnings: Any, end: signal.Signals,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(writer, "PATIENCE", 2.0)
+    monkeypatch.setattr(writer, "LONGEST_WAIT", 2.0)
     inside = flag()
     bodies = [os.urandom(100_000), os.urandom(50_000)]
     old, new = (server.put(f"/{i}.bin", body) for i, body in enumerate(bodies))

@@ -63,7 +63,7 @@ def test_s28_no_system_call(root: Path, tmp_path: Path, server: ScriptedServer, 
 def test_s28_a_stopped_writer_delays_no_reader(
     root: Path, server: ScriptedServer, children: Callable[..., Any], flag: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers, "PATIENCE", 600.0)
+    monkeypatch.setattr(writers, "LONGEST_WAIT", 600.0)
     url = server.put("/x.bin", os.urandom(100_000))
     inside = flag()
 

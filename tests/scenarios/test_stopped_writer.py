@@ -64,7 +64,7 @@ def stopped(root: Path, url: str) -> Iterator[Child]:
 
 
 def test_a_hit_needs_no_writer_in_a_young_process_either(root: Path, url: str, stopped: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "PATIENCE", -1.0)  # whoever waits is refused at once
+    monkeypatch.setattr(writer, "LONGEST_WAIT", -1.0)  # whoever waits is refused at once
 
     def young() -> None:
         with forebay.Cache(root) as cache:
@@ -101,7 +101,7 @@ def test_who_writes_waits_once_and_is_told_who_it_is(root: Path, url: str, stopp
             assert 0.2 < found.value.waited < 10
             assert f"process {stopped.pid} " in found.value.holder
             assert pickle.loads(pickle.dumps(found.value)).holder == found.value.holder
-            writer.PATIENCE, writer.GRACE = 1000.0, 1000.0  # who waited again would be here for long
+            writer.LONGEST_WAIT, writer.GRACE = 1000.0, 1000.0  # who waited again would be here for long
             for remove in (lambda: cache.evict(url), lambda: cache.evict("values:k"), cache.reset_stats, cache.clear().execute):
                 with pytest.raises(errors.WriterBusy, match=rf"process {stopped.pid} "):
                     remove()
@@ -118,7 +118,7 @@ def test_who_writes_waits_once_and_is_told_who_it_is(root: Path, url: str, stopp
             assert cache.stats().store_failures >= 4
             os.kill(stopped.pid, signal.SIGCONT)
             _wait_for_end(os.pidfd_open(stopped.pid))
-            writer.PATIENCE, writer.GRACE = 10.0, 0.2
+            writer.LONGEST_WAIT, writer.GRACE = 10.0, 0.2
             assert cache.put("new", b"x")
             assert tasks.write("tag", 1)
             assert tasks.budget == 1 << 20

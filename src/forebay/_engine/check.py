@@ -43,7 +43,7 @@ def check(root: Root, catalog: Catalog, slots: Slots, *, deep: bool = False) -> 
     with catalog.still():  # packs are few
         problems += _check_segments(root, catalog)
     problems += [*_check_totals(catalog), *_check_files(root, catalog, deep)]
-    return [*problems, *(Problem("row", row, "it holds what no row of ours would") for row in catalog.doubted)]
+    return [*problems, *(Problem("row", row, "it holds what no row of ours would") for row in catalog.unreadable_rows)]
 
 
 def chunks_of(catalog: Catalog, slots: Slots) -> range:

@@ -379,7 +379,7 @@ _hooked_pid = os.getpid()
 class _Fork(threading.local):
     """The fork that this thread is about: its listeners, alive until it is over. None: there is none that we know of."""
 
-    told: list[Forking] | None = None
+    listeners: list[Forking] | None = None
 
 
 _fork = _Fork()
@@ -396,7 +396,7 @@ def forked_unseen() -> bool:
     return _hooked_pid != os.getpid()
 
 
-def _tell(call: str, listeners: Iterable[Forking]) -> None:
+def _notify(call: str, listeners: Iterable[Forking]) -> None:
     for listener in listeners:
         try:
             getattr(listener, call)()
@@ -413,21 +413,21 @@ def _before() -> None:
         if collects:
             gc.enable()
     # A process that C forked has its parent's connections and locks: it must not close them in `before_fork`.
-    _fork.told = None if forked_unseen() else [alive for known in listeners if (alive := known()) is not None]
-    _tell("before_fork", reversed(_fork.told or ()))
+    _fork.listeners = None if forked_unseen() else [alive for known in listeners if (alive := known()) is not None]
+    _notify("before_fork", reversed(_fork.listeners or ()))
 
 
 def _after_parent() -> None:
-    prepared, _fork.told = _fork.told, None
-    _tell("after_fork_parent", prepared or ())
+    prepared, _fork.listeners = _fork.listeners, None
+    _notify("after_fork_parent", prepared or ())
 
 
 def _after_child() -> None:
     global _hooked_pid
-    prepared, _fork.told = _fork.told, None
+    prepared, _fork.listeners = _fork.listeners, None
     if prepared is not None:
         _hooked_pid = os.getpid()
-        _tell("after_fork_child", prepared)
+        _notify("after_fork_child", prepared)
 
 
 os.register_at_fork(before=_before, after_in_parent=_after_parent, after_in_child=_after_child)

@@ -194,10 +194,10 @@ def wait_for(
     wait = Wait(timeout, say_after, by)
     while True:
         value = words.value(index)  # before the attempt: a bump in between ends the sleep at once
-        found = attempt()
-        if found is not None:
+        result = attempt()
+        if result is not None:
             time_limit.spend(wait.waited)
-            return found
+            return result
         pause = wait.turn(what)
         if on_turn is not None:
             on_turn(wait.waited)
@@ -214,10 +214,10 @@ async def wait_for_async(
     wait = Wait(timeout, say_after)
     while True:
         value = words.value(index)
-        found = attempt()
-        if found is not None:
+        result = attempt()
+        if result is not None:
             time_limit.spend(wait.waited)
-            return found
+            return result
         pause = wait.turn(what)
         if on_turn is not None:
             on_turn(wait.waited)

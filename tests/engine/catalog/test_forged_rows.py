@@ -430,11 +430,11 @@ def test_a_link_in_the_place_of_a_fan_is_made_anew_at_the_next_opening(place: Pa
 
 
 def test_doubts_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transactions, "_TOLD", 3)
-    doubts = transactions.Doubts()
+    monkeypatch.setattr(transactions, "_MOST", 3)
+    unreadable = transactions.UnreadableRows()
     for n in range(10):
-        doubts.note("entries", (n,), f"row {n}")
-    assert list(doubts.waiting) == [("entries", (0,)), ("entries", (1,)), ("entries", (2,))]
+        unreadable.note("entries", (n,), f"row {n}")
+    assert list(unreadable.waiting) == [("entries", (0,)), ("entries", (1,)), ("entries", (2,))]
 
 
 def test_what_an_honest_process_left_is_not_doubted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

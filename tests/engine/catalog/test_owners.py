@@ -40,7 +40,7 @@ def test_text_that_is_none_is_a_fault_of_the_cache(cache: forebay.Cache) -> None
 
 
 def test_who_could_not_register_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "PATIENCE", 0.05)
+    monkeypatch.setattr(writer, "LONGEST_WAIT", 0.05)
     with opened(tmp_path / "root", MiB) as store:
         other, owners = writer.WriterLock(store.root, store.engine.words), locks.LockFile(store.root.lock("owners"))
         other.take(0)

@@ -244,7 +244,7 @@ def test_killed_at_each_step_of_leaving_a_reader_behind(place: Path) -> None:
 
 def test_who_has_the_writer_lock_goes_on_where_a_killed_one_left_a_marked_index(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not wait for itself."""
-    monkeypatch.setattr(writer, "PATIENCE", 0.2)
+    monkeypatch.setattr(writer, "LONGEST_WAIT", 0.2)
 
     here, on = Gate(), Gate()
 

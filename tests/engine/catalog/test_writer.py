@@ -155,7 +155,7 @@ def test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published(quick_path:
         child = fork(writer)
         said.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(module, "PATIENCE", 0.2)
+            patch.setattr(module, "LONGEST_WAIT", 0.2)
             with pytest.raises(errors.CacheFault, match="busy"):
                 store.engine.eviction.remove_orphans()
         os.kill(child.pid, signal.SIGCONT)

@@ -225,7 +225,7 @@ def test_what_was_replaced_is_not_counted_for_people(store: Store) -> None:
 @pytest.fixture
 def other(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[writer.WriterLock]:
     """Another process that writes, as this one sees it; nobody waits for it long."""
-    monkeypatch.setattr(writer, "PATIENCE", 0.05)
+    monkeypatch.setattr(writer, "LONGEST_WAIT", 0.05)
     found = writer.WriterLock(store.root, store.engine.words)
     yield found
     found.close()

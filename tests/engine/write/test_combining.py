@@ -193,7 +193,7 @@ def test_a_busy_writer_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.Mo
 
     with opened(tmp_path / "root", 8 * MiB) as store:
         store.put("v", "before", BODY)
-        monkeypatch.setattr(writer, "PATIENCE", 0.3)
+        monkeypatch.setattr(writer, "LONGEST_WAIT", 0.3)
         other = writer.WriterLock(store.root, store.engine.words)
         queue = store.engine.publisher._together._waiting = Queue()
         other.take(1)

@@ -1,7 +1,7 @@
 """Validation of rows: whoever can write to a root can write to its catalog.
 
 Only this module decides which values may become file names, offsets of locks and indexes of tables. A row with other values is damage:
-it is served to no caller, logged once, and set aside by the next transaction: see `Rows.doubt`."""
+it is served to no caller, logged once, and set aside by the next transaction: see `Rows.report_unreadable`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def entry(rows: Rows, row: Sequence[Any]) -> Entry | None:
         and (not row[12] or _SUFFIX(row[12]))
     ):
         return Entry(*row)
-    rows.doubt("entries", (row[0],), f"the row of {row[2]!r}")
+    rows.report_unreadable("entries", (row[0],), f"the row of {row[2]!r}")
     return None
 
 
@@ -78,7 +78,7 @@ def files(rows: Rows, several: Sequence[Sequence[Any]], shape: str) -> list[Any]
         if all(test(row[at]) for at, test in tests) and (slot < 0 or rows.has_slot(row[slot])):
             sound_rows.append(row)
         else:
-            rows.doubt("entries", (row[0],), f"the row {row[0]}")
+            rows.report_unreadable("entries", (row[0],), f"the row {row[0]}")
     return sound_rows
 
 
@@ -88,7 +88,7 @@ def reservation(rows: Rows, row: Sequence[Any]) -> bool:
     numbers = (id, space, keyhash, size, charge, count, 0 if owner is None else owner)
     if all(map(is_number, numbers)) and id > 0 and type(key) is str and is_suffix(suffix):
         return True
-    rows.doubt("reservations", (id,), f"the reservation of {key!r}")
+    rows.report_unreadable("reservations", (id,), f"the reservation of {key!r}")
     return False
 
 
@@ -97,7 +97,7 @@ def segment(rows: Rows, row: Sequence[Any]) -> bool:
     pack, number, owner, capacity, size, tail = row
     if all(map(is_number, (pack, 0 if owner is None else owner, capacity, size, tail))) and is_number(number, _SEGMENTS):
         return True
-    rows.doubt("segments", (pack, number), f"segment {number!r} of pack {pack!r}")
+    rows.report_unreadable("segments", (pack, number), f"segment {number!r} of pack {pack!r}")
     return False
 
 
@@ -106,7 +106,7 @@ def owner(rows: Rows, row: Sequence[Any]) -> bool:
     id, pid, *words = row
     if is_number(id) and is_number(pid) and all(isinstance(word, str | float) for word in words):
         return True
-    rows.doubt("owners", (id,), f"the process {id}")
+    rows.report_unreadable("owners", (id,), f"the process {id}")
     return False
 
 

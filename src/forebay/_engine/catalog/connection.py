@@ -19,9 +19,9 @@ from forebay._engine.catalog import schema
 from forebay._engine.catalog.peers import Apart, forget_ancestors, peers_of
 from forebay._engine.catalog.transactions import CatalogBroken as CatalogBroken
 from forebay._engine.catalog.transactions import DiskFull as DiskFull
-from forebay._engine.catalog.transactions import Doubts, fetched, translated
 from forebay._engine.catalog.transactions import Rows as Rows
 from forebay._engine.catalog.transactions import Txn as Txn
+from forebay._engine.catalog.transactions import UnreadableRows, fetched, translated
 from forebay._engine.catalog.wal import EASY, KEEP, REFUSE, RETIRE, SOFT, STEP, Ballast, Wal
 from forebay._engine.catalog.writer import Holding, WriterLock
 from forebay._engine.files.layout import PAGE
@@ -60,7 +60,7 @@ class Catalog:
         self.free = 0
         """Bytes of the disk that were free when a transaction last looked."""
         self._copied_at = 0  # the size of the log when this process last copied it into the database
-        self._doubts = Doubts()
+        self._unreadable = UnreadableRows()
         self._ids = [0, 0]  # from, to: ids that this process has taken and not used yet
         self.ballast = Ballast(root)
         self._still = False
@@ -344,18 +344,18 @@ class Catalog:
         return rows[0] if rows else None
 
     @property
-    def doubted(self) -> list[str]:
+    def unreadable_rows(self) -> list[str]:
         """Invalid rows that no transaction has set aside yet."""
-        waiting = list(self._doubts.waiting)  # in one step: other threads add to it
+        waiting = list(self._unreadable.waiting)  # in one step: other threads add to it
         return [f"{table} {', '.join(map(repr, key))}" for table, key in waiting]
 
-    def doubt(self, table: str, key: tuple[Any, ...], what: str) -> None:
-        """See `Rows.doubt`."""
-        self._doubts.note(table, key, what)
+    def report_unreadable(self, table: str, key: tuple[Any, ...], what: str) -> None:
+        """See `Rows.report_unreadable`."""
+        self._unreadable.note(table, key, what)
 
     def has_slot(self, slot: int) -> bool:
         """See `Rows.has_slot`."""
-        return self._doubts.has_slot(self, slot)
+        return self._unreadable.has_slot(self, slot)
 
     def writer(self, timeout: float | None = None) -> Holding:
         """The writer lock, alone: of all threads and processes one holds it. Raises `WriterBusy` where it cannot be had: see
@@ -374,10 +374,10 @@ class Catalog:
                 self.check_same()
                 self._recover()
                 with self._mutex, translated():
-                    txn = Txn(self._begin_locked(), self._ids, self._doubts)
+                    txn = Txn(self._begin_locked(), self._ids, self._unreadable)
                     try:
-                        if self._doubts.waiting:
-                            txn.settle_doubts()
+                        if self._unreadable.waiting:
+                            txn.set_aside_unreadable()
                         yield txn
                         self._commit(txn)
                     except BaseException:

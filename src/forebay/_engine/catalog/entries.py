@@ -83,7 +83,7 @@ def payload(rows: Rows, id: int) -> bytes | None:
     """The bytes of a small value."""
     row = rows.one("SELECT data FROM payloads WHERE id = ?", id)
     if row and type(row[0]) is not bytes:
-        rows.doubt("entries", (id,), f"the value {id}")
+        rows.report_unreadable("entries", (id,), f"the value {id}")
         return None
     return row[0] if row else None
 
@@ -382,6 +382,6 @@ def members(rows: Rows, tree: int) -> list[tuple[str, Entry]]:
         f"SELECT {_COLUMNS}, l.name FROM links l JOIN entries e ON e.id = l.member JOIN spaces s ON s.id = e.space WHERE l.tree = ?", tree
     )
     if not all(checked.is_member(row[-1]) for row in linked):
-        rows.doubt("entries", (tree,), f"the directory {tree:x}, since the name of a file in it leads out of it")
+        rows.report_unreadable("entries", (tree,), f"the directory {tree:x}, since the name of a file in it leads out of it")
         return []
     return sorted((row[-1], entry) for row in linked if (entry := checked.entry(rows, row[:-1])) is not None)

@@ -27,12 +27,12 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class KeyWait:
-    """A wait for the key ``wanted``, by one who holds the keys ``held``. ``number``: of this wait among those of its process."""
+    """A wait for the key ``target``, by a holder of the keys ``held``. ``number``: of this wait among those of its process."""
 
     owner: int
     number: int
     held: frozenset[int]
-    wanted: int
+    target: int
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ def failure(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | No
     except (ValueError, TypeError, RecursionError):
         error = None
     if not checked.is_number(at) or not isinstance(error, dict) or not isinstance(error.get("facts") or {}, dict):
-        rows.doubt("failures", (space, key), f"the failure of {key!r}")
+        rows.report_unreadable("failures", (space, key), f"the failure of {key!r}")
         return None
     return at, error
 
@@ -105,12 +105,12 @@ def waits(rows: Rows) -> list[KeyWait]:
         if all(map(checked.is_number, (owner, number, target, *held))) and name.count("/") == 2:
             key_waits.append(KeyWait(owner, number, frozenset(held), target))
         else:
-            rows.doubt("meta", (name,), f"the wait {name!r}")
+            rows.report_unreadable("meta", (name,), f"the wait {name!r}")
     return key_waits
 
 
 def enter_wait(txn: Txn, wait: KeyWait) -> None:
-    value = " ".join(f"{keyhash:x}" for keyhash in (wait.wanted, *wait.held))
+    value = " ".join(f"{keyhash:x}" for keyhash in (wait.target, *wait.held))
     txn.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", wait.name, value)
 
 

@@ -20,7 +20,7 @@ class Spill:
             self._con = sqlite3.connect("", isolation_level=None)
             self._con.execute(f"PRAGMA cache_size = {_CACHE}")
             self._con.execute("PRAGMA temp_store = FILE")
-            self._con.execute("CREATE TABLE rows(place, data BLOB)")
+            self._con.execute("CREATE TABLE rows(number, data BLOB)")
             self._con.execute("BEGIN")
 
     def add(self, rows: Iterable[tuple[float, tuple[Any, ...]]]) -> None:
@@ -31,7 +31,7 @@ class Spill:
         """All rows in order of their numbers; equal numbers in order of insertion. The file is removed at the end."""
         try:
             with translated():
-                ordered = self._con.execute(f"SELECT data FROM rows ORDER BY place {'DESC' if backwards else 'ASC'}, rowid")
+                ordered = self._con.execute(f"SELECT data FROM rows ORDER BY number {'DESC' if backwards else 'ASC'}, rowid")
                 for (data,) in ordered:
                     yield marshal.loads(data)
         finally:

@@ -18,7 +18,7 @@ IDS = 64
 KINDS = ("blob", "value", "tree", "pack", "session")
 NUMBERS, SLOTS = 1 << 62, 1 << 32
 """Ids and hashes of keys, and slots, lie below these."""
-_TOLD = 10_000
+_MOST = 10_000
 _KEYS = {"segments": "pack IS ? AND number IS ?", "failures": "space IS ? AND key IS ?", "meta": "name IS ?"}  # other tables: their id
 # What a sound catalog in its own file never answers. `SQLITE_ERROR` is a table or a column that is not there, or a sum of numbers that
 # Forebay did not write; the file's header can make SQLite treat a writable file as read-only.
@@ -50,7 +50,7 @@ class Rows(Protocol):
 
     def one(self, sql: str, *values: Any) -> Any: ...
 
-    def doubt(self, table: str, key: tuple[Any, ...], what: str) -> None:
+    def report_unreadable(self, table: str, key: tuple[Any, ...], what: str) -> None:
         """Report a row with values that Forebay did not write: it is served to no caller, logged once, and set aside by the next
         transaction."""
 
@@ -71,13 +71,13 @@ def next_slot(rows: Rows) -> int:
     return number_below(row[0] if row else None, "next_slot", SLOTS)
 
 
-class Doubts:
+class UnreadableRows:
     """Invalid rows that this process knows of: a limited number at once; the others are found again. Each method is a single step,
     without a lock."""
 
     def __init__(self) -> None:
         self.waiting: dict[tuple[str, tuple[Any, ...]], None] = {}
-        self._told: set[tuple[str, tuple[Any, ...]]] = set()
+        self._reported: set[tuple[str, tuple[Any, ...]]] = set()
         self.slots_end = 0  # slots up to here are known to exist; there may be more by now
         self.slots_proven = 0  # and that they are not more than their entries need
 
@@ -89,10 +89,10 @@ class Doubts:
 
     def note(self, table: str, key: tuple[Any, ...], what: str) -> None:
         row = table, key
-        if len(self.waiting) < _TOLD:
+        if len(self.waiting) < _MOST:
             self.waiting[row] = None
-        if row not in self._told and len(self._told) < _TOLD:
-            self._told.add(row)
+        if row not in self._reported and len(self._reported) < _MOST:
+            self._reported.add(row)
             log.warning("the catalog is damaged, or was written by another program: %s is set aside", what)
 
 
@@ -145,8 +145,8 @@ class translated:
 class Txn:
     """A transaction that writes. Valid inside its ``with`` only; its thread holds the writer lock."""
 
-    def __init__(self, con: sqlite3.Connection, ids: list[int], doubts: Doubts) -> None:
-        self._con, self._ids, self._doubts = con, ids, doubts
+    def __init__(self, con: sqlite3.Connection, ids: list[int], unreadable: UnreadableRows) -> None:
+        self._con, self._ids, self._unreadable = con, ids, unreadable
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
         self.then: Callable[[], None] | None = None
@@ -180,25 +180,25 @@ class Txn:
 
     def has_slot(self, slot: int) -> bool:
         """See `Rows.has_slot`."""
-        return self._doubts.has_slot(self, slot)
+        return self._unreadable.has_slot(self, slot)
 
     def is_proven(self, end: int) -> bool:
         """Whether this process saw that there are not many more slots than entries, when the next one was in the chunk of ``end``."""
-        return end <= self._doubts.slots_proven
+        return end <= self._unreadable.slots_proven
 
     def prove(self, end: int) -> None:
         """See `is_proven`."""
-        self._doubts.slots_proven = (end // RECORDS + 1) * RECORDS
+        self._unreadable.slots_proven = (end // RECORDS + 1) * RECORDS
 
-    def doubt(self, table: str, key: tuple[Any, ...], what: str) -> None:
-        """See `Rows.doubt`; set aside at once."""
-        self._doubts.note(table, key, what)
-        self.settle_doubts()
+    def report_unreadable(self, table: str, key: tuple[Any, ...], what: str) -> None:
+        """See `Rows.report_unreadable`; set aside at once."""
+        self._unreadable.note(table, key, what)
+        self.set_aside_unreadable()
 
-    def settle_doubts(self) -> None:
+    def set_aside_unreadable(self) -> None:
         """Set aside the invalid rows. An entry's files are removed like those of a superseded one, whatever their suffix."""
-        while self._doubts.waiting:
-            (table, key), _ = self._doubts.waiting.popitem()
+        while self._unreadable.waiting:
+            (table, key), _ = self._unreadable.waiting.popitem()
             if table == "entries":
                 self._set_entry_aside(key[0])
             else:

@@ -22,7 +22,7 @@ from forebay._engine.files.root import Root
 from forebay._kernel import locks, waits
 from forebay.errors import WriterBusy as WriterBusy
 
-PATIENCE = 10.0
+LONGEST_WAIT = 10.0
 GRACE = 0.2
 """The shortest wait for the lock, even where a call's timeout is used up: it may be released any moment."""
 HUNGRY = 0.1
@@ -59,7 +59,7 @@ class WriterLock:
         if self._root.read_only and not looking:
             raise errors.ReadOnly.of(self._root.path)
         if timeout is None:
-            timeout = min(PATIENCE, max(waits.time_limit.remaining(), GRACE))
+            timeout = min(LONGEST_WAIT, max(waits.time_limit.remaining(), GRACE))
         if not self._turn.acquire(blocking=False):
             self._wait_for_thread(timeout)
         try:

@@ -53,11 +53,11 @@ class Clock:
         """`now`, compared with what other processes saw."""
         wall = max(time.time_ns(), 1)  # before the monotonic one: a pause in between makes it late, never early
         ticks = time.monotonic_ns()
-        others = self._told(wall, ticks)
+        others = self._load(wall, ticks)
         self._ahead = ahead = max(self._ahead, wall - ticks, others or 0)
         now = ticks + ahead
         if self._writable:
-            self._tell(ahead, now)
+            self._store(ahead, now)
         wall = time.time_ns()  # after the monotonic one: a pause in between makes it late until the next look, never early
         self.window = wall, wall + (0 if others is None else LOOK_AGAIN), now - wall  # while there is no table, look for it again
         return now
@@ -76,7 +76,7 @@ class Clock:
         skew = round(self.window[2], -6)  # each look measures it slightly differently: an entry's times must not change
         return [max(moment - skew, 1) / 1e9 if moment else 0.0 for moment in moments]
 
-    def _told(self, wall: int, ticks: int) -> int | None:
+    def _load(self, wall: int, ticks: int) -> int | None:
         """What other processes stored; 0 where that is not plausible, None where it cannot be read."""
         try:
             words, at = self._table.clock_words()
@@ -85,7 +85,7 @@ class Clock:
         ahead = words[at + AHEAD] if words[at + BOOT] == _boot() else words[at + SEEN] - ticks
         return ahead if ticks + ahead - wall <= BELIEVED else 0
 
-    def _tell(self, ahead: int, now: int) -> None:
+    def _store(self, ahead: int, now: int) -> None:
         """No crash point: whatever is left of it is right. Of two that store at once the lower may stay, until the other's next."""
         try:
             words, at = self._table.clock_words()

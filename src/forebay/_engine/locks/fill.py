@@ -356,5 +356,5 @@ def leads_to(held: Iterable[int], target: int, waits: Iterable[processes.KeyWait
         if next_ones & goals:
             return True
         seen |= next_ones
-        next_ones = {wait.wanted for wait in edges if wait.held & next_ones} - seen
+        next_ones = {wait.target for wait in edges if wait.held & next_ones} - seen
     return False
