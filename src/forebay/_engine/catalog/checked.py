@@ -1,4 +1,4 @@
-"""Validation of rows: whoever can write to a root can write to its catalog.
+"""Validation of rows: any program that can write to a root can write to its catalog.
 
 Only this module decides which values may become file names, offsets of locks and indexes of tables. A row with other values is damage:
 it is served to no caller, logged once, and set aside by the next transaction: see `Rows.report_unreadable`."""

@@ -159,8 +159,8 @@ class Catalog:
     def _connect_locked(self) -> None:
         if os.path.islink(self._path):
             raise CatalogBroken(f"the catalog {self._path} is a symbolic link: none is followed", damaged=True)
-        # Who closes a catalog last removes its journal. Where that is gone nobody writes, and in a directory that only may be read
-        # SQLite could not make one.
+        # The process that closes a catalog last removes its log. Without a log no process writes, and in a read-only directory
+        # SQLite could not create one.
         self._still = self._immutable or (self._root.read_only and not self._wal.exists())
         if self._still:
             con = self._connected("immutable=1&mode=ro")
@@ -333,7 +333,7 @@ class Catalog:
             return False
         with self._wal.pinned_index() as index:
             # P1 marks the index / P2 cannot read it, and sees the same file still / P1 unlinks it, and its mark with it.
-            # Where it was never opened there is nothing to compare: who has the writer lock knows that nobody retired it.
+            # Where it was never opened there is nothing to compare: the holder of the writer lock knows that it was not retired.
             again |= not unread or (index != self._index if self._con else not self._writer.is_mine())
             self._close_peers_locked()
             return again or self._wal.is_retired() or self._wal.current_index() != index

@@ -116,7 +116,7 @@ class Stage:
             stage = cls(root, keyhash, id, root.files.open_write(path))
         except FileNotFoundError:
             return None
-        except PermissionError:  # another user's, who died before the group got its permissions
+        except PermissionError:  # of another user, whose process died before the group got its permissions
             remove_partial(root, keyhash, id)
             return None
         try:
