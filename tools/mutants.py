@@ -994,7 +994,7 @@ MUTANTS = (
     # 12. A call gets its own output
     Mutant(
         12, "a hit is not asked of which arguments it is", "tasks/cached.py",
-        "found = self._values.look(key, digest, who=who, copy", "found = self._values.look(key, None, who=who, copy",
+        "hit = self._values.look(key, digest, label=label, copy", "hit = self._values.look(key, None, label=label, copy",
         "tests/tasks/test_cached.py::test_what_was_stored_under_other_arguments_is_a_miss",
     ),
     Mutant(
@@ -1074,7 +1074,7 @@ MUTANTS = (
     ),
     Mutant(
         12, "who computes gets what he made", "tasks/values.py",
-        "            self.result = found\n", "            pass\n",
+        "            self.result = hit\n", "            pass\n",
         "tests/tasks/test_cached.py::test_who_computes_gets_what_a_hit_gives[False-10]",
     ),
     Mutant(
@@ -1095,7 +1095,7 @@ MUTANTS = (
     # What calls keep, by the invariants above
     Mutant(
         7, "an undecodable value stays", "tasks/values.py",
-        "                self._discard(store, key, found)\n        except", "                pass\n        except",
+        "                self._discard(store, key, hit)\n        except", "                pass\n        except",
         f"{TASKS}test_a_damaged_row_is_a_miss_and_cleared_away[True]",
     ),
     Mutant(
@@ -1130,7 +1130,7 @@ MUTANTS = (
     ),
     Mutant(
         12, "a tag may show where an object lies", "tasks/binding.py",
-        "        if _ADDRESS.search(said):\n", "        if not said:\n",
+        "        if _ADDRESS.search(text):\n", "        if not text:\n",
         "tests/tasks/test_naming.py::test_the_address_of_what_lies_within_is_refused_too",
     ),
     Mutant(

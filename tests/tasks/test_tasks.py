@@ -635,8 +635,8 @@ def test_another_digest_is_another_value(tasks: Tasks, told: Told) -> None:
     assert tasks._values.single("k", one, lambda: "again") == "of one"
     assert tasks._values.look("k", two) is None
     assert tasks._values.single("k", two, lambda: "of two") == "of two"
-    assert tasks._values.look("k", one, who="m.f") is None
-    assert tasks._values.look("k", one, who="m.f") is None
+    assert tasks._values.look("k", one, label="m.f") is None
+    assert tasks._values.look("k", one, label="m.f") is None
     assert tasks.read("k") == (True, "of two")
     assert len([message for message in told() if "other arguments" in message]) == 1
     tasks.write("k", "by hand")

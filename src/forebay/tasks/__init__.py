@@ -1,4 +1,4 @@
-"""Outputs of expensive calls, kept by tag."""
+"""Outputs of expensive calls, stored by tag."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ TAKEN = (URLS, DIRECTORIES, LISTINGS, "samples", "values")
 class TaskStats:
     """What a `Tasks` holds, and what this process did with this object.
 
-    ``entries``, ``bytes``: of its values, as stored. ``budget``: bytes they may have; None: no more than the cache. ``hits``, ``misses``:
-    reads that found something, or not. ``runs``: functions that ran; ``replays``: that were replayed instead. ``waits``: values that
-    another process or thread made while this one waited. ``store_failures``: values that could not be kept. ``damaged``: stored values
-    that could not be read. `Cache.stats` has the numbers of the node."""
+    ``entries``, ``bytes``: number and stored size of its values. ``budget``: bytes that they may have; None: limited by the cache only.
+    ``hits``, ``misses``: reads that found a value, or none. ``runs``: calls that ran; ``replays``: calls that were replayed instead.
+    ``waits``: values that another process or thread computed while this one waited. ``store_failures``: values that could not be stored.
+    ``damaged``: stored values that could not be read. `Cache.stats` counts for the whole node."""
 
     entries: int
     bytes: int
@@ -53,10 +53,10 @@ class TaskStats:
 
 
 class Tasks:
-    """Values by tag, and functions whose outputs are kept. Made by `Cache.tasks`.
+    """Values by tag, and functions whose outputs are stored. Made by `Cache.tasks`.
 
-    Callable from any thread; usable in both processes after a fork; pickled to another process it is the same store, with the same
-    configuration and providers. What was read stays good after an eviction. Faults of the cache never reach the caller."""
+    Callable from any thread, and usable in both processes after a fork. Unpickled in another process, it is the same store, with the same
+    configuration and providers. A value that was read stays usable after its eviction. Faults of the cache never reach the caller."""
 
     _copy = False
 
@@ -71,7 +71,7 @@ class Tasks:
         return _unpickle, (*values.origin.init_args, self.name, values.codec, self._config, self._bypass, self._copy)
 
     def __forebay_content__(self) -> str:
-        """As an argument: where something is kept does not change what a function gives."""
+        """As an argument it counts by its name: where a value is stored does not change what a function returns."""
         return self.name
 
     def __repr__(self) -> str:
@@ -80,38 +80,39 @@ class Tasks:
     # -- values ----------------------------------------------------------------------------------------------------
 
     def write(self, tag: str, value: Any, *, pin: bool = False) -> bool:
-        """Keep a value under a tag, in place of what was there, in one step. ``pin``: it is never evicted.
+        """Store a value under a tag, and replace the one that was there in one step. ``pin``: the value is never evicted.
 
-        False, with one warning, where it cannot be kept: larger than the budget (then nothing is evicted for it), no room, not to be
-        pickled; then what was there stays. Raises `ConfigError` for a value of a kind that the codec does not take."""
+        Returns False, with one warning, if the value cannot be stored: it is larger than the budget (nothing is evicted for it then), there
+        is no room, or it cannot be pickled. The previous value stays then. Raises `ConfigError` for a value that the codec does not
+        support."""
         return self._values.keep(_key(tag), value, pin=pin)
 
     def read(self, tag: str, *, copy: bool | None = None) -> tuple[bool, Any]:
-        """``(True, value)``, or ``(False, None)`` where there is none: in one step, so that nothing can go in between.
+        """``(True, value)``, or ``(False, None)`` if there is none: one step, so that no eviction comes in between.
 
-        Arrays are read-only views of the mapping; they stay good after an eviction. ``copy``: of the caller's own, which may be written
-        to; by default as the handle was made. ``tag``: also what ``fn.tag_of()`` gives."""
+        Arrays are read-only views of the mapping, and stay usable after an eviction. ``copy``: return a private, writable copy instead; by
+        default as the handle was created. ``tag`` may be what ``fn.tag_of()`` returns."""
         found = self._values.look(_key(tag), copy=self._copy if copy is None else copy)
         return (True, found[0]) if found is not None else (False, None)
 
     def has(self, tag: str) -> bool:
-        """Whether there is something under this tag. That is no use of it; it may be gone a moment later: see `read`."""
+        """Whether there is a value under this tag. This does not count as a use, and the value may be gone a moment later: see `read`."""
         return self._values.has(_key(tag))
 
     def evict(self, tag: str) -> bool:
-        """Remove a tag, pinned or not. False if there is none."""
+        """Remove a value, pinned or not. Returns False if there is none."""
         return self._values.evict(_key(tag))
 
     def flush(self) -> int:
-        """Remove all values but the pinned ones; gives how many went."""
+        """Remove all values except pinned ones. Returns how many were removed."""
         return self._values.flush()
 
     def keys(self) -> list[str]:
-        """All keys, from the least to the most recently used. Of a function's outputs: what ``fn.tag_of()`` gives."""
+        """All keys, from the least to the most recently used. The keys of a function's outputs are what ``fn.tag_of()`` returns."""
         return self._values.keys()
 
     def size_bytes(self) -> int:
-        """Bytes of the values, as stored: what the budget counts."""
+        """Stored size of the values in bytes, as the budget counts it."""
         return self._values.size_bytes()
 
     def __contains__(self, tag: object) -> bool:
@@ -122,11 +123,11 @@ class Tasks:
 
     @property
     def budget(self) -> int | None:
-        """Bytes that the values may have, whoever writes; None: no more than the cache."""
+        """Bytes that the values of all processes may have; None: limited by the cache only."""
         return self._values.budget()
 
     def stats(self) -> TaskStats:
-        """What is there now, and what this process did with this object so far."""
+        """What is stored now, and what this process did with this object so far."""
         size, count = self._values.size()
         return TaskStats(count, size, self.budget, **self._values.counted)
 
@@ -135,11 +136,11 @@ class Tasks:
         self._values.counted[name] += n
 
     def import_chia(self, directory: str | os.PathLike[str], *, overwrite: bool = False) -> int:
-        """Take over a directory of CHIA's cache: its tags and values, those that it used last as the last used. Gives how many came.
+        """Import a directory of CHIA's cache: its tags and values, in CHIA's order of use. Returns how many were imported.
 
-        Its files are pickles, and are unpickled here: only import a directory that nobody else can write to. They stay as they are.
-        Damaged ones and others than CHIA's are left out, with a warning each; what does not fit makes the least recently used go.
-        ``overwrite``: also where there is something under the tag. Raises OSError where the directory cannot be read."""
+        The files are pickles, and are unpickled here: import only a directory that nobody else can write to. They are not changed.
+        Damaged files, and files that are not CHIA's, are skipped with a warning each. If the values do not fit, the least recently used
+        ones are evicted. ``overwrite``: replace values whose tag is in use. Raises OSError if the directory cannot be read."""
         taken = 0
         for path in _oldest_first(Path(directory)):
             loaded = _loaded(path)
@@ -152,11 +153,11 @@ class Tasks:
 
     @reads_cache
     def from_cache(self, tag: str, data_path: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """A provider, for `set_provider`: what is kept under the tag. Raises `NotCached`, with function and tag."""
+        """A provider, for `set_provider`: returns the value under the tag. Raises `NotCached`, with function and tag."""
         return from_cache(self, tag, data_path, *args, **kwargs)
 
     def if_cached(self, tag: str, data_path: str | None = None, *args: Any, **kwargs: Any) -> bool:
-        """A condition, for `set_condition`: whether anything is kept under the tag."""
+        """A condition, for `set_condition`: whether there is a value under the tag."""
         return if_cached(self, tag, data_path, *args, **kwargs)
 
     # -- functions -------------------------------------------------------------------------------------------------
@@ -180,23 +181,23 @@ class Tasks:
         self, fn: Any = None, /, *, tag: str | Callable[..., str] | None = None, version: str | int | None = None,
         ignore: tuple[str, ...] | str = (), copy: bool | None = None,
     ) -> Any:  # fmt: skip
-        """A decorator: the function's output is kept, and a call with the same arguments does not run it again.
+        """Decorator: the function's output is stored, and a call with the same arguments does not run it again.
 
-        ``tag``: a format string over the arguments (``"iter-{step}"``), a callable over them, or by default a stable digest of them.
-        The function is known by its name and its code; ``version``: stands for the code: change it when the function changes. ``ignore``:
-        parameters that do not count. ``copy``: outputs are the caller's own, and may be written to, whether they were computed or kept;
-        by default as the handle was made: read-only where they lie over the mapping. Raises `ConfigError`; a call does, too, where no tag
-        can be made, or the codec does not take the output."""
+        ``tag``: a format string over the arguments (``"iter-{step}"``), a callable that gets them, or by default a stable digest of them.
+        A function is identified by its name and its code. ``version`` replaces the code: change it when the function changes. ``ignore``:
+        parameters that do not count. ``copy``: return private, writable outputs, whether they were computed or stored; by default as the
+        handle was created, where arrays are read-only views of the mapping. Raises `ConfigError`; so does a call, if no tag can be made
+        of its arguments or the codec does not support the output."""
         from forebay.tasks.cached import decorate
 
         return decorate(self, fn, tag, version, ignore, self._copy if copy is None else copy)
 
     def set_provider(self, name: str, provider: Callable[..., Any]) -> None:
-        """What runs in place of the function ``name`` where the configuration replays it: ``provider(tag, data_path, *args, **kwargs)``."""
+        """Set what runs instead of the function ``name`` if the configuration replays it: ``provider(tag, data_path, *args, **kwargs)``."""
         self._bypass.set_provider(name, provider)
 
     def set_condition(self, name: str, cond: Callable[..., bool]) -> None:
-        """Whether a call of ``name`` is replayed: ``cond(tag, data_path, *args, **kwargs)``, asked last."""
+        """Set what decides, last, whether a call of ``name`` is replayed: ``cond(tag, data_path, *args, **kwargs)``."""
         self._bypass.set_condition(name, cond)
 
 
@@ -213,13 +214,13 @@ def open_tasks(origin: Origin, name: str, codec: Any, config: Any, budget: int |
 
 _open: weakref.WeakValueDictionary[tuple[str, str, str], Values] = weakref.WeakValueDictionary()
 _unpickled: dict[tuple[str, str, str], Values] = {}
-"""What this process has open, by root, space and codec. What came by pickle alone stays open: the next that comes is the same."""
+"""What this process has open, by root, space and codec. What was unpickled stays open: the next pickle of it finds the same object."""
 
 
 def _unpickle(
     root: str, init_kwargs: dict[str, Any], name: str, codec: Codec, config: Config | None, bypass: Bypass, copy: bool
 ) -> Tasks:  # fmt: skip
-    """A handle that came from another process: with what is open here already, if it is the same."""
+    """A handle from another process. It uses what is open here already, if that is the same."""
     key = root, name, codec.name
     values = _open.get(key)
     if values is None or values.origin.closed or values.origin.init_args != (root, init_kwargs):
@@ -228,7 +229,7 @@ def _unpickle(
 
 
 def _key(tag: str) -> str:
-    """The key of a tag: its own, where it is one of a function's. Raises `ConfigError` for what is no str of valid unicode."""
+    """The key of a tag, which a function's tag knows. Raises `ConfigError` unless the tag is a str of valid Unicode."""
     key: str = getattr(tag, "key", tag)
     try:
         key.encode()
@@ -244,27 +245,27 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{0,80}_[0-9a-f]{16}\.pkl")
 
 
 def _oldest_first(directory: Path) -> Iterator[Path]:
-    """The files that have a name of CHIA's, in order of their last change: that is how it orders them by use. Raises OSError."""
-    with os.scandir(directory) as found:
+    """The files with a name of CHIA's, in order of modification: CHIA orders them by use that way. Raises OSError."""
+    with os.scandir(directory) as items:
         files = [
-            (item.stat().st_mtime_ns, item.path) for item in found if _NAME.fullmatch(item.name) and item.is_file(follow_symlinks=False)
+            (item.stat().st_mtime_ns, item.path) for item in items if _NAME.fullmatch(item.name) and item.is_file(follow_symlinks=False)
         ]
     return (Path(path) for _, path in sorted(files))
 
 
 def _loaded(path: Path) -> tuple[str, Any] | None:
-    """Tag and value of one file; None, with a warning, where it holds something else or is damaged."""
+    """Tag and value of one file; None, with a warning, if it contains something else or is damaged."""
     try:
         tag, value = pickle.loads(path.read_bytes())
         if _file_name(tag) != path.name:
             raise ValueError("its name is not that of its tag")
-    except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is made anew
-        log.warning("%s is not taken over: %s: %s", path, type(error).__name__, str(error))
+    except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is unpickled
+        log.warning("%s is not imported: %s: %s", path, type(error).__name__, str(error))
         return None
     return tag, value
 
 
 def _file_name(tag: str) -> str:
-    """How CHIA calls the file of a tag."""
+    """The file name that CHIA gives to a tag."""
     slug = re.sub(r"[^A-Za-z0-9._-]", "_", tag)[:80]
     return f"{slug}_{hashlib.sha256(tag.encode()).hexdigest()[:16]}.pkl"

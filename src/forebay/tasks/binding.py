@@ -54,7 +54,7 @@ class Naming:
         self._known: tuple[str, Code | None, tuple[Use, ...]] | None = None
         if self.version is not None:
             self._known = prefix_of(self.identity, self.version), None, ()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._own: bytes | None = None
         self._parameters = _parameters_of(function)
         self._bind = _binder(self.name, self._parameters)
@@ -68,7 +68,7 @@ class Naming:
         _live.setdefault(_key(*self._parts), self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (*self._parts, self.code)
+        return _unpickle, (*self._parts, self.code)
 
     # -- code ------------------------------------------------------------------------------------------------------
 
@@ -106,9 +106,9 @@ class Naming:
         self._known = prefix, code, uses
         return prefix
 
-    def tell_if_changed(self, has_any: Callable[[str], bool]) -> None:
+    def report_if_changed(self, has_any: Callable[[str], bool]) -> None:
         """Say once, before a call runs, that outputs are kept which other code gave. ``has_any``: whether a key begins so."""
-        if self.version is not None or not self._say("changed"):
+        if self.version is not None or not self._is_first("changed"):
             return
         prefix, any_code = encodable(self._prefix()), encodable(any_code_of(self.identity))
         if not has_any(prefix) and has_any(any_code):
@@ -123,50 +123,50 @@ class Naming:
 
         ``tag``: takes the place of what the rule gives. With a tag, an argument without content that stays counts by its type only.
         Raises `ConfigError` where the tag cannot be made."""
-        found = self._apart(args, kwargs, tag)
-        if found is None:
+        parts = self._apart(args, kwargs, tag)
+        if parts is None:
             return None
-        said, digest = found
+        text, digest = parts
         try:
-            return BoundCall(self._tag(said, digest), digest)
+            return BoundCall(self._tag(text, digest), digest)
         except Unstable as error:
-            self._tell_uncached(error)
+            self._report_uncached(error)
             return None
 
     def quick(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str] | None:
         """Key and digest of `call`, without the rest: on the path of a hit each object counts."""
-        found = self._apart(args, kwargs, None)
-        if found is None:
+        parts = self._apart(args, kwargs, None)
+        if parts is None:
             return None
-        said, digest = found
+        text, digest = parts
         try:
-            return encodable(self._prefix() + (digest if said is None else said)), digest
+            return encodable(self._prefix() + (digest if text is None else text)), digest
         except Unstable as error:
-            self._tell_uncached(error)
+            self._report_uncached(error)
             return None
 
-    def _apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], said: str | None) -> tuple[str | None, str] | None:
+    def _apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], text: str | None) -> tuple[str | None, str] | None:
         """The tag, if there is one, and the digest."""
         try:
             values = self._bind(*args, **kwargs)
         except TypeError as error:  # the call will raise it, too, unless another signature is shown than the function's own
             is_its_own = isinstance(self.function, types.FunctionType) and not hasattr(self.function, "__wrapped__")
-            if not is_its_own and self._say("signature"):
+            if not is_its_own and self._is_first("signature"):
                 log.warning("%s runs uncached where a call does not fit its signature: %s", self.identity, str(error))
             return None
-        if said is None and self._make_tag is not None:
-            said = self._make_tag(values, args, kwargs)
+        if text is None and self._make_tag is not None:
+            text = self._make_tag(values, args, kwargs)
         try:
-            return said, self._digest(values)
+            return text, self._digest(values)
         except Unstable as error:
-            if said is not None:
-                return said, self._lenient_digest(values)
-            self._tell_uncached(error)
+            if text is not None:
+                return text, self._lenient_digest(values)
+            self._report_uncached(error)
             return None
 
-    def _tag(self, said: str | None, digest: str) -> Tag:
-        name = digest if said is None else said
-        return Tag(name, encodable(self._prefix() + name), given=said is not None)
+    def _tag(self, text: str | None, digest: str) -> Tag:
+        name = digest if text is None else text
+        return Tag(name, encodable(self._prefix() + name), given=text is not None)
 
     def tag_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tag:
         """The tag of the call with these arguments. Raises `ConfigError` where there is none, TypeError as the call would."""
@@ -195,7 +195,7 @@ class Naming:
             except Unstable as error:
                 error.index = index
                 parts.append(kind_of(value))
-                if self._say(f"unstable {index}"):
+                if self._is_first(f"unstable {index}"):
                     log.warning("%s: %s counts by its type only: it has no content that stays", self.identity, self._where(error))
         try:
             own = self._own if self._own is not None else self._written_own()
@@ -254,26 +254,26 @@ class Naming:
         if self._others is not None:
             named = {**named, **named[self._others]}
         try:
-            said: str = self._format(*listed, **named)
+            text: str = self._format(*listed, **named)
         except Exception as error:
             raise self._bad_format(f"{type(error).__name__}: {error}", tuple(named)) from error
-        if _ADDRESS.search(said):
+        if _ADDRESS.search(text):
             _Shown(self._refuse_address).vformat(str(self._rule), listed, named)
-        return said
+        return text
 
     def _computed(self, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         assert callable(self._rule)
-        said = self._rule(*args, **kwargs)
-        if not isinstance(said, str):
-            message = f"{self.identity}: its tag= gave the {type(said).__name__} {said!r}, where a str is wanted"
-            raise errors.ConfigError(message, name="tag", value=repr(said))
-        for address in set(_ADDRESS.findall(said)):
+        text = self._rule(*args, **kwargs)
+        if not isinstance(text, str):
+            message = f"{self.identity}: its tag= gave the {type(text).__name__} {text!r}, where a str is wanted"
+            raise errors.ConfigError(message, name="tag", value=repr(text))
+        for address in set(_ADDRESS.findall(text)):
             for name, value in zip(self._parameters, values, strict=True):
                 if not isinstance(value, str) and address in f"{value} {value!r}":
                     self._refuse_address(value, name)
             if not any(isinstance(value, str) and address in value for value in values):
-                raise self._shows_address(f"where an object lies in memory ({address})", "name what tells it apart", said)
-        return said
+                raise self._shows_address(f"where an object lies in memory ({address})", "name what tells it apart", text)
+        return text
 
     def _refuse_address(self, value: Any, field: str) -> NoReturn:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
@@ -318,27 +318,27 @@ class Naming:
             return f"what it closes over ({error.what})"
         return f"argument {self._names[error.index]!r} ({error.what})"
 
-    def _tell_uncached(self, error: Unstable) -> None:
-        if self._say("uncached"):
+    def _report_uncached(self, error: Unstable) -> None:
+        if self._is_first("uncached"):
             log.warning("%s runs uncached: %s has no content that stays: %s", self.identity, self._where(error), self._cure(error))
 
     def _cure(self, error: Unstable) -> str:
         return "give a version" if error.index == _CODE else "give a tag, or ignore it"
 
-    def _say(self, what: str) -> bool:
+    def _is_first(self, topic: str) -> bool:
         """Whether this is the first time."""
-        first = what not in self._told
-        self._told.add(what)
+        first = topic not in self._reported
+        self._reported.add(topic)
         return first
 
 
-def _arrive(
+def _unpickle(
     function: Any, rule: TagRule, version: str | None, ignore: tuple[str, ...], identity: str, code: Code | None = None
 ) -> Naming:  # fmt: skip
     """The naming that this process has for the function already, if it has one: it looked at it once, and says what it says once."""
     arrived(function, identity)
-    found = _live.get(_key(function, rule, version, ignore, identity))
-    return found if found is not None else Naming(function, rule, version, ignore, identity, code)
+    naming = _live.get(_key(function, rule, version, ignore, identity))
+    return naming if naming is not None else Naming(function, rule, version, ignore, identity, code)
 
 
 def _key(function: Any, rule: TagRule, *rest: Any) -> tuple[Any, ...]:
@@ -390,9 +390,9 @@ class _Shown(string.Formatter):
         self._open: list[tuple[Any, str]] = []  # a field within a format specification is formatted before the one that it is of
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        found = super().get_field(field_name, args, kwargs)
-        self._open.append((found[0], field_name))
-        return found
+        field = super().get_field(field_name, args, kwargs)
+        self._open.append((field[0], field_name))
+        return field
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         text = super().format_field(value, format_spec)
@@ -404,11 +404,11 @@ class _Shown(string.Formatter):
 
 def _fields(rule: str) -> list[str]:
     """The arguments that a format string names, those within a format specification too. Raises ValueError."""
-    found = []
+    names = []
     for _, field, spec, _ in string.Formatter().parse(rule):
         if field is not None:
-            found += [re.split(r"[.\[]", field, maxsplit=1)[0], *_fields(spec or "")]
-    return found
+            names += [re.split(r"[.\[]", field, maxsplit=1)[0], *_fields(spec or "")]
+    return names
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Functions whose outputs are kept."""
+"""Functions whose outputs are stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class TasksLike(Protocol):
-    """What of `forebay.tasks.Tasks` is needed here."""
+    """The part of `forebay.tasks.Tasks` that is needed here."""
 
     _values: Values
     _config: Config | None
@@ -33,7 +33,7 @@ def decorate(
     tasks: TasksLike, function: Any = None, tag: TagRule = None, version: object = None, ignore: str | tuple[str, ...] = (),
     copy: bool = False,
 ) -> Any:  # fmt: skip
-    """See `TasksLike.cached`. Without a function: a decorator."""
+    """See `Tasks.cached`. Without a function: a decorator."""
     if function is None:
         return functools.partial(decorate, tasks, tag=tag, version=version, ignore=ignore, copy=copy)
     if isinstance(function, classmethod):
@@ -53,7 +53,7 @@ def decorate(
 
 
 class Decorator(Protocol):
-    """What `TasksLike.cached` gives where no function was given yet."""
+    """What `Tasks.cached` returns if it is called without a function."""
 
     @overload
     def __call__(self, fn: Callable[P, R], /) -> Cached[P, R]: ...
@@ -63,10 +63,10 @@ class Decorator(Protocol):
 
 
 class Cached(Generic[P, R_co]):
-    """A function whose output is kept: called, it gives what it gave for these arguments before, and runs where there is nothing.
+    """A function whose output is stored: a call returns what the same arguments gave before, and runs the function if there is nothing.
 
-    At most one process of the node runs a given call at a time; the others wait for what it gives, or raises. Callable from any thread;
-    usable in both processes after a fork; pickles as far as its function does. As an attribute of a class it is a method."""
+    At most one process of the node runs a given call at a time; the others wait for its output, or for what it raises. Callable from any
+    thread, and usable in both processes after a fork. Picklable if its function is. As an attribute of a class it is a method."""
 
     __name__: str
     __qualname__: str
@@ -97,34 +97,34 @@ class Cached(Generic[P, R_co]):
         return self._of_class() if instance is None else Bound(self, instance)
 
     def _of_class(self) -> Callable[..., Any]:
-        """What the class shows: a function, since that is how others (Ray's actors) know a method. Always the same one."""
+        """What the class shows: a function, by which others (Ray's actors) recognize a method. Always the same one."""
 
         def method(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
-        found: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
-        return found
+        function: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
+        return function
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         value: R_co
         if self._config is not None:
             value = self._by_config(args, kwargs)
         else:
-            found = self._naming.quick(args, kwargs)
-            value = self._run(args, kwargs) if found is None else self._kept(*found, args, kwargs)
+            key = self._naming.quick(args, kwargs)
+            value = self._run(args, kwargs) if key is None else self._kept(*key, args, kwargs)
         return value
 
     def call_uncached(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """Run the function, whatever is kept; keep nothing."""
+        """Run the function, whatever is stored, and store nothing."""
         value: R_co = self._run(args, kwargs)
         return value
 
     def tag_of(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
-        """The key under which the output of this call is kept: what `TasksLike.read` takes. Raises `ConfigError` where there is none."""
+        """The key under which the output of this call is stored, for `Tasks.read`. Raises `ConfigError` if there is none."""
         return self._naming.tag_of(args, kwargs).key
 
     def evict(self, /, *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Remove the output of this call. False if there is none."""
+        """Remove the output of this call. Returns False if there is none."""
         return self._values.evict(self.tag_of(*args, **kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,13 +132,13 @@ class Cached(Generic[P, R_co]):
         return self.__wrapped__(*args, **kwargs)
 
     def _kept(self, key: str, digest: str, args: tuple[Any, ...], kwargs: dict[str, Any], pin: bool = False) -> Any:
-        who = self._naming.identity
-        found = self._values.look(key, digest, who=who, copy=self._copy)
-        if found is not None:
-            return found[0]
-        self._naming.tell_if_changed(self._values.has_any)
+        label = self._naming.identity
+        hit = self._values.look(key, digest, label=label, copy=self._copy)
+        if hit is not None:
+            return hit[0]
+        self._naming.report_if_changed(self._values.has_any)
         run = functools.partial(self._run, args, kwargs)
-        return self._values.single(key, digest, run, pin=pin, who=who, looked=True, copy=self._copy)
+        return self._values.single(key, digest, run, pin=pin, label=label, looked=True, copy=self._copy)
 
     def _by_config(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_left_alone:
@@ -151,7 +151,7 @@ class Cached(Generic[P, R_co]):
         return self._kept(call.tag.key, call.digest, args, kwargs, pin)
 
     def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[BoundCall | None, Replay | None, bool, bool]:
-        """The call, what replays it, whether its output is kept, and whether for good."""
+        """The call, its replay if it is replayed, and whether its output is stored and pinned."""
         assert self._config is not None
         call, name = self._naming.call(args, kwargs), self._naming.name
         tag = call.tag if call is not None else None
@@ -161,9 +161,9 @@ class Cached(Generic[P, R_co]):
     def _replayed(self, value: Any, replay: Replay, call: BoundCall | None, pin: bool) -> Any:
         self._tasks._count("replays")
         if call is not None and not replay.is_from_cache:
-            who = self._naming.identity
-            found = self._values.kept(call.tag.key, value, digest=call.digest, pin=pin, who=who, copy=self._copy)
-            return value if found is None else found[0]
+            label = self._naming.identity
+            hit = self._values.kept(call.tag.key, value, digest=call.digest, pin=pin, label=label, copy=self._copy)
+            return value if hit is None else hit[0]
         return value
 
     def _is_listed(self, config: Config) -> bool:
@@ -172,7 +172,7 @@ class Cached(Generic[P, R_co]):
 
 
 class AsyncCached(Cached[P, R_co]):
-    """The same of a coroutine function: the event loop goes on while another makes the value."""
+    """A cached coroutine function. The event loop goes on while another process or thread computes the value."""
 
     # What `inspect` asks of a function, to see that this is one, and of which kind.
     __code__ = property(lambda self: self.__wrapped__.__code__)
@@ -192,8 +192,8 @@ class AsyncCached(Cached[P, R_co]):
         async def method(*args: Any, **kwargs: Any) -> Any:
             return await self._awaited(args, kwargs)
 
-        found: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
-        return found
+        function: Callable[..., Any] = self.__dict__.setdefault("_plain", _dressed(self, method))
+        return function
 
     async def _awaited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_left_alone:
@@ -207,12 +207,12 @@ class AsyncCached(Cached[P, R_co]):
             return self._replayed(value, replay, call if keeps else None, pin)
         if call is None or not keeps:
             return await self._run(args, kwargs)
-        run, who = functools.partial(self._run, args, kwargs), self._naming.identity
-        found = self._values.look(call.tag.key, call.digest, who=who, copy=self._copy)
-        if found is not None:
-            return found[0]
-        self._naming.tell_if_changed(self._values.has_any)
-        return await self._values.single_async(call.tag.key, call.digest, run, pin=pin, who=who, looked=True, copy=self._copy)
+        run, label = functools.partial(self._run, args, kwargs), self._naming.identity
+        hit = self._values.look(call.tag.key, call.digest, label=label, copy=self._copy)
+        if hit is not None:
+            return hit[0]
+        self._naming.report_if_changed(self._values.has_any)
+        return await self._values.single_async(call.tag.key, call.digest, run, pin=pin, label=label, looked=True, copy=self._copy)
 
 
 class Bound:
@@ -226,15 +226,15 @@ class Bound:
         return self.__func__(self.__self__, *args, **kwargs)
 
     def call_uncached(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the method, whatever is kept; keep nothing."""
+        """Run the method, whatever is stored, and store nothing."""
         return self.__func__.call_uncached(self.__self__, *args, **kwargs)
 
     def tag_of(self, /, *args: Any, **kwargs: Any) -> str:
-        """The key under which the output of this call is kept."""
+        """The key under which the output of this call is stored."""
         return self.__func__.tag_of(self.__self__, *args, **kwargs)
 
     def evict(self, /, *args: Any, **kwargs: Any) -> bool:
-        """Remove the output of this call. False if there is none."""
+        """Remove the output of this call. Returns False if there is none."""
         return self.__func__.evict(self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -269,7 +269,7 @@ class _OfClass:
 
 
 def _dressed(cached: Cached[..., Any], method: Any) -> Any:
-    """A function that is called, and does, as a cached one."""
+    """Give a function the name and the calls of a cached one."""
     functools.update_wrapper(method, cached, updated=())
     method.tag_of, method.evict, method.call_uncached = cached.tag_of, cached.evict, cached.call_uncached
     return method
@@ -290,11 +290,11 @@ def _is(function: Any, question: Callable[[Any], bool]) -> bool:
 def _make_reachable(cached: Cached[..., Any]) -> None:
     """Let pickle find the function: its own name leads to the wrapper now, if this was a decorator."""
     function, name = cached.__wrapped__, cached.__qualname__
-    found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
+    target: Any = sys.modules.get(getattr(function, "__module__", None) or "")
     for part in name.split("."):
-        found = getattr(found, part, None)
-    while found is not None and found is not function:
-        step = "__func__" if isinstance(found, (Bound, types.MethodType)) else "__wrapped__"
-        name, found = f"{name}.{step}", getattr(found, step, None)
-    if found is function and isinstance(function, types.FunctionType):
+        target = getattr(target, part, None)
+    while target is not None and target is not function:
+        step = "__func__" if isinstance(target, (Bound, types.MethodType)) else "__wrapped__"
+        name, target = f"{name}.{step}", getattr(target, step, None)
+    if target is function and isinstance(function, types.FunctionType):
         function.__qualname__ = name  # tracebacks go by that of its code

@@ -67,7 +67,7 @@ class Config:
 def load(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     """The configuration in a YAML file, or in a mapping that is built as such a file.
 
-    Raises `ConfigError` that names the line, what was found there and what is allowed; for a file that is not there one that is a
+    Raises `ConfigError` that names the line, what was entry there and what is allowed; for a file that is not there one that is a
     FileNotFoundError too; `MissingExtra` without PyYAML."""
     if isinstance(source, Config):
         return source
@@ -134,7 +134,7 @@ class Bypass:
         self.config = config
         self.providers: dict[str, Provider] = {}
         self.conditions: dict[str, Condition] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def set_provider(self, name: str, provider: Provider) -> None:
         """What takes the place of the function ``name`` where the configuration replays it."""
@@ -162,8 +162,8 @@ class Bypass:
             return None
         provider = self.providers.get(name)
         if provider is None and rule.data is None:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._reported:
+                self._reported.add(name)
                 log.warning("%s is to be bypassed, but has neither a provider nor data: it runs", name)
             return None
         if not rule.fits(tag):
@@ -253,23 +253,23 @@ class _ConfigReader:
             return known
         self._known[id(node)] = None
         if node.id == "sequence":
-            found = _At([self._read(item) for item in node.value], line)
+            entry = _At([self._read(item) for item in node.value], line)
         else:
-            found = _At(self._loader.construct_object(node) if node.id == "scalar" else self._mapping(node), line)
-        self._known[id(node)] = found
-        return found
+            entry = _At(self._loader.construct_object(node) if node.id == "scalar" else self._mapping(node), line)
+        self._known[id(node)] = entry
+        return entry
 
     def _mapping(self, node: Any) -> dict[str, _At]:
         self._refuse_twins(node)
         self._loader.flatten_mapping(node)  # what `<<` brings comes first
-        found = {}
+        entry = {}
         for key, item in node.value:
             name = self._read(key)
             if not isinstance(name.value, str):
                 message = f"{name.value!r} ({type(name.value).__name__}) is no name: put it in quotes if it is one"
                 raise _fault(self._path, name.line, message)
-            found[name.value] = _At(self._read(item), name.line)
-        return found
+            entry[name.value] = _At(self._read(item), name.line)
+        return entry
 
     def _refuse_twins(self, node: Any) -> None:
         seen: dict[str, int] = {}
@@ -295,16 +295,16 @@ def _checked(root: _At, path: str) -> Config:
     if root.value is None:
         root = _At({}, 1)
     if not isinstance(root.value, dict):
-        raise _fault(path, root.line, f"{_told(root)} stands where the sections {_any_of(SECTIONS)} are wanted")
+        raise _fault(path, root.line, f"{_described(root)} stands where the sections {_any_of(SECTIONS)} are wanted")
     rules: dict[str, dict[str, Rule]] = {"cache": {}, "bypass": {}}
-    for section, found in root.value.items():
+    for section, entry in root.value.items():
         if section not in SECTIONS:
-            raise _fault(path, found.line, _unknown("section", section, SECTIONS))
-        body = found.value
+            raise _fault(path, entry.line, _unknown("section", section, SECTIONS))
+        body = entry.value
         if body.value is None:
             continue
         if not isinstance(body.value, dict):
-            raise _fault(path, body.line, f"{section}: {_told(body)} stands where functions are wanted: `name: true`")
+            raise _fault(path, body.line, f"{section}: {_described(body)} stands where functions are wanted: `name: true`")
         for name, spec in body.value.items():
             if not isinstance(name, str):
                 raise _fault(path, spec.line, f"{section}: {name!r} is no name of a function")
@@ -317,30 +317,30 @@ def _rule(path: str, section: str, name: str, spec: _At) -> Rule:
     if isinstance(spec.value, bool):
         return Rule(name, spec.value)
     if not isinstance(spec.value, dict):
-        message = f"{place}: {_told(spec)} stands where true, false or the keys {_any_of(SECTIONS[section])} are wanted"
+        message = f"{place}: {_described(spec)} stands where true, false or the keys {_any_of(SECTIONS[section])} are wanted"
         raise _fault(path, spec.line, message)
-    for key, found in spec.value.items():
+    for key, entry in spec.value.items():
         if key not in SECTIONS[section]:
-            raise _fault(path, found.line, f"{place}: {_unknown('key', key, SECTIONS[section])}")
-    given = {key: found.value for key, found in spec.value.items()}
+            raise _fault(path, entry.line, f"{place}: {_unknown('key', key, SECTIONS[section])}")
+    given = {key: entry.value for key, entry in spec.value.items()}
     on, pin = (_flag(path, place, key, given.get(key)) for key in (section, "pin"))
     return Rule(name, on, _tags(path, place, given.get("tags")), _data(path, place, given.get("data")), pin)
 
 
-def _flag(path: str, place: str, key: str, found: _At | None) -> bool:
-    if found is not None and not isinstance(found.value, bool):
-        raise _fault(path, found.line, f"{place}: {key} is {_told(found)}, where true or false is wanted")
-    return found is not None and bool(found.value)
+def _flag(path: str, place: str, key: str, entry: _At | None) -> bool:
+    if entry is not None and not isinstance(entry.value, bool):
+        raise _fault(path, entry.line, f"{place}: {key} is {_described(entry)}, where true or false is wanted")
+    return entry is not None and bool(entry.value)
 
 
-def _tags(path: str, place: str, found: _At | None) -> tuple[re.Pattern[str], ...] | None:
-    if found is None or found.value is None:
+def _tags(path: str, place: str, entry: _At | None) -> tuple[re.Pattern[str], ...] | None:
+    if entry is None or entry.value is None:
         return None
-    listed = found.value if isinstance(found.value, list) else [found]
+    listed = entry.value if isinstance(entry.value, list) else [entry]
     patterns = []
     for one in listed:
         if not isinstance(one.value, str):
-            raise _fault(path, one.line, f"{place}: tags: {_told(one)} stands where a regular expression is wanted, or a list of them")
+            raise _fault(path, one.line, f"{place}: tags: {_described(one)} stands where a regular expression is wanted, or a list of them")
         try:
             patterns.append(re.compile(one.value))
         except (re.error, RecursionError, OverflowError) as error:
@@ -348,12 +348,12 @@ def _tags(path: str, place: str, found: _At | None) -> tuple[re.Pattern[str], ..
     return tuple(patterns)
 
 
-def _data(path: str, place: str, found: _At | None) -> str | None:
-    if found is None or found.value is None:
+def _data(path: str, place: str, entry: _At | None) -> str | None:
+    if entry is None or entry.value is None:
         return None
-    if not isinstance(found.value, str) or not found.value:
-        raise _fault(path, found.line, f"{place}: data is {_told(found)}, where the path of a file is wanted")
-    return found.value
+    if not isinstance(entry.value, str) or not entry.value:
+        raise _fault(path, entry.line, f"{place}: data is {_described(entry)}, where the path of a file is wanted")
+    return entry.value
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -364,17 +364,17 @@ def _fault(path: str, line: int | None, message: str) -> errors.ConfigError:
     return errors.ConfigError(f"{where}: {message}", name="config", value=path, line=line)
 
 
-def _told(found: _At) -> str:
+def _described(entry: _At) -> str:
     kinds = {dict: "a mapping", list: "a list", type(None): "nothing", str: "the text", bool: "the truth value", int: "the number"}
-    kind = kinds.get(type(found.value), f"the {type(found.value).__name__}")
-    return kind if isinstance(found.value, (dict, list, type(None))) else f"{kind} {found.value!r}"
+    kind = kinds.get(type(entry.value), f"the {type(entry.value).__name__}")
+    return kind if isinstance(entry.value, (dict, list, type(None))) else f"{kind} {entry.value!r}"
 
 
-def _unknown(what: str, found: object, known: Any) -> str:
+def _unknown(what: str, entry: object, known: Any) -> str:
     import difflib  # takes longer to load than the rest of this, and is needed only here
 
-    near = difflib.get_close_matches(str(found), list(known), 1)
-    return f"there is no {what} {str(found)!r}{f': is {near[0]!r} meant?' if near else ''} It may be {_any_of(known)}"
+    near = difflib.get_close_matches(str(entry), list(known), 1)
+    return f"there is no {what} {str(entry)!r}{f': is {near[0]!r} meant?' if near else ''} It may be {_any_of(known)}"
 
 
 def _any_of(known: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a call's output is called: the tag that a user says, and the key under which the output is kept."""
+"""Names of a call's output: the tag that a user sees, and the key under which the output is stored."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ SCRIPT = ("__main__", "__mp_main__")
 
 
 class Tag(str):
-    """A tag: a str like any other, which also knows the key under which the output of its call is kept.
+    """A tag: a str that also knows the key under which the output of its call is stored.
 
-    ``given``: False where nobody gave one and the digest of the arguments stands for it: such a tag fits no pattern of a
-    configuration. Pickled, it stays what it is."""
+    ``given``: False if the tag is the digest of the arguments, since none was given: it fits no pattern of a configuration. Picklable."""
 
     __slots__ = ("given", "key")
     key: str
     given: bool
 
     def __new__(cls, tag: str, key: str | None = None, given: bool = True) -> Self:
-        made = super().__new__(cls, tag)
-        made.key = str(tag) if key is None else key
-        made.given = given
-        return made
+        self = super().__new__(cls, tag)
+        self.key = str(tag) if key is None else key
+        self.given = given
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tag, (str(self), self.key, self.given)
@@ -37,20 +36,20 @@ def key_of(identity: str, version: str | None, tag: str, code: str = "") -> str:
 
 
 def prefix_of(identity: str, version: str | None, code: str = "") -> str:
-    """What the keys of a function begin with. Two functions, or versions, never share it. ``code``: a digest, for which a version stands
-    where there is one; empty where there is none of either."""
+    """What the keys of a function begin with. Two functions, or versions, never share it. ``code``: a digest, which a version replaces;
+    empty if there is neither."""
     if version is not None:
         return f"{_plain(identity)}@{_plain(version)}:"
     return f"{_plain(identity)}#{code}:" if code else f"{_plain(identity)}:"
 
 
 def any_code_of(identity: str) -> str:
-    """What the keys of a function begin with, whatever its code."""
+    """What the keys of a function begin with, regardless of its code."""
     return f"{_plain(identity)}#"
 
 
 def identity_of(function: Any) -> str:
-    """``module.qualname`` of a function, a class, a partial or an object that can be called: the same in each process."""
+    """``module.qualname`` of a function, a class, a partial or a callable object: the same in each process."""
     while isinstance(function, functools.partial):
         function = function.func
     return place_of(function if isinstance(getattr(function, "__qualname__", None), str) else type(function))
@@ -68,8 +67,8 @@ def _outside(qualname: str) -> str:
 
 
 def module_of(named: Any) -> str:
-    """The module of a function or class. A script is called by its file, or as ``python -m`` was told, since its children, and
-    workers that the function is sent to, know it under other names; typed in by hand it stays ``__main__``."""
+    """The module of a function or class. A script is named after its file or its ``python -m`` module, since child processes, and workers
+    that the function is sent to, know it under other names. An interactive session stays ``__main__``."""
     module = getattr(named, "__module__", None)
     if not isinstance(module, str):
         return "builtins"
@@ -88,8 +87,8 @@ _sender: str | None = None
 
 
 def arrived(function: Any, identity: str) -> None:
-    """A function of this identity was sent here. If it is a script's, and this process does not run that script, it is a worker of
-    it: what else came from there is called as it is called there."""
+    """A function of this identity was sent here. If it is a script's that this process does not run, this process is a worker of that
+    script, and names what comes from there as the script does."""
     global _sender
     qualname = _outside(getattr(function, "__qualname__", ""))
     if getattr(function, "__module__", None) in SCRIPT and not hasattr(sys.modules.get("__main__"), qualname.partition(".")[0]):
@@ -97,10 +96,10 @@ def arrived(function: Any, identity: str) -> None:
 
 
 def encodable(key: str) -> str:
-    """The key itself; what is no valid unicode in it (a file's name may have some) is written out."""
+    """The key itself, with what is not valid Unicode in it (as in some file names) escaped."""
     return key if key.isascii() else key.encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(part: str) -> str:
-    """A part of a key without the marks that end one."""
+    """A part of a key, with the characters escaped that separate parts."""
     return part.replace("%", "%25").replace(":", "%3A").replace("@", "%40").replace("#", "%23")

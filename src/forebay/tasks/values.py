@@ -35,7 +35,7 @@ class Values:
     def __init__(self, origin: Origin, space: str, codec: Codec) -> None:
         self.origin, self.space, self.codec = origin, space, codec
         self._bind(origin.current())
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self.counted = dict.fromkeys(COUNTED, 0)
         host.at_fork(self)
 
@@ -53,31 +53,31 @@ class Values:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def look(self, key: str, digest: str | None = None, *, who: str = "", copy: bool = False) -> tuple[Any] | None:
+    def look(self, key: str, digest: str | None = None, *, label: str = "", copy: bool = False) -> tuple[Any] | None:
         """The value of a key, in a tuple, since it may be None; None where there is none. A hit is counted, and is a use.
 
-        ``digest``: of the arguments that it must have been made of; stored under others, it is a miss, which is said once. ``who``: what
+        ``digest``: of the arguments that it must have been made of; stored under others, it is a miss, which is said once. ``label``: what
         a message calls it, if not by its key. ``copy``: over memory of the caller's own, which may be written to. Raises `Closed`."""
-        found = self._look(key, digest, who, copy)
-        if found is None:
+        hit = self._look(key, digest, label, copy)
+        if hit is None:
             self.counted["misses"] += 1
             self.origin.store.count("misses")
-        return found
+        return hit
 
-    def _look(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
+    def _look(self, key: str, digest: str | None, label: str, copy: bool) -> tuple[Any] | None:
         store = self._store()
-        found = self._quick(key)
-        if found is None:
-            store, found = self._slowly(store, key)
-            if found is None:
+        hit = self._quick(key)
+        if hit is None:
+            store, hit = self._slowly(store, key)
+            if hit is None:
                 return None
-        meta = found.entry.meta
-        if meta != (self.codec.name if digest is None else f"{self.codec.name} {digest}") and not self._is_ours(key, meta, digest, who):
+        meta = hit.entry.meta
+        if meta != (self.codec.name if digest is None else f"{self.codec.name} {digest}") and not self._is_ours(key, meta, digest, label):
             return None
-        value = self._decoded(store, key, found, who, copy)
+        value = self._decoded(store, key, hit, label, copy)
         if value is not None:
-            store.touch(found.entry)
-            self.origin.store.count_hit(found.size)
+            store.touch(hit.entry)
+            self.origin.store.count_hit(hit.size)
             self.counted["hits"] += 1
         return value
 
@@ -85,97 +85,99 @@ class Values:
         """By the catalog: here, else in the root upstream; and which of them has it."""
         try:
             with waits.time_limit(self.origin.timeout):
-                found = store.view(self.space, key)
-            if found is None and (above := self.origin.upstream) is not None:
+                hit = store.view(self.space, key)
+            if hit is None and (above := self.origin.upstream) is not None:
                 return above, above.view(self.space, key)
         except errors.CacheFault as error:
             self.origin.fall_back(error, f"{self.space}:{key}")
             return store, None
-        return store, found
+        return store, hit
 
-    def _is_ours(self, key: str, meta: str, digest: str | None, who: str) -> bool:
+    def _is_ours(self, key: str, meta: str, digest: str | None, label: str) -> bool:
         """Whether an entry that carries ``meta`` is what was asked for."""
         codec, digests = _parsed(meta)
         if codec != self.codec.name:
-            self._say(who or key, "codec", f"{self.space}:{key} was stored by the codec {codec!r}, not {self.codec.name!r}: it is not read")
+            self._say(
+                label or key, "codec", f"{self.space}:{key} was stored by the codec {codec!r}, not {self.codec.name!r}: it is not read"
+            )
             return False
         if digest is not None and digests != digest:
-            self._say(key, "digest", f"{who or key}: {self.space}:{key} was stored under other arguments: it is not used for these")
+            self._say(key, "digest", f"{label or key}: {self.space}:{key} was stored under other arguments: it is not used for these")
             return False
         return True
 
-    def _decoded(self, store: Store | PassThrough, key: str, found: Remembered, who: str, copy: bool) -> tuple[Any] | None:
+    def _decoded(self, store: Store | PassThrough, key: str, hit: Remembered, label: str, copy: bool) -> tuple[Any] | None:
         try:
-            return (self._decode(store, found, copy),)
+            return (self._decode(store, hit, copy),)
         except (AttributeError, ImportError) as error:
             # Of a class that is not there in this program; it may be in another one.
-            self._say(who or key, "class", f"{who or key}: {self.space}:{key} cannot be read here, and stays: {error}")
+            self._say(label or key, "class", f"{label or key}: {self.space}:{key} cannot be read here, and stays: {error}")
             return None
         except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is made anew
-            self._drop_unreadable(store, key, found, error)
+            self._drop_unreadable(store, key, hit, error)
             return None
 
-    def _decode(self, store: Store | PassThrough, found: Remembered, copy: bool) -> Any:
+    def _decode(self, store: Store | PassThrough, hit: Remembered, copy: bool) -> Any:
         if not copy:
-            return self.codec.decode(found.view, lambda: store.private(found))
-        own = memoryview(bytearray(found.view)) if found.size < MAPPED_FROM else store.private(found)
+            return self.codec.decode(hit.view, lambda: store.private(hit))
+        own = memoryview(bytearray(hit.view)) if hit.size < MAPPED_FROM else store.private(hit)
         return self.codec.decode(own, lambda: own)
 
-    def _drop_unreadable(self, store: Store | PassThrough, key: str, found: Remembered, error: Exception) -> None:
+    def _drop_unreadable(self, store: Store | PassThrough, key: str, hit: Remembered, error: Exception) -> None:
         self.counted["damaged"] += 1
         try:
-            if store.is_intact(found):  # else it has been set aside, and told
+            if store.is_intact(hit):  # else it has been set aside, and told
                 store.count("damaged")
                 log.warning("%s:%s cannot be read, and is removed: %s: %s", self.space, key, type(error).__name__, str(error))
-                self._discard(store, key, found)
+                self._discard(store, key, hit)
         except errors.CacheFault as fault:
             log.warning("%s:%s cannot be read, and stays: %s", self.space, key, str(fault))
 
-    def _discard(self, store: Store | PassThrough, key: str, found: Remembered) -> None:
+    def _discard(self, store: Store | PassThrough, key: str, hit: Remembered) -> None:
         try:
-            store.discard(found.entry)
+            store.discard(hit.entry)
         except errors.CacheFault as fault:
             log.warning("%s:%s cannot be read, and stays: %s", self.space, key, str(fault))
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "") -> bool:
+    def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "") -> bool:
         """Keep a value under a key, in place of what was there. False where it cannot be kept, with one warning: then what was there stays.
 
         ``pin``: it is never evicted. Raises `ConfigError` for a value of a kind that the codec does not take, `Closed`, and what the
         value's own code raises that is no Exception."""
-        return self._keep(key, value, digest=digest, pin=pin, who=who) is not None
+        return self._keep(key, value, digest=digest, pin=pin, label=label) is not None
 
-    def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "", copy: bool = False) -> tuple[Any] | None:
+    def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "", copy: bool = False) -> tuple[Any] | None:
         """Keep a value; gives it as the next reader will get it, so that who made it sees no other. None where it is not kept.
         See `keep` and `look`."""
-        pieces = self._keep(key, value, digest=digest, pin=pin, who=who)
+        pieces = self._keep(key, value, digest=digest, pin=pin, label=label)
         if pieces is None:
             return None
-        store, found = self._store(), self._stored(key)
+        store, hit = self._store(), self._stored(key)
         damage: Exception | None = None
-        if found is not None and found.entry.meta == self._meta(digest):
+        if hit is not None and hit.entry.meta == self._meta(digest):
             try:
-                return (self._decode(store, found, copy),)
+                return (self._decode(store, hit, copy),)
             except Exception as error:  # noqa: BLE001  # whatever the value's own code raises, or damage: what was encoded tells
                 damage = error
         own = memoryview(bytearray(b"".join(pieces)))  # another one has put its own there since, or evicted it
         try:
             value = self.codec.decode(own if copy else own.toreadonly(), lambda: own)
         except Exception as error:  # noqa: BLE001  # whatever the value's own code raises when it is made anew
-            if found is not None and damage is not None:
-                self._discard(store, key, found)
+            if hit is not None and damage is not None:
+                self._discard(store, key, hit)
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             why = f"its {kind} cannot be made anew from what the codec {self.codec.name!r} stores: {type(error).__name__}: {error}"
-            self._not_kept(key, who, why, error)
+            self._not_kept(key, label, why, error)
             return None
-        if found is not None and damage is not None:
-            self._drop_unreadable(store, key, found, damage)
+        if hit is not None and damage is not None:
+            self._drop_unreadable(store, key, hit, damage)
         return (value,)
 
-    def _keep(self, key: str, value: Any, *, digest: str, pin: bool, who: str) -> Sequence[Buffer] | None:
+    def _keep(self, key: str, value: Any, *, digest: str, pin: bool, label: str) -> Sequence[Buffer] | None:
         """What a value was stored as; None where it is not kept."""
-        store, pieces = self._store(), self._encoded(key, value, who)
+        store, pieces = self._store(), self._encoded(key, value, label)
         if pieces is None:
             return None
         try:
@@ -183,19 +185,19 @@ class Values:
                 store.put_pieces(self.space, key, pieces, life="pinned" if pin else "cached", meta=self._meta(digest))
         except errors.CacheFault as error:
             if store.keeps:  # else it was asked for, or a warning said so when the root could not be opened
-                self._not_kept(key, who, str(error), error)
+                self._not_kept(key, label, str(error), error)
             return None
         return pieces
 
-    def _encoded(self, key: str, value: Any, who: str) -> Sequence[Buffer] | None:
+    def _encoded(self, key: str, value: Any, label: str) -> Sequence[Buffer] | None:
         try:
             return self.codec.encode(value)
         except errors.ConfigError as error:
-            if who:
-                error.add_note(f"What {who} gave is not kept.")
+            if label:
+                error.add_note(f"What {label} gave is not kept.")
             raise
         except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is taken apart
-            self._not_kept(key, who, f"its value cannot be stored by the codec {self.codec.name!r}: {error}", error)
+            self._not_kept(key, label, f"its value cannot be stored by the codec {self.codec.name!r}: {error}", error)
             return None
 
     def _meta(self, digest: str | None) -> str:
@@ -211,24 +213,24 @@ class Values:
             self.origin.fall_back(error, f"{self.space}:{key}")
             return None
 
-    def _not_kept(self, key: str, who: str, why: str, error: Exception) -> None:
+    def _not_kept(self, key: str, label: str, why: str, error: Exception) -> None:
         self.counted["store_failures"] += 1
         self.origin.store.count("store_failures")
         kind = f"{type(error).__name__} {getattr(error, 'limit', '')}"
-        self._say(who, kind, f"what {who} gave is not kept: {why}" if who else f"{self.space}:{key} is not kept: {why}")
+        self._say(label, kind, f"what {label} gave is not kept: {why}" if label else f"{self.space}:{key} is not kept: {why}")
 
     def _say(self, name: str, kind: str, message: str) -> None:
         """Told once a process for each name and kind."""
-        if (name, kind) not in self._told:
-            if len(self._told) >= 10_000:
-                self._told.clear()
-            self._told.add((name, kind))
+        if (name, kind) not in self._reported:
+            if len(self._reported) >= 10_000:
+                self._reported.clear()
+            self._reported.add((name, kind))
             log.warning("%s", message)
 
     # -- one at a time ---------------------------------------------------------------------------------------------
 
     def single(
-        self, key: str, digest: str | None, make: Callable[[], T], *, timeout: float | None = None, pin: bool = False, who: str = "",
+        self, key: str, digest: str | None, make: Callable[[], T], *, timeout: float | None = None, pin: bool = False, label: str = "",
         looked: bool = False, copy: bool = False,
     ) -> T:  # fmt: skip
         """The value of a key; else what ``make`` gives, kept: of all threads and processes of the node one runs it.
@@ -236,10 +238,10 @@ class Values:
         It comes as `look` gives it. What ``make`` raises reaches all who waited, and is not kept. Where the value cannot be kept, those
         who waited run ``make`` themselves, side by side; so does who has waited ``timeout`` seconds, or may not wait. ``looked``: the
         caller has just seen that it is not there. Raises `ConfigError` for a value of a kind that the codec does not take."""
-        found = None if looked else self.look(key, digest, who=who, copy=copy)
-        if found is not None:
-            return found[0]  # type: ignore[no-any-return]
-        attempt = _KeptCall(self, key, digest, pin, who, copy)
+        hit = None if looked else self.look(key, digest, label=label, copy=copy)
+        if hit is not None:
+            return hit[0]  # type: ignore[no-any-return]
+        attempt = _KeptCall(self, key, digest, pin, label, copy)
 
         def run() -> tuple[Any]:
             with attempt, waits.time_limit(None, afresh=True):
@@ -258,15 +260,15 @@ class Values:
 
     async def single_async(
         self, key: str, digest: str | None, make: Callable[[], Awaitable[T]], *, timeout: float | None = None, pin: bool = False,
-        who: str = "", looked: bool = False, copy: bool = False,
+        label: str = "", looked: bool = False, copy: bool = False,
     ) -> T:  # fmt: skip
         """`single` for a coroutine: the event loop goes on while another makes the value."""
         import asyncio  # whoever awaits this has it
 
-        found = None if looked else self.look(key, digest, who=who, copy=copy)
-        if found is not None:
-            return found[0]  # type: ignore[no-any-return]
-        attempt = _KeptCall(self, key, digest, pin, who, copy)
+        hit = None if looked else self.look(key, digest, label=label, copy=copy)
+        if hit is not None:
+            return hit[0]  # type: ignore[no-any-return]
+        attempt = _KeptCall(self, key, digest, pin, label, copy)
 
         async def run() -> tuple[Any]:
             with attempt, waits.time_limit(None, afresh=True):
@@ -348,8 +350,8 @@ class Values:
 class _KeptCall:
     """One call that found nothing: what it saw, made and failed with."""
 
-    def __init__(self, values: Values, key: str, digest: str | None, pin: bool, who: str, copy: bool) -> None:
-        self._values, self._key, self._digest, self._pin, self._who, self._copy = values, key, digest, pin, who, copy
+    def __init__(self, values: Values, key: str, digest: str | None, pin: bool, label: str, copy: bool) -> None:
+        self._values, self._key, self._digest, self._pin, self._label, self._copy = values, key, digest, pin, label, copy
         # What is waited for, and fails: calls with other arguments may have the same key.
         self.call = key if digest is None or key.endswith(digest) else f"{key} {digest}"
         self._failed: Exception | None = None
@@ -357,20 +359,20 @@ class _KeptCall:
 
     def look(self) -> tuple[Any] | None:
         """Under the call's lock: what another made meanwhile."""
-        found = self._values._look(self._key, self._digest, self._who, self._copy)
-        if found is not None:
+        hit = self._values._look(self._key, self._digest, self._label, self._copy)
+        if hit is not None:
             self._values.counted["waits"] += 1
-        return found
+        return hit
 
     def made(self, value: T) -> tuple[T]:
         values = self._values
         self.result = (value,)
-        found = values.kept(self._key, value, digest=self._digest or "", pin=self._pin, who=self._who, copy=self._copy)
-        if found is None:
+        hit = values.kept(self._key, value, digest=self._digest or "", pin=self._pin, label=self._label, copy=self._copy)
+        if hit is None:
             # Those who wait would make it one after the other, each in vain.
             values.origin.store.locks.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))
         else:
-            self.result = found
+            self.result = hit
         return self.result
 
     def final(self, error: Exception) -> Exception | None:
@@ -378,7 +380,7 @@ class _KeptCall:
         if self._failed is not None and (error is self._failed or error.__cause__ is self._failed):
             return self._failed
         if isinstance(error, errors.FillFailed):
-            return (_brought(error) if self._carries else None) or error
+            return (_unpickled(error) if self._carries else None) or error
         if not isinstance(error, (errors.CacheFault, errors.WaitTimeout)):
             return error
         if str(error) == NOT_KEPT:
@@ -399,12 +401,12 @@ class _KeptCall:
         if not isinstance(error, Exception):
             return
         self._failed = error
-        carried = _carried(error) if self._carries else None
+        carried = _pickled(error) if self._carries else None
         if carried is not None:
             raise carried from error
 
 
-def _carried(error: Exception) -> errors.FillFailed | None:
+def _pickled(error: Exception) -> errors.FillFailed | None:
     """An error of the program's own on its way to those who wait in other processes: as a pickle, where it comes back from that.
     None where it needs none, or has none: then they are told its name and its text."""
     if isinstance(error, errors.CacheFault) or type(errors.from_wire(errors.to_wire(error))) is type(error):
@@ -418,14 +420,14 @@ def _carried(error: Exception) -> errors.FillFailed | None:
     return errors.FillFailed(f"{type(error).__name__}: {error}", kind=type(error).__name__, pickled=base64.b85encode(data).decode())
 
 
-def _brought(error: errors.FillFailed) -> Exception | None:
-    """The error that `_carried` sent; None where there is none, or it cannot be made here."""
+def _unpickled(error: errors.FillFailed) -> Exception | None:
+    """The error that `_pickled` sent; None where there is none, or it cannot be made here."""
     data = error.facts.get("pickled")
     try:
-        found = pickle.loads(base64.b85decode(data)) if isinstance(data, str) else None
+        hit = pickle.loads(base64.b85decode(data)) if isinstance(data, str) else None
     except Exception:  # noqa: BLE001  # such as a class that is not there
         return None
-    return found if isinstance(found, Exception) else None
+    return hit if isinstance(hit, Exception) else None
 
 
 def _parsed(meta: str) -> tuple[str, str]:

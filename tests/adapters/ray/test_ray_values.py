@@ -156,7 +156,7 @@ def test_without_a_head_the_rest_is_empty(head: Head, away: RemoteValues) -> Non
         0,
     )
     assert (nowhere.keys(), nowhere.size(), nowhere.size_bytes(), nowhere.budget()) == ([], (0, 0), 0, None)
-    assert nowhere.single("a", None, lambda: 5, who="f") == 5
+    assert nowhere.single("a", None, lambda: 5, label="f") == 5
 
 
 def test_a_node_without_a_cache_reads_all_the_same(head: Head) -> None:
@@ -173,7 +173,7 @@ def test_a_node_without_a_cache_reads_all_the_same(head: Head) -> None:
 def test_what_is_too_large_for_the_head_is_told_once(head: Head, away: RemoteValues, caplog: pytest.LogCaptureFixture) -> None:
     away.keep("a", "old")
     for _ in range(2):
-        assert away.keep("a", np.zeros(20 << 20, "u1"), who="f") is False
+        assert away.keep("a", np.zeros(20 << 20, "u1"), label="f") is False
     assert caplog.text.count("what f gave is not kept") == 1
     assert away.counted["store_failures"] == 2
     assert away.look("a") == ("old",)

@@ -314,7 +314,7 @@ def make_plan(
         replay = dataclasses.replace(replay, provider=None)  # the worker has it from the context
     pin = kept and call is not None and config is not None and bool(config.pins(naming.name, call.tag))
     looks = kept and replay is None and chosen == READ_THROUGH and not met and not isinstance(values, NullValues)
-    value = values.look(call.tag.key, call.digest, who=naming.identity) if looks and call is not None else None
+    value = values.look(call.tag.key, call.digest, label=naming.identity) if looks and call is not None else None
     if value is not None and not _fits(value[0], returns):
         value = None
     return CallPlan(session.context(), tag, None if met else call, replay, kept, pin, chosen, returns, looks), value
@@ -366,8 +366,8 @@ def work(function: Callable[..., Any], naming: Naming, plan: CallPlan, args: tup
             value = run_to_keep()
             keep(session, naming, plan, call, value)
             return value
-        naming.tell_if_changed(session.values().has_any)
-        value = session.values().single(call.tag.key, call.digest, run_to_keep, pin=plan.pin, who=naming.identity, looked=plan.looked)
+        naming.report_if_changed(session.values().has_any)
+        value = session.values().single(call.tag.key, call.digest, run_to_keep, pin=plan.pin, label=naming.identity, looked=plan.looked)
         return value if _fits(value, plan.returns) else run()  # kept by a call with another number of returns
 
 
@@ -391,7 +391,7 @@ def _named(
 def keep(session: Session, naming: Naming, plan: CallPlan, call: BoundCall | None, value: Any) -> None:
     """Keep the output of a call, if the plan says so."""
     if call is not None and plan.kept and _fits(value, plan.returns):
-        session.values().keep(call.tag.key, value, digest=call.digest, pin=plan.pin, who=naming.identity)
+        session.values().keep(call.tag.key, value, digest=call.digest, pin=plan.pin, label=naming.identity)
 
 
 def _replayed(

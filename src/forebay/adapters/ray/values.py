@@ -113,24 +113,24 @@ class RemoteValues(Values):
         super().__init__(origin, space, codec)
         self._head = head
 
-    def _look(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
+    def _look(self, key: str, digest: str | None, label: str, copy: bool) -> tuple[Any] | None:
         try:
-            return self._ask(key, digest, who, copy)
+            return self._ask(key, digest, label, copy)
         except Unreachable:
             return None
         except errors.CacheFault as error:  # of the head
             self.origin.fall_back(error, f"{self.space}:{key}")
             return None
 
-    def _ask(self, key: str, digest: str | None, who: str, copy: bool) -> tuple[Any] | None:
+    def _ask(self, key: str, digest: str | None, label: str, copy: bool) -> tuple[Any] | None:
         store, own, meta = self._store(), self._stored(key), self._meta(digest)
         answer: HeadReply | None
         for token in [own.entry.meta.partition(" ")[0], ""] if own else [""]:
             answer = self._head.ask("give", key, meta, digest is not None, token)
-            if answer is None or not self._is_ours(key, answer.meta, digest, who):
+            if answer is None or not self._is_ours(key, answer.meta, digest, label):
                 return None
             local = own if own and token == answer.token else None
-            value = self._decoded(store, key, local, who, copy) if local else self._fetched(store, key, answer, who, copy)
+            value = self._decoded(store, key, local, label, copy) if local else self._fetched(store, key, answer, label, copy)
             if value is not None:
                 if local:
                     store.touch(local.entry)
@@ -141,19 +141,19 @@ class RemoteValues(Values):
         self._head.ask("doubt", key, answer.token)
         return None
 
-    def _fetched(self, store: Store | PassThrough, key: str, answer: HeadReply, who: str, copy: bool) -> tuple[Any] | None:
+    def _fetched(self, store: Store | PassThrough, key: str, answer: HeadReply, label: str, copy: bool) -> tuple[Any] | None:
         payload = answer.payload or self._head.ask("send", key, answer.token, size=answer.size)
         if payload is None:
             return None  # it is gone meanwhile
         local = self._copied(store, key, payload, f"{answer.token} {answer.meta}")
-        return self._read(store, key, local, payload, who, copy)
+        return self._read(store, key, local, payload, label, copy)
 
     def _read(
-        self, store: Store | PassThrough, key: str, local: Remembered | None, payload: Payload, who: str, copy: bool
+        self, store: Store | PassThrough, key: str, local: Remembered | None, payload: Payload, label: str, copy: bool
     ) -> tuple[Any] | None:  # fmt: skip
         """Decode this node's copy, else the payload."""
         if local is not None:
-            return self._decoded(store, key, local, who, copy)
+            return self._decoded(store, key, local, label, copy)
         data = payload.joined()
         try:
             if copy:
@@ -161,7 +161,7 @@ class RemoteValues(Values):
                 return (self.codec.decode(data, lambda: data),)
             return (self.codec.decode(data.toreadonly(), lambda: memoryview(bytearray(data))),)
         except Exception as error:  # noqa: BLE001  # whatever the value's own code raises when it is decoded
-            self._say(who or key, "class", f"{who or key}: {key} cannot be read here: {type(error).__name__}: {error}")
+            self._say(label or key, "class", f"{label or key}: {key} cannot be read here: {type(error).__name__}: {error}")
             return None
 
     def _copied(self, store: Store | PassThrough, key: str, payload: Payload, meta: str) -> Remembered | None:
@@ -176,18 +176,18 @@ class RemoteValues(Values):
             self.origin.warn(f"copy {type(error).__name__}", "%s is not copied to this node: %s", f"{self.space}:{key}", error)
             return None
 
-    def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "") -> bool:
+    def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "") -> bool:
         """See `Values.keep`: the value is sent to the head, and a copy stays here."""
-        return self._sent(key, value, digest, pin, who) is not None
+        return self._sent(key, value, digest, pin, label) is not None
 
-    def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "", copy: bool = False) -> tuple[Any] | None:
+    def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "", copy: bool = False) -> tuple[Any] | None:
         """See `Values.kept`."""
-        sent = self._sent(key, value, digest, pin, who)
-        return self._read(self._store(), key, *sent, who, copy) if sent is not None else None
+        sent = self._sent(key, value, digest, pin, label)
+        return self._read(self._store(), key, *sent, label, copy) if sent is not None else None
 
-    def _sent(self, key: str, value: Any, digest: str, pin: bool, who: str) -> tuple[Remembered | None, Payload] | None:
+    def _sent(self, key: str, value: Any, digest: str, pin: bool, label: str) -> tuple[Remembered | None, Payload] | None:
         """This node's copy of the value that the head keeps now, if there is one, and the bytes; None if it is not kept."""
-        store, pieces = self._store(), self._encoded(key, value, who)
+        store, pieces = self._store(), self._encoded(key, value, label)
         if pieces is None:
             return None
         payload, meta = Payload(pieces), self._meta(digest)
@@ -196,21 +196,21 @@ class RemoteValues(Values):
         except Unreachable:
             return None  # which was logged
         except errors.CacheFault as error:
-            self._not_kept(key, who, str(error), error)
+            self._not_kept(key, label, str(error), error)
             return None
         return self._copied(store, key, payload, f"{token} {meta}"), payload
 
     def single(
-        self, key: str, digest: str | None, make: Callable[[], T], *, pin: bool = False, who: str = "", copy: bool = False, **how: Any
+        self, key: str, digest: str | None, make: Callable[[], T], *, pin: bool = False, label: str = "", copy: bool = False, **how: Any
     ) -> T:  # fmt: skip
         """See `Values.single`. On a node without a cache there is no single-flight; the value is kept at the head."""
         if self._store().keeps:
-            return super().single(key, digest, make, pin=pin, who=who, copy=copy, **how)
-        value = self.look(key, digest, who=who, copy=copy)
+            return super().single(key, digest, make, pin=pin, label=label, copy=copy, **how)
+        value = self.look(key, digest, label=label, copy=copy)
         if value is not None:
             return value[0]  # type: ignore[no-any-return]
         result = make()
-        value = self.kept(key, result, digest=digest or "", pin=pin, who=who, copy=copy)
+        value = self.kept(key, result, digest=digest or "", pin=pin, label=label, copy=copy)
         return result if value is None else value[0]
 
     def has(self, key: str) -> bool:
@@ -251,11 +251,11 @@ class NullValues:
     def __init__(self, counted: dict[str, int]) -> None:
         self.counted = counted
 
-    def look(self, key: str, digest: str | None = None, *, who: str = "", copy: bool = False) -> tuple[Any] | None:
+    def look(self, key: str, digest: str | None = None, *, label: str = "", copy: bool = False) -> tuple[Any] | None:
         self.counted["misses"] += 1
         return None
 
-    def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, who: str = "") -> bool:
+    def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "") -> bool:
         return False
 
     def kept(self, key: str, value: Any, **how: Any) -> None:
