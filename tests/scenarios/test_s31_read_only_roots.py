@@ -238,6 +238,6 @@ def test_s31_a_root_of_ones_own_that_may_not_be_written_to_is_read_without_being
         subprocess.run(["mount", "-o", "remount,ro", place.parent], check=True)
     gets, before = server.gets, picture(place)
     said = children(as_user(uid, look)).result()
-    assert any("may not be written to" in word for word in said)
+    assert any("is not writable" in word for word in said)
     assert server.gets == gets + 2
     assert picture(place) == before
