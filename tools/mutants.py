@@ -665,7 +665,7 @@ MUTANTS = (
         7, "a value that makes way keeps its slot", "_engine/space/eviction.py",
         "            self._slots.clear(slot, id)  # P1 locks and reads",
         "            # P1 locks and reads",
-        "tests/engine/space/test_displace.py::test_who_remembers_what_made_way_finds_nothing",
+        "tests/engine/space/test_inline_eviction.py::test_who_remembers_what_made_way_finds_nothing",
     ),
     Mutant(
         7, "a replaced entry keeps its slot", "_engine/write/insert.py",
@@ -959,27 +959,27 @@ MUTANTS = (
     Mutant(
         4, "what is promised ahead does not count against a quota", "_engine/write/reservations.py",
         "return SpaceRequest(self._space.id, key, 0, need.size, charged", "return SpaceRequest(self._space.id, key, 0, 0, charged",
-        "tests/engine/write/test_credit.py::test_a_promise_counts_against_the_limits_of_its_space",
+        "tests/engine/write/test_reservations.py::test_a_promise_counts_against_the_limits_of_its_space",
     ),
     Mutant(
         4, "an older promise grows beside a younger one unseen", "_engine/catalog/reservations.py",
         "AND (granted OR ?2 = 0 OR id < ?2)", "AND (?2 = 0 OR id < ?2)",
-        "tests/engine/write/test_credit.py::test_a_promise_counts_against_the_limits_of_its_space",
+        "tests/engine/write/test_reservations.py::test_a_promise_counts_against_the_limits_of_its_space",
     ),
     Mutant(
         5, "a small value goes though it is leased", "_engine/space/eviction.py",
         "            if not free or not entries.drop_value(txn, id):\n", "            if not entries.drop_value(txn, id):\n",
-        "tests/engine/write/test_credit.py::test_a_small_value_that_is_leased_makes_no_way",
+        "tests/engine/write/test_reservations.py::test_a_small_value_that_is_leased_makes_no_way",
     ),
     Mutant(
         7, "what a dead process was promised stays promised", "_engine/catalog/reservations.py",
         "AND (granted = 0 OR keyhash = 0)", "AND granted = 0",
-        "tests/engine/write/test_credit.py::test_a_dead_process_has_no_promise",
+        "tests/engine/write/test_reservations.py::test_a_dead_process_has_no_promise",
     ),
     Mutant(
         7, "items outlive their session", "_engine/catalog/entries.py",
         "SET life = 'held' WHERE validator", "SET life = 'cached' WHERE validator",
-        "tests/engine/write/test_credit.py::test_a_session_takes_its_entries_along",
+        "tests/engine/write/test_reservations.py::test_a_session_takes_its_entries_along",
     ),
     Mutant(
         4, "the room of what is read and not kept is lost", "prefetch/load_queue.py",

@@ -7,7 +7,7 @@ from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
 from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.pack import Pack
-from forebay._engine.packs.packing import SegmentRequest, Taken
+from forebay._engine.packs.packing import SegmentRequest, TakenSegment
 from forebay._engine.spaces import Spaces
 from forebay._engine.write.insert import Label
 
@@ -68,7 +68,7 @@ class Packs:
         return self.engine.linker.name(pack.id, Label(row.id, row.name, key), overwrite=overwrite)
 
     @recover_and_retry
-    def take_segment(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken:
+    def take_segment(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> TakenSegment:
         """See `Packing.take`."""
         self.engine.check_usable(writing=True)
         return self.engine.packing.take(room, need, words, full)

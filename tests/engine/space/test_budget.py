@@ -1,4 +1,4 @@
-"""Room: who goes, how many, and who cannot."""
+"""Space: which entries are evicted, how many, and which are spared."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class SegmentRequest(NamedTuple):
     quota: int | None = None
 
 
-class Taken(NamedTuple):
+class TakenSegment(NamedTuple):
     """A segment to append to, from ``tail`` on. The caller closes ``fd``, and gives ``ticket`` to `Packing.forget` in the end."""
 
     segment: Segment
@@ -75,7 +75,7 @@ class Packing:
 
     # -- segments --------------------------------------------------------------------------------------------------
 
-    def take(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken:
+    def take(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> TakenSegment:
         """Take a segment with ``need`` free bytes at its end, with this process as its only writer: one of a dead writer, one that its
         writer left, else a new one. ``words``: of the index. ``full``: the number and the tail of a segment that this process leaves in
         any case. Raises `NoSpace` or another `CacheFault`."""
@@ -90,7 +90,7 @@ class Packing:
             except BaseException:
                 self._tails.leave(segment)
                 raise
-            return Taken(segment, fd, self._tails.ticket_of(segment))
+            return TakenSegment(segment, fd, self._tails.ticket_of(segment))
 
     def _punched(self, pack: int, full: tuple[int, int], me: int) -> Segment | None:
         """The row of a segment of this process once it is left; None if it is another writer's. A large tail is punched now."""

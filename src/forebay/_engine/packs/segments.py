@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from forebay import errors
 from forebay._engine.files import pack_files
 from forebay._engine.files.layout import PAGE, Root
-from forebay._engine.packs.packing import SegmentRequest, Taken
+from forebay._engine.packs.packing import SegmentRequest, TakenSegment
 from forebay._kernel import host, locks, mappings
 
 NOTHING = memoryview(b"").cast("Q")
@@ -156,7 +156,7 @@ AHEAD = 1 << 20
 class Segments(Protocol):
     """Gives a pack its segments: see `Packs`."""
 
-    def take_segment(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> Taken: ...
+    def take_segment(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> TakenSegment: ...
 
     def leave_segment(self, pack: int, number: int, tail: int) -> None: ...
 
@@ -166,7 +166,7 @@ class Segments(Protocol):
 class Appender:
     """The segment that this process appends to."""
 
-    def __init__(self, segments: Segments, taken: Taken, claims: locks.Claims) -> None:
+    def __init__(self, segments: Segments, taken: TakenSegment, claims: locks.Claims) -> None:
         """Raises OSError; then the descriptor is the caller's still. ``claims``: on the pack's index."""
         self.claims, segment = claims, taken.segment
         self._segments, self.fd, self._ticket, self.number = segments, taken.fd, taken.ticket, segment.number

@@ -73,7 +73,7 @@ class SpaceDeficit(NamedTuple):
         return self.quota <= 0 and self.bytes <= 0 and self.rows <= 0 and self.here <= 0
 
 
-class Room:
+class FreeSpace:
     """The space of one root as it is now. Callable from any thread."""
 
     def __init__(self, root: Root, catalog: Catalog) -> None:
@@ -209,7 +209,7 @@ class Budget:
         self._root, self._catalog, self._owners, self._counters = root, catalog, owners, counters
         self._eviction, self._ranking, self._words, self._memo, self._tails = eviction, ranking, words, memo, tails
         self._keys = locks.LockFile(root.lock("keys"), root.files.open)  # a reaper's own description: see the module `leases`
-        self.room = Room(root, catalog)
+        self.room = FreeSpace(root, catalog)
         self._in_vain: dict[int, tuple[float, int]] = {}  # by space: until when that holds, and for how many bytes
         self._owed: set[int] = set()  # reservations that ended while the catalog was busy: counted until the next transaction here
 

@@ -1,4 +1,4 @@
-"""Room that is promised ahead: counted from the start, turned into entries many at a time, gone with its process."""
+"""Space that is reserved ahead: counted from the start, turned into entries many at a time, gone with its process."""
 
 from __future__ import annotations
 
