@@ -305,5 +305,5 @@ def test_what_makes_no_sense_by_now_is_told_once(tmp_path: Path, disk: Disk, cap
                 assert samples.get(0) is None
                 assert not samples.put(0, b"v")
                 assert pool.get_lazy("a").get() == b"item"
-        for words in ("nothing is found in this array", "the prefetcher goes on past the cache"):
+        for words in ("nothing is found in this array", "the prefetcher goes on without the cache"):
             assert len([1 for record in caplog.records if words in record.message]) == 1
