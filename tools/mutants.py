@@ -112,7 +112,7 @@ MUTANTS = (
         "tests/directories/test_copying.py::test_a_directory_that_appears_while_its_lock_is_waited_for_is_locked_itself[made]",
     ),
     Mutant(
-        10, "a copy that its caller removes is the original", "directories/private.py",
+        10, "a copy that its caller removes is the original", "directories/trees.py",
         "        return to_temporary(origin, place, part, ask)\n",
         "        return place.local or to_temporary(origin, place, part, ask)\n",
         "tests/test_checkpoint.py::test_what_a_caller_removes_is_never_the_original",
@@ -138,7 +138,7 @@ MUTANTS = (
         "tests/directories/test_uploading.py::test_somebody_removes_what_was_sent[local_folder]",
     ),
     Mutant(
-        1, "a file that changed while it was sent is noted as it was", "directories/walking.py",
+        1, "a file that changed while it was sent is noted as it was", "directories/manifests.py",
         "        if not same:\n", "        if not same and self.size < 0:\n",
         "tests/directories/test_uploading.py::test_a_file_that_changes_while_it_is_sent[arrow]",
     ),
@@ -148,7 +148,7 @@ MUTANTS = (
         "tests/directories/test_copying.py::test_another_version_of_the_same_size_is_another_file",
     ),
     Mutant(
-        1, "what comes straight from the remote is not looked at", "directories/sinks.py",
+        1, "what comes straight from the remote is not looked at", "directories/copying.py",
         "        if other or (", "        if (",
         "tests/directories/test_copying.py::test_another_version_than_was_listed_is_told[version]",
     ),
@@ -163,7 +163,7 @@ MUTANTS = (
         "tests/directories/test_directories.py::test_an_upload_that_goes_on_is_not_handed_out[arrow]",
     ),
     Mutant(
-        1, "a list of files may be as long as its server likes", "directories/upload_marker.py",
+        1, "a list of files may be as long as its server likes", "directories/listings.py",
         "        if size > LARGEST:\n", "        if size > LARGEST << 60:\n",
         "tests/remote/test_hostile_listings.py::test_a_large_mark_on_a_filesystem",
     ),

@@ -14,8 +14,8 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.passthrough import PassThrough
 from forebay.cache import Cache, origin_of
 from forebay.directories import metadata as stored
-from forebay.directories import private, uploading
 from forebay.directories import trees as directories
+from forebay.directories import uploading
 from forebay.directories.manifests import Patterns
 from forebay.directories.place import RemoteDirectory, check_either, place_of
 from forebay.origin import Origin
@@ -172,7 +172,7 @@ class Checkpoint(metaclass=_Kind):
         are fetched straight to their place. Raises as `Cache.directory` does; `NoSpace` where the disk of the copy is full."""
         url, filesystem = self._source
         if self._is_local and not how.get("force"):
-            return private.copy(self._origin, url, filesystem, include, exclude, FetchOptions(), path, overwrite=overwrite)
+            return directories.copy(self._origin, url, filesystem, include, exclude, FetchOptions(), path, overwrite=overwrite)
         return self.cache.copy_directory(url, path, overwrite=overwrite, include=include, exclude=exclude, filesystem=filesystem, **how)
 
     def _lease(self, include: Patterns, exclude: Patterns, how: dict[str, Any]) -> Lease:

@@ -21,11 +21,9 @@ import pytest
 from forebay import errors
 from forebay._kernel import host
 from forebay._model import ObjectInfo
-from forebay.directories import copying, sinks
-from forebay.directories.copying import copy_tree, fetch_tree, locked, target_of
+from forebay.directories import copying
+from forebay.directories.copying import LARGE, STREAMS, FileSink, copy_tree, each, fetch_tree, has_stamp, locked, stamp, target_of
 from forebay.directories.manifests import File
-from forebay.directories.sinks import FileSink, has_stamp, stamp
-from forebay.directories.thread_pool import LARGE, STREAMS, each
 from tests.processes import Child, death_of, fork, fork_to_die
 
 BODIES = {
@@ -739,8 +737,8 @@ def test_the_first_error_ends_a_crew() -> None:
 
     def work(number: int) -> None:
         begun.append(number)
-        raise sinks.CopyStopped
+        raise copying.CopyStopped
 
-    with pytest.raises(sinks.CopyStopped):
+    with pytest.raises(copying.CopyStopped):
         each(((n, n) for n in range(100)), work, 1)
     assert begun == [99]

@@ -13,7 +13,7 @@ import pytest
 
 import forebay
 from forebay import errors
-from forebay.directories import upload_marker
+from forebay.directories import listings
 from forebay.remote import RemoteOptions
 from forebay.remote.s3 import S3Remote
 from forebay.sources import TarSource, UrlSource
@@ -65,7 +65,7 @@ def test_a_mark_that_makes_no_sense(cache: forebay.Cache, server: ScriptedServer
 
 @pytest.mark.parametrize("stated", [True, False])
 def test_a_mark_without_an_end(cache: forebay.Cache, raw: RawServer, monkeypatch: pytest.MonkeyPatch, stated: bool) -> None:
-    monkeypatch.setattr(upload_marker, "LARGEST", 4 << 20)
+    monkeypatch.setattr(listings, "LARGEST", 4 << 20)
 
     def answer(connection: socket.socket, head: bytes) -> None:
         length = f"Content-Length: {1 << 40}\r\n" if stated else ""
@@ -79,14 +79,14 @@ def test_a_mark_without_an_end(cache: forebay.Cache, raw: RawServer, monkeypatch
 
 
 def test_a_large_mark_on_a_filesystem(cache: forebay.Cache, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload_marker, "LARGEST", 1000)
+    monkeypatch.setattr(listings, "LARGEST", 1000)
     shelf.put("d/.forebay.json", b" " * 1001)
     with pytest.raises(errors.RemoteProtocolError, match="a small one is due"):
         cache.directory("d", filesystem=shelf.fsspec())
 
 
 def test_a_mark_that_readers_would_refuse_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload_marker, "LARGEST", 1000)
+    monkeypatch.setattr(listings, "LARGEST", 1000)
     write_files(tmp_path / "from", {f"file-{i}": b"x" for i in range(20)})
     with pytest.raises(errors.ConfigError, match="pack the 20 files"):
         forebay.Checkpoint.upload(tmp_path / "from", tmp_path / "to")

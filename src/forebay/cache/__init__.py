@@ -170,7 +170,7 @@ class Cache:
         By reflink where the file system can. Several processes that ask for the same ``path`` do it once. What else lies in it stays; a
         file that is to go where another one stands, which is not a copy of ours, is `Foreign` (a FileExistsError), unless ``overwrite``.
         Where the cache has no room, the files are fetched straight to ``path``."""
-        from forebay.directories.private import copy
+        from forebay.directories.trees import copy
 
         ask = self._ask_for(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force)
         return copy(self._origin, url, filesystem, include, exclude, ask, path, overwrite=overwrite)

@@ -13,17 +13,19 @@ import hashlib
 import os
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from forebay import errors
+from forebay import errors, remote
 from forebay._engine.files.trees import remove_whole
 from forebay._kernel import host
-from forebay._model import ObjectInfo
+from forebay._kernel.threads import run_all
+from forebay._model import Buffer, ObjectInfo, Partial, Span
 from forebay.directories.manifests import File
-from forebay.directories.sinks import FileSink, Gate, has_stamp, stamp
-from forebay.directories.thread_pool import each
+from forebay.origin.request import is_same_version
 
 PART = ".forebay-part"
 JOBS = 16
@@ -328,3 +330,193 @@ def _prune(top: Path, names: set[str], prefix: str = "") -> None:
             _prune(Path(entry.path), names, f"{name}/")
         elif name not in names:
             remove_whole(Path(entry.path))
+
+
+# -- one file ------------------------------------------------------------------------------------------------------------
+
+BLOCK = 16 << 20
+_SECOND = 1_000_000_000
+
+
+class CopyStopped(Exception):
+    """The copy that this file is for is being given up."""
+
+
+def stamp(file: File) -> int | None:
+    """The time that a copy gets, in nanoseconds: the second is the remote's, what is below it tells the version. None: it has none.
+
+    S3 tells whole seconds, in which two versions of one size can be written."""
+    if file.validator is None and file.modified is None:
+        return None
+    second = min(max(int(file.modified or 0), 0), 1 << 32)
+    digest = hashlib.blake2b(f"{file.validator}\0{file.modified}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return second * _SECOND + int.from_bytes(digest, "little") % _SECOND
+
+
+def has_stamp(found: int, wanted: int | None) -> bool:
+    """Whether a file's time is the one it was given: some file systems keep whole microseconds or seconds only."""
+    if wanted is None:
+        return False
+    unit = next(unit for unit in (_SECOND, 1_000_000, 1000, 100, 1) if found % unit == 0)
+    return found == wanted - wanted % unit
+
+
+class Gate:
+    """Once it is shut nothing is made any more, so that all can be removed; whoever writes on gives up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards shut: files are made under it
+        self._shut = False
+
+    def shut(self) -> None:
+        with self._lock:
+            self._shut = True
+
+    def check(self) -> None:
+        if self._shut:
+            raise CopyStopped
+
+    def create(self, path: Path) -> int:
+        with self._lock:
+            self.check()
+            return host.create(path, 0o666, masked=True)
+
+
+class FileSink:
+    """A `CloningSink` that is a file of a copy in the making. `write` from several threads at once."""
+
+    def __init__(self, path: Path, file: File, gate: Gate) -> None:
+        self.partial: Partial | None = None
+        self._path, self._file, self._gate = path, file, gate
+        self._fd: int | None = None
+        self._lock = threading.Lock()  # guards done
+        self.done = 0
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        """See `Sink.begin`. Raises `RemoteChanged` for another version than was listed."""
+        file = self._file
+        other = file.validator is not None and info.validator is not None and not is_same_version(info.validator, file.validator)
+        if other or (info.size is not None and file.size not in (info.size, None)):
+            raise errors.RemoteChanged(f"{file.name} is another one now than when the directory was listed", url=remote.shown(info.url))
+        if self._fd is None:
+            self._fd = self._gate.create(self._path)
+        else:
+            host.truncate(self._fd, 0)
+        with self._lock:
+            self.done = 0
+        return () if info.size == 0 else (Span(0, -1 if info.size is None else info.size),)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """See `Sink.write`."""
+        self._gate.check()
+        host.pwrite(self._descriptor, data, offset)
+        self._add(memoryview(data).nbytes)
+
+    def clone(self, fd: int) -> bool:
+        """See `CloningSink.clone`."""
+        self._gate.check()
+        if not host.clone(fd, self._descriptor):
+            return False
+        self._add(os.fstat(fd).st_size)
+        return True
+
+    def copy(self, fd: int) -> None:
+        """Take all bytes of another open file of this host, by the kernel where it can."""
+        at, size = 0, os.fstat(fd).st_size
+        while at < size:
+            self._gate.check()
+            count = host.copy_range(fd, self._descriptor, at, min(BLOCK, size - at))
+            if count == 0:
+                break
+            self._add(count)
+            at += count
+        while block := os.pread(fd, 1 << 20, at):
+            self.write(at, block)
+            at += len(block)
+
+    def finish(self, ns: int | None) -> None:
+        """All bytes have come. Raises `RemoteChanged` where they are fewer, or more, than was listed."""
+        size, wanted = os.fstat(self._descriptor).st_size, self._file.size
+        if wanted not in (size, None) or self.done < size:
+            message = f"{min(self.done, size):,} bytes of {self._file.name} came, and {wanted or size:,} are wanted"
+            raise errors.RemoteChanged(message, url=self._file.name)
+        if ns is not None:
+            host.set_mtime(self._descriptor, ns)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    @property
+    def _descriptor(self) -> int:
+        if self._fd is None:
+            raise CopyStopped
+        return self._fd
+
+    def _add(self, count: int) -> None:
+        with self._lock:
+            self.done += count
+
+
+# -- many files at once --------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+STREAM, STREAMS = 8 << 20, 8
+"""Bytes of a range, and how many of one file come at once: so a large file is work for several."""
+LARGE = STREAM * STREAMS
+
+
+def each(
+    items: Iterable[tuple[T, int]], work: Callable[[T], object], jobs: int, *,
+    on_turn: Callable[[], None] | None = None, stop: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """Do ``work`` for all of ``items`` (with the bytes of each), the largest first, with up to ``jobs`` streams at a time: a file of more
+    than one `STREAM` takes several.
+
+    ``on_turn``, ``stop``, errors and interrupts: see `run_all`."""
+    ordered = sorted(items, key=lambda item: -item[1])
+    large = deque((item, min(-(-size // STREAM), STREAMS)) for item, size in ordered if size > STREAM)
+    small = deque(item for item, size in ordered if size <= STREAM)
+    changed, busy, ended = threading.Condition(), 0, False  # `changed` guards the others: the streams under way, and whether it is over
+
+    def one(item: T, streams: int) -> None:
+        nonlocal busy
+        try:
+            work(item)
+        finally:
+            with changed:
+                busy -= streams
+                changed.notify_all()
+
+    def taken_locked(item: T, streams: int) -> Callable[[], None]:
+        nonlocal busy
+        busy += streams
+        return lambda: one(item, streams)
+
+    def calls() -> Iterator[Callable[[], None]]:
+        """Waits until there are streams for the next item."""
+        while large or small:
+            with changed:
+                free = jobs - busy
+                if ended:
+                    return
+                if large and (large[0][1] <= free or not busy):
+                    call = taken_locked(*large.popleft())
+                elif small and free > 0:
+                    call = taken_locked(small.popleft(), 1)
+                else:
+                    changed.wait()
+                    continue
+            yield call
+
+    def end() -> None:
+        nonlocal ended
+        with changed:
+            ended = True
+            changed.notify_all()
+        if stop is not None:
+            stop()
+
+    run_all(calls(), min(jobs, len(ordered)), name="file", on_turn=on_turn, stop=end)

@@ -1,16 +1,19 @@
-"""What is in a directory now: asked of the remote once a period for the whole node, and kept as a value."""
+"""What is in a directory now: asked of the remote once a period for the whole node, and kept as a value; and the marker by which an upload
+tells which files belong to the directory, and whether all of them are there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Self
 
 from forebay import errors
 from forebay._logs import logger
-from forebay._model import Transfer
+from forebay._model import Buffer, BufferSink, ObjectInfo, Span, Transfer
 from forebay.directories.manifests import MARK, File, Manifest
 from forebay.directories.place import RemoteDirectory
-from forebay.directories.upload_marker import MarkedFile, MarkSink, UploadMarker
 from forebay.origin import LISTINGS, Origin
 from forebay.origin.request import FetchOptions, is_same_version
 
@@ -143,3 +146,81 @@ def _check_complete(place: RemoteDirectory, complete: bool, files: Mapping[str, 
     many = f"{len(missing):,} of its {len(files):,} files are not there (such as {missing[0]!r}): {why}" if missing else why
     message = f"{place.key} is not whole: {many}; repeat the upload, or remove {MARK} if what is there is all there is to be"
     raise errors.Incomplete(message, url=place.key, missing=len(missing))
+
+
+# -- what an upload writes down beside the files -------------------------------------------------------------------------
+
+FORMAT = 1
+LARGEST = 256 << 20
+"""Bytes of a mark: more than a million files take. Who serves a directory may be anybody, and says how long its mark is."""
+_ETAG = 80
+"""Bytes by which the line of a file may grow until its directory is complete."""
+
+
+class MarkedFile(NamedTuple):
+    """One file. ``digest``: its checksum in hex. ``etag``: once the directory is complete, the remote's validator of the file. Before: that
+    of an object which the file is to replace; None where nothing is to be replaced, "" where the remote tells nothing of the object."""
+
+    size: int
+    digest: str
+    etag: str | None
+
+
+@dataclass(frozen=True)
+class UploadMarker:
+    """The content of a directory's `.forebay.json`."""
+
+    complete: bool
+    files: Mapping[str, MarkedFile]
+
+    @cached_property
+    def encoded(self) -> bytes:
+        files = {name: {"size": file.size, "xxh3": file.digest, "etag": file.etag} for name, file in sorted(self.files.items())}
+        return json.dumps({"forebay": FORMAT, "complete": self.complete, "files": files}).encode()
+
+    def check_size(self, where: str) -> None:
+        """Raises `ConfigError` where readers would refuse it."""
+        if len(self.encoded) + _ETAG * len(self.files) > LARGEST:
+            many = f"{where} would have more than {LARGEST:,} bytes"
+            message = f"{many}: pack the {len(self.files):,} files into tar files, or upload them as several directories"
+            raise errors.ConfigError(message, name="directory", value=where)
+
+    @classmethod
+    def parse(cls, where: str, data: Buffer) -> Self:
+        """What `encoded` made. Raises `RemoteProtocolError` for anything else."""
+        try:
+            told = json.loads(bytes(data))
+            format, complete = int(told["forebay"]), bool(told["complete"])
+            files = {str(name): MarkedFile(int(file["size"]), str(file["xxh3"]), file["etag"]) for name, file in told["files"].items()}
+            if not all(0 <= file.size < 1 << 63 for file in files.values()):
+                raise ValueError("a size that no file has")
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            message = f"{where} is damaged ({str(error)[:200]!r}): remove this object, then upload the directory again"
+            raise errors.RemoteProtocolError(message, url=where) from error
+        if format != FORMAT:
+            message = f"{where} was written by a newer Forebay (format {format}): use that one, or remove this object"
+            raise errors.RemoteProtocolError(message, url=where)
+        return cls(complete, files)
+
+
+class MarkSink(BufferSink):
+    """Takes a mark into memory. Raises `RemoteProtocolError` for more bytes than one may have."""
+
+    def __init__(self, where: str, most: Callable[[], int] | None = None) -> None:
+        super().__init__(lambda: LARGEST if most is None else min(LARGEST, most()))
+        self._where = where
+
+    def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
+        """See `Sink.begin`."""
+        self._check(info.size or 0)
+        return super().begin(info)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """See `Sink.write`."""
+        self._check(offset + memoryview(data).nbytes)
+        super().write(offset, data)
+
+    def _check(self, size: int) -> None:
+        if size > LARGEST:
+            message = f"{self._where}: an answer of more than {LARGEST:,} bytes where a small one is due"
+            raise errors.RemoteProtocolError(message, url=self._where)

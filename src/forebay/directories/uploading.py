@@ -20,13 +20,12 @@ from pathlib import Path
 from forebay import errors
 from forebay._logs import logger
 from forebay._model import BufferSink, ObjectInfo
-from forebay.directories import thread_pool
-from forebay.directories.manifests import MARK, File, check_names, is_folder
+from forebay.directories.copying import LARGE, each
+from forebay.directories.listings import MarkedFile, MarkSink, UploadMarker
+from forebay.directories.manifests import MARK, File, LocalFile, check_names, files_below, is_folder
 from forebay.directories.metadata import METADATA, forget
 from forebay.directories.place import RemoteDirectory
 from forebay.directories.trees import Directories
-from forebay.directories.upload_marker import MarkedFile, MarkSink, UploadMarker
-from forebay.directories.walking import LocalFile, files_below
 from forebay.origin import Origin
 from forebay.origin.request import is_same_version
 from forebay.remote.local import prune, sweep
@@ -191,7 +190,7 @@ class _Upload:
         def turn() -> None:
             self._say("reading", sum(files[name].size for name in list(digests)), total)
 
-        thread_pool.each([(file, file.size) for file in files.values()], read, self._jobs, on_turn=turn, stop=self._stop)
+        each([(file, file.size) for file in files.values()], read, self._jobs, on_turn=turn, stop=self._stop)
         return digests, missing
 
     def _is_there(self, file: LocalFile, digest: str, before: UploadMarker | None, info: ObjectInfo | None) -> bool:
@@ -262,12 +261,12 @@ class _Upload:
             self._watch_mark()
             self._say("sending", sum(list(self._done.values())), total)
 
-        thread_pool.each([(file, self._weight(file)) for file in todo], self._send_one, self._jobs, on_turn=turn, stop=self._stop)
+        each([(file, self._weight(file)) for file in todo], self._send_one, self._jobs, on_turn=turn, stop=self._stop)
         turn()
 
     def _weight(self, file: LocalFile) -> int:
         in_parts = self._place.key.startswith("s3://") and not self._place.identity and file.size > IN_ONE
-        return max(file.size, thread_pool.LARGE) if in_parts else file.size
+        return max(file.size, LARGE) if in_parts else file.size
 
     def _send_one(self, file: LocalFile) -> None:
         def on_sent(done: int) -> None:
@@ -288,7 +287,7 @@ class _Upload:
 
     def _remove(self, those: Iterable[str]) -> None:
         names = list(those)
-        thread_pool.each([(name, 0) for name in names], lambda name: self._place.remote.delete(self._place.object(name)), self._jobs)
+        each([(name, 0) for name in names], lambda name: self._place.remote.delete(self._place.object(name)), self._jobs)
         if self._place.local is not None:
             prune(self._place.local, names)
 
