@@ -113,8 +113,8 @@ MUTANTS = (
     ),
     Mutant(
         10, "a copy that its caller removes is the original", "directories/trees.py",
-        "        return to_temporary(origin, place, part, ask)\n",
-        "        return place.local or to_temporary(origin, place, part, ask)\n",
+        "        return to_temporary(origin, location, part, ask)\n",
+        "        return location.local or to_temporary(origin, location, part, ask)\n",
         "tests/test_checkpoint.py::test_what_a_caller_removes_is_never_the_original",
     ),
     Mutant(

@@ -16,8 +16,8 @@ from forebay.cache import Cache, origin_of
 from forebay.directories import metadata as stored
 from forebay.directories import trees as directories
 from forebay.directories import uploading
+from forebay.directories.location import RemoteDirectory, check_either, locate
 from forebay.directories.manifests import Patterns
-from forebay.directories.place import RemoteDirectory, check_either, place_of
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions
 from forebay.reports import OnProgress, Progress
@@ -193,24 +193,24 @@ class Checkpoint(metaclass=_Kind):
             return Origin(PassThrough(), remote.RemoteOptions())
         return origin_of(self.cache)
 
-    def _place(self) -> RemoteDirectory:
-        return place_of(self._origin, *self._source)
+    def _location(self) -> RemoteDirectory:
+        return locate(self._origin, *self._source)
 
     # -- its metadata ----------------------------------------------------------------------------------------------
 
     def get_metadata(self) -> dict[str, Any]:
         """The metadata that is stored with it now, ``{}`` where none is: asked of the remote. Raises `RemoteError`."""
-        return stored.read(self._origin, self._place())
+        return stored.read(self._origin, self._location())
 
     def set_metadata(self, metadata: dict[str, Any]) -> None:
         """Store this as its metadata, in place of what is there. Raises `NotJson` (a ValueError and a TypeError) for what JSON cannot
         hold, `RemoteError`."""
-        stored.write(self._origin, self._place(), metadata)
+        stored.write(self._origin, self._location(), metadata)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
         """Set these keys of its metadata. Of updates at the same time none is lost, on one node; nor from several nodes, where the store
         knows conditional writes (S3). Raises as `set_metadata` does."""
-        stored.update(self._origin, self._place(), metadata)
+        stored.update(self._origin, self._location(), metadata)
 
     # -- how it gets there -----------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Checkpoint(metaclass=_Kind):
                 on_progress(Progress(remote.shown(url), done, total, state))
 
         origin = origin_of(made.cache) if keep else made._origin
-        done = uploading.push(origin, place_of(origin, *made._source), directory, delete=delete, keep=keep, tell=tell)
+        done = uploading.push(origin, locate(origin, *made._source), directory, delete=delete, keep=keep, tell=tell)
         size = sum(file.size or 0 for file, _ in done.files)
         tell("done", size, size)
         return made

@@ -14,7 +14,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay.directories import metadata
-from forebay.directories.place import RemoteDirectory, place_of
+from forebay.directories.location import RemoteDirectory, locate
 from forebay.testing import ScriptedServer
 from tests.processes import ProcessGroup, in_child
 from tests.remote_directories import Remote, aws, every_kind, files_of  # noqa: F401 (fixtures)
@@ -24,7 +24,7 @@ from tests.servers.rgw import rgw_server  # noqa: F401 (a fixture)
 
 
 def place(cache: forebay.Cache, remote: Remote) -> RemoteDirectory:
-    return place_of(cache._origin, remote.url, remote.filesystem)
+    return locate(cache._origin, remote.url, remote.filesystem)
 
 
 def read(cache: forebay.Cache, remote: Remote) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def test_write_and_update(cache: forebay.Cache, remote: Remote) -> None:
 
 
 def test_metadata_is_written_as_ray_writes_it(cache: forebay.Cache, tmp_path: Path) -> None:
-    where, told = place_of(cache._origin, tmp_path / "ckpt"), {"step": 1, "name": "ü", "nested": {"a": [1.5, None]}}
+    where, told = locate(cache._origin, tmp_path / "ckpt"), {"step": 1, "name": "ü", "nested": {"a": [1.5, None]}}
     metadata.update(cache._origin, where, told)
     assert (tmp_path / "ckpt" / ".metadata.json").read_text() == json.dumps(told)
 
@@ -95,12 +95,12 @@ def count_up(where: str, url: str, worker: int, times: int, **how: Any) -> None:
     """Each key is set once: a lost update is a key that is not there."""
     with forebay.Cache(where, budget=8 << 20, min_free=0) as cache:
         for n in range(times):
-            metadata.update(cache._origin, place_of(cache._origin, url, how.get("filesystem")), {f"{worker}-{n}": n})
+            metadata.update(cache._origin, locate(cache._origin, url, how.get("filesystem")), {f"{worker}-{n}": n})
 
 
 def check_all_there(tmp_path: Path, url: str, times: int, **how: Any) -> None:
     with forebay.Cache(tmp_path / "look", budget=8 << 20, min_free=0) as cache:
-        found = metadata.read(cache._origin, place_of(cache._origin, url, how.get("filesystem")))
+        found = metadata.read(cache._origin, locate(cache._origin, url, how.get("filesystem")))
     assert sorted(found) == sorted(f"{worker}-{n}" for worker in range(3) for n in range(times))
 
 
@@ -127,7 +127,7 @@ def test_no_update_is_lost_on_one_node(shelf: Shelf, tmp_path: Path, children: P
 
 def test_another_node_comes_between(aws: Any, cache: forebay.Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     aws.client().create_bucket(Bucket="metadata")
-    where = place_of(cache._origin, f"s3://metadata/{uuid.uuid4().hex}/ckpt")
+    where = locate(cache._origin, f"s3://metadata/{uuid.uuid4().hex}/ckpt")
     put, raced = metadata._put, []
 
     def late(place: RemoteDirectory, data: bytes, validator: str | None) -> None:
@@ -146,7 +146,7 @@ def test_another_node_comes_between(aws: Any, cache: forebay.Cache, tmp_path: Pa
 
 
 def test_threads_of_one_process(cache: forebay.Cache, tmp_path: Path) -> None:
-    where = place_of(cache._origin, tmp_path / "ckpt")
+    where = locate(cache._origin, tmp_path / "ckpt")
     threads = [threading.Thread(target=lambda n=n: metadata.update(cache._origin, where, {str(n): n})) for n in range(8)]
     for thread in threads:
         thread.start()
@@ -179,7 +179,7 @@ def test_a_local_directory_that_cannot_be_locked(cache: forebay.Cache, tmp_path:
         raise OSError(errno.EBADF, "Bad file descriptor")
 
     monkeypatch.setattr(metadata, "locked", refuse)
-    metadata.update(cache._origin, place_of(cache._origin, tmp_path / "ckpt"), {"a": 1})
+    metadata.update(cache._origin, locate(cache._origin, tmp_path / "ckpt"), {"a": 1})
     assert files_of(tmp_path / "ckpt") == {".metadata.json": b'{"a": 1}'}
 
 
@@ -189,6 +189,6 @@ def test_metadata_offline(tmp_path: Path, server: ScriptedServer) -> None:
         url = f"{server.url}/ckpt"
         cache.read(f"{url}/.metadata.json")
     with forebay.Cache(tmp_path / "root", budget=8 << 20, min_free=0, offline=True) as cache:
-        assert metadata.read(cache._origin, place_of(cache._origin, url)) == {"a": 1}
+        assert metadata.read(cache._origin, locate(cache._origin, url)) == {"a": 1}
         with pytest.raises(errors.Offline):
-            metadata.read(cache._origin, place_of(cache._origin, f"{server.url}/other"))
+            metadata.read(cache._origin, locate(cache._origin, f"{server.url}/other"))

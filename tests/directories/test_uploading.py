@@ -22,7 +22,7 @@ from forebay import errors
 from forebay._engine.files.blobs import checksum_of
 from forebay._engine.passthrough import PassThrough
 from forebay.directories import uploading
-from forebay.directories.place import RemoteDirectory, place_of
+from forebay.directories.location import RemoteDirectory, locate
 from forebay.directories.uploading import Uploaded, upload
 from forebay.origin import Origin
 from forebay.remote import RemoteOptions
@@ -86,7 +86,7 @@ NO_CACHE = Origin(PassThrough(), RemoteOptions())
 
 @pytest.fixture
 def place(far: Remote) -> RemoteDirectory:
-    return place_of(NO_CACHE, far.url, far.filesystem)
+    return locate(NO_CACHE, far.url, far.filesystem)
 
 
 class Watched:
@@ -196,7 +196,7 @@ def test_a_large_file_goes_in_parts(aws: Any, tmp_path: Path, monkeypatch: pytes
     bodies = {f"large-{n}": content(f"large-{n}", (17 << 20) + n) for n in range(3)} | {"small": b"s"}
     for name, body in bodies.items():
         change(tmp_path / "near", name, body)
-    place, remote = watched(place_of(NO_CACHE, f"s3://uploads/{uuid.uuid4().hex}/step_100"))
+    place, remote = watched(locate(NO_CACHE, f"s3://uploads/{uuid.uuid4().hex}/step_100"))
     now: set[str] = set()
     most: list[int] = []
 
@@ -215,7 +215,7 @@ def test_what_another_tool_brought_to_s3_is_not_sent(near: Path, request: pytest
     far = s3(request)
     for name, body in FILES.items():
         far.put(name, body if name != "config.json" else b"[]")
-    assert upload(place_of(NO_CACHE, far.url), near).sent == ("config.json",)
+    assert upload(locate(NO_CACHE, far.url), near).sent == ("config.json",)
 
 
 def test_metadata_goes_along_and_is_not_noted(place: RemoteDirectory, near: Path) -> None:
@@ -288,15 +288,15 @@ def test_a_directory_that_is_none(place: RemoteDirectory, tmp_path: Path) -> Non
 def test_a_directory_and_itself(near: Path) -> None:
     for target in (near, near / "sub" / "copy", near.parent):
         with pytest.raises(errors.ConfigError, match="one lies in the other"):
-            upload(place_of(NO_CACHE, target), near, delete=True)
+            upload(locate(NO_CACHE, target), near, delete=True)
     assert files_of(near) == FILES
 
 
 def test_marks_and_leftovers_are_none_of_its_files(near: Path, tmp_path: Path) -> None:
-    upload(place_of(NO_CACHE, tmp_path / "one"), near)
+    upload(locate(NO_CACHE, tmp_path / "one"), near)
     change(tmp_path / "one", ".x.123.forebay-part", b"half")
     change(tmp_path / "one", "sub/.copy.forebay-part/config.json", b"half of a private copy")
-    upload(place_of(NO_CACHE, tmp_path / "two"), tmp_path / "one")
+    upload(locate(NO_CACHE, tmp_path / "two"), tmp_path / "one")
     assert sorted(files_of(tmp_path / "two")) == sorted([MARKER, *NAMES])
 
 
@@ -304,18 +304,18 @@ def test_objects_for_directories_do_no_harm(request: pytest.FixtureRequest, cach
     far = s3(request)
     for name in ("", "sub/", "sub/deep/"):
         far.put(name, b"")
-    upload(place_of(cache._origin, far.url), near, delete=True)
+    upload(locate(cache._origin, far.url), near, delete=True)
     with cache.directory(far.url) as tree:
         assert files_of(tree) == FILES
     far.put("bad/", b"not empty")
     with pytest.raises(errors.BadListing):
-        upload(place_of(cache._origin, far.url), near)
-    assert upload(place_of(cache._origin, far.url), near, delete=True).removed == ("bad/",)
+        upload(locate(cache._origin, far.url), near)
+    assert upload(locate(cache._origin, far.url), near, delete=True).removed == ("bad/",)
 
 
 def test_http(near: Path, server: ScriptedServer) -> None:
     with pytest.raises(errors.Unsupported, match="over HTTP"):
-        upload(place_of(NO_CACHE, f"{server.url}/run/"), near)
+        upload(locate(NO_CACHE, f"{server.url}/run/"), near)
     assert server.objects == {}
 
 
@@ -333,7 +333,7 @@ def test_a_file_and_a_directory_of_one_name(place: RemoteDirectory, far: Remote,
 
 
 def test_no_empty_directory_is_left(near: Path, tmp_path: Path) -> None:
-    place = place_of(NO_CACHE, tmp_path / "far")
+    place = locate(NO_CACHE, tmp_path / "far")
     upload(place, near)
     shutil.rmtree(near / "sub" / "deep")
     upload(place, near, delete=True)
@@ -459,7 +459,7 @@ def test_an_upload_sees_that_another_began(place: RemoteDirectory, near: Path, t
 
 def test_an_answer_that_was_lost(near: Path, request: pytest.FixtureRequest) -> None:
     """The mark was written, and its writer does not know: sent again, it meets itself."""
-    place, remote = watched(place_of(NO_CACHE, s3(request).url))
+    place, remote = watched(locate(NO_CACHE, s3(request).url))
     write = remote._remote.write
 
     class Twice:
@@ -554,7 +554,7 @@ def test_killed_while_others_are_removed(place: RemoteDirectory, far: Remote, ne
 def test_a_local_directory_keeps_no_leftovers(near: Path, tmp_path: Path, children: ProcessGroup) -> None:
     from forebay._kernel import host
 
-    place = place_of(NO_CACHE, tmp_path / "far" / "step_100")
+    place = locate(NO_CACHE, tmp_path / "far" / "step_100")
 
     def die() -> None:
         def hook(verb: str, subject: str) -> None:
@@ -647,7 +647,7 @@ def test_what_was_cached_is_asked_for_again(cache: forebay.Cache, place: RemoteD
 
 def test_what_does_not_fit_is_uploaded_all_the_same(far: Remote, near: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with forebay.Cache(tmp_path / "small", budget=300_000, min_free=0) as cache:
-        place = place_of(cache._origin, far.url, far.filesystem)
+        place = locate(cache._origin, far.url, far.filesystem)
         uploading.push(cache._origin, place, near, keep=True)
         assert mark(place)["complete"] is True
     assert "not kept" in caplog.text
@@ -656,5 +656,5 @@ def test_what_does_not_fit_is_uploaded_all_the_same(far: Remote, near: Path, tmp
 def test_an_upload_offline(far: Remote, near: Path, tmp_path: Path, shelf: Shelf) -> None:  # noqa: F811
     with forebay.Cache(tmp_path / "offline", budget=8 << 20, min_free=0, offline=True) as cache:
         with pytest.raises(errors.Offline):
-            uploading.push(cache._origin, place_of(cache._origin, CKPT, far.filesystem), near)
+            uploading.push(cache._origin, locate(cache._origin, CKPT, far.filesystem), near)
     assert shelf.asked("write") == []

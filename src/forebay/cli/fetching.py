@@ -168,12 +168,12 @@ def _is_local_directory(url: str) -> bool:
 def _exists_as_directory(cache: Cache, url: str) -> bool:
     """Whether there is a directory of this name, whose slash was left out."""
     from forebay.cache import origin_of
+    from forebay.directories.location import locate
     from forebay.directories.manifests import MARK
-    from forebay.directories.place import place_of
 
     head, mark, query = url.partition("?")
     try:
-        place = place_of(origin_of(cache), f"{head}/{mark}{query}")
+        place = locate(origin_of(cache), f"{head}/{mark}{query}")
         if place.key.startswith(("http://", "https://")):
             return place.remote.stat(place.object(MARK)) is not None
         return next(place.list(), None) is not None

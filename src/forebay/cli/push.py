@@ -65,11 +65,11 @@ def _push(
     origin: Origin, directory: Path, url: str, *, delete: bool, keep: bool, dry_run: bool, jobs: int, tell: Tell
 ) -> Uploaded:  # fmt: skip
     from forebay.directories import uploading
-    from forebay.directories.place import place_of
+    from forebay.directories.location import locate
 
     try:
         return uploading.push(
-            origin, place_of(origin, url), directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell
+            origin, locate(origin, url), directory, delete=delete, keep=keep, dry_run=dry_run, jobs=jobs, tell=tell
         )  # fmt: skip
     except KeyboardInterrupt:
         note("what was sent stays, invisible to readers: the same command resumes there")

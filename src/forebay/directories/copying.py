@@ -210,7 +210,7 @@ class _Copy:
         return sum(file.size or 0 for file in self._look.todo)
 
     def _free(self) -> int:
-        return host.free_bytes(next(place for place in (self._target, *self._target.parents) if place.exists()))
+        return host.free_bytes(next(location for location in (self._target, *self._target.parents) if location.exists()))
 
     def _no_space(self) -> errors.NoSpace:
         need, free = self._need(), self._free()

@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 from forebay import errors
 from forebay._logs import logger
 from forebay._model import Buffer, BufferSink, ObjectInfo, Span, Transfer
+from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import MARK, File, Manifest
-from forebay.directories.place import RemoteDirectory
 from forebay.origin import LISTINGS, Origin
 from forebay.origin.request import FetchOptions, is_same_version
 
@@ -35,11 +35,11 @@ class Listings:
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
 
-    def kept(self, place: RemoteDirectory, since: int) -> Listing | None:
+    def kept(self, location: RemoteDirectory, since: int) -> Listing | None:
         """What is kept, if the remote was asked at ``since`` or later."""
         store = self._origin.store
         try:
-            found = store.view(LISTINGS, place.key)
+            found = store.view(LISTINGS, location.key)
         except errors.CacheFault:
             return None  # a listing can be asked for again
         if found is None or store.validated(found.entry) < since:
@@ -47,70 +47,70 @@ class Listings:
         try:
             manifest = Manifest.parse(found.view)
         except (ValueError, TypeError) as error:  # a later version may keep more of it
-            log.debug("what is kept of %s is not understood, and asked for again: %s", place.key, error)
+            log.debug("what is kept of %s is not understood, and asked for again: %s", location.key, error)
             return None
         return Listing(manifest, found.entry.validator or "", store.validated(found.entry))
 
-    def version(self, place: RemoteDirectory, since: int) -> str | None:
+    def version(self, location: RemoteDirectory, since: int) -> str | None:
         """The version of what `kept` would give, without reading it."""
-        entry = self._origin.store.entry(LISTINGS, place.key)
+        entry = self._origin.store.entry(LISTINGS, location.key)
         return entry.validator if entry is not None and self._origin.store.validated(entry) >= since else None
 
-    def ask(self, place: RemoteDirectory, ask: FetchOptions) -> Listing:
+    def ask(self, location: RemoteDirectory, ask: FetchOptions) -> Listing:
         """Ask the remote. Raises `NotFound` where nothing lies there, `NotADirectory`, `BadListing`, `Incomplete`, `Offline`,
         `RemoteError`."""
-        if ask.offline and place.local is None:
-            raise errors.Offline.of(place.key)
+        if ask.offline and location.local is None:
+            raise errors.Offline.of(location.key)
         at = self._origin.store.now(exact=True)
         with self._origin.reaching(ask):
-            manifest = Manifest.of(place.key, self._listed(place))
+            manifest = Manifest.of(location.key, self._listed(location))
         if not manifest.files:
-            self.postpone(place, 0)  # what is kept is not the remote's any more
-            raise self._nothing(place)
+            self.postpone(location, 0)  # what is kept is not the remote's any more
+            raise self._nothing(location)
         listing = Listing(manifest, manifest.version, at)
-        self._keep(place, listing)
+        self._keep(location, listing)
         return listing
 
-    def _keep(self, place: RemoteDirectory, listing: Listing) -> None:
+    def _keep(self, location: RemoteDirectory, listing: Listing) -> None:
         store = self._origin.store
         if not store.keeps or store.root.read_only:
             return
         try:
-            entry = store.entry(LISTINGS, place.key)
+            entry = store.entry(LISTINGS, location.key)
             if entry is None or entry.validator != listing.version:
-                store.put(LISTINGS, place.key, listing.manifest.encoded, validator=listing.version, validated=listing.at)
+                store.put(LISTINGS, location.key, listing.manifest.encoded, validator=listing.version, validated=listing.at)
             else:
                 store.set_validated(entry, listing.at)
         except errors.CacheFault as error:
-            self._origin.warn("listing", "what is in %s is not kept, and asked for each time: %s", place.key, error)
+            self._origin.warn("listing", "what is in %s is not kept, and asked for each time: %s", location.key, error)
 
-    def keep(self, place: RemoteDirectory, files: Manifest) -> None:
+    def keep(self, location: RemoteDirectory, files: Manifest) -> None:
         """What is there since this moment, as its writer knows."""
-        self._keep(place, Listing(files, files.version, self._origin.store.now(exact=True)))
+        self._keep(location, Listing(files, files.version, self._origin.store.now(exact=True)))
 
-    def postpone(self, place: RemoteDirectory, until: int) -> None:
+    def postpone(self, location: RemoteDirectory, until: int) -> None:
         """Let the next who want it go without asking until then."""
         try:
-            entry = self._origin.store.entry(LISTINGS, place.key)
+            entry = self._origin.store.entry(LISTINGS, location.key)
         except errors.CacheFault:
             return  # nothing is kept that could be served
         if entry is not None:
             self._origin.store.set_validated(entry, until)
 
-    def _nothing(self, place: RemoteDirectory) -> errors.RemoteError:
-        if place.is_object():
-            return errors.NotADirectory(f"{place.key}: this is an object, and no directory: see `Cache.local`", url=place.key)
-        return errors.NotFound(f"{place.key}: there is no object below this URL", url=place.key)
+    def _nothing(self, location: RemoteDirectory) -> errors.RemoteError:
+        if location.is_object():
+            return errors.NotADirectory(f"{location.key}: this is an object, and no directory: see `Cache.local`", url=location.key)
+        return errors.NotFound(f"{location.key}: there is no object below this URL", url=location.key)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def _listed(self, place: RemoteDirectory) -> Iterator[File]:
-        if place.key.startswith(("http://", "https://")):
-            yield from self._told_by_mark(place)
+    def _listed(self, location: RemoteDirectory) -> Iterator[File]:
+        if location.key.startswith(("http://", "https://")):
+            yield from self._told_by_mark(location)
             return
         self._origin.count(Transfer(requests=1))
-        found = dict(place.list())
-        noted = self._noted(place, set(found)) if MARK in found else {}
+        found = dict(location.list())
+        noted = self._noted(location, set(found)) if MARK in found else {}
         for name, info in found.items():
             if name != MARK:
                 mine = noted.get(name)
@@ -118,34 +118,34 @@ class Listings:
                 digest = mine.digest if mine is not None and is_noted else None  # else somebody may have written it since
                 yield File(name, info.size, info.validator, info.modified, digest)
 
-    def _told_by_mark(self, place: RemoteDirectory) -> Iterator[File]:
+    def _told_by_mark(self, location: RemoteDirectory) -> Iterator[File]:
         """HTTP knows no listing: what an upload wrote down is one."""
         try:
-            noted = self._noted(place, None)
+            noted = self._noted(location, None)
         except errors.NotFound as error:
-            message = f"{place.key}: over HTTP nobody can list a directory, and there is no {MARK} that tells what is in it"
+            message = f"{location.key}: over HTTP nobody can list a directory, and there is no {MARK} that tells what is in it"
             todo = "upload it with `forebay push`, or name its files one by one"
-            raise errors.NotFound(f"{message}: {todo}", url=place.key, status=error.status, todo=todo) from error
+            raise errors.NotFound(f"{message}: {todo}", url=location.key, status=error.status, todo=todo) from error
         yield from (File(name, file.size, None, None, file.digest) for name, file in noted.items())
 
-    def _noted(self, place: RemoteDirectory, found: set[str] | None) -> Mapping[str, MarkedFile]:
+    def _noted(self, location: RemoteDirectory, found: set[str] | None) -> Mapping[str, MarkedFile]:
         """The files that an upload wrote down. ``found``: the names that are there, where that is known. Raises `Incomplete`."""
-        where = f"{place.key}{MARK}"
+        where = f"{location.key}{MARK}"
         sink = MarkSink(where, self._origin.most)
-        self._origin.count(place.remote.fetch(place.object(MARK), sink))
+        self._origin.count(location.remote.fetch(location.object(MARK), sink))
         mark = UploadMarker.parse(where, sink.data)
-        _check_complete(place, mark.complete, mark.files, found)
+        _check_complete(location, mark.complete, mark.files, found)
         return mark.files
 
 
-def _check_complete(place: RemoteDirectory, complete: bool, files: Mapping[str, object], found: set[str] | None) -> None:
+def _check_complete(location: RemoteDirectory, complete: bool, files: Mapping[str, object], found: set[str] | None) -> None:
     missing = sorted(set(files) - found) if found is not None else []
     if complete and not missing:
         return
     why = "they were removed, or are just being removed" if complete else "its upload has begun and not ended"
     many = f"{len(missing):,} of its {len(files):,} files are not there (such as {missing[0]!r}): {why}" if missing else why
-    message = f"{place.key} is not whole: {many}; repeat the upload, or remove {MARK} if what is there is all there is to be"
-    raise errors.Incomplete(message, url=place.key, missing=len(missing))
+    message = f"{location.key} is not whole: {many}; repeat the upload, or remove {MARK} if what is there is all there is to be"
+    raise errors.Incomplete(message, url=location.key, missing=len(missing))
 
 
 # -- what an upload writes down beside the files -------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from forebay._logs import logger
 from forebay._model import BufferSink
 from forebay.directories.copying import locked
 from forebay.directories.listings import Listings
-from forebay.directories.place import RemoteDirectory
+from forebay.directories.location import RemoteDirectory
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions
 
@@ -26,91 +26,91 @@ ATTEMPTS = 50  # of an update, where others update at the same time
 PAUSE = 0.05  # seconds, at most, doubled up to a second
 
 
-def read(origin: Origin, place: RemoteDirectory) -> dict[str, Any]:
+def read(origin: Origin, location: RemoteDirectory) -> dict[str, Any]:
     """What is stored now, asked of the remote; ``{}`` where nothing is. Raises `RemoteError`; `Offline` where the cache may ask nobody."""
-    if origin.offline and place.local is None:
-        return _parsed(place, bytes(origin.read(place.target(METADATA), FetchOptions(offline=True))))
-    return _found(origin, place)[0]
+    if origin.offline and location.local is None:
+        return _parsed(location, bytes(origin.read(location.target(METADATA), FetchOptions(offline=True))))
+    return _found(origin, location)[0]
 
 
-def write(origin: Origin, place: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
+def write(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
     """Store this in place of what is there. Raises `NotJson` for what JSON cannot hold, before anything is written; `RemoteError`."""
     data = _encoded(metadata)
-    with _alone(origin, place):
-        place.remote.write(place.object(METADATA), data)
-    forget(origin, place)
+    with _alone(origin, location):
+        location.remote.write(location.object(METADATA), data)
+    forget(origin, location)
 
 
-def update(origin: Origin, place: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
+def update(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
     """Set these keys, and leave the others as they are. Raises as `write` does.
 
     Two updates at once are both done: from several nodes where the store knows conditional writes, as S3 does (network file systems:
     almost, see `LocalRemote.write`); elsewhere on one node, for those that share a cache."""
     _encoded(metadata)
-    with _alone(origin, place):
+    with _alone(origin, location):
         for attempt in range(1, ATTEMPTS + 1):
-            found, validator = _found(origin, place)
+            found, validator = _found(origin, location)
             try:
-                _put(place, _encoded({**found, **metadata}), validator)
+                _put(location, _encoded({**found, **metadata}), validator)
                 break
             except errors.Conflict:  # another node was quicker: its keys are kept
                 if attempt == ATTEMPTS:
                     raise
                 time.sleep(random.uniform(0, min(1.0, PAUSE * 2**attempt)))
-    forget(origin, place)
+    forget(origin, location)
 
 
-def forget(origin: Origin, place: RemoteDirectory) -> None:
+def forget(origin: Origin, location: RemoteDirectory) -> None:
     """Let the cache's next reader of the directory ask what is in it now."""
     try:
-        Listings(origin).postpone(place, 0)
+        Listings(origin).postpone(location, 0)
     except errors.CacheFault as error:  # a root that may only be read is no reason not to write to a remote
-        log.debug("%s: its listing in the cache stays: %s", place.key, error)
+        log.debug("%s: its listing in the cache stays: %s", location.key, error)
 
 
-def _found(origin: Origin, place: RemoteDirectory) -> tuple[dict[str, Any], str | None]:
+def _found(origin: Origin, location: RemoteDirectory) -> tuple[dict[str, Any], str | None]:
     """What is there, and its validator: "" where there is none, None where nothing is."""
     sink = BufferSink(origin.most)
     try:
-        origin.count(place.remote.fetch(place.object(METADATA), sink))
+        origin.count(location.remote.fetch(location.object(METADATA), sink))
     except errors.NotFound:
         return {}, None
-    return _parsed(place, bytes(sink.data)), (sink.info.validator if sink.info else None) or ""
+    return _parsed(location, bytes(sink.data)), (sink.info.validator if sink.info else None) or ""
 
 
-def _put(place: RemoteDirectory, data: bytes, validator: str | None) -> None:
+def _put(location: RemoteDirectory, data: bytes, validator: str | None) -> None:
     """Write where nothing is, or over this version only, if the store can tell."""
-    url = place.object(METADATA)
+    url = location.object(METADATA)
     if validator == "":
-        place.remote.write(url, data)
+        location.remote.write(url, data)
         return
     try:
-        place.remote.write(url, data, if_none_match="*" if validator is None else None, if_match=validator)
+        location.remote.write(url, data, if_none_match="*" if validator is None else None, if_match=validator)
     except errors.Unsupported:
-        place.remote.write(url, data)
+        location.remote.write(url, data)
 
 
 @contextlib.contextmanager
-def _alone(origin: Origin, place: RemoteDirectory) -> Iterator[None]:
+def _alone(origin: Origin, location: RemoteDirectory) -> Iterator[None]:
     """Of the threads and processes of this host: by the directory itself, where it is one of this host's, else by the cache."""
     with contextlib.ExitStack() as stack:
-        for lock in _locks(origin, place):
+        for lock in _locks(origin, location):
             try:
                 stack.enter_context(lock())
                 break
             except OSError as error:  # NFS locks no directories; some roots may only be read
-                log.debug("%s cannot be locked: %s", place.key, error)
+                log.debug("%s cannot be locked: %s", location.key, error)
         else:
-            origin.warn("metadata", "the metadata of %s is written under no lock", place.key)
+            origin.warn("metadata", "the metadata of %s is written under no lock", location.key)
         yield
 
 
-def _locks(origin: Origin, place: RemoteDirectory) -> Iterator[Callable[[], contextlib.AbstractContextManager[object]]]:
-    local, store = place.local, origin.store
+def _locks(origin: Origin, location: RemoteDirectory) -> Iterator[Callable[[], contextlib.AbstractContextManager[object]]]:
+    local, store = location.local, origin.store
     if local is not None:
         yield lambda: locked(Path(local, METADATA))
     if store.keeps:
-        yield lambda: store.locks.named(f"metadata {place.key}")
+        yield lambda: store.locks.named(f"metadata {location.key}")
 
 
 def _encoded(metadata: object) -> bytes:
@@ -123,12 +123,12 @@ def _encoded(metadata: object) -> bytes:
         raise errors.NotJson(f"metadata cannot be written as JSON: {error}", name="metadata", value=str(error)) from error
 
 
-def _parsed(place: RemoteDirectory, data: bytes) -> dict[str, Any]:
+def _parsed(location: RemoteDirectory, data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__} where an object is wanted")
     except (ValueError, RecursionError) as error:
-        message = f"{place.key}{METADATA} is damaged ({error}): set_metadata() writes it anew"
-        raise errors.RemoteProtocolError(message, url=place.key) from error
+        message = f"{location.key}{METADATA} is damaged ({error}): set_metadata() writes it anew"
+        raise errors.RemoteProtocolError(message, url=location.key) from error
     return found

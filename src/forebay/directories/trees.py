@@ -27,8 +27,8 @@ from forebay._model import Entry, Victim, noted
 from forebay.directories import copying
 from forebay.directories.copying import each
 from forebay.directories.listings import Listing, Listings
+from forebay.directories.location import RemoteDirectory, locate
 from forebay.directories.manifests import File, Manifest, Part, Patterns
-from forebay.directories.place import RemoteDirectory, place_of
 from forebay.origin import DIRECTORIES, POSTPONED, URLS, Origin
 from forebay.origin.request import FetchOptions, is_same_version
 
@@ -48,56 +48,56 @@ class Directories:
         self._listings = Listings(origin)
 
     @staticmethod
-    def key_of(place: RemoteDirectory, part: Part) -> str:
+    def key_of(location: RemoteDirectory, part: Part) -> str:
         """Under which a part of a directory is kept."""
         told = str(part)
-        return f"{place.key}#{told}" if told else place.key
+        return f"{location.key}#{told}" if told else location.key
 
-    def lease(self, place: RemoteDirectory, part: Part, ask: FetchOptions) -> Lease:
+    def lease(self, location: RemoteDirectory, part: Part, ask: FetchOptions) -> Lease:
         """A lease on a tree that is complete for ``part``; a local directory is yielded as it is, unless ``ask.force``.
 
         Raises `NotFound`, `NotADirectory`, `BadListing`, `Incomplete`, `RemoteChanged` or another `RemoteError`; `Offline`; `WaitTimeout`;
         `NoSpace` or another `CacheFault` where it cannot be kept."""
-        if place.local is not None and not ask.force:
-            return _as_it_is(place.local)
+        if location.local is not None and not ask.force:
+            return _as_it_is(location.local)
         store = self._origin.store
         if not store.keeps:
-            raise errors.NoSpace(f"{place.key} cannot be kept: {store.why}", key=place.key, need=0, free=0, budget=0)
+            raise errors.NoSpace(f"{location.key} cannot be kept: {store.why}", key=location.key, need=0, free=0, budget=0)
         try:
             with waits.time_limit(ask.timeout):
-                return _Tree(self._origin, self._listings, store, place, part, ask).lease()
+                return _Tree(self._origin, self._listings, store, location, part, ask).lease()
         except errors.CacheFault as error:
             if isinstance(error, errors.NoSpace) or error.errno not in FULL:
                 raise
-            need, usage = self.chosen(place, part, ask).size, store.usage()
-            raise errors.NoSpace.of(self.key_of(place, part), need, 0, usage.budget, _DISK_FULL, limit="disk") from error
+            need, usage = self.chosen(location, part, ask).size, store.usage()
+            raise errors.NoSpace.of(self.key_of(location, part), need, 0, usage.budget, _DISK_FULL, limit="disk") from error
 
-    def chosen(self, place: RemoteDirectory, part: Part, ask: FetchOptions) -> Manifest:
+    def chosen(self, location: RemoteDirectory, part: Part, ask: FetchOptions) -> Manifest:
         """The files of a part as they are now. Raises as `lease` does."""
-        kept = self._listings.kept(place, ask.since)
-        return _chosen(place, part, (kept or self._listings.ask(place, ask)).manifest)
+        kept = self._listings.kept(location, ask.since)
+        return _chosen(location, part, (kept or self._listings.ask(location, ask)).manifest)
 
-    def files_of(self, place: RemoteDirectory, part: Part, tree: Lease, ask: FetchOptions) -> Sequence[File]:
+    def files_of(self, location: RemoteDirectory, part: Part, tree: Lease, ask: FetchOptions) -> Sequence[File]:
         """The files of a tree that `lease` gave."""
-        if place.local is not None and not ask.force:
-            return self.chosen(place, part, ask).files
-        kept = self._listings.kept(place, -1)
+        if location.local is not None and not ask.force:
+            return self.chosen(location, part, ask).files
+        kept = self._listings.kept(location, -1)
         now = part.choose(kept.manifest) if kept is not None else None
         if now is not None and now.version == tree.entry.validator:
             return now.files
         return [File(name, file.size, file.validator) for name, file in self._origin.store.members(tree.entry)]
 
-    def invalidate(self, place: RemoteDirectory) -> None:
+    def invalidate(self, location: RemoteDirectory) -> None:
         """Let the next call ask the remote."""
-        self._listings.postpone(place, 0)
+        self._listings.postpone(location, 0)
 
-    def keep(self, place: RemoteDirectory, files: Sequence[tuple[File, str]]) -> None:
+    def keep(self, location: RemoteDirectory, files: Sequence[tuple[File, str]]) -> None:
         """What was uploaded this moment is the remote's now: keep the local files (each with its path) as what a fetch would bring.
 
         ``files``: all of the directory, with the validators that the remote gave. Raises `CacheFault` where there is no room."""
         store = self._origin.store
         for file, path in files:
-            key = place.target(file.name).key
+            key = location.target(file.name).key
             there = store.entry(URLS, key)
             if there is not None and there.validator == file.validator and there.checksum.hex() == file.digest:
                 store.set_validated(there, store.now(exact=True))
@@ -106,14 +106,14 @@ class Directories:
             if file.digest is not None and entry.checksum.hex() != file.digest:
                 store.remove([Victim.of(entry)])
                 raise errors.CacheFault(f"{path} was written to since it was uploaded: it is not kept", key=entry.key)
-        self._listings.keep(place, Manifest.of(place.key, (file for file, _ in files)))
+        self._listings.keep(location, Manifest.of(location.key, (file for file, _ in files)))
 
 
 def lease(
     origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, ask: FetchOptions
 ) -> Lease:  # fmt: skip
     """`Directories.lease`, of what a caller said."""
-    return Directories(origin).lease(place_of(origin, url, filesystem), Part.of(include, exclude), ask)
+    return Directories(origin).lease(locate(origin, url, filesystem), Part.of(include, exclude), ask)
 
 
 def adopt(origin: Origin, space: str, key: str, path: str, *, validator: str | None = None) -> Entry:
@@ -130,20 +130,20 @@ def _as_it_is(path: str) -> Lease:
     return lease
 
 
-def _chosen(place: RemoteDirectory, part: Part, whole: Manifest) -> Manifest:
+def _chosen(location: RemoteDirectory, part: Part, whole: Manifest) -> Manifest:
     chosen = part.choose(whole)
     if not chosen.files:
-        raise errors.NotFound(f"{place.key}: none of its {len(whole.files):,} files is what {part} asks for", url=place.key)
+        raise errors.NotFound(f"{location.key}: none of its {len(whole.files):,} files is what {part} asks for", url=location.key)
     return chosen
 
 
 class _Tree:
     """One call for one part of one directory."""
 
-    def __init__(self, origin: Origin, listings: Listings, store: Store, place: RemoteDirectory, part: Part, ask: FetchOptions) -> None:
+    def __init__(self, origin: Origin, listings: Listings, store: Store, location: RemoteDirectory, part: Part, ask: FetchOptions) -> None:
         self._origin, self._listings, self._store = origin, listings, store
-        self._place, self._part, self._ask = place, part, ask
-        self._key = Directories.key_of(place, part)
+        self._location, self._part, self._ask = location, part, ask
+        self._key = Directories.key_of(location, part)
         self._came_unseen = False  # files were fetched whose version is not told: they may be of different times
         self._unlike: set[str] = set()  # files whose validators in listings are never what the remote says of the file itself
 
@@ -179,10 +179,10 @@ class _Tree:
         tree = self._there()
         if tree is None:
             return None
-        version = self._listings.version(self._place, self._ask.since)
+        version = self._listings.version(self._location, self._ask.since)
         if self._ask.offline or (version is not None and version == json.loads(tree.entry.meta)["listing"]):
             return self._hit(tree)
-        listing = self._listings.kept(self._place, self._ask.since) if version is not None else None
+        listing = self._listings.kept(self._location, self._ask.since) if version is not None else None
         if listing is not None and self._is_of(tree, listing):
             return self._hit(tree)
         tree.close()
@@ -207,7 +207,7 @@ class _Tree:
         if tree is None:
             raise errors.ReadOnly.of(self._store.root.path)
         try:
-            if self._is_of(tree, self._listings.ask(self._place, self._ask)):
+            if self._is_of(tree, self._listings.ask(self._location, self._ask)):
                 return self._hit(tree)
         except (errors.RemoteUnavailable, errors.RemoteTimeout, errors.Incomplete) as error:
             return self._stale(tree, error)
@@ -240,7 +240,7 @@ class _Tree:
                 raise
 
     def _made(self) -> Lease:
-        listing = self._listings.kept(self._place, self._ask.since) or self._asked()
+        listing = self._listings.kept(self._location, self._ask.since) or self._asked()
         if isinstance(listing, Lease):
             return listing
         changed = 0
@@ -248,7 +248,7 @@ class _Tree:
             try:
                 return self._of(listing)
             except (errors.RemoteChanged, errors.ChecksumMismatch, errors.NotFound) as error:
-                before, listing = listing, self._listings.ask(self._place, self._ask)
+                before, listing = listing, self._listings.ask(self._location, self._ask)
                 changed += before.version != listing.version
                 if isinstance(error, errors.NotFound) and before.version == listing.version:
                     raise
@@ -264,13 +264,13 @@ class _Tree:
     def _asked(self) -> Listing | Lease:
         """What the remote has now; the tree that is there, where the remote cannot tell of a whole one."""
         try:
-            return self._listings.ask(self._place, self._ask)
+            return self._listings.ask(self._location, self._ask)
         except (errors.RemoteUnavailable, errors.RemoteTimeout, errors.Incomplete) as error:
             tree = self._there()
             if tree is None:
                 raise
             if self._ask.since > 1:  # who comes in the next seconds need not wait for a time-out of his own
-                self._listings.postpone(self._place, self._ask.since + min(self._store.now() - self._ask.since, POSTPONED))
+                self._listings.postpone(self._location, self._ask.since + min(self._store.now() - self._ask.since, POSTPONED))
             return self._stale(tree, error)
 
     def _note_unlike(self, error: Exception, before: Listing, now: Listing) -> None:
@@ -278,7 +278,7 @@ class _Tree:
         if isinstance(error, errors.RemoteChanged):
             told = {file.name: file.validator for file in before.manifest.files}
             same = {file.name for file in now.manifest.files if file.validator is not None and told.get(file.name) == file.validator}
-            if any(self._place.target(name).key == getattr(error, "url", None) for name in same):
+            if any(self._location.target(name).key == getattr(error, "url", None) for name in same):
                 self._unlike |= same
 
     def _of(self, listing: Listing) -> Lease:
@@ -288,10 +288,10 @@ class _Tree:
             return self._hit(tree)
         if tree is not None:
             tree.close()
-        wanted = _chosen(self._place, self._part, listing.manifest)
+        wanted = _chosen(self._location, self._part, listing.manifest)
         self._check_fits(wanted)
         with self._files(wanted, listing.at) as leases:
-            if self._came_unseen and self._listings.ask(self._place, self._ask).version != listing.version:
+            if self._came_unseen and self._listings.ask(self._location, self._ask).version != listing.version:
                 raise errors.RemoteChanged(f"{self._key}: it changed while it was fetched", url=self._key)
             found = [(file.name, leases[file.name]) for file in wanted.files]
             life = "pinned" if self._ask.pin else "cached"
@@ -324,7 +324,7 @@ class _Tree:
             leases[file.name] = lease  # one step: no lock
 
         try:
-            self._store.ensure_room(URLS, [(self._place.target(file.name).key, file.size or 0) for file in missing])
+            self._store.ensure_room(URLS, [(self._location.target(file.name).key, file.size or 0) for file in missing])
             each([(file, file.size or 0) for file in missing], bring, JOBS, on_turn=told.tell)
             told.tell()
             yield leases
@@ -340,7 +340,7 @@ class _Tree:
 
     def _missing(self, wanted: Manifest, at: int, leases: dict[str, Lease], told: _Progress) -> list[File]:
         """The files that must be asked for; the others are leased."""
-        keys = {self._place.target(file.name).key: file for file in wanted.files}
+        keys = {self._location.target(file.name).key: file for file in wanted.files}
         for key, lease in self._store.take_many(URLS, list(keys)).items():
             file = keys[key]
             if lease.entry.kind != "blob" or not self._is_right(lease, file, at) or not self._store.is_sound(lease):
@@ -365,7 +365,7 @@ class _Tree:
 
     def _file(self, file: File, at: int, on_progress: Callable[[int, int | None], None]) -> Lease:
         """One file, fetched; of the version that the listing says. Raises `RemoteChanged` or `ChecksumMismatch` if it is another by now."""
-        target = self._place.target(file.name)
+        target = self._location.target(file.name)
         expected = file.validator if file.name not in self._unlike else None
         how = FetchOptions(
             since=at if expected is None else -1, offline=self._ask.offline, etag=expected, timeout=self._ask.timeout, force=True,
@@ -420,43 +420,43 @@ def copy(
     path: str | os.PathLike[str] | None, *, overwrite: bool,
 ) -> str:  # fmt: skip
     """`to_directory`, of what a caller said; without a ``path``, `to_temporary`."""
-    place, part = place_of(origin, url, filesystem), Part.of(include, exclude)
+    location, part = locate(origin, url, filesystem), Part.of(include, exclude)
     if path is None:
-        return to_temporary(origin, place, part, ask)
-    return to_directory(origin, place, part, ask, path, overwrite=overwrite)
+        return to_temporary(origin, location, part, ask)
+    return to_directory(origin, location, part, ask, path, overwrite=overwrite)
 
 
 def to_directory(
-    origin: Origin, place: RemoteDirectory, part: Part, ask: FetchOptions, path: str | os.PathLike[str], *, overwrite: bool
+    origin: Origin, location: RemoteDirectory, part: Part, ask: FetchOptions, path: str | os.PathLike[str], *, overwrite: bool
 ) -> str:
     """Let ``path`` have a writable copy of a part of a directory; gives its absolute path. Of all processes of the node one does it.
 
     Raises `Foreign`, `NoSpace` where the disk of ``path`` has no room, and what `Directories.lease` does but faults of the cache."""
     target = copying.target_of(path)
     with _alone(origin, target, ask):
-        _bring(origin, place, part, ask, target, overwrite=overwrite)
+        _bring(origin, location, part, ask, target, overwrite=overwrite)
     return str(target)
 
 
-def to_temporary(origin: Origin, place: RemoteDirectory, part: Part, ask: FetchOptions) -> str:
+def to_temporary(origin: Origin, location: RemoteDirectory, part: Part, ask: FetchOptions) -> str:
     """The same in a new directory below the temporary one, which nobody else knows: it needs no lock. The caller removes it."""
     target = Path(tempfile.mkdtemp(prefix="forebay-checkpoint-"))
     try:
-        _bring(origin, place, part, ask, target, overwrite=False)
+        _bring(origin, location, part, ask, target, overwrite=False)
     except BaseException:
         remove_whole(target)
         raise
     return str(target)
 
 
-def _bring(origin: Origin, place: RemoteDirectory, part: Part, ask: FetchOptions, target: Path, *, overwrite: bool) -> None:
+def _bring(origin: Origin, location: RemoteDirectory, part: Part, ask: FetchOptions, target: Path, *, overwrite: bool) -> None:
     directories = Directories(origin)
-    tree = _tree(origin, directories, place, part, ask)
+    tree = _tree(origin, directories, location, part, ask)
     if tree is None:
-        _fetch(origin, place, directories.chosen(place, part, ask).files, target, ask, overwrite=overwrite)
+        _fetch(origin, location, directories.chosen(location, part, ask).files, target, ask, overwrite=overwrite)
         return
     with tree:
-        copying.copy_tree(tree.path, directories.files_of(place, part, tree, ask), target, overwrite=overwrite)
+        copying.copy_tree(tree.path, directories.files_of(location, part, tree, ask), target, overwrite=overwrite)
 
 
 def _alone(origin: Origin, target: Path, ask: FetchOptions) -> contextlib.AbstractContextManager[object]:
@@ -466,19 +466,19 @@ def _alone(origin: Origin, target: Path, ask: FetchOptions) -> contextlib.Abstra
     return copying.locked(target)
 
 
-def _tree(origin: Origin, directories: Directories, place: RemoteDirectory, part: Part, ask: FetchOptions) -> Lease | None:
+def _tree(origin: Origin, directories: Directories, location: RemoteDirectory, part: Part, ask: FetchOptions) -> Lease | None:
     try:
-        return directories.lease(place, part, ask)
+        return directories.lease(location, part, ask)
     except (errors.CacheFault, errors.WaitTimeout) as error:
         if ask.offline:
             raise
-        origin.fall_back(error, place.key)
+        origin.fall_back(error, location.key)
         return None
 
 
-def _fetch(origin: Origin, place: RemoteDirectory, files: Sequence[File], target: Path, ask: FetchOptions, *, overwrite: bool) -> None:
+def _fetch(origin: Origin, location: RemoteDirectory, files: Sequence[File], target: Path, ask: FetchOptions, *, overwrite: bool) -> None:
     def fetch(file: File, sink: copying.FileSink) -> None:
-        origin.count(place.remote.fetch(place.object(file.name), sink))
+        origin.count(location.remote.fetch(location.object(file.name), sink))
 
     def told(done: int, total: int) -> None:
         if ask.on_progress is not None:

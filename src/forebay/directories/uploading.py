@@ -22,9 +22,9 @@ from forebay._logs import logger
 from forebay._model import BufferSink, ObjectInfo
 from forebay.directories.copying import LARGE, each
 from forebay.directories.listings import MarkedFile, MarkSink, UploadMarker
+from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import MARK, File, LocalFile, check_names, files_below, is_folder
 from forebay.directories.metadata import METADATA, forget
-from forebay.directories.place import RemoteDirectory
 from forebay.directories.trees import Directories
 from forebay.origin import Origin
 from forebay.origin.request import is_same_version
@@ -58,7 +58,7 @@ class Uploaded:
 
 
 def upload(
-    place: RemoteDirectory,
+    location: RemoteDirectory,
     local: str | os.PathLike[str],
     *,
     delete: bool = False,
@@ -78,27 +78,27 @@ def upload(
     Raises `ConfigError` for a local directory that cannot be uploaded, `SourceChanged` if a file of it changes meanwhile; `Conflict`;
     `Unsupported` for HTTP; `BadListing` where old and new names do not go together; `RemoteError`. After any of these, or an interrupt,
     the same call goes on where it was."""
-    return _Upload(place, os.path.abspath(local), max(1, jobs), tell).run(delete, dry_run)
+    return _Upload(location, os.path.abspath(local), max(1, jobs), tell).run(delete, dry_run)
 
 
 def push(
-    origin: Origin, place: RemoteDirectory, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False,
+    origin: Origin, location: RemoteDirectory, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False,
     dry_run: bool = False, jobs: int = JOBS, tell: Tell | None = None,
 ) -> Uploaded:  # fmt: skip
     """`upload`, with what the cache has to know of it; ``keep``: the files stay in the cache, as if they had been fetched.
 
     That they cannot be kept is told, and is no error. Raises `Offline` where the cache may ask nobody."""
-    if origin.offline and place.local is None:
-        raise errors.Offline.of(place.key)
+    if origin.offline and location.local is None:
+        raise errors.Offline.of(location.key)
     try:
-        done = upload(place, local, delete=delete, dry_run=dry_run, jobs=jobs, tell=tell)
+        done = upload(location, local, delete=delete, dry_run=dry_run, jobs=jobs, tell=tell)
     finally:
-        forget(origin, place)
-    if keep and not dry_run and place.local is None:
+        forget(origin, location)
+    if keep and not dry_run and location.local is None:
         try:
-            Directories(origin).keep(place, done.files)
+            Directories(origin).keep(location, done.files)
         except errors.CacheFault as error:
-            origin.warn("keep", "%s is uploaded, and not kept in the cache: %s", place.key, error)
+            origin.warn("keep", "%s is uploaded, and not kept in the cache: %s", location.key, error)
     return done
 
 
@@ -109,8 +109,8 @@ class _Stopped(Exception):
 class _Upload:
     """One call."""
 
-    def __init__(self, place: RemoteDirectory, local: str, jobs: int, tell: Tell | None) -> None:
-        self._place, self._local, self._jobs, self._tell = place, local, jobs, tell
+    def __init__(self, location: RemoteDirectory, local: str, jobs: int, tell: Tell | None) -> None:
+        self._location, self._local, self._jobs, self._tell = location, local, jobs, tell
         self._stopped = False
         self._marked: str | None = None  # validator of the mark that is there: "" if it has none, None where there is no mark
         self._done: dict[str, int] = {}  # bytes of each file; one thread writes one key
@@ -120,10 +120,10 @@ class _Upload:
     def run(self, delete: bool, dry_run: bool) -> Uploaded:
         self._check_places()
         files = {file.name: file for file in files_below(self._local)}
-        there = {name: info for name, info in self._place.list() if not is_folder(name, info.size)}
+        there = {name: info for name, info in self._location.list() if not is_folder(name, info.size)}
         before = self._mark_there(there.pop(MARK, None))
         gone = tuple(sorted(set(there) - set(files) - {METADATA})) if delete else ()
-        check_names(self._place.key, sorted(set(files) | set(there) - set(gone)))
+        check_names(self._location.key, sorted(set(files) | set(there) - set(gone)))
         digests, missing = self._compared(files, before, there)
         todo = [file for name, file in files.items() if name in missing]
         plan = Uploaded((), tuple(file.name for file in todo), gone, sum(file.size for file in todo))
@@ -133,8 +133,8 @@ class _Upload:
             return replace(plan, files=self._described(files, digests, there))
         states = {file.name: _state(there.get(file.name)) for file in todo}
         UploadMarker(False, _noted(files, digests, states)).check_size(self._mark_key)
-        if self._place.local is not None:
-            sweep(self._place.local)
+        if self._location.local is not None:
+            sweep(self._location.local)
         self._write_mark(UploadMarker(False, _noted(files, digests, states)))
         in_the_way = _in_the_way(gone, files)
         self._remove(in_the_way)
@@ -145,15 +145,15 @@ class _Upload:
         return replace(plan, files=self._described(files, digests, now))
 
     def _check_places(self) -> None:
-        if self._place.key.startswith(("http://", "https://")):
-            message = f"{self._place.key}: nothing can be written over HTTP: give the s3:// URL, or the path, behind it"
-            raise errors.Unsupported(message, url=self._place.key)
-        if self._place.local is None:
+        if self._location.key.startswith(("http://", "https://")):
+            message = f"{self._location.key}: nothing can be written over HTTP: give the s3:// URL, or the path, behind it"
+            raise errors.Unsupported(message, url=self._location.key)
+        if self._location.local is None:
             return
-        ours, theirs = os.path.realpath(self._local), os.path.realpath(self._place.local)
+        ours, theirs = os.path.realpath(self._local), os.path.realpath(self._location.local)
         if os.path.commonpath([ours, theirs]) in (ours, theirs):
-            message = f"{self._local} cannot be uploaded to {self._place.local}: one lies in the other"
-            raise errors.ConfigError(message, name="url", value=self._place.local)
+            message = f"{self._local} cannot be uploaded to {self._location.local}: one lies in the other"
+            raise errors.ConfigError(message, name="url", value=self._location.local)
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
@@ -165,11 +165,11 @@ class _Upload:
 
     @property
     def _mark_key(self) -> str:
-        return f"{self._place.key}{MARK}"
+        return f"{self._location.key}{MARK}"
 
     def _read(self, name: str) -> bytes:
         sink = MarkSink(self._mark_key) if name == MARK else BufferSink()
-        self._place.remote.fetch(self._place.object(name), sink)
+        self._location.remote.fetch(self._location.object(name), sink)
         return bytes(sink.data)
 
     def _compared(
@@ -215,7 +215,7 @@ class _Upload:
 
     def _write_mark(self, mark: UploadMarker) -> None:
         """Write it over the one that is there, if that is the one we know."""
-        url, write = self._place.object(MARK), self._place.remote.write
+        url, write = self._location.object(MARK), self._location.remote.write
         try:
             if self._marked == "":
                 info = write(url, mark.encoded)
@@ -230,7 +230,7 @@ class _Upload:
     def _ours(self, mark: UploadMarker, error: errors.Conflict) -> ObjectInfo:
         """The mark that is in the way, if it is the one that we wrote, whose answer was lost."""
         try:
-            info = self._place.remote.stat(self._place.object(MARK))
+            info = self._location.remote.stat(self._location.object(MARK))
             same = self._read(MARK) == mark.encoded
         except errors.NotFound:  # somebody removed it
             info, same = None, False
@@ -239,8 +239,8 @@ class _Upload:
         return info
 
     def _overtaken(self) -> errors.Conflict:
-        message = f"{self._place.key}: another upload to it began since this one did, which ends here"
-        return errors.Conflict(message, url=self._place.key)
+        message = f"{self._location.key}: another upload to it began since this one did, which ends here"
+        return errors.Conflict(message, url=self._location.key)
 
     def _watch_mark(self) -> None:
         """Now and then, while files are sent. Raises `Conflict` once another upload has written its mark: this one is in its way."""
@@ -248,10 +248,10 @@ class _Upload:
             return
         self._watch_at = time.monotonic() + WATCH
         try:
-            if self._place.remote.stat(self._place.object(MARK), known=self._marked) is not None:
+            if self._location.remote.stat(self._location.object(MARK), known=self._marked) is not None:
                 raise self._overtaken()
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
-            log.debug("%s: whether another upload has begun is not known: %s", self._place.key, error)
+            log.debug("%s: whether another upload has begun is not known: %s", self._location.key, error)
 
     def _send(self, todo: list[LocalFile], total: int, sizes: Mapping[str, int]) -> None:
         waiting = {file.name for file in todo}
@@ -265,7 +265,7 @@ class _Upload:
         turn()
 
     def _weight(self, file: LocalFile) -> int:
-        in_parts = self._place.key.startswith("s3://") and not self._place.identity and file.size > IN_ONE
+        in_parts = self._location.key.startswith("s3://") and not self._location.identity and file.size > IN_ONE
         return max(file.size, LARGE) if in_parts else file.size
 
     def _send_one(self, file: LocalFile) -> None:
@@ -276,34 +276,34 @@ class _Upload:
 
         on_sent(0)
         file.check()
-        url = self._place.object(file.name)
-        self._written[file.name] = self._place.remote.write(url, file.path, on_sent=on_sent, resume=True)
+        url = self._location.object(file.name)
+        self._written[file.name] = self._location.remote.write(url, file.path, on_sent=on_sent, resume=True)
         self._done[file.name] = file.size
         try:
             file.check()
         except errors.SourceChanged:
-            self._place.remote.delete(url)  # else the next attempt might take it for what the file was
+            self._location.remote.delete(url)  # else the next attempt might take it for what the file was
             raise
 
     def _remove(self, those: Iterable[str]) -> None:
         names = list(those)
-        each([(name, 0) for name in names], lambda name: self._place.remote.delete(self._place.object(name)), self._jobs)
-        if self._place.local is not None:
-            prune(self._place.local, names)
+        each([(name, 0) for name in names], lambda name: self._location.remote.delete(self._location.object(name)), self._jobs)
+        if self._location.local is not None:
+            prune(self._location.local, names)
 
     def _look_again(self, files: Mapping[str, LocalFile]) -> dict[str, ObjectInfo]:
         """What the remote lists now of the files. Raises `Conflict` if something of it is not what was sent."""
-        now = {name: info for name, info in self._place.list() if name in files}
+        now = {name: info for name, info in self._location.list() if name in files}
         for name, file in files.items():
             info, written = now.get(name), self._written.get(name)
             if info is None or info.size not in (None, file.size) or not self._is_same(written, info):
-                message = f"{self._place.key}: {name!r} was removed or written to by somebody else while it was uploaded"
-                raise errors.Conflict(message, url=self._place.key)
+                message = f"{self._location.key}: {name!r} was removed or written to by somebody else while it was uploaded"
+                raise errors.Conflict(message, url=self._location.key)
         return now
 
     def _is_same(self, written: ObjectInfo | None, listed: ObjectInfo) -> bool:
         """Whether what is listed is what was written, where that can be told: in listings, filesystems may have other validators."""
-        if written is None or self._place.identity or not self._place.key.startswith(("s3://", "file://")):
+        if written is None or self._location.identity or not self._location.key.startswith(("s3://", "file://")):
             return True
         return is_same_version(listed.validator, written.validator or "")
 

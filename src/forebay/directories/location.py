@@ -69,7 +69,7 @@ def check_either(text: str, filesystem: Any) -> None:
         raise errors.ConfigError(message, name="path", value=shown)
 
 
-def place_of(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) -> RemoteDirectory:
+def locate(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) -> RemoteDirectory:
     """The directory that this URL or path means, or this path of a filesystem object of fsspec or pyarrow.
 
     Raises `ConfigError`, or `MissingExtra` for a scheme whose package is not there."""
@@ -88,7 +88,7 @@ def place_of(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None
         filesystem, text = found
     local = remote.local_path_on(filesystem, text)
     if local is not None:
-        return place_of(origin, local)
+        return locate(origin, local)
     prefix = Prefix(text, plain=True)
     key, _, asked = remote.on_filesystem(filesystem, prefix.folder, origin.options)
     return RemoteDirectory(prefix.url, folder_of(key), asked, None, prefix, key.rpartition("#")[2], key.partition("://")[0])
