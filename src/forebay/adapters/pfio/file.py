@@ -165,7 +165,7 @@ def _locations(samples: Samples, pack: Pack, first: tuple[int, memoryview] | Non
     for i in samples:
         data = samples.get(i)
         if data is not None and first is not None and i != first[0]:
-            number, offset = pack_records.locate(pack._cells[i])
+            number, offset = pack_records.place_of(pack._cells[i])
             yield i, number, offset + pack_records.HEADER, len(data)
 
 
