@@ -44,16 +44,16 @@ class Prefetcher(Pool[Item_co]):
     Callable from any thread. Usable in both processes after a fork, whether loads are pending or not. Picklable if its source is. A context
     manager. When the last reference to it is gone, its threads end."""
 
-    def __init__(self, origin: Origin, source: Source, how: dict[str, Any]) -> None:
-        self._origin, self._how = origin, how
+    def __init__(self, origin: Origin, source: Source, options: dict[str, Any]) -> None:
+        self._origin, self._options = origin, options
         self.source = source
-        self.name: str = how["name"]
+        self.name: str = options["name"]
         assert origin.store.keeps
         self._store = origin.store
         bind = getattr(source, "bind", None)
         if bind is not None:
             bind(origin)
-        self._maker = _Maker(source, how, self._store, counts=bind is None)
+        self._maker = _Maker(source, options, self._store, counts=bind is None)
         session = self._join()
         self._loader = Loader(self._job(session))
         self.identity = f"{self.name}:{self._digest}"
@@ -66,7 +66,7 @@ class Prefetcher(Pool[Item_co]):
         The items of a source without a version belong to a session, which ends with the last process that uses it."""
         version = getattr(self.source, "version", None)
         decoder = () if self._maker.is_raw else (*decoder_of(self.source), self._maker.codec.name)
-        parts = [self.source.uri, repr(version), self._how["store"], *decoder]
+        parts = [self.source.uri, repr(version), self._options["store"], *decoder]
         self._digest = self._bound = _digest(parts)
         self._item_version: Callable[[str], str | None] | None = getattr(self.source, "version_of", None) if version is None else None
         if version is not None:
@@ -82,13 +82,13 @@ class Prefetcher(Pool[Item_co]):
     def _job(self, session: Lease | None) -> PrefetchConfig:
         size = getattr(self.source, "size", None)
         return PrefetchConfig(
-            store=self._store, space=self.name, workers=self._how["workers"], keep=self._how["keep"], make=self._maker.make,
+            store=self._store, space=self.name, workers=self._options["workers"], keep=self._options["keep"], make=self._maker.make,
             size_of=size if self._maker.is_raw else None, lease=self._maker.lease, timeout=self._origin.timeout,
             report_fault=_FallbackReporter(self._origin, self.name), session=session,
         )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self._origin, self.source, self._how)
+        return _unpickle, (self._origin, self.source, self._options)
 
     def __repr__(self) -> str:
         return f"<forebay.Prefetcher {self.name!r} of {self.source.uri!r}{' closed' if self.closed else ''}>"
@@ -156,7 +156,7 @@ class Prefetcher(Pool[Item_co]):
         for key in keys:
             self._check_open()
             window.append((key, self._loader.submit(key, *self._name_of(key))))
-            finish_all_but(4 * int(self._how["workers"]))
+            finish_all_but(4 * int(self._options["workers"]))
         finish_all_but(0)
         return WarmReport(tuple(done), tuple(failed))
 
@@ -179,7 +179,7 @@ class Prefetcher(Pool[Item_co]):
             if value is not None and (type(value) is not int or value < 0):
                 raise errors.ConfigError(f"{name} must be an integer that is not negative, not {value!r}", name=name, value=value)
         self._store.spaces.ensure(self.name, quota=budget, max_count=max_count)
-        self._how |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
+        self._options |= {name: value for name, value in (("budget", budget), ("max_count", max_count)) if value is not None}
         self._loader.look_at_limit()
 
     @property
@@ -225,10 +225,10 @@ class _Maker:
     """How items are made: the bytes that are stored, and the values that callers get. The threads refer to this object only, never to the
     prefetcher, so that they end when the prefetcher is dropped."""
 
-    def __init__(self, source: Source, how: dict[str, Any], store: Store, *, counts: bool) -> None:
+    def __init__(self, source: Source, options: dict[str, Any], store: Store, *, counts: bool) -> None:
         self._source, self._store, self._counts = source, store, counts
-        self.codec = codecs.codec(how["codec"])
-        self.is_raw = how["store"] == "raw"
+        self.codec = codecs.codec(options["codec"])
+        self.is_raw = options["store"] == "raw"
         self._inner: Any = source
         self._decoders: list[Any] = []
         while self.is_raw and isinstance(self._inner, DecodedSource):
@@ -278,43 +278,49 @@ class _FallbackReporter:
 # -- making ------------------------------------------------------------------------------------------------------------
 
 
-def open_prefetcher(origin: Origin, source: Any, *, decode: Any = None, **how: Any) -> Prefetcher[Any] | PassThrough[Any]:
+def open_prefetcher(origin: Origin, source: Any, *, decode: Any = None, **options: Any) -> Prefetcher[Any] | PassThrough[Any]:
     """See `Cache.prefetcher`. ``budget`` in bytes."""
-    if how["store"] not in STORES:
-        raise errors.ConfigError(f"store={how['store']!r}: there are {' and '.join(map(repr, STORES))}", name="store", value=how["store"])
-    if type(how["workers"]) is not int or how["workers"] < 1:
-        raise errors.ConfigError(f"workers={how['workers']!r}: at least one thread loads", name="workers", value=how["workers"])
-    if type(how["max_count"]) is not int or how["max_count"] < 0:
-        raise errors.ConfigError(f"max_count={how['max_count']!r}: a number of items is wanted", name="max_count", value=how["max_count"])
-    found = wrapped(source_of(source), decode)
-    chosen = how["codec"]
-    how["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=origin.others_can_write)
-    store, again = origin.current(), _Again(origin, found, how)
+    if options["store"] not in STORES:
+        raise errors.ConfigError(
+            f"store must be {' or '.join(map(repr, STORES))}, not {options['store']!r}", name="store", value=options["store"]
+        )
+    if type(options["workers"]) is not int or options["workers"] < 1:
+        raise errors.ConfigError(
+            f"workers must be an integer of at least 1, not {options['workers']!r}", name="workers", value=options["workers"]
+        )
+    if type(options["max_count"]) is not int or options["max_count"] < 0:
+        raise errors.ConfigError(
+            f"max_count must be an integer that is not negative, not {options['max_count']!r}", name="max_count", value=options["max_count"]
+        )
+    source = wrapped(source_of(source), decode)
+    chosen = options["codec"]
+    options["codec"] = codecs.codec(chosen) if chosen is not None else codecs.default_codec(others_can_write=origin.others_can_write)
+    store, reopen = origin.current(), _Reopen(origin, source, options)
     may_come = not store.root.read_only if store.keeps else origin.reopening is not None
     with waits.time_limit(origin.timeout):
-        pool = (again() if may_come else None) or PassThrough(found, reopen=again if may_come else None)
+        pool = (reopen() if may_come else None) or PassThrough(source, reopen=reopen if may_come else None)
     origin.register(pool)
     return pool
 
 
 @dataclass(frozen=True, slots=True)
-class _Again:
-    """Opens a prefetcher, if that can be done now."""
+class _Reopen:
+    """Opens the prefetcher, if the cache can be used by now."""
 
     origin: Origin
     source: Any
-    how: dict[str, Any]
+    options: dict[str, Any]
 
     def __call__(self, limits: Mapping[str, int] = _NONE) -> Prefetcher[Any] | None:
-        origin, how = self.origin, {**self.how, **limits}
+        origin, options = self.origin, {**self.options, **limits}
         store = origin.current()
         if not store.keeps:
             return None
         try:
-            store.spaces.ensure(how["name"], policy=how["policy"], quota=how["budget"], max_count=how["max_count"])
-            return Prefetcher(origin, self.source, how)
+            store.spaces.ensure(options["name"], policy=options["policy"], quota=options["budget"], max_count=options["max_count"])
+            return Prefetcher(origin, self.source, options)
         except (errors.CacheFault, errors.WaitTimeout) as error:
-            origin.fall_back(error, f"the prefetcher {how['name']!r}")
+            origin.fall_back(error, f"the prefetcher {options['name']!r}")
             return None
 
 
@@ -347,5 +353,5 @@ def _as_bytes(item: Any, source: Source, key: str) -> bytes:
         raise errors.ConfigError(message, name="source", value=kind) from error
 
 
-def _unpickle(origin: Origin, source: Any, how: dict[str, Any]) -> Prefetcher[Any] | PassThrough[Any]:
-    return open_prefetcher(origin, source, **how)
+def _unpickle(origin: Origin, source: Any, options: dict[str, Any]) -> Prefetcher[Any] | PassThrough[Any]:
+    return open_prefetcher(origin, source, **options)

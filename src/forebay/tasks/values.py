@@ -1,4 +1,4 @@
-"""Values of one space: encoded, kept under string keys, and made by one process of the node at a time."""
+"""Values of one space: encoded, stored under string keys, and computed by one process of the node at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 COUNTED = ("hits", "misses", "runs", "replays", "waits", "store_failures", "damaged")
 NOT_KEPT = "what was made cannot be kept"
 _MOST = 16 << 10
-"""Bytes of an error's pickle that are passed on."""
+"""Largest pickle of an error, in bytes, that is passed on to other processes."""
 
 
 class Values:
@@ -43,10 +43,10 @@ class Values:
         self._bound, self._quick = store, store.finder(self.space)
 
     def before_fork(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def after_fork_parent(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def after_fork_child(self) -> None:
         self.counted.update(dict.fromkeys(COUNTED, 0))  # what the parent did is the parent's
@@ -82,7 +82,7 @@ class Values:
         return value
 
     def _slowly(self, store: Store | PassThrough, key: str) -> tuple[Store | PassThrough, Remembered | None]:
-        """By the catalog: here, else in the root upstream; and which of them has it."""
+        """Look the key up in the catalog of this root, else in the upstream root. Returns also which of them has it."""
         try:
             with waits.time_limit(self.origin.timeout):
                 hit = store.view(self.space, key)
@@ -94,7 +94,7 @@ class Values:
         return store, hit
 
     def _is_ours(self, key: str, meta: str, digest: str | None, label: str) -> bool:
-        """Whether an entry that carries ``meta`` is what was asked for."""
+        """Whether an entry with this ``meta`` is the value that was requested."""
         codec, digests = _parsed(meta)
         if codec != self.codec.name:
             self._say(
@@ -142,14 +142,14 @@ class Values:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def keep(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "") -> bool:
-        """Keep a value under a key, in place of what was there. False where it cannot be kept, with one warning: then what was there stays.
+        """Store a value under a key, and replace the one that was there. False, with one warning, if it cannot: the old one stays then.
 
         ``pin``: it is never evicted. Raises `ConfigError` for a value of a kind that the codec does not take, `Closed`, and what the
         value's own code raises that is no Exception."""
         return self._keep(key, value, digest=digest, pin=pin, label=label) is not None
 
     def kept(self, key: str, value: Any, *, digest: str = "", pin: bool = False, label: str = "", copy: bool = False) -> tuple[Any] | None:
-        """Keep a value; gives it as the next reader will get it, so that who made it sees no other. None where it is not kept.
+        """Store a value. Returns it as the next reader will get it, so that its maker sees no other one; None if it is not stored.
         See `keep` and `look`."""
         pieces = self._keep(key, value, digest=digest, pin=pin, label=label)
         if pieces is None:
@@ -176,7 +176,7 @@ class Values:
         return (value,)
 
     def _keep(self, key: str, value: Any, *, digest: str, pin: bool, label: str) -> Sequence[Buffer] | None:
-        """What a value was stored as; None where it is not kept."""
+        """Store a value. Returns its encoded form, or None if it is not stored."""
         store, pieces = self._store(), self._encoded(key, value, label)
         if pieces is None:
             return None
@@ -204,7 +204,7 @@ class Values:
         return f"{self.codec.name} {digest}" if digest else self.codec.name
 
     def _stored(self, key: str) -> Remembered | None:
-        """What lies under a key in this root, without a use of it."""
+        """The stored value of a key in this root. Does not count as a use."""
         store = self._store()
         try:
             with waits.time_limit(self.origin.timeout):
@@ -220,7 +220,7 @@ class Values:
         self._say(label, kind, f"what {label} gave is not kept: {why}" if label else f"{self.space}:{key} is not kept: {why}")
 
     def _say(self, name: str, kind: str, message: str) -> None:
-        """Told once a process for each name and kind."""
+        """Log a warning once per process for each name and kind."""
         if (name, kind) not in self._reported:
             if len(self._reported) >= 10_000:
                 self._reported.clear()
@@ -262,7 +262,7 @@ class Values:
         self, key: str, digest: str | None, make: Callable[[], Awaitable[T]], *, timeout: float | None = None, pin: bool = False,
         label: str = "", looked: bool = False, copy: bool = False,
     ) -> T:  # fmt: skip
-        """`single` for a coroutine: the event loop goes on while another makes the value."""
+        """`single` for a coroutine. The event loop goes on while another process or thread computes the value."""
         import asyncio  # whoever awaits this has it
 
         hit = None if looked else self.look(key, digest, label=label, copy=copy)
@@ -292,12 +292,12 @@ class Values:
     # -- names -----------------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
-        """Whether there is something under this key, by whatever codec. No use of it."""
+        """Whether there is a value under this key, of any codec. Does not count as a use."""
         above = self.origin.upstream
         return self._store().entry(self.space, key) is not None or (above is not None and above.entry(self.space, key) is not None)
 
     def has_any(self, prefix: str) -> bool:
-        """Whether a key begins so."""
+        """Whether any key begins with ``prefix``."""
         try:
             return self._store().spaces.has_any(self.space, prefix)
         except errors.CacheFault as error:
@@ -305,7 +305,7 @@ class Values:
             return False
 
     def evict(self, key: str) -> bool:
-        """Remove a key, pinned or not. False if there is none, or it cannot be removed."""
+        """Remove a key, pinned or not. Returns False if there is none, or it cannot be removed."""
         store = self._store()
         entry = store.entry(self.space, key)
         try:
@@ -316,7 +316,7 @@ class Values:
             return False
 
     def flush(self) -> int:
-        """Remove all that are not pinned; gives how many went."""
+        """Remove all values that are not pinned. Returns how many were removed."""
         try:
             with waits.time_limit(self.origin.timeout):
                 return self._store().spaces.clear(self.space)
@@ -329,15 +329,15 @@ class Values:
         return self._store().spaces.keys(self.space)
 
     def size(self) -> tuple[int, int]:
-        """Stored bytes and number of the values."""
+        """Stored size in bytes, and number, of the values."""
         return self._store().spaces.usage(self.space)
 
     def size_bytes(self) -> int:
-        """Stored bytes of the values."""
+        """Stored size of the values in bytes."""
         return self.size()[0]
 
     def budget(self) -> int | None:
-        """Bytes that the values may have; None: no more than the cache."""
+        """Bytes that the values may have; None: limited by the cache only."""
         return self._store().spaces.quota(self.space)
 
     def _store(self) -> Store | PassThrough:
@@ -348,7 +348,7 @@ class Values:
 
 
 class _KeptCall:
-    """One call that found nothing: what it saw, made and failed with."""
+    """One call that found no stored value: its result, or its error."""
 
     def __init__(self, values: Values, key: str, digest: str | None, pin: bool, label: str, copy: bool) -> None:
         self._values, self._key, self._digest, self._pin, self._label, self._copy = values, key, digest, pin, label, copy
@@ -358,7 +358,7 @@ class _KeptCall:
         self.result: tuple[Any] | None = None
 
     def look(self) -> tuple[Any] | None:
-        """Under the call's lock: what another made meanwhile."""
+        """Look again under the call's lock: another process or thread may have computed the value meanwhile."""
         hit = self._values._look(self._key, self._digest, self._label, self._copy)
         if hit is not None:
             self._values.counted["waits"] += 1
@@ -369,14 +369,14 @@ class _KeptCall:
         self.result = (value,)
         hit = values.kept(self._key, value, digest=self._digest or "", pin=self._pin, label=self._label, copy=self._copy)
         if hit is None:
-            # Those who wait would make it one after the other, each in vain.
+            # Else the processes that wait would compute it one after the other, each in vain.
             values.origin.store.locks.note_failure(values.space, self.call, errors.CacheFault(NOT_KEPT, key=self._key))
         else:
             self.result = hit
         return self.result
 
     def final(self, error: Exception) -> Exception | None:
-        """What is for the caller: what was to be run raised it, here or elsewhere. None: the cache cannot help."""
+        """The error to raise: the function raised it, here or elsewhere. None: the cache failed, and the function runs without it."""
         if self._failed is not None and (error is self._failed or error.__cause__ is self._failed):
             return self._failed
         if isinstance(error, errors.FillFailed):
@@ -391,11 +391,11 @@ class _KeptCall:
 
     @property
     def _carries(self) -> bool:
-        """Whether failures may be pickled to those who wait: no other codec ever unpickles."""
+        """Whether errors may be pickled for the processes that wait: no other codec ever unpickles."""
         return self._values.codec.name == "pickle"
 
     def __enter__(self) -> None:
-        """From here on what is raised is the function's."""
+        """From here on, an error is the function's own."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception):
@@ -407,8 +407,8 @@ class _KeptCall:
 
 
 def _pickled(error: Exception) -> errors.FillFailed | None:
-    """An error of the program's own on its way to those who wait in other processes: as a pickle, where it comes back from that.
-    None where it needs none, or has none: then they are told its name and its text."""
+    """An error of the program, with its pickle, for the processes that wait; None if it needs no pickle, or cannot be unpickled. They get
+    its name and text then."""
     if isinstance(error, errors.CacheFault) or type(errors.from_wire(errors.to_wire(error))) is type(error):
         return None
     try:
@@ -421,7 +421,7 @@ def _pickled(error: Exception) -> errors.FillFailed | None:
 
 
 def _unpickled(error: errors.FillFailed) -> Exception | None:
-    """The error that `_pickled` sent; None where there is none, or it cannot be made here."""
+    """The error that `_pickled` sent; None if there is none, or it cannot be unpickled here."""
     data = error.facts.get("pickled")
     try:
         hit = pickle.loads(base64.b85decode(data)) if isinstance(data, str) else None
@@ -431,6 +431,6 @@ def _unpickled(error: errors.FillFailed) -> Exception | None:
 
 
 def _parsed(meta: str) -> tuple[str, str]:
-    """Codec and digest that an entry carries; the digest may be empty."""
+    """Codec and digest in the metadata of an entry; the digest may be empty."""
     head, space, tail = meta.rpartition(" ")
     return (head, tail) if space and len(tail) == 32 else (meta, "")
