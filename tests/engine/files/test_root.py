@@ -61,14 +61,14 @@ def test_64_processes_make_one_root(tmp_path: Path, children: Callable[..., obje
     assert whole(root)
 
 
-def test_a_creation_killed_at_any_step_is_completed_by_the_next_open(tmp_path: Path, kill_at: Callable[..., bool]) -> None:
+def test_a_creation_killed_at_any_step_is_completed_by_the_next_open(quick_path: Path, kill_at: Callable[..., bool]) -> None:
     steps: list[str] = []
     host.on_step(lambda name, subject: steps.append(name))
-    open_root(tmp_path / "uninterrupted")
+    open_root(quick_path / "uninterrupted")
     host.on_step(None)
     # Directories 00 to ff and the lease files are made alike: every seventh will do.
     for step in [n for n in range(len(steps)) if n < 20 or n % 7 == 0 or n > len(steps) - 40]:
-        place = tmp_path / str(step)
+        place = quick_path / str(step)
         assert kill_at(step, lambda place=place: open_root(place))
         root = open_root(place)
         assert whole(root), (step, steps[step])
