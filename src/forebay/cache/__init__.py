@@ -109,9 +109,9 @@ class Cache:
         into the cache nor write to it. ``force``: keep a local file too. ``pin``: never evict it. ``filesystem``: an fsspec or pyarrow
         filesystem object, of which ``url`` is a path. Raises `RemoteError`. A hit takes no lock and no system call."""
         if max_age is None and not (refresh or sha256 or etag or bypass or pin or filesystem):
-            found = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path finds nothing
-            if found is not None:
-                return found
+            view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path finds nothing
+            if view is not None:
+                return view
         ask = self._ask(max_age, refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin)
         return self._origin.read(self._target(url, filesystem), ask)
 
@@ -179,8 +179,8 @@ class Cache:
         self, url: str | os.PathLike[str], max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **how: Any
     ) -> FetchOptions:  # fmt: skip
         self._check_open()
-        told = ProgressReporter(remote.shown(url), on_progress)
-        return self._ask(max_age, refresh, on_wait=told.waiting, on_progress=told.fetching, **how)
+        reporter = ProgressReporter(remote.shown(url), on_progress)
+        return self._ask(max_age, refresh, on_wait=reporter.waiting, on_progress=reporter.fetching, **how)
 
     def pull(
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False,
@@ -188,16 +188,16 @@ class Cache:
     ) -> Entry | None:  # fmt: skip
         """Have an object in the cache; gives its entry, None where there is no room for it. See `read`."""
         target = self._target(url, filesystem)
-        told = ProgressReporter(target.key, on_progress)
-        ask = self._ask(max_age, refresh, force=True, on_wait=told.waiting, on_progress=told.fetching, **how)
+        reporter = ProgressReporter(target.key, on_progress)
+        ask = self._ask(max_age, refresh, force=True, on_wait=reporter.waiting, on_progress=reporter.fetching, **how)
         try:
             lease = self._origin.lease(target, ask)
             with lease:
-                told.say("done", lease.entry.size, lease.entry.size)
+                reporter.say("done", lease.entry.size, lease.entry.size)
                 return lease.entry
         except errors.NoSpace as error:
             log.warning("%s is not kept: %s", target.key, str(error))
-            told.say("direct", 0, None)
+            reporter.say("direct", 0, None)
             return None
 
     def warm(
@@ -362,8 +362,8 @@ class Cache:
         """One entry by its name: a URL, ``space:key``, or a key of `Cache.put`, which is called ``values:key`` in full. What a space has
         under ``space:key`` comes before a key of `Cache.put` that reads so. Raises `Ambiguous` where a name means several."""
         place = self._find(name)
-        found = self._store.entry(*place) if place is not None else None
-        return replace(found, leased=self._store.is_leased(found)) if found is not None else None
+        entry = self._store.entry(*place) if place is not None else None
+        return replace(entry, leased=self._store.is_leased(entry)) if entry is not None else None
 
     def hold(self, name: Name) -> Lease:
         """A lease on the file or the directory that is kept under a name; nothing is fetched. Raises `NotCached`."""

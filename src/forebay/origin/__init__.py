@@ -152,7 +152,7 @@ class Origin:
         return store
 
     def _open_noted(self, store: Store) -> None:
-        """Make the spaces that were asked for before there was a store. No call that came by is to fail for them."""
+        """Make the spaces that were requested before there was a store. The call that happens to do this must not fail for them."""
         while self.unset_spaces:
             try:
                 name, limits = self.unset_spaces.popitem()
@@ -267,6 +267,7 @@ class Origin:
             made.append(True)
             return self._obtain(target, ask, spilling) if any(seen) else self._fetch(target, ask, spilling)
 
+        # P1 and P2 find none / P1 holds the key, fetches, lets go / P2 holds the key: without a look under the lock it fetches again.
         with waits.time_limit(ask.timeout):
             lease = None if looked else look()
             if lease is None:
@@ -445,7 +446,7 @@ class Origin:
         self.warn(f"stale {'/'.join(key.split('/')[:3])}", message, key, error)
 
     def warn(self, what: str, message: str, *values: object) -> None:
-        """Each kind of trouble is told once a process; the counters tell how often it came."""
+        """Log each kind of trouble once per process; the counters tell how often it happened."""
         if what not in self.warned:
             self.warned.add(what)
             log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
