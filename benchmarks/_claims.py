@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from _below_common import FLOOR, OURS, PEER
+from _common import FLOOR, OURS, PEER
 
 SHM = Path("/dev/shm")
 STREAMING = "Streaming"
