@@ -113,8 +113,8 @@ MUTANTS = (
     ),
     Mutant(
         10, "a copy that its caller removes is the original", "directories/trees.py",
-        "        return to_temporary(origin, location, part, ask)\n",
-        "        return location.local or to_temporary(origin, location, part, ask)\n",
+        "        return to_temporary(origin, location, part, options)\n",
+        "        return location.local or to_temporary(origin, location, part, options)\n",
         "tests/test_checkpoint.py::test_what_a_caller_removes_is_never_the_original",
     ),
     Mutant(
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "a private copy of another version is taken for this one", "directories/copying.py",
-        " and has_stamp(found.st_mtime_ns, self._stamps[file.name])", "",
+        " and has_stamp(status.st_mtime_ns, self._stamps[file.name])", "",
         "tests/directories/test_copying.py::test_another_version_of_the_same_size_is_another_file",
     ),
     Mutant(
@@ -838,7 +838,7 @@ MUTANTS = (
     # 11. Nobody waits in silence
     Mutant(
         11, "who waits for a directory does not say so", "directories/trees.py",
-        "timeout=self._ask.timeout, on_wait=self._ask.on_wait):", "timeout=self._ask.timeout):",
+        "timeout=self._options.timeout, on_wait=self._options.on_wait):", "timeout=self._options.timeout):",
         "tests/directories/test_directories.py::test_who_waits_says_so",
     ),
     Mutant(

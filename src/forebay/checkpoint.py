@@ -149,17 +149,17 @@ class Checkpoint(metaclass=_Kind):
     # -- its files -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def as_directory(self, *, include: Patterns = None, exclude: Patterns = None, **how: Any) -> Iterator[str]:
+    def as_directory(self, *, include: Patterns = None, exclude: Patterns = None, **arguments: Any) -> Iterator[str]:
         """Its files as a local directory, read-only and complete, for a ``with``: all threads and processes of the node share one copy.
 
         After the block it stays for the next who wants it, until the cache needs the room. A local directory is yielded as it is.
         ``include``, ``exclude``, ``how``, and what is raised: see `Cache.directory`."""
-        with self._lease(include, exclude, how) as path:
+        with self._lease(include, exclude, arguments) as path:
             yield path
 
     def to_directory(
         self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False, include: Patterns = None, exclude: Patterns = None,
-        **how: Any,
+        **arguments: Any,
     ) -> str:  # fmt: skip
         """A private copy of its files, which may be written to; gives its path. `as_directory` costs no copy: take that one to read.
 
@@ -171,15 +171,17 @@ class Checkpoint(metaclass=_Kind):
         stands, which is not a copy of ours, is `Foreign` (a FileExistsError), unless ``overwrite``. Where the cache has no room, the files
         are fetched straight to their place. Raises as `Cache.directory` does; `NoSpace` where the disk of the copy is full."""
         url, filesystem = self._source
-        if self._is_local and not how.get("force"):
+        if self._is_local and not arguments.get("force"):
             return directories.copy(self._origin, url, filesystem, include, exclude, FetchOptions(), path, overwrite=overwrite)
-        return self.cache.copy_directory(url, path, overwrite=overwrite, include=include, exclude=exclude, filesystem=filesystem, **how)
+        return self.cache.copy_directory(
+            url, path, overwrite=overwrite, include=include, exclude=exclude, filesystem=filesystem, **arguments
+        )
 
-    def _lease(self, include: Patterns, exclude: Patterns, how: dict[str, Any]) -> Lease:
+    def _lease(self, include: Patterns, exclude: Patterns, arguments: dict[str, Any]) -> Lease:
         url, filesystem = self._source
-        if self._is_local and not how.get("force"):
+        if self._is_local and not arguments.get("force"):
             return directories.lease(self._origin, url, filesystem, include, exclude, FetchOptions())
-        return self.cache.directory(url, include=include, exclude=exclude, filesystem=filesystem, **how)
+        return self.cache.directory(url, include=include, exclude=exclude, filesystem=filesystem, **arguments)
 
     @property
     def _is_local(self) -> bool:
@@ -227,17 +229,17 @@ class Checkpoint(metaclass=_Kind):
 
         An upload that was interrupted is gone on with by the same call. Raises `SourceChanged` if a file changes meanwhile, `Conflict` if
         another upload to the same place began, `Unsupported` where nothing can be written, `ConfigError`, `RemoteError`."""
-        made = cls(url, filesystem, cache)
+        checkpoint = cls(url, filesystem, cache)
 
         def tell(state: str, done: int, total: int) -> None:
             if on_progress is not None:
                 on_progress(Progress(remote.shown(url), done, total, state))
 
-        origin = origin_of(made.cache) if keep else made._origin
-        done = uploading.push(origin, locate(origin, *made._source), directory, delete=delete, keep=keep, tell=tell)
+        origin = origin_of(checkpoint.cache) if keep else checkpoint._origin
+        done = uploading.push(origin, locate(origin, *checkpoint._source), directory, delete=delete, keep=keep, tell=tell)
         size = sum(file.size or 0 for file, _ in done.files)
         tell("done", size, size)
-        return made
+        return checkpoint
 
     def persist(
         self, url: str | os.PathLike[str], *, filesystem: Any = None, delete: bool = False, keep: bool = False,
@@ -270,7 +272,7 @@ def default_cache() -> Cache:
     """The cache of this process for who was given none: opened at the first call. No lock, which a fork could find taken: of two threads
     that open it, both have the same root, and one engine."""
     global _default
-    found = _default
-    if found is None or found.closed:
-        found = _default = Cache()
-    return found
+    cache = _default
+    if cache is None or cache.closed:
+        cache = _default = Cache()
+    return cache

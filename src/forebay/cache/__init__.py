@@ -112,25 +112,27 @@ class Cache:
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path finds nothing
             if view is not None:
                 return view
-        ask = self._ask(max_age, refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin)
-        return self._origin.read(self._target(url, filesystem), ask)
+        options = self._options(max_age, refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin)
+        return self._origin.read(self._target(url, filesystem), options)
 
     def open(
-        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **how: Any
+        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None,
+        **arguments: Any,
     ) -> BinaryIO:  # fmt: skip
         """A binary file object on the kept copy; where there is no room, one that reads ranges of the remote. See `read`."""
-        return self._origin.open(self._target(url, filesystem), self._ask(max_age, refresh, **how))
+        return self._origin.open(self._target(url, filesystem), self._options(max_age, refresh, **arguments))
 
     def local(
-        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **how: Any
+        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None,
+        **arguments: Any,
     ) -> Lease:  # fmt: skip
         """The cached copy as a local file: ``with cache.local(url) as path`` gives its path, a ``str``, valid until the block ends.
 
         Without a ``with`` keep the `Lease` that is returned: the file exists, unchanged, until the lease is closed or dropped. A local
         file is its own path, unless ``force``. Raises `NoSpace` where the object cannot be kept, `WaitTimeout`, `RemoteError`."""
-        target, ask = self._target(url, filesystem), self._ask(max_age, refresh, **how)
-        lease = self._origin.local(target, ask)
-        return self._reopened_by(lease, "local", url, {**how, "filesystem": filesystem, "max_age": "forever"})
+        target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
+        lease = self._origin.local(target, options)
+        return self._reopened_by(lease, "local", url, {**arguments, "filesystem": filesystem, "max_age": "forever"})
 
     def directory(
         self, url: str | os.PathLike[str], *, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None,
@@ -149,14 +151,14 @@ class Cache:
         from forebay.directories.trees import lease  # half of those who open a cache never want it
 
         include, exclude = _patterns(include), _patterns(exclude)
-        ask = self._ask_for(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force, pin=pin)
-        found = lease(self._origin, url, filesystem, include, exclude, ask)
+        options = self._reporting_options(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force, pin=pin)
+        tree = lease(self._origin, url, filesystem, include, exclude, options)
         if on_progress is not None:
-            size = sum(file.size for _, file in self._store.members(found.entry))
+            size = sum(file.size for _, file in self._store.members(tree.entry))
             ProgressReporter(remote.shown(url), on_progress).say("done", size, size)
         part = {"include": include, "exclude": exclude, "filesystem": filesystem}
-        how = {**part, "max_age": "forever", "timeout": timeout, "offline": offline, "force": force, "pin": pin}
-        return self._reopened_by(found, "directory", url, how)
+        arguments = {**part, "max_age": "forever", "timeout": timeout, "offline": offline, "force": force, "pin": pin}
+        return self._reopened_by(tree, "directory", url, arguments)
 
     def copy_directory(
         self, url: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, overwrite: bool = False,
@@ -172,26 +174,26 @@ class Cache:
         Where the cache has no room, the files are fetched straight to ``path``."""
         from forebay.directories.trees import copy
 
-        ask = self._ask_for(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force)
-        return copy(self._origin, url, filesystem, include, exclude, ask, path, overwrite=overwrite)
+        options = self._reporting_options(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force)
+        return copy(self._origin, url, filesystem, include, exclude, options, path, overwrite=overwrite)
 
-    def _ask_for(
-        self, url: str | os.PathLike[str], max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **how: Any
+    def _reporting_options(
+        self, url: str | os.PathLike[str], max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **arguments: Any
     ) -> FetchOptions:  # fmt: skip
         self._check_open()
         reporter = ProgressReporter(remote.shown(url), on_progress)
-        return self._ask(max_age, refresh, on_wait=reporter.waiting, on_progress=reporter.fetching, **how)
+        return self._options(max_age, refresh, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments)
 
     def pull(
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False,
-        on_progress: OnProgress | None = None, filesystem: Any = None, **how: Any,
+        on_progress: OnProgress | None = None, filesystem: Any = None, **arguments: Any,
     ) -> Entry | None:  # fmt: skip
         """Have an object in the cache; gives its entry, None where there is no room for it. See `read`."""
         target = self._target(url, filesystem)
         reporter = ProgressReporter(target.key, on_progress)
-        ask = self._ask(max_age, refresh, force=True, on_wait=reporter.waiting, on_progress=reporter.fetching, **how)
+        options = self._options(max_age, refresh, force=True, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments)
         try:
-            lease = self._origin.lease(target, ask)
+            lease = self._origin.lease(target, options)
             with lease:
                 reporter.say("done", lease.entry.size, lease.entry.size)
                 return lease.entry
@@ -201,7 +203,7 @@ class Cache:
             return None
 
     def warm(
-        self, urls: Iterable[str | os.PathLike[str]], *, jobs: int = 16, on_progress: OnProgress | None = None, **how: Any
+        self, urls: Iterable[str | os.PathLike[str]], *, jobs: int = 16, on_progress: OnProgress | None = None, **arguments: Any
     ) -> WarmReport:  # fmt: skip
         """Have many objects in the cache, ``jobs`` at a time. What is there already costs nothing: an interrupted call is taken up again
         by the same call."""
@@ -213,7 +215,7 @@ class Cache:
         def pull(url: str | os.PathLike[str]) -> None:
             name = os.fspath(url)
             try:
-                entry = self.pull(url, on_progress=on_progress, **how)
+                entry = self.pull(url, on_progress=on_progress, **arguments)
             except errors.ForebayError as error:
                 failed.append((name, error))
                 return
@@ -361,14 +363,14 @@ class Cache:
     def entry(self, name: Name) -> Entry | None:
         """One entry by its name: a URL, ``space:key``, or a key of `Cache.put`, which is called ``values:key`` in full. What a space has
         under ``space:key`` comes before a key of `Cache.put` that reads so. Raises `Ambiguous` where a name means several."""
-        place = self._find(name)
-        entry = self._store.entry(*place) if place is not None else None
+        space_key = self._find(name)
+        entry = self._store.entry(*space_key) if space_key is not None else None
         return replace(entry, leased=self._store.is_leased(entry)) if entry is not None else None
 
     def hold(self, name: Name) -> Lease:
         """A lease on the file or the directory that is kept under a name; nothing is fetched. Raises `NotCached`."""
-        place = self._find(name)
-        lease = self._store.lease(*place) if place is not None else None
+        space_key = self._find(name)
+        lease = self._store.lease(*space_key) if space_key is not None else None
         if lease is None:
             raise errors.NotCached.of(shown(name))
         return self._reopened_by(lease, "hold", name, {})
@@ -433,9 +435,9 @@ class Cache:
         self._set_life(name, "cached")
 
     def _set_life(self, name: Name, life: str) -> None:
-        place = self._find(name)
+        space_key = self._find(name)
         with waits.time_limit(self._origin.timeout):
-            if place is None or not self._store.set_life(*place, life):
+            if space_key is None or not self._store.set_life(*space_key, life):
                 raise errors.NotCached.of(shown(name))
 
     def evict(self, name: Name) -> Report:
@@ -531,7 +533,7 @@ class Cache:
             raise errors.ConfigError("an empty URL names nothing", name="url", value="")
         return self._origin.target(url, filesystem)
 
-    def _ask(
+    def _options(
         self, max_age: float | str | None, refresh: bool, *, sha256: str | None = None, etag: str | None = None,
         timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False, offline: bool | None = None,
         on_wait: Callable[[Waiting], None] | None = None, on_progress: Callable[[int, int | None], None] | None = None,

@@ -170,25 +170,25 @@ def find(store: Store | PassThrough, name: Name) -> tuple[str, str] | None:
     text = os.fspath(name)
     names = {space.name for space in store.usage().spaces}
 
-    def is_kept(place: tuple[str, str]) -> bool:
+    def is_kept(space_key: tuple[str, str]) -> bool:
         # the store makes a space that it is asked for, and keeps no key that is no text; looking must not
-        return place[0] in names and is_text(place[1]) and store.entry(*place) is not None
+        return space_key[0] in names and is_text(space_key[1]) and store.entry(*space_key) is not None
 
     space, colon, key = text.partition(":")
     if colon and space in (URLS, VALUES, DIRECTORIES):  # said outright: what tells apart names that mean several
-        outright = [place for place in (_places_of(key) if space == URLS else [(space, key)]) if is_kept(place)]
-        if outright:
-            return outright[0]
-    urls = _places_of(text)
-    meant = [place for place in ((space, key), next(filter(is_kept, urls), urls[-1]), (VALUES, text)) if is_kept(place)]
-    if colon and meant and meant[0] == (space, key) and meant[-1] == (VALUES, text):
-        meant.pop()  # which `values:` names; the other has no name but this
-    if len(set(meant)) > 1:
-        raise errors.Ambiguous.of(shown(name), [f"{space}:{key}" for space, key in dict.fromkeys(meant)])
-    return meant[0] if meant else None
+        qualified = [space_key for space_key in (_keys_of(key) if space == URLS else [(space, key)]) if is_kept(space_key)]
+        if qualified:
+            return qualified[0]
+    urls = _keys_of(text)
+    matches = [space_key for space_key in ((space, key), next(filter(is_kept, urls), urls[-1]), (VALUES, text)) if is_kept(space_key)]
+    if colon and matches and matches[0] == (space, key) and matches[-1] == (VALUES, text):
+        matches.pop()  # which `values:` names; the other has no name but this
+    if len(set(matches)) > 1:
+        raise errors.Ambiguous.of(shown(name), [f"{space}:{key}" for space, key in dict.fromkeys(matches)])
+    return matches[0] if matches else None
 
 
-def _places_of(url: str) -> list[tuple[str, str]]:
+def _keys_of(url: str) -> list[tuple[str, str]]:
     """Where what a URL names may be kept: under the name itself, as what a filesystem object gave, which is no URL; as an object; as a
     directory."""
     try:

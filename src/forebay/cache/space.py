@@ -45,18 +45,18 @@ class Space:
         checked(key)
         try:
             with waits.time_limit(self._origin.timeout):
-                found = store.view(self.name, key)
+                hit = store.view(self.name, key)
         except errors.CacheFault as error:
             self._origin.fall_back(error, f"{self.name}:{key}")
-            found = None
-        if found is not None:
-            store.touch(found.entry)
+            hit = None
+        if hit is not None:
+            store.touch(hit.entry)
         elif self._origin.upstream is not None:
-            found = self._origin.upstream.view(self.name, key)
-        if found is None:
+            hit = self._origin.upstream.view(self.name, key)
+        if hit is None:
             store.count("misses")
             return None
-        return self._hit(found)
+        return self._hit(hit)
 
     def put(self, key: str, data: Buffer, *, timeout: float | None = None) -> bool:
         """Keep bytes under a key, in place of what was there. False, with one warning, where they cannot be kept: then what was there
@@ -79,11 +79,11 @@ class Space:
         checked(key)
 
         def look() -> memoryview | None:
-            found = store.view(self.name, key)
-            if found is None:
+            hit = store.view(self.name, key)
+            if hit is None:
                 return None
-            store.touch(found.entry)
-            return self._hit(found)
+            store.touch(hit.entry)
+            return self._hit(hit)
 
         def make() -> memoryview:
             return memoryview(bytes(as_bytes(fn())))
@@ -115,9 +115,9 @@ class Space:
             self._bind(store)
         return store
 
-    def _hit(self, found: Remembered) -> memoryview:
-        self._origin.store.count_hit(found.size)
-        return memoryview(found.view)
+    def _hit(self, hit: Remembered) -> memoryview:
+        self._origin.store.count_hit(hit.size)
+        return memoryview(hit.view)
 
 
 def checked(key: str) -> str:

@@ -140,7 +140,7 @@ class _Copy:
         self._target, self._stamps, self._overwrite, self._budget = target, stamps, overwrite, budget
         self._new = not os.path.lexists(target)
         self._part = target.with_name(_beside(target.name)) if self._new else target / PART
-        self._look = self._looked(target, files, check=True)
+        self._look = self._find_lacking(target, files, check=True)
         self._gate, self._sinks = Gate(), list[FileSink]()
         self._asking = threading.Lock()  # guards _asked
         self._asked = False
@@ -165,7 +165,7 @@ class _Copy:
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
-    def _looked(self, top: Path, files: Iterable[File], *, check: bool) -> _Lacking:
+    def _find_lacking(self, top: Path, files: Iterable[File], *, check: bool) -> _Lacking:
         """What is not there yet. ``check``: what else stands there is the user's."""
         closed, todo, in_the_way = set[str](), list[File](), list[Path]()
         if check and not self._new and not top.is_dir():
@@ -173,23 +173,24 @@ class _Copy:
         for name in sorted({above for file in files for above in _above(file.name)}):
             if not closed.isdisjoint(_above(name)):
                 closed.add(name)
-            elif (found := _lstat(top / name)) is None or not stat.S_ISDIR(found.st_mode):
+            elif (status := _lstat(top / name)) is None or not stat.S_ISDIR(status.st_mode):
                 closed.add(name)
-                if found is not None:
+                if status is not None:
                     self._check_mine(top / name, check, "no directory")
                     in_the_way.append(top / name)
         for file in files:
-            found = _lstat(top / file.name) if closed.isdisjoint(_above(file.name)) else None
-            if found is not None and self._is_done(file, found):
+            status = _lstat(top / file.name) if closed.isdisjoint(_above(file.name)) else None
+            if status is not None and self._is_done(file, status):
                 continue
             todo.append(file)
-            if found is not None:
-                self._check_mine(top / file.name, check, "a directory" if stat.S_ISDIR(found.st_mode) else "another file")
+            if status is not None:
+                self._check_mine(top / file.name, check, "a directory" if stat.S_ISDIR(status.st_mode) else "another file")
                 in_the_way.append(top / file.name)
         return _Lacking(todo, in_the_way)
 
-    def _is_done(self, file: File, found: os.stat_result) -> bool:
-        return stat.S_ISREG(found.st_mode) and file.size in (found.st_size, None) and has_stamp(found.st_mtime_ns, self._stamps[file.name])
+    def _is_done(self, file: File, status: os.stat_result) -> bool:
+        is_whole = stat.S_ISREG(status.st_mode) and file.size in (status.st_size, None)
+        return is_whole and has_stamp(status.st_mtime_ns, self._stamps[file.name])
 
     def _check_mine(self, path: Path, check: bool, what: str) -> None:
         if check and (not self._overwrite or what == "a directory"):
@@ -232,7 +233,7 @@ class _Copy:
     def _stage(self, bring: Callable[[File, FileSink], object], jobs: int, on_progress: OnProgress | None) -> None:
         os.makedirs(self._target.parent, exist_ok=True)
         self._find_part()
-        look = self._looked(self._part, self._look.todo, check=False)
+        look = self._find_lacking(self._part, self._look.todo, check=False)
         for path in look.in_the_way:
             remove_whole(path)
         _prune(self._part, {file.name for file in self._look.todo})
@@ -262,8 +263,8 @@ class _Copy:
             remove_whole(self._part)
             with contextlib.suppress(OSError):  # another disk, or no right to: it is made anew
                 host.rename(beside, self._part)
-        found = _lstat(self._part)
-        if found is not None and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid()):
+        status = _lstat(self._part)
+        if status is not None and (not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid()):
             remove_whole(self._part)  # the name can be guessed: in /tmp anybody may put something there
         host.mkdir(self._part, 0o777)
 
@@ -290,8 +291,8 @@ class _Copy:
     @staticmethod
     def _clear(path: Path) -> None:
         """Make way for a directory; a file is replaced by the move itself."""
-        found = _lstat(path)
-        if found is not None and not stat.S_ISDIR(found.st_mode):
+        status = _lstat(path)
+        if status is not None and not stat.S_ISDIR(status.st_mode):
             host.unlink(path)
 
 
@@ -322,9 +323,9 @@ def _foreign(path: Path, what: str) -> errors.Foreign:
 def _prune(top: Path, names: set[str], prefix: str = "") -> None:
     """Remove what is none of these files, nor a directory of one."""
     directories = {above for name in names for above in _above(name)}
-    with os.scandir(top) as found:
-        inside = list(found)
-    for entry in inside:
+    with os.scandir(top) as scan:
+        entries = list(scan)
+    for entry in entries:
         name = prefix + entry.name
         if name in directories and entry.is_dir(follow_symlinks=False):
             _prune(Path(entry.path), names, f"{name}/")
@@ -353,12 +354,12 @@ def stamp(file: File) -> int | None:
     return second * _SECOND + int.from_bytes(digest, "little") % _SECOND
 
 
-def has_stamp(found: int, wanted: int | None) -> bool:
+def has_stamp(mtime: int, expected: int | None) -> bool:
     """Whether a file's time is the one it was given: some file systems keep whole microseconds or seconds only."""
-    if wanted is None:
+    if expected is None:
         return False
-    unit = next(unit for unit in (_SECOND, 1_000_000, 1000, 100, 1) if found % unit == 0)
-    return found == wanted - wanted % unit
+    unit = next(unit for unit in (_SECOND, 1_000_000, 1000, 100, 1) if mtime % unit == 0)
+    return mtime == expected - expected % unit
 
 
 class Gate:
@@ -436,9 +437,9 @@ class FileSink:
 
     def finish(self, ns: int | None) -> None:
         """All bytes have come. Raises `RemoteChanged` where they are fewer, or more, than was listed."""
-        size, wanted = os.fstat(self._descriptor).st_size, self._file.size
-        if wanted not in (size, None) or self.done < size:
-            message = f"{min(self.done, size):,} bytes of {self._file.name} came, and {wanted or size:,} are wanted"
+        size, expected = os.fstat(self._descriptor).st_size, self._file.size
+        if expected not in (size, None) or self.done < size:
+            message = f"{min(self.done, size):,} bytes of {self._file.name} came, and {expected or size:,} are wanted"
             raise errors.RemoteChanged(message, url=self._file.name)
         if ns is not None:
             host.set_mtime(self._descriptor, ns)

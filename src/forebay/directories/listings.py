@@ -39,30 +39,30 @@ class Listings:
         """What is kept, if the remote was asked at ``since`` or later."""
         store = self._origin.store
         try:
-            found = store.view(LISTINGS, location.key)
+            hit = store.view(LISTINGS, location.key)
         except errors.CacheFault:
             return None  # a listing can be asked for again
-        if found is None or store.validated(found.entry) < since:
+        if hit is None or store.validated(hit.entry) < since:
             return None
         try:
-            manifest = Manifest.parse(found.view)
+            manifest = Manifest.parse(hit.view)
         except (ValueError, TypeError) as error:  # a later version may keep more of it
             log.debug("what is kept of %s is not understood, and asked for again: %s", location.key, error)
             return None
-        return Listing(manifest, found.entry.validator or "", store.validated(found.entry))
+        return Listing(manifest, hit.entry.validator or "", store.validated(hit.entry))
 
     def version(self, location: RemoteDirectory, since: int) -> str | None:
         """The version of what `kept` would give, without reading it."""
         entry = self._origin.store.entry(LISTINGS, location.key)
         return entry.validator if entry is not None and self._origin.store.validated(entry) >= since else None
 
-    def ask(self, location: RemoteDirectory, ask: FetchOptions) -> Listing:
+    def ask(self, location: RemoteDirectory, options: FetchOptions) -> Listing:
         """Ask the remote. Raises `NotFound` where nothing lies there, `NotADirectory`, `BadListing`, `Incomplete`, `Offline`,
         `RemoteError`."""
-        if ask.offline and location.local is None:
+        if options.offline and location.local is None:
             raise errors.Offline.of(location.key)
         at = self._origin.store.now(exact=True)
-        with self._origin.reaching(ask):
+        with self._origin.reaching(options):
             manifest = Manifest.of(location.key, self._listed(location))
         if not manifest.files:
             self.postpone(location, 0)  # what is kept is not the remote's any more
@@ -106,19 +106,19 @@ class Listings:
 
     def _listed(self, location: RemoteDirectory) -> Iterator[File]:
         if location.key.startswith(("http://", "https://")):
-            yield from self._told_by_mark(location)
+            yield from self._listed_by_mark(location)
             return
         self._origin.count(Transfer(requests=1))
-        found = dict(location.list())
-        noted = self._noted(location, set(found)) if MARK in found else {}
-        for name, info in found.items():
+        infos = dict(location.list())
+        noted = self._noted(location, set(infos)) if MARK in infos else {}
+        for name, info in infos.items():
             if name != MARK:
                 mine = noted.get(name)
                 is_noted = mine is not None and bool(mine.etag) and is_same_version(info.validator, mine.etag or "")
                 digest = mine.digest if mine is not None and is_noted else None  # else somebody may have written it since
                 yield File(name, info.size, info.validator, info.modified, digest)
 
-    def _told_by_mark(self, location: RemoteDirectory) -> Iterator[File]:
+    def _listed_by_mark(self, location: RemoteDirectory) -> Iterator[File]:
         """HTTP knows no listing: what an upload wrote down is one."""
         try:
             noted = self._noted(location, None)
@@ -128,18 +128,18 @@ class Listings:
             raise errors.NotFound(f"{message}: {todo}", url=location.key, status=error.status, todo=todo) from error
         yield from (File(name, file.size, None, None, file.digest) for name, file in noted.items())
 
-    def _noted(self, location: RemoteDirectory, found: set[str] | None) -> Mapping[str, MarkedFile]:
+    def _noted(self, location: RemoteDirectory, present: set[str] | None) -> Mapping[str, MarkedFile]:
         """The files that an upload wrote down. ``found``: the names that are there, where that is known. Raises `Incomplete`."""
         where = f"{location.key}{MARK}"
         sink = MarkSink(where, self._origin.most)
         self._origin.count(location.remote.fetch(location.object(MARK), sink))
         mark = UploadMarker.parse(where, sink.data)
-        _check_complete(location, mark.complete, mark.files, found)
+        _check_complete(location, mark.complete, mark.files, present)
         return mark.files
 
 
-def _check_complete(location: RemoteDirectory, complete: bool, files: Mapping[str, object], found: set[str] | None) -> None:
-    missing = sorted(set(files) - found) if found is not None else []
+def _check_complete(location: RemoteDirectory, complete: bool, files: Mapping[str, object], present: set[str] | None) -> None:
+    missing = sorted(set(files) - present) if present is not None else []
     if complete and not missing:
         return
     why = "they were removed, or are just being removed" if complete else "its upload has begun and not ended"
@@ -189,9 +189,9 @@ class UploadMarker:
     def parse(cls, where: str, data: Buffer) -> Self:
         """What `encoded` made. Raises `RemoteProtocolError` for anything else."""
         try:
-            told = json.loads(bytes(data))
-            format, complete = int(told["forebay"]), bool(told["complete"])
-            files = {str(name): MarkedFile(int(file["size"]), str(file["xxh3"]), file["etag"]) for name, file in told["files"].items()}
+            content = json.loads(bytes(data))
+            format, complete = int(content["forebay"]), bool(content["complete"])
+            files = {str(name): MarkedFile(int(file["size"]), str(file["xxh3"]), file["etag"]) for name, file in content["files"].items()}
             if not all(0 <= file.size < 1 << 63 for file in files.values()):
                 raise ValueError("a size that no file has")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -82,13 +82,13 @@ def locate(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) 
                 prefix.url, folder_of(remote.canonical(prefix.folder)), remote.resolve(text, origin.options), prefix.local, prefix
             )
         except errors.ConfigError:
-            found = remote.arrow_filesystem(text)  # its schemes are more than ours and fsspec's
-            if found is None:
+            arrow = remote.arrow_filesystem(text)  # its schemes are more than ours and fsspec's
+            if arrow is None:
                 raise
-        filesystem, text = found
+        filesystem, text = arrow
     local = remote.local_path_on(filesystem, text)
     if local is not None:
         return locate(origin, local)
     prefix = Prefix(text, plain=True)
-    key, _, asked = remote.on_filesystem(filesystem, prefix.folder, origin.options)
-    return RemoteDirectory(prefix.url, folder_of(key), asked, None, prefix, key.rpartition("#")[2], key.partition("://")[0])
+    key, _, served_by = remote.on_filesystem(filesystem, prefix.folder, origin.options)
+    return RemoteDirectory(prefix.url, folder_of(key), served_by, None, prefix, key.rpartition("#")[2], key.partition("://")[0])

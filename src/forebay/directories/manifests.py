@@ -66,8 +66,8 @@ class Manifest:
     @cached_property
     def version(self) -> str:
         """The same for the same files: names, sizes and validators."""
-        told = [(file.name, file.size, file.validator or file.digest or file.modified) for file in self.files]
-        return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
+        rows = [(file.name, file.size, file.validator or file.digest or file.modified) for file in self.files]
+        return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())
 
     @property
     def size(self) -> int:
@@ -89,15 +89,15 @@ class Part:
 
     def __str__(self) -> str:
         """As a part of a key; "" for the whole."""
-        told = {"include": self.include, "exclude": self.exclude}
-        return "&".join(f"{name}={json.dumps(patterns)}" for name, patterns in told.items() if patterns)
+        fields = {"include": self.include, "exclude": self.exclude}
+        return "&".join(f"{name}={json.dumps(patterns)}" for name, patterns in fields.items() if patterns)
 
     def choose(self, whole: Manifest) -> Manifest:
         """The files that are wanted."""
         if not self.include and not self.exclude:
             return whole
-        wanted, unwanted = _matcher(self.include or ("*",)), _matcher(self.exclude)
-        return Manifest(tuple(file for file in whole.files if wanted(file.name) and not unwanted(file.name)))
+        is_included, is_excluded = _matcher(self.include or ("*",)), _matcher(self.exclude)
+        return Manifest(tuple(file for file in whole.files if is_included(file.name) and not is_excluded(file.name)))
 
 
 def _patterns(given: Patterns, name: str) -> tuple[str, ...]:
@@ -185,8 +185,8 @@ class LocalFile:
 
     @classmethod
     def of(cls, name: str, path: str) -> LocalFile:
-        found = os.stat(path)
-        return cls(name, path, found.st_size, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+        status = os.stat(path)
+        return cls(name, path, status.st_size, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
     def check(self) -> None:
         """Raises `SourceChanged` if it is not what was found."""
@@ -202,11 +202,11 @@ class LocalFile:
         self.check()
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = checksum_of(fd).hex()
+            digest = checksum_of(fd).hex()
         finally:
             os.close(fd)
         self.check()
-        return found
+        return digest
 
 
 def files_below(folder: str) -> list[LocalFile]:
@@ -232,10 +232,10 @@ def files_below(folder: str) -> list[LocalFile]:
 
 def _walk(folder: str, above: str) -> Iterator[tuple[str, str]]:
     try:
-        found = os.scandir(folder)
+        scan = os.scandir(folder)
     except PermissionError as error:
         raise errors.AccessDenied(f"{folder} cannot be uploaded: {error.strerror}", url=folder) from error
-    with found as entries:
+    with scan as entries:
         for entry in entries:
             name = above + entry.name
             if is_unfinished(entry.name) or name == MARK:

@@ -30,13 +30,13 @@ def read(origin: Origin, location: RemoteDirectory) -> dict[str, Any]:
     """What is stored now, asked of the remote; ``{}`` where nothing is. Raises `RemoteError`; `Offline` where the cache may ask nobody."""
     if origin.offline and location.local is None:
         return _parsed(location, bytes(origin.read(location.target(METADATA), FetchOptions(offline=True))))
-    return _found(origin, location)[0]
+    return _stored(origin, location)[0]
 
 
 def write(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
     """Store this in place of what is there. Raises `NotJson` for what JSON cannot hold, before anything is written; `RemoteError`."""
     data = _encoded(metadata)
-    with _alone(origin, location):
+    with _exclusive(origin, location):
         location.remote.write(location.object(METADATA), data)
     forget(origin, location)
 
@@ -47,11 +47,11 @@ def update(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any
     Two updates at once are both done: from several nodes where the store knows conditional writes, as S3 does (network file systems:
     almost, see `LocalRemote.write`); elsewhere on one node, for those that share a cache."""
     _encoded(metadata)
-    with _alone(origin, location):
+    with _exclusive(origin, location):
         for attempt in range(1, ATTEMPTS + 1):
-            found, validator = _found(origin, location)
+            stored, validator = _stored(origin, location)
             try:
-                _put(location, _encoded({**found, **metadata}), validator)
+                _put(location, _encoded({**stored, **metadata}), validator)
                 break
             except errors.Conflict:  # another node was quicker: its keys are kept
                 if attempt == ATTEMPTS:
@@ -68,7 +68,7 @@ def forget(origin: Origin, location: RemoteDirectory) -> None:
         log.debug("%s: its listing in the cache stays: %s", location.key, error)
 
 
-def _found(origin: Origin, location: RemoteDirectory) -> tuple[dict[str, Any], str | None]:
+def _stored(origin: Origin, location: RemoteDirectory) -> tuple[dict[str, Any], str | None]:
     """What is there, and its validator: "" where there is none, None where nothing is."""
     sink = BufferSink(origin.most)
     try:
@@ -91,7 +91,7 @@ def _put(location: RemoteDirectory, data: bytes, validator: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _alone(origin: Origin, location: RemoteDirectory) -> Iterator[None]:
+def _exclusive(origin: Origin, location: RemoteDirectory) -> Iterator[None]:
     """Of the threads and processes of this host: by the directory itself, where it is one of this host's, else by the cache."""
     with contextlib.ExitStack() as stack:
         for lock in _locks(origin, location):
@@ -125,10 +125,10 @@ def _encoded(metadata: object) -> bytes:
 
 def _parsed(location: RemoteDirectory, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
-        if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__} where an object is wanted")
+        metadata = json.loads(data)
+        if not isinstance(metadata, dict):
+            raise ValueError(f"a {type(metadata).__name__} where an object is wanted")
     except (ValueError, RecursionError) as error:
         message = f"{location.key}{METADATA} is damaged ({error}): set_metadata() writes it anew"
         raise errors.RemoteProtocolError(message, url=location.key) from error
-    return found
+    return metadata

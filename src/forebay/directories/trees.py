@@ -50,37 +50,37 @@ class Directories:
     @staticmethod
     def key_of(location: RemoteDirectory, part: Part) -> str:
         """Under which a part of a directory is kept."""
-        told = str(part)
-        return f"{location.key}#{told}" if told else location.key
+        suffix = str(part)
+        return f"{location.key}#{suffix}" if suffix else location.key
 
-    def lease(self, location: RemoteDirectory, part: Part, ask: FetchOptions) -> Lease:
+    def lease(self, location: RemoteDirectory, part: Part, options: FetchOptions) -> Lease:
         """A lease on a tree that is complete for ``part``; a local directory is yielded as it is, unless ``ask.force``.
 
         Raises `NotFound`, `NotADirectory`, `BadListing`, `Incomplete`, `RemoteChanged` or another `RemoteError`; `Offline`; `WaitTimeout`;
         `NoSpace` or another `CacheFault` where it cannot be kept."""
-        if location.local is not None and not ask.force:
+        if location.local is not None and not options.force:
             return _as_it_is(location.local)
         store = self._origin.store
         if not store.keeps:
             raise errors.NoSpace(f"{location.key} cannot be kept: {store.why}", key=location.key, need=0, free=0, budget=0)
         try:
-            with waits.time_limit(ask.timeout):
-                return _Tree(self._origin, self._listings, store, location, part, ask).lease()
+            with waits.time_limit(options.timeout):
+                return _Tree(self._origin, self._listings, store, location, part, options).lease()
         except errors.CacheFault as error:
             if isinstance(error, errors.NoSpace) or error.errno not in FULL:
                 raise
-            need, usage = self.chosen(location, part, ask).size, store.usage()
+            need, usage = self.chosen(location, part, options).size, store.usage()
             raise errors.NoSpace.of(self.key_of(location, part), need, 0, usage.budget, _DISK_FULL, limit="disk") from error
 
-    def chosen(self, location: RemoteDirectory, part: Part, ask: FetchOptions) -> Manifest:
+    def chosen(self, location: RemoteDirectory, part: Part, options: FetchOptions) -> Manifest:
         """The files of a part as they are now. Raises as `lease` does."""
-        kept = self._listings.kept(location, ask.since)
-        return _chosen(location, part, (kept or self._listings.ask(location, ask)).manifest)
+        kept = self._listings.kept(location, options.since)
+        return _chosen(location, part, (kept or self._listings.ask(location, options)).manifest)
 
-    def files_of(self, location: RemoteDirectory, part: Part, tree: Lease, ask: FetchOptions) -> Sequence[File]:
+    def files_of(self, location: RemoteDirectory, part: Part, tree: Lease, options: FetchOptions) -> Sequence[File]:
         """The files of a tree that `lease` gave."""
-        if location.local is not None and not ask.force:
-            return self.chosen(location, part, ask).files
+        if location.local is not None and not options.force:
+            return self.chosen(location, part, options).files
         kept = self._listings.kept(location, -1)
         now = part.choose(kept.manifest) if kept is not None else None
         if now is not None and now.version == tree.entry.validator:
@@ -110,10 +110,10 @@ class Directories:
 
 
 def lease(
-    origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, ask: FetchOptions
+    origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, options: FetchOptions
 ) -> Lease:  # fmt: skip
     """`Directories.lease`, of what a caller said."""
-    return Directories(origin).lease(locate(origin, url, filesystem), Part.of(include, exclude), ask)
+    return Directories(origin).lease(locate(origin, url, filesystem), Part.of(include, exclude), options)
 
 
 def adopt(origin: Origin, space: str, key: str, path: str, *, validator: str | None = None) -> Entry:
@@ -140,25 +140,27 @@ def _chosen(location: RemoteDirectory, part: Part, whole: Manifest) -> Manifest:
 class _Tree:
     """One call for one part of one directory."""
 
-    def __init__(self, origin: Origin, listings: Listings, store: Store, location: RemoteDirectory, part: Part, ask: FetchOptions) -> None:
+    def __init__(
+        self, origin: Origin, listings: Listings, store: Store, location: RemoteDirectory, part: Part, options: FetchOptions
+    ) -> None:
         self._origin, self._listings, self._store = origin, listings, store
-        self._location, self._part, self._ask = location, part, ask
+        self._location, self._part, self._options = location, part, options
         self._key = Directories.key_of(location, part)
         self._came_unseen = False  # files were fetched whose version is not told: they may be of different times
         self._unlike: set[str] = set()  # files whose validators in listings are never what the remote says of the file itself
 
     def lease(self) -> Lease:
-        found = self._sound()
-        if self._ask.pin and found.entry.life != "pinned":
+        tree = self._sound()
+        if self._options.pin and tree.entry.life != "pinned":
             self._store.set_life(DIRECTORIES, self._key, "pinned")
-        return found
+        return tree
 
     def _sound(self) -> Lease:
         for _ in range(LOOKS):
-            found = self._kept() or (self._looked_at() if self._store.root.read_only else self._alone())
-            if self._store.is_sound(found):
-                return found
-            found.close()  # it was set aside: it is made anew, of what is not damaged
+            tree = self._kept() or (self._lease_read_only() if self._store.root.read_only else self._exclusive())
+            if self._store.is_sound(tree):
+                return tree
+            tree.close()  # it was set aside: it is made anew, of what is not damaged
             if self._store.root.read_only:
                 break
         raise errors.Damaged(f"{self._key} is damaged, and again after it was made anew: see `forebay verify`", key=self._key)
@@ -179,10 +181,10 @@ class _Tree:
         tree = self._there()
         if tree is None:
             return None
-        version = self._listings.version(self._location, self._ask.since)
-        if self._ask.offline or (version is not None and version == json.loads(tree.entry.meta)["listing"]):
+        version = self._listings.version(self._location, self._options.since)
+        if self._options.offline or (version is not None and version == json.loads(tree.entry.meta)["listing"]):
             return self._hit(tree)
-        listing = self._listings.kept(self._location, self._ask.since) if version is not None else None
+        listing = self._listings.kept(self._location, self._options.since) if version is not None else None
         if listing is not None and self._is_of(tree, listing):
             return self._hit(tree)
         tree.close()
@@ -201,13 +203,13 @@ class _Tree:
             self._store.set_meta(tree.entry, _meta(listing, now))
         return True
 
-    def _looked_at(self) -> Lease:
+    def _lease_read_only(self) -> Lease:
         """In a root that may only be read: the tree that is there, if it is still the remote's."""
         tree = self._there()
         if tree is None:
             raise errors.ReadOnly.of(self._store.root.path)
         try:
-            if self._is_of(tree, self._listings.ask(self._location, self._ask)):
+            if self._is_of(tree, self._listings.ask(self._location, self._options)):
                 return self._hit(tree)
         except (errors.RemoteUnavailable, errors.RemoteTimeout, errors.Incomplete) as error:
             return self._stale(tree, error)
@@ -215,32 +217,32 @@ class _Tree:
         raise errors.ReadOnly.of(self._store.root.path)
 
     def _stale(self, tree: Lease, error: Exception) -> Lease:
-        said = "%s cannot be had as it is now (%s): its copy from the cache is served"
-        self._origin.warn(f"stale {self._key}", said, self._key, error)
+        message = "%s cannot be had as it is now (%s): its copy from the cache is served"
+        self._origin.warn(f"stale {self._key}", message, self._key, error)
         return self._hit(tree)
 
     # -- one process at a time -------------------------------------------------------------------------------------
 
-    def _alone(self) -> Lease:
+    def _exclusive(self) -> Lease:
         began = time.monotonic_ns()
-        with self._store.locks.named(f"directory {self._key}", timeout=self._ask.timeout, on_wait=self._ask.on_wait):
+        with self._store.locks.named(f"directory {self._key}", timeout=self._options.timeout, on_wait=self._options.on_wait):
             # P1 and P2 find nothing / P1 locks, makes the tree, unlocks / P2 locks: we are here.
-            found = self._kept()
-            if found is not None:
-                return found
+            tree = self._kept()
+            if tree is not None:
+                return tree
             failure = self._store.locks.failure(DIRECTORIES, self._key, began)
             if failure is not None:
                 raise failure
             try:
-                return self._made()
+                return self._build()
             except errors.CacheFault:
                 raise  # ours, not the source's: who comes next may find room
             except Exception as error:
                 self._store.locks.note_failure(DIRECTORIES, self._key, error)
                 raise
 
-    def _made(self) -> Lease:
-        listing = self._listings.kept(self._location, self._ask.since) or self._asked()
+    def _build(self) -> Lease:
+        listing = self._listings.kept(self._location, self._options.since) or self._ask_remote()
         if isinstance(listing, Lease):
             return listing
         changed = 0
@@ -248,7 +250,7 @@ class _Tree:
             try:
                 return self._of(listing)
             except (errors.RemoteChanged, errors.ChecksumMismatch, errors.NotFound) as error:
-                before, listing = listing, self._listings.ask(self._location, self._ask)
+                before, listing = listing, self._listings.ask(self._location, self._options)
                 changed += before.version != listing.version
                 if isinstance(error, errors.NotFound) and before.version == listing.version:
                     raise
@@ -261,23 +263,23 @@ class _Tree:
             message = f"{self._key}: it changed again and again while it was fetched; at last: {error}"
             raise errors.RemoteChanged(message, url=self._key) from error
 
-    def _asked(self) -> Listing | Lease:
+    def _ask_remote(self) -> Listing | Lease:
         """What the remote has now; the tree that is there, where the remote cannot tell of a whole one."""
         try:
-            return self._listings.ask(self._location, self._ask)
+            return self._listings.ask(self._location, self._options)
         except (errors.RemoteUnavailable, errors.RemoteTimeout, errors.Incomplete) as error:
             tree = self._there()
             if tree is None:
                 raise
-            if self._ask.since > 1:  # who comes in the next seconds need not wait for a time-out of his own
-                self._listings.postpone(self._location, self._ask.since + min(self._store.now() - self._ask.since, POSTPONED))
+            if self._options.since > 1:  # who comes in the next seconds need not wait for a time-out of his own
+                self._listings.postpone(self._location, self._options.since + min(self._store.now() - self._options.since, POSTPONED))
             return self._stale(tree, error)
 
     def _note_unlike(self, error: Exception, before: Listing, now: Listing) -> None:
         """A file that is not what the listing says, though the listing says the same again: its validators cannot be compared."""
         if isinstance(error, errors.RemoteChanged):
-            told = {file.name: file.validator for file in before.manifest.files}
-            same = {file.name for file in now.manifest.files if file.validator is not None and told.get(file.name) == file.validator}
+            validators = {file.name: file.validator for file in before.manifest.files}
+            same = {file.name for file in now.manifest.files if file.validator is not None and validators.get(file.name) == file.validator}
             if any(self._location.target(name).key == getattr(error, "url", None) for name in same):
                 self._unlike |= same
 
@@ -288,59 +290,60 @@ class _Tree:
             return self._hit(tree)
         if tree is not None:
             tree.close()
-        wanted = _chosen(self._location, self._part, listing.manifest)
-        self._check_fits(wanted)
-        with self._files(wanted, listing.at) as leases:
-            if self._came_unseen and self._listings.ask(self._location, self._ask).version != listing.version:
+        manifest = _chosen(self._location, self._part, listing.manifest)
+        self._check_fits(manifest)
+        with self._files(manifest, listing.at) as leases:
+            if self._came_unseen and self._listings.ask(self._location, self._options).version != listing.version:
                 raise errors.RemoteChanged(f"{self._key}: it changed while it was fetched", url=self._key)
-            found = [(file.name, leases[file.name]) for file in wanted.files]
-            life = "pinned" if self._ask.pin else "cached"
-            return self._store.publish_tree(DIRECTORIES, self._key, found, life=life, meta=_meta(listing, wanted), validator=wanted.version)
+            members = [(file.name, leases[file.name]) for file in manifest.files]
+            life = "pinned" if self._options.pin else "cached"
+            meta = _meta(listing, manifest)
+            return self._store.publish_tree(DIRECTORIES, self._key, members, life=life, meta=meta, validator=manifest.version)
 
     # -- its files -------------------------------------------------------------------------------------------------
 
-    def _check_fits(self, wanted: Manifest) -> None:
+    def _check_fits(self, manifest: Manifest) -> None:
         budget = self._store.usage().budget
-        if wanted.size > budget:
+        if manifest.size > budget:
             raise errors.NoSpace.of(
-                self._key, wanted.size, 0, budget, "it can never be kept: raise the budget, or ask for a part of it", hopeless=True
+                self._key, manifest.size, 0, budget, "it can never be kept: raise the budget, or ask for a part of it", hopeless=True
             )
 
-    def _no_space(self, wanted: Manifest, error: errors.NoSpace) -> errors.NoSpace:
+    def _no_space(self, manifest: Manifest, error: errors.NoSpace) -> errors.NoSpace:
         """As told of one file, for the whole: what is wanted is the directory."""
         todo = _DISK_FULL if error.limit == "disk" else "raise the budget, or ask for a part of it"
-        return errors.NoSpace.of(self._key, wanted.size, error.free, error.budget, todo, hopeless=error.hopeless, limit=error.limit)
+        return errors.NoSpace.of(self._key, manifest.size, error.free, error.budget, todo, hopeless=error.hopeless, limit=error.limit)
 
     @contextlib.contextmanager
-    def _files(self, wanted: Manifest, at: int) -> Iterator[dict[str, Lease]]:
+    def _files(self, manifest: Manifest, at: int) -> Iterator[dict[str, Lease]]:
         """Leases on all files, those that are not there fetched, several at a time."""
         leases: dict[str, Lease] = {}
-        told = _Progress(self._ask.on_progress, wanted.size)
-        missing = self._missing(wanted, at, leases, told)
+        progress = _Progress(self._options.on_progress, manifest.size)
+        missing = self._missing(manifest, at, leases, progress)
         self._came_unseen = any(file.digest is None and (file.validator is None or file.name in self._unlike) for file in missing)
 
         def bring(file: File) -> None:
-            lease = self._file(file, at, told.of(file))
+            lease = self._file(file, at, progress.of(file))
             leases[file.name] = lease  # one step: no lock
 
         try:
             self._store.ensure_room(URLS, [(self._location.target(file.name).key, file.size or 0) for file in missing])
-            each([(file, file.size or 0) for file in missing], bring, JOBS, on_turn=told.tell)
-            told.tell()
+            each([(file, file.size or 0) for file in missing], bring, JOBS, on_turn=progress.tell)
+            progress.tell()
             yield leases
         except errors.NoSpace as error:
             came = [leases.pop(file.name) for file in missing if file.name in leases]
             for lease in came:
                 lease.close()
             self._store.drop([lease.entry for lease in came])  # files of a directory that cannot be whole here
-            raise self._no_space(wanted, error) from error
+            raise self._no_space(manifest, error) from error
         finally:
             for lease in leases.values():
                 lease.close()
 
-    def _missing(self, wanted: Manifest, at: int, leases: dict[str, Lease], told: _Progress) -> list[File]:
+    def _missing(self, manifest: Manifest, at: int, leases: dict[str, Lease], progress: _Progress) -> list[File]:
         """The files that must be asked for; the others are leased."""
-        keys = {self._location.target(file.name).key: file for file in wanted.files}
+        keys = {self._location.target(file.name).key: file for file in manifest.files}
         for key, lease in self._store.take_many(URLS, list(keys)).items():
             file = keys[key]
             if lease.entry.kind != "blob" or not self._is_right(lease, file, at) or not self._store.is_sound(lease):
@@ -348,9 +351,9 @@ class _Tree:
                 continue
             self._store.set_validated(lease.entry, max(at, self._store.validated(lease.entry)))
             self._store.count_hit(lease.entry.size)
-            told.of(file)(lease.entry.size, None)
+            progress.of(file)(lease.entry.size, None)
             leases[file.name] = lease
-        return [file for file in wanted.files if file.name not in leases]
+        return [file for file in manifest.files if file.name not in leases]
 
     def _is_right(self, lease: Lease, file: File, at: int) -> bool:
         """Whether what is kept of a file is what the listing says."""
@@ -367,12 +370,12 @@ class _Tree:
         """One file, fetched; of the version that the listing says. Raises `RemoteChanged` or `ChecksumMismatch` if it is another by now."""
         target = self._location.target(file.name)
         expected = file.validator if file.name not in self._unlike else None
-        how = FetchOptions(
-            since=at if expected is None else -1, offline=self._ask.offline, etag=expected, timeout=self._ask.timeout, force=True,
+        options = FetchOptions(
+            since=at if expected is None else -1, offline=self._options.offline, etag=expected, timeout=self._options.timeout, force=True,
             on_progress=on_progress,
         )  # fmt: skip
         try:
-            lease = self._origin.lease(target, how, looked=True)
+            lease = self._origin.lease(target, options, looked=True)
         except errors.ChecksumMismatch as error:
             raise errors.RemoteChanged(f"{target.key}: {error.found} came where {error.wanted} was listed", url=target.key) from error
         if file.size not in (None, lease.entry.size):
@@ -389,7 +392,7 @@ class _Progress:
     """Bytes of the whole directory, told now and then by one thread."""
 
     def __init__(self, tell: Callable[[int, int | None], None] | None, total: int) -> None:
-        self._tell, self._total, self._told = tell, total, -1
+        self._tell, self._total, self._reported = tell, total, -1
         self._lock = threading.Lock()  # guards _done
         self._done: dict[str, int] = {}
 
@@ -403,8 +406,8 @@ class _Progress:
     def tell(self) -> None:
         with self._lock:
             done = sum(self._done.values())
-        if self._tell is not None and done != self._told:
-            self._told = done
+        if self._tell is not None and done != self._reported:
+            self._reported = done
             self._tell(done, self._total)
 
 
@@ -416,72 +419,74 @@ def _meta(listing: Listing, part: Manifest) -> str:
 
 
 def copy(
-    origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, ask: FetchOptions,
+    origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, options: FetchOptions,
     path: str | os.PathLike[str] | None, *, overwrite: bool,
 ) -> str:  # fmt: skip
     """`to_directory`, of what a caller said; without a ``path``, `to_temporary`."""
     location, part = locate(origin, url, filesystem), Part.of(include, exclude)
     if path is None:
-        return to_temporary(origin, location, part, ask)
-    return to_directory(origin, location, part, ask, path, overwrite=overwrite)
+        return to_temporary(origin, location, part, options)
+    return to_directory(origin, location, part, options, path, overwrite=overwrite)
 
 
 def to_directory(
-    origin: Origin, location: RemoteDirectory, part: Part, ask: FetchOptions, path: str | os.PathLike[str], *, overwrite: bool
+    origin: Origin, location: RemoteDirectory, part: Part, options: FetchOptions, path: str | os.PathLike[str], *, overwrite: bool
 ) -> str:
     """Let ``path`` have a writable copy of a part of a directory; gives its absolute path. Of all processes of the node one does it.
 
     Raises `Foreign`, `NoSpace` where the disk of ``path`` has no room, and what `Directories.lease` does but faults of the cache."""
     target = copying.target_of(path)
-    with _alone(origin, target, ask):
-        _bring(origin, location, part, ask, target, overwrite=overwrite)
+    with _exclusive(origin, target, options):
+        _bring(origin, location, part, options, target, overwrite=overwrite)
     return str(target)
 
 
-def to_temporary(origin: Origin, location: RemoteDirectory, part: Part, ask: FetchOptions) -> str:
+def to_temporary(origin: Origin, location: RemoteDirectory, part: Part, options: FetchOptions) -> str:
     """The same in a new directory below the temporary one, which nobody else knows: it needs no lock. The caller removes it."""
     target = Path(tempfile.mkdtemp(prefix="forebay-checkpoint-"))
     try:
-        _bring(origin, location, part, ask, target, overwrite=False)
+        _bring(origin, location, part, options, target, overwrite=False)
     except BaseException:
         remove_whole(target)
         raise
     return str(target)
 
 
-def _bring(origin: Origin, location: RemoteDirectory, part: Part, ask: FetchOptions, target: Path, *, overwrite: bool) -> None:
+def _bring(origin: Origin, location: RemoteDirectory, part: Part, options: FetchOptions, target: Path, *, overwrite: bool) -> None:
     directories = Directories(origin)
-    tree = _tree(origin, directories, location, part, ask)
+    tree = _tree(origin, directories, location, part, options)
     if tree is None:
-        _fetch(origin, location, directories.chosen(location, part, ask).files, target, ask, overwrite=overwrite)
+        _fetch(origin, location, directories.chosen(location, part, options).files, target, options, overwrite=overwrite)
         return
     with tree:
-        copying.copy_tree(tree.path, directories.files_of(location, part, tree, ask), target, overwrite=overwrite)
+        copying.copy_tree(tree.path, directories.files_of(location, part, tree, options), target, overwrite=overwrite)
 
 
-def _alone(origin: Origin, target: Path, ask: FetchOptions) -> contextlib.AbstractContextManager[object]:
+def _exclusive(origin: Origin, target: Path, options: FetchOptions) -> contextlib.AbstractContextManager[object]:
     store = origin.store
     if store.keeps and not store.root.read_only:
-        return store.locks.named(f"copy to {target}", timeout=ask.timeout, on_wait=ask.on_wait)
+        return store.locks.named(f"copy to {target}", timeout=options.timeout, on_wait=options.on_wait)
     return copying.locked(target)
 
 
-def _tree(origin: Origin, directories: Directories, location: RemoteDirectory, part: Part, ask: FetchOptions) -> Lease | None:
+def _tree(origin: Origin, directories: Directories, location: RemoteDirectory, part: Part, options: FetchOptions) -> Lease | None:
     try:
-        return directories.lease(location, part, ask)
+        return directories.lease(location, part, options)
     except (errors.CacheFault, errors.WaitTimeout) as error:
-        if ask.offline:
+        if options.offline:
             raise
         origin.fall_back(error, location.key)
         return None
 
 
-def _fetch(origin: Origin, location: RemoteDirectory, files: Sequence[File], target: Path, ask: FetchOptions, *, overwrite: bool) -> None:
+def _fetch(
+    origin: Origin, location: RemoteDirectory, files: Sequence[File], target: Path, options: FetchOptions, *, overwrite: bool
+) -> None:
     def fetch(file: File, sink: copying.FileSink) -> None:
         origin.count(location.remote.fetch(location.object(file.name), sink))
 
-    def told(done: int, total: int) -> None:
-        if ask.on_progress is not None:
-            ask.on_progress(done, total)
+    def report(done: int, total: int) -> None:
+        if options.on_progress is not None:
+            options.on_progress(done, total)
 
-    copying.fetch_tree(files, target, fetch, overwrite=overwrite, budget=origin.store.usage().budget, on_progress=told)
+    copying.fetch_tree(files, target, fetch, overwrite=overwrite, budget=origin.store.usage().budget, on_progress=report)

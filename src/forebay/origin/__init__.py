@@ -175,8 +175,8 @@ class Origin:
 
     def validated(self, store: Store | PassThrough, entry: Entry) -> int:
         """When an entry of this store, or of the one above it, was validated, by the clock of this one; 0: ask."""
-        found = store.validated(entry)
-        return found if store is self.store or found <= 1 else max(found - (store.now() - self.store.now()), 1)
+        at = store.validated(entry)
+        return at if store is self.store or at <= 1 else max(at - (store.now() - self.store.now()), 1)
 
     # -- what a URL is ---------------------------------------------------------------------------------------------
 
@@ -190,126 +190,127 @@ class Origin:
         if known is not None:
             return known
         key = remote.canonical(text)
-        found = Target(text, key, remote.suffix_of_key(key), remote.resolve(text, self.options), remote.local_path(text))
+        target = Target(text, key, remote.suffix_of_key(key), remote.resolve(text, self.options), remote.local_path(text))
         if len(self._targets) >= 10_000:
             self._targets.clear()
-        self._targets[text] = found
-        return found
+        self._targets[text] = target
+        return target
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def read(self, target: Target, ask: FetchOptions) -> memoryview:
+    def read(self, target: Target, options: FetchOptions) -> memoryview:
         """The bytes, read-only: over the mapping where they are kept, else in memory."""
-        with waits.time_limit(ask.timeout):
-            return self._read(target, ask)
+        with waits.time_limit(options.timeout):
+            return self._read(target, options)
 
-    def _read(self, target: Target, ask: FetchOptions) -> memoryview:
-        if ask.bypass or (target.in_place and not ask.force):
-            return self._direct(target, ask)
-        served, is_missing = self._served(target, ask)
+    def _read(self, target: Target, options: FetchOptions) -> memoryview:
+        if options.bypass or (target.in_place and not options.force):
+            return self._direct(target, options)
+        served, is_missing = self._served(target, options)
         if served is not None:
             return served
         spilling = SpillingSink(self.most)
         try:
-            lease = self.lease(target, ask, looked=is_missing, spilling=spilling)
+            lease = self.lease(target, options, looked=is_missing, spilling=spilling)
             with lease:
-                found = self.store.view_leased(URLS, target.key, lease)
-                if found is None:
+                hit = self.store.view_leased(URLS, target.key, lease)
+                if hit is None:
                     raise errors.CacheFault(f"{target.key} cannot be mapped", key=target.key)
-                self.store.alias(URLS, target.url, found)
-                return memoryview(found.view)
+                self.store.alias(URLS, target.url, hit)
+                return memoryview(hit.view)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             self.fall_back(error, target.key)
             data = spilling.take()
-            return self._direct(target, ask) if data is None else data
+            return self._direct(target, options) if data is None else data
 
-    def _served(self, target: Target, ask: FetchOptions) -> tuple[memoryview | None, bool]:
+    def _served(self, target: Target, options: FetchOptions) -> tuple[memoryview | None, bool]:
         """A hit by the memo or the catalog, without a lease; else whether nothing is there."""
-        if ask.sha256 or ask.etag or ask.pin or ask.refresh:
+        if options.sha256 or options.etag or options.pin or options.refresh:
             return None, False
         try:
-            found = self.store.view(URLS, target.key)
+            hit = self.store.view(URLS, target.key)
         except errors.CacheFault:
             return None, False  # told by the lease, which comes next
-        if found is None or not self._is_fresh(found.entry, ask):
-            return None, found is None
-        self.store.touch(found.entry)
-        self.store.count_hit(found.size)
-        self.store.alias(URLS, target.url, found)
-        return memoryview(found.view), False
+        if hit is None or not self._is_fresh(hit.entry, options):
+            return None, hit is None
+        self.store.touch(hit.entry)
+        self.store.count_hit(hit.size)
+        self.store.alias(URLS, target.url, hit)
+        return memoryview(hit.view), False
 
-    def open(self, target: Target, ask: FetchOptions) -> BinaryIO:
+    def open(self, target: Target, options: FetchOptions) -> BinaryIO:
         """A file object on the kept copy; by ranges from the remote where it is not kept."""
-        if target.in_place and not ask.force and not ask.bypass:
+        if target.in_place and not options.force and not options.bypass:
             if not os.access(target.in_place, os.R_OK):
                 target.remote.stat(target.url)  # raises as `read` does
             return open(target.in_place, "rb")
-        if ask.bypass:
-            return self._stream(target, ask)
+        if options.bypass:
+            return self._stream(target, options)
         try:
-            return cast(BinaryIO, io.BufferedReader(LeasedFile(self.lease(target, ask))))
+            return cast(BinaryIO, io.BufferedReader(LeasedFile(self.lease(target, options))))
         except (errors.CacheFault, errors.WaitTimeout) as error:
             self.fall_back(error, target.key)
-            return self._stream(target, ask)
+            return self._stream(target, options)
 
-    def lease(self, target: Target, ask: FetchOptions, *, looked: bool = False, spilling: SpillingSink | None = None) -> Lease:
+    def lease(self, target: Target, options: FetchOptions, *, looked: bool = False, spilling: SpillingSink | None = None) -> Lease:
         """A lease on the kept copy, fetched if it is not there or not fresh. Raises `CacheFault` where it cannot be kept.
 
         ``looked``: the caller has just seen that it is not. ``spilling``: takes what has no room, before that is raised."""
-        made: list[bool] = []
+        fetches: list[bool] = []
         on_hold = spilling.held_by if spilling is not None else None
         seen: list[tuple[int, int] | None] = []  # what each look found that does not do, if anything
 
         def look() -> Lease | None:
-            return self._kept(target, ask, seen)
+            return self._kept(target, options, seen)
 
         def make() -> Lease:
-            made.append(True)
-            return self._obtain(target, ask, spilling) if any(seen) else self._fetch(target, ask, spilling)
+            fetches.append(True)
+            return self._obtain(target, options, spilling) if any(seen) else self._fetch(target, options, spilling)
 
         # P1 and P2 find none / P1 holds the key, fetches, lets go / P2 holds the key: without a look under the lock it fetches again.
-        with waits.time_limit(ask.timeout):
+        with waits.time_limit(options.timeout):
             lease = None if looked else look()
             if lease is None:
-                lease = self.store.locks.single(URLS, target.key, look, make, timeout=ask.timeout, on_wait=ask.on_wait, on_hold=on_hold)
-            if not made:
+                single, on_wait = self.store.locks.single, options.on_wait
+                lease = single(URLS, target.key, look, make, timeout=options.timeout, on_wait=on_wait, on_hold=on_hold)
+            if not fetches:
                 self.store.count_hit(lease.entry.size)
-            if ask.pin and lease.entry.life != "pinned":
+            if options.pin and lease.entry.life != "pinned":
                 self.store.set_life(URLS, target.key, "pinned")
         return lease
 
-    def _kept(self, target: Target, ask: FetchOptions, seen: list[tuple[int, int] | None]) -> Lease | None:
+    def _kept(self, target: Target, options: FetchOptions, seen: list[tuple[int, int] | None]) -> Lease | None:
         """What is kept, if it does. One that refreshes takes only what another call validated since its own first look."""
         lease = self.store.lease(URLS, target.key)
         stamp = self.store.stamp(lease.entry) if lease is not None else None
-        is_old = ask.refresh and (not seen or stamp == seen[0])
-        if lease is not None and not is_old and self._is_fresh(lease.entry, ask) and self._is_expected(lease, ask):
+        is_old = options.refresh and (not seen or stamp == seen[0])
+        if lease is not None and not is_old and self._is_fresh(lease.entry, options) and self._is_expected(lease, options):
             return lease
         seen.append(stamp)
         if lease is not None:
             lease.close()
         return None
 
-    def _is_fresh(self, entry: Entry, ask: FetchOptions) -> bool:
-        return self.store.validated(entry) >= ask.since
+    def _is_fresh(self, entry: Entry, options: FetchOptions) -> bool:
+        return self.store.validated(entry) >= options.since
 
-    def _is_expected(self, lease: Lease, ask: FetchOptions) -> bool:
-        if ask.etag and not is_same_version(lease.entry.validator, ask.etag):
+    def _is_expected(self, lease: Lease, options: FetchOptions) -> bool:
+        if options.etag and not is_same_version(lease.entry.validator, options.etag):
             return False
-        if ask.sha256 is None:
+        if options.sha256 is None:
             return True
         known = noted(lease.entry.meta, sha256=str)
-        return bool((known["sha256"] if known else sha256_of(lease.path)) == ask.sha256.lower())
+        return bool((known["sha256"] if known else sha256_of(lease.path)) == options.sha256.lower())
 
     # -- fetching, under the key's lock ----------------------------------------------------------------------------
 
-    def _obtain(self, target: Target, ask: FetchOptions, spilling: SpillingSink | None) -> Lease:
+    def _obtain(self, target: Target, options: FetchOptions, spilling: SpillingSink | None) -> Lease:
         """Validate what is kept, else fetch. The look before this one was under the key's lock: nobody else is at it."""
         old = self.store.lease(URLS, target.key)
-        if old is None or not self._is_expected(old, ask):
-            return self._fetch(target, ask, spilling)
+        if old is None or not self._is_expected(old, options):
+            return self._fetch(target, options, spilling)
         try:
-            current = self._validate(target, ask, old)
+            current = self._validate(target, options, old)
         except BaseException:
             old.close()  # the error, and so its frames, may be kept for long
             raise
@@ -317,19 +318,19 @@ class Origin:
             self.store.count_hit(current.entry.size)
             return current
         old.close()
-        return self._fetch(target, ask, spilling)
+        return self._fetch(target, options, spilling)
 
-    def _validate(self, target: Target, ask: FetchOptions, old: Lease) -> Lease | None:
+    def _validate(self, target: Target, options: FetchOptions, old: Lease) -> Lease | None:
         """``old`` if it is still the remote's, or the remote cannot be reached; None if the remote has something else."""
         began = self.store.now(exact=True)
         try:
-            with self.reaching(ask):
+            with self.reaching(options):
                 info = target.remote.stat(target.url, known=old.entry.validator)
             self.count(Transfer(requests=1))
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn_stale(target.key, "%s cannot be reached (%s): its copy from the cache is served", error)
             if error.attempts:  # else its host was not even asked, and may be heard of in the next moment
-                self._postpone(old.entry, ask)
+                self._postpone(old.entry, options)
             return old
         except errors.NotFound:
             self.store.set_validated(old.entry, 0)
@@ -343,59 +344,59 @@ class Origin:
             self.store.set_validated(entry, began)
         return same
 
-    def _postpone(self, entry: Entry, ask: FetchOptions) -> None:
+    def _postpone(self, entry: Entry, options: FetchOptions) -> None:
         """The remote cannot be reached: who waits for this answer, or asks in the next seconds, need not wait for a time-out of his own."""
-        if ask.since > 1:
-            self.store.set_validated(entry, self._postponed(ask))
+        if options.since > 1:
+            self.store.set_validated(entry, self._postponed(options))
 
-    def _postponed(self, ask: FetchOptions) -> int:
-        return ask.since + min(self.store.now() - ask.since, POSTPONED)
+    def _postponed(self, options: FetchOptions) -> int:
+        return options.since + min(self.store.now() - options.since, POSTPONED)
 
-    def _above(self, target: Target, ask: FetchOptions) -> tuple[Remembered, int] | None:
+    def _above(self, target: Target, options: FetchOptions) -> tuple[Remembered, int] | None:
         """What the upstream root has of it, while that is still the remote's, and when it was seen to be. A prefilled root is old: the
         remote is asked once."""
-        found = self.upstream.view(URLS, target.key) if self.upstream is not None else None
-        if found is None or self.upstream is None or (ask.etag and not is_same_version(found.entry.validator, ask.etag)):
+        hit = self.upstream.view(URLS, target.key) if self.upstream is not None else None
+        if hit is None or self.upstream is None or (options.etag and not is_same_version(hit.entry.validator, options.etag)):
             return None
-        at, began = self.validated(self.upstream, found.entry), self.store.now(exact=True)
-        if ask.offline or at >= ask.since:
-            return found, at
+        at, began = self.validated(self.upstream, hit.entry), self.store.now(exact=True)
+        if options.offline or at >= options.since:
+            return hit, at
         try:
             self.count(Transfer(requests=1))
-            with self.reaching(ask):
-                return (found, began) if target.remote.stat(target.url, known=found.entry.validator) is None else None
+            with self.reaching(options):
+                return (hit, began) if target.remote.stat(target.url, known=hit.entry.validator) is None else None
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn_stale(target.key, "%s cannot be reached (%s): the upstream's copy is served", error)
-            return found, self._postponed(ask)
+            return hit, self._postponed(options)
 
-    def _copy(self, target: Target, ask: FetchOptions, found: Remembered, validated: int) -> Lease:
+    def _copy(self, target: Target, options: FetchOptions, hit: Remembered, validated: int) -> Lease:
         """An entry of the upstream as one of ours."""
-        life = "pinned" if ask.pin else "cached"
+        life = "pinned" if options.pin else "cached"
         with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, validated=validated, resume=False) as writing:
-            writing.begin(ObjectInfo(target.key, found.size, found.entry.validator))
-            writing.write(0, found.view)
-            self._check_sha256(target, ask, writing)
-            return self.store.publish_leased(writing, validator=found.entry.validator)
+            writing.begin(ObjectInfo(target.key, hit.size, hit.entry.validator))
+            writing.write(0, hit.view)
+            self._check_sha256(target, options, writing)
+            return self.store.publish_leased(writing, validator=hit.entry.validator)
 
-    def _fetch(self, target: Target, ask: FetchOptions, spilling: SpillingSink | None) -> Lease:
-        above = self._above(target, ask)
+    def _fetch(self, target: Target, options: FetchOptions, spilling: SpillingSink | None) -> Lease:
+        above = self._above(target, options)
         if above is not None:
-            return self._copy(target, ask, *above)
-        if ask.offline:
+            return self._copy(target, options, *above)
+        if options.offline:
             raise errors.Offline.of(target.key)
         self.store.count("misses")
-        life, now = "pinned" if ask.pin else "cached", self.store.now(exact=True)
+        life, now = "pinned" if options.pin else "cached", self.store.now(exact=True)
         with self.store.writing(
-            URLS, target.key, suffix=target.suffix, life=life, validated=now, on_progress=ask.on_progress
+            URLS, target.key, suffix=target.suffix, life=life, validated=now, on_progress=options.on_progress
         ) as writing:  # fmt: skip
             sink: Sink = writing
             if spilling is not None and writing.partial is None:
                 writing.spills, sink = True, spilling.over(writing)
-            if ask.etag:
-                sink = VersionCheckSink(sink, target.key, ask.etag)
+            if options.etag:
+                sink = VersionCheckSink(sink, target.key, options.etag)
             began = time.monotonic_ns()
             try:
-                with self.reaching(ask):
+                with self.reaching(options):
                     transfer = target.remote.fetch(target.url, sink)
             except errors.RemoteError as error:
                 self.count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
@@ -407,23 +408,23 @@ class Origin:
                 self.store.count("wait_ns_remote", time.monotonic_ns() - began)
             self.count(transfer)
             if spilling is not None and spilling.fault is not None:
-                spilling.came = self._read_only(target, ask, spilling.data)
+                spilling.came = self._read_only(target, options, spilling.data)
                 raise spilling.fault
-            self._check_sha256(target, ask, writing)
+            self._check_sha256(target, options, writing)
             lease = self.store.publish_leased(writing, validator=writing.info.validator if writing.info else None)
         self.store.count("fills")
         self.store.count("bytes_stored", lease.entry.size)
         log.debug("%s: fetched %d bytes, by %d requests", target.key, transfer.received, transfer.requests)
         return lease
 
-    def _check_sha256(self, target: Target, ask: FetchOptions, writing: Writing) -> None:
-        if ask.sha256 is None:
+    def _check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
+        if options.sha256 is None:
             return
-        found = writing.sha256()
-        if found != ask.sha256.lower():
+        digest = writing.sha256()
+        if digest != options.sha256.lower():
             writing.discard()
-            raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
-        writing.set_meta(json.dumps({"sha256": found}))
+            raise errors.ChecksumMismatch.of(target.key, f"sha256 {options.sha256.lower()}", f"sha256 {digest}")
+        writing.set_meta(json.dumps({"sha256": digest}))
 
     def count(self, transfer: Transfer) -> None:
         self.store.count("requests", transfer.requests)
@@ -437,37 +438,37 @@ class Origin:
         self.store.count("fallbacks")
         self.warn(type(error).__name__, "%s is served past the cache: %s", name, error)
 
-    def reaching(self, ask: FetchOptions | None = None) -> AbstractContextManager[None]:
+    def reaching(self, options: FetchOptions | None = None) -> AbstractContextManager[None]:
         """Around what asks a remote: hosts that were silent lately, for any process of the node, are not asked unless ``ask`` refreshes."""
-        return remote.tracking_hosts(self.store.hosts, ask_silent=ask is not None and ask.refresh)
+        return remote.tracking_hosts(self.store.hosts, ask_silent=options is not None and options.refresh)
 
     def warn_stale(self, key: str, message: str, error: Exception) -> None:
         """A copy is served since its remote cannot be reached: told once for each host, or bucket. The message takes key and error."""
         self.warn(f"stale {'/'.join(key.split('/')[:3])}", message, key, error)
 
-    def warn(self, what: str, message: str, *values: object) -> None:
+    def warn(self, kind: str, message: str, *values: object) -> None:
         """Log each kind of trouble once per process; the counters tell how often it happened."""
-        if what not in self.warned:
-            self.warned.add(what)
+        if kind not in self.warned:
+            self.warned.add(kind)
             log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
 
-    def _direct(self, target: Target, ask: FetchOptions) -> memoryview:
+    def _direct(self, target: Target, options: FetchOptions) -> memoryview:
         """The whole object in memory, or over the upstream's mapping."""
-        above = self._above(target, ask) if not ask.bypass else None
-        if above is not None and ask.sha256 is None and ask.etag is None:
+        above = self._above(target, options) if not options.bypass else None
+        if above is not None and options.sha256 is None and options.etag is None:
             return memoryview(above[0].view)
-        self._refuse_offline(target, ask)
+        self._refuse_offline(target, options)
         sink = BufferSink(self.most)
-        with self.reaching(ask):
-            transfer = target.remote.fetch(target.url, VersionCheckSink(sink, target.key, ask.etag) if ask.etag else sink)
+        with self.reaching(options):
+            transfer = target.remote.fetch(target.url, VersionCheckSink(sink, target.key, options.etag) if options.etag else sink)
         if target.in_place is None:
             self.count(transfer)
-        return self._read_only(target, ask, sink.data)
+        return self._read_only(target, options, sink.data)
 
-    def _read_only(self, target: Target, ask: FetchOptions, data: bytearray) -> memoryview:
+    def _read_only(self, target: Target, options: FetchOptions, data: bytearray) -> memoryview:
         """What came in memory, if it is what ``ask`` expects."""
-        if ask.sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != ask.sha256.lower():
-            raise errors.ChecksumMismatch.of(target.key, f"sha256 {ask.sha256.lower()}", f"sha256 {found}")
+        if options.sha256 is not None and (digest := hashlib.sha256(data).hexdigest()) != options.sha256.lower():
+            raise errors.ChecksumMismatch.of(target.key, f"sha256 {options.sha256.lower()}", f"sha256 {digest}")
         return memoryview(data).toreadonly()
 
     def most(self) -> int:
@@ -477,46 +478,45 @@ class Origin:
         except errors.CacheFault:
             return in_memory()
 
-    def _refuse_offline(self, target: Target, ask: FetchOptions) -> None:
-        if ask.offline and target.in_place is None:
+    def _refuse_offline(self, target: Target, options: FetchOptions) -> None:
+        if options.offline and target.in_place is None:
             raise errors.Offline.of(target.key)
 
-    def _stream(self, target: Target, ask: FetchOptions) -> BinaryIO:
+    def _stream(self, target: Target, options: FetchOptions) -> BinaryIO:
         """A file object that reads ranges of the remote as they are wanted."""
-        if ask.sha256 is not None or (self.upstream is not None and not ask.bypass):
-            return io.BytesIO(self._direct(target, ask))
-        self._refuse_offline(target, ask)
-        with self.reaching(ask):
+        if options.sha256 is not None or (self.upstream is not None and not options.bypass):
+            return io.BytesIO(self._direct(target, options))
+        self._refuse_offline(target, options)
+        with self.reaching(options):
             info = target.remote.stat(target.url)
         self.count(Transfer(requests=1))
         if info is None or info.size is None:
-            return io.BytesIO(self._direct(target, ask))
+            return io.BytesIO(self._direct(target, options))
         return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, self), RANGE))
 
-    def local(self, target: Target, ask: FetchOptions) -> Lease:
+    def local(self, target: Target, options: FetchOptions) -> Lease:
         """A lease on the kept copy; a local file is its own path."""
-        if target.in_place and not ask.force:
+        if target.in_place and not options.force:
             return in_place(target.in_place)
-        return self.lease(target, ask)
+        return self.lease(target, options)
 
     # -- doors for the rooms above ---------------------------------------------------------------------------------
 
-    def span(self, target: Target, span: Span, ask: FetchOptions, *, validator: str | None = None) -> memoryview:
+    def span(self, target: Target, span: Span, options: FetchOptions, *, validator: str | None = None) -> memoryview:
         """Some bytes of an object, as an entry of their own; ``validator``: of which version. Raises `RemoteChanged` if it is gone."""
         key = f"{target.key}#bytes={span.start}-{span.end - 1}" + (f"&version={validator}" if validator else "")
-
         began = 0
 
         def look() -> memoryview | None:
-            found = self.store.view(URLS, key)
-            return memoryview(found.view) if found is not None and self._is_fresh(found.entry, ask) else None
+            hit = self.store.view(URLS, key)
+            return memoryview(hit.view) if hit is not None and self._is_fresh(hit.entry, options) else None
 
         def make() -> memoryview:
             nonlocal began
-            if ask.offline:
+            if options.offline:
                 raise errors.Offline.of(key)
             began = self.store.now(exact=True)
-            with self.reaching(ask):
+            with self.reaching(options):
                 data = target.remote.read(target.url, span, validator=validator)
             self.count(Transfer(requests=1, received=len(data)))
             return memoryview(data)
@@ -525,7 +525,7 @@ class Origin:
             self.store.put(URLS, key, data, validator=validator, validated=began)
             return data
 
-        return self.get_or_make(URLS, key, look, make, keep, timeout=ask.timeout)
+        return self.get_or_make(URLS, key, look, make, keep, timeout=options.timeout)
 
     def get_or_make(
         self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], T], keep: Callable[[T], T], *,
@@ -537,7 +537,7 @@ class Origin:
         Looks once before it asks for the key's lock, and once under it: another process may have stored it meanwhile. Where the cache
         cannot help, the caller gets what ``make`` made, which runs once, through ``past``. ``looked``: the caller has just looked.
         ``label``: what messages call it. Raises what ``make`` raises."""
-        made: list[T] = []
+        values: list[T] = []
         has_failed = False
 
         def fill() -> T:
@@ -546,11 +546,11 @@ class Origin:
                 self.store.count("misses")
             try:
                 with waits.time_limit(None, afresh=True):  # whatever it waits for is its own affair
-                    made.append(make())
+                    values.append(make())
             except BaseException:
                 has_failed = True
                 raise
-            return keep(made[0])
+            return keep(values[0])
 
         try:
             with waits.time_limit(timeout):
@@ -560,7 +560,7 @@ class Origin:
             if has_failed:
                 raise  # the function's own
             self.fall_back(error, label or f"{space}:{key}")
-        value = made[0] if made else make()
+        value = values[0] if values else make()
         return value if past is None else past(value)
 
     def kept(self, target: Target, since: int) -> Lease | None:

@@ -65,13 +65,13 @@ class RangeFile(io.RawIOBase):
         return b"".join(iter(lambda: self.read(RANGE) or b"", b""))  # the default asks for 8 KiB at a time
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._size - self._at)
-        if wanted <= 0:
+        size = min(len(buffer), self._size - self._at)
+        if size <= 0:
             return 0
         with self._watcher.reaching():
-            data = self._remote.read(self._url, Span(self._at, wanted), info=self._info)
+            data = self._remote.read(self._url, Span(self._at, size), info=self._info)
         self._watcher.count(Transfer(requests=1, received=len(data)))
-        if len(data) < wanted:
+        if len(data) < size:
             message = f"{self._key} is shorter than the {self._size:,} bytes that were told when it was opened"
             raise errors.RemoteChanged(message, url=self._key)
         buffer[: len(data)] = data

@@ -70,9 +70,9 @@ class RootOptions:
         try:
             return Store.open(self.path, settings, shared=self.shared, read_only=self.read_only)
         except (FileNotFoundError, NotADirectoryError, PermissionError, LinkInTheWay) as error:
-            wanted, found = "a directory that can be made and written to", error.strerror or type(error).__name__
-            message = f"{self.path}: expected {wanted}, found '{found}': choose another directory"
-            raise errors.RootRefused(message, path=str(self.path), wanted=wanted, found=found) from error
+            expected, problem = "a directory that can be made and written to", error.strerror or type(error).__name__
+            message = f"{self.path}: expected {expected}, found '{problem}': choose another directory"
+            raise errors.RootRefused(message, path=str(self.path), wanted=expected, found=problem) from error
 
     def open_or_pass(self) -> Store | PassThrough:
         """The store, or a `PassThrough` where the root cannot be used for now. Raises for a root that never can be."""
@@ -117,7 +117,7 @@ class Reopening:
 def others_can_write(store: Store) -> bool:
     """Whether anybody but this user and the superuser can write to this root."""
     try:
-        found = os.stat(store.root.path)
+        status = os.stat(store.root.path)
     except OSError:
         return store.root.shared
-    return found.st_uid not in (os.geteuid(), 0) or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return status.st_uid not in (os.geteuid(), 0) or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))

@@ -130,8 +130,8 @@ class RemoteAccess:
     def _filesystem(self) -> tuple[str, str, Remote]:
         """Of the filesystem object: the scheme of its URLs, what tells it from others, and its remote. Found once: it costs a pickle."""
         if self._own is None:
-            key, _, found = remote.on_filesystem(self.filesystem, "", self.options)
-            self._own = key.partition("://")[0], key.rpartition("#")[2], found
+            key, _, served_by = remote.on_filesystem(self.filesystem, "", self.options)
+            self._own = key.partition("://")[0], key.rpartition("#")[2], served_by
         return self._own
 
     @property
@@ -159,21 +159,21 @@ class RemoteAccess:
     def stat(self, url: str) -> ObjectInfo:
         """What the remote says of an object. Raises `RemoteError`."""
         with self._reaching():
-            found = self.remote(url).stat(url)
+            info = self.remote(url).stat(url)
         self._count(url, Transfer(requests=1))
-        assert found is not None  # only a known version is answered with None
-        return found
+        assert info is not None  # only a known version is answered with None
+        return info
 
     def whole(self, url: str) -> bytes:
         """All bytes of an object, of one version. Raises `RemoteError`."""
-        asked = self.remote(url)
+        served_by = self.remote(url)
         if self.is_local(url):
             info = self.stat(url)
-            return asked.read(url, Span(0, info.size or 0), info=info)
+            return served_by.read(url, Span(0, info.size or 0), info=info)
         sink = BufferSink(self.origin.most if self.origin is not None else in_memory)
         try:
             with self._reaching():
-                transfer = asked.fetch(url, sink)
+                transfer = served_by.fetch(url, sink)
             self._count(url, transfer)
         except errors.RemoteError as error:
             self._count(url, Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
@@ -185,8 +185,8 @@ class RemoteAccess:
         assert self.origin is not None
         try:
             with lease:
-                found = self.origin.store.bytes_leased(lease)
-                return None if found is None else bytes(found)
+                data = self.origin.store.bytes_leased(lease)
+                return None if data is None else bytes(data)
         except errors.CacheFault as error:
             self.origin.fall_back(error, lease.entry.key)
             return None
@@ -207,21 +207,21 @@ class RemoteAccess:
         if origin is None or self.is_local(url):
             return None
         try:
-            found = origin.store.view(URLS, self.key(url))
+            hit = origin.store.view(URLS, self.key(url))
         except errors.CacheFault as error:
             origin.fall_back(error, self.key(url))
             return None
-        if found is None or found.entry.validator != validator or span.end > found.size:
+        if hit is None or hit.entry.validator != validator or span.end > hit.size:
             return None
-        origin.store.touch(found.entry)
-        return bytes(found.view[span.start : span.end])
+        origin.store.touch(hit.entry)
+        return bytes(hit.view[span.start : span.end])
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """All objects whose URL begins with this. Raises `RemoteError`."""
-        found = self.remote(url).list(url)
+        infos = self.remote(url).list(url)
         while True:
             with self._reaching():  # not around what the caller does between two of them
-                info = next(found, None)
+                info = next(infos, None)
             if info is None:
                 return
             yield info

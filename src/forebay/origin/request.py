@@ -126,9 +126,9 @@ class SpillingSink:
         return isinstance(self._sink, CloningSink) and self._sink.clone(fd)
 
 
-def is_same_version(found: str | None, wanted: str) -> bool:
+def is_same_version(validator: str | None, expected: str) -> bool:
     """Whether two validators name one version, with or without their quotes."""
-    return (found or "").removeprefix("W/").strip('"') == wanted.removeprefix("W/").strip('"')
+    return (validator or "").removeprefix("W/").strip('"') == expected.removeprefix("W/").strip('"')
 
 
 def sha256_of(path: str) -> str:

@@ -25,11 +25,11 @@ log = logger("forebay.samples")
 class _MovedFunction:
     """Stands for a method that is a function elsewhere: whoever looks for it is told where."""
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, function: str) -> None:
+        self._function = function
 
     def __get__(self, handle: object, kind: type) -> NoReturn:
-        raise AttributeError(f"this is a function of its own: {self._place}")
+        raise AttributeError(f"this is a function of its own: {self._function}")
 
 
 class Samples(Generic[Item]):
@@ -40,7 +40,7 @@ class Samples(Generic[Item]):
 
     def __init__(self, origin: Origin, pack: Pack | NoPack, codec: codecs.Codec, name: str | None, *, copy: bool = False) -> None:
         self._origin, self._codec, self._copy = origin, codec, copy
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._creator = os.getpid()
         self.name = name
         self._attach(pack)
@@ -72,28 +72,28 @@ class Samples(Generic[Item]):
         data = self._find(i, copy)
         if data is None:
             return None
-        found = self._decoded(i, data)
-        return None if found is None else found[0]
+        decoded = self._decoded(i, data)
+        return None if decoded is None else decoded[0]
 
     def get_many(self, indices: Iterable[int]) -> list[Item | None]:
         """`get` of each."""
         get = self.get
-        found = [get(i) for i in indices]
+        items = [get(i) for i in indices]
         self._pack.flush_counts()
-        return found
+        return items
 
     def get_or_put(self, i: int, fn: Callable[[], Item | Buffer], *, timeout: float | None = None) -> Item:
         """What slot ``i`` holds; else what ``fn`` gives, stored: of all processes of the node one runs it for this slot at a time.
 
         It comes as `get` gives it. What ``fn`` raises reaches all who waited for it. Where nothing more can be stored ``fn`` runs
         here at once. ``timeout``: seconds to wait for another process. Raises `ConfigError` for what the codec does not take."""
-        found = self._decoded(i, self._find(i, self._copy))
-        if found is not None:
-            return found[0]
+        decoded = self._decoded(i, self._find(i, self._copy))
+        if decoded is not None:
+            return decoded[0]
         if not self._pack.admits:
-            return self._made(i, fn())[0]
+            return self._store_and_read(i, fn())[0]
         item: Item = self._origin.get_or_make(
-            SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), lambda: (fn(),), lambda value: self._made(i, value[0]),
+            SPACE, f"{self._pack.id:x}/{i}", lambda: self._look(i), lambda: (fn(),), lambda value: self._store_and_read(i, value[0]),
             past=lambda value: (self._as_read(value[0]),), label=f"sample {i} of {self._label}",
             timeout=self._origin.timeout if timeout is None else timeout, looked=True,
         )[0]  # fmt: skip
@@ -119,7 +119,7 @@ class Samples(Generic[Item]):
         except OSError:  # as many mappings, or files, as a process may have
             return memoryview(bytearray(data))
 
-    def _made(self, i: int, value: Any) -> tuple[Item]:
+    def _store_and_read(self, i: int, value: Any) -> tuple[Item]:
         """Store what was made, if that can be; it comes back as the next reader will get it, where it can be stored at all."""
         encoded: list[Sequence[Buffer]] = []
 
@@ -134,8 +134,8 @@ class Samples(Generic[Item]):
             return (value,)
         except errors.CacheFault as error:
             self._tell(i, error)
-        found = self._look(i)
-        return found if found is not None else (self._as_read(value, encoded[0] if encoded else None),)
+        stored = self._look(i)
+        return stored if stored is not None else (self._as_read(value, encoded[0] if encoded else None),)
 
     def _as_read(self, value: Any, pieces: Sequence[Buffer] | None = None) -> Any:
         """What is not stored, as it would come if it were: a program gets the same whether there was room or not."""
@@ -191,8 +191,8 @@ class Samples(Generic[Item]):
 
     def _warn(self, kind: str, message: str) -> None:
         self._origin.store.count("store_failures")
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     @property
@@ -236,13 +236,13 @@ class Samples(Generic[Item]):
         self._pack.has(0)
         if self.frozen:
             return False
-        found = find(self._origin, checked_name(name), Shape(len(self), self._codec.name, None))
-        if found is None:
+        pack = find(self._origin, checked_name(name), Shape(len(self), self._codec.name, None))
+        if pack is None:
             return False
         self.close()
-        found.only_read()
+        pack.only_read()
         self.name = name
-        self._attach(found)
+        self._attach(pack)
         return True
 
     def _check_creator(self, what: str) -> None:
@@ -307,12 +307,12 @@ def open_samples(
         raise errors.ConfigError("an array without a name needs a length: cache.samples(length=N)", name="length", value=None)
     if length is not None and not (isinstance(length, int) and length >= 1):
         raise errors.ConfigError(f"length={length!r} makes no sense: it is an int of at least 1", name="length", value=length)
-    wanted = Shape(length or 0, chosen.name, digest_of(fingerprint))
+    shape = Shape(length or 0, chosen.name, digest_of(fingerprint))
 
     def find_pack() -> Pack | NoPack | None:
         origin.current()
         try:
-            pack = find_or_make(origin, name, wanted)
+            pack = find_or_make(origin, name, shape)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             origin.fall_back(error, f"samples:{name or ''}")
             return None
@@ -325,8 +325,8 @@ def open_samples(
     if pack is None and not length:
         raise errors.NotCached.of(f"{SPACE}:{name}")
     if not isinstance(pack, Pack) and (origin.store.keeps or origin.reopening is not None):
-        pack = _LatePack(wanted.length, find_pack, fingerprint)
-    samples = Samples[Any](origin, pack or NoPack(wanted.length), chosen, name, copy=copy)
+        pack = _LatePack(shape.length, find_pack, fingerprint)
+    samples = Samples[Any](origin, pack or NoPack(shape.length), chosen, name, copy=copy)
     origin.register(samples)
     return samples
 
@@ -356,10 +356,10 @@ class _LatePack(NoPack):
         may_try = True
         try:
             with waits.time_limit(0):
-                found = self._find_pack()
+                pack = self._find_pack()
             attach = self.comes()
-            if isinstance(found, Pack) and attach is not None:
-                attach(found)
+            if isinstance(pack, Pack) and attach is not None:
+                attach(pack)
                 may_try = False
         except errors.ConfigError as error:  # somebody made another array of this name meanwhile: no get of the loop fails for that
             may_try = False

@@ -36,25 +36,25 @@ class Shape:
         return json.dumps({"length": self.length, "codec": self.codec})
 
 
-def find_or_make(origin: Origin, name: str | None, wanted: Shape) -> Pack | NoPack | None:
+def find_or_make(origin: Origin, name: str | None, shape: Shape) -> Pack | NoPack | None:
     """The array of this name, made if there is none, or one of another fingerprint; a new one without a name."""
     store = origin.store
     if name is None:
         key = f"~{secrets.token_hex(8)}"
-        return store.packs.make(SPACE, key, wanted.length, life="held", fingerprint=wanted.fingerprint, meta=wanted.meta())
-    found = find(origin, name, wanted)
-    if found is not None or not wanted.length:
-        return found
+        return store.packs.make(SPACE, key, shape.length, life="held", fingerprint=shape.fingerprint, meta=shape.meta())
+    pack = find(origin, name, shape)
+    if pack is not None or not shape.length:
+        return pack
     hold = store.locks.hold(SPACE, name)
     try:
         # P1 finds none / P2 finds none / P1 holds the key, makes it, lets go / P2 holds the key: we are here.
-        found = find(origin, name, wanted)
-        return found or store.packs.make(SPACE, name, wanted.length, fingerprint=wanted.fingerprint, meta=wanted.meta())
+        pack = find(origin, name, shape)
+        return pack or store.packs.make(SPACE, name, shape.length, fingerprint=shape.fingerprint, meta=shape.meta())
     finally:
         hold.release()
 
 
-def find(origin: Origin, name: str, wanted: Shape) -> Pack | None:
+def find(origin: Origin, name: str, shape: Shape) -> Pack | None:
     """The array of this name, here or in the root upstream; None if there is none, or it has another fingerprint.
 
     A length of 0 takes any. Raises `ConfigError` where it has another length or codec."""
@@ -67,15 +67,15 @@ def find(origin: Origin, name: str, wanted: Shape) -> Pack | None:
             store.set_aside(lease.entry, f"{lease.entry.name}: its length and codec are not noted as they should be")
             lease.close()
             continue
-        if wanted.fingerprint is not None and wanted.fingerprint != stored.fingerprint:
+        if shape.fingerprint is not None and shape.fingerprint != stored.fingerprint:
             lease.close()
             continue
-        if (wanted.length or stored.length, wanted.codec) != (stored.length, stored.codec):
+        if (shape.length or stored.length, shape.codec) != (stored.length, stored.codec):
             lease.close()
             raise errors.ConfigError(
-                f"the array {name!r} has {stored.length:,} slots of the codec {stored.codec!r}, but {wanted.length:,} of {wanted.codec!r} "
+                f"the array {name!r} has {stored.length:,} slots of the codec {stored.codec!r}, but {shape.length:,} of {shape.codec!r} "
                 "were wanted: choose another name, or give a fingerprint, which starts it afresh",
-                name="length", value=wanted.length, found=stored.length,
+                name="length", value=shape.length, found=stored.length,
             )  # fmt: skip
         pack = store.packs.open(lease, stored.length)
         if pack is not None:

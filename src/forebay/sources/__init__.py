@@ -63,24 +63,24 @@ class UrlSource:
     def keys(self) -> Iterator[str]:
         """All names, in the order of the remote. What is no name below the prefix, such as ``../x``, is left out, and told once.
         Raises `RemoteError`, for one of HTTP, which has no listings."""
-        told = False
+        has_warned = False
         for info in self._reach.list(self._prefix.folder):
             name = self._prefix.name_of(info.url)
             if is_name(name):
                 yield name
-            elif not told:
-                told = True
+            elif not has_warned:
+                has_warned = True
                 log.warning("%s: %r is no name below it: such names are left out", self.uri, name)
 
     def size(self, key: str) -> int | None:
         """Bytes of a local file; None where it would cost a request, or there is none."""
-        found = self._local(key)
-        return None if found is None else found.st_size
+        status = self._local(key)
+        return None if status is None else status.st_size
 
     def version_of(self, key: str) -> str | None:
         """Time, size and inode of a local file; None where it would cost a request, or there is none."""
-        found = self._local(key)
-        return None if found is None else f"{found.st_mtime_ns}-{found.st_size}-{found.st_ino}"
+        status = self._local(key)
+        return None if status is None else f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
 
     def info(self, key: str) -> SourceInfo:
         """The provenance of an item."""
@@ -170,9 +170,9 @@ class _ByExtension:
 
     def _choice(self, key: str) -> Decode:
         for extension in _extensions(key):
-            found = self._decoders.get(extension)
-            if found is not None:
-                return found
+            decode = self._decoders.get(extension)
+            if decode is not None:
+                return decode
         known = ", ".join(filter(None, self._decoders))
         raise errors.ConfigError(f"no decoder for {key!r}: there are those for {known}; one under '' would take the rest", key=key)
 
@@ -243,7 +243,7 @@ def source_of(thing: Any) -> Source:
     ):
         return TarSource(thing)
     if hasattr(thing, "__getitem__") and isinstance(getattr(thing, "uri", None), str):
-        found: Source = thing
-        return found
-    wanted = "a path, a URL, paths or URLs of tar shards, or an object with source[key] and source.uri is wanted"
-    raise errors.ConfigError(f"{thing!r} is no source: {wanted}", name="source", value=repr(thing))
+        source: Source = thing
+        return source
+    expected = "a path, a URL, paths or URLs of tar shards, or an object with source[key] and source.uri is wanted"
+    raise errors.ConfigError(f"{thing!r} is no source: {expected}", name="source", value=repr(thing))

@@ -66,16 +66,16 @@ class Shards:
 
     def info(self, url: str) -> ObjectInfo:
         """What the remote says, or said not long ago to any process of the node. Raises `RemoteError`, `Offline`."""
-        found = self._infos.get(url)
-        if found is not None:
-            return found
+        info = self._infos.get(url)
+        if info is not None:
+            return info
         with self._lock(url):
-            found = self._infos.get(url)  # as for indexes
-            if found is None:
-                found = self._infos[url] = self._told(url)
-            return found
+            info = self._infos.get(url)  # as for indexes
+            if info is None:
+                info = self._infos[url] = self._shared_info(url)
+            return info
 
-    def _told(self, url: str) -> ObjectInfo:
+    def _shared_info(self, url: str) -> ObjectInfo:
         origin = self._reach.origin
         if origin is None or self._reach.is_local(url):
             return self._reach.stat(url)
@@ -139,28 +139,28 @@ class Shards:
     def index(self, url: str) -> Indexed:
         """The shard's index. Raises `BadArchive` or another `RemoteError`, `Offline`."""
         for last in (False, True):
-            found = self._indexes.get(url)
-            if found is not None:
-                return found
+            indexed = self._indexes.get(url)
+            if indexed is not None:
+                return indexed
             info = self.info(url)
             try:
-                return self._made(url, info)
+                return self._index_once(url, info)
             except errors.RemoteError as error:
                 self.forget(url, info)  # another call may go well
                 if last or not isinstance(error, errors.RemoteChanged):
                     raise
         raise AssertionError("unreachable: the last turn returns or raises")
 
-    def _made(self, url: str, info: ObjectInfo) -> Indexed:
+    def _index_once(self, url: str, info: ObjectInfo) -> Indexed:
         with self._lock(url):
             # T1 and T2 want a new shard; T1 makes its index: T2, which waited here, finds it
-            found = self._indexes.get(url)
-            if found is None:
-                found = Indexed(self._obtain(url, info), info)
+            indexed = self._indexes.get(url)
+            if indexed is None:
+                indexed = Indexed(self._obtain(url, info), info)
                 if self._reach.origin is not None and len(self._indexes) >= MANY:
                     self._indexes.clear()
-                self._indexes[url] = found
-            return found
+                self._indexes[url] = indexed
+            return indexed
 
     def _obtain(self, url: str, info: ObjectInfo) -> Index:
         """Out of the cache; made, and kept there, if it has none."""
@@ -187,18 +187,18 @@ class Shards:
 def _views(origin: Origin, key: str) -> Iterator[tuple[Store | PassThrough, Remembered]]:
     """What the cache has, and the root above it."""
     for store in (origin.store, origin.upstream):
-        found = store.view(SPACE, key) if store is not None else None
-        if store is not None and found is not None:
-            yield store, found
+        hit = store.view(SPACE, key) if store is not None else None
+        if store is not None and hit is not None:
+            yield store, hit
 
 
 def _noted(origin: Origin, url: str, key: str, since: int) -> ObjectInfo | None:
     """What the remote said of a shard at or after ``since``."""
-    for store, found in _views(origin, key):
-        if origin.validated(store, found.entry) < since:
+    for store, hit in _views(origin, key):
+        if origin.validated(store, hit.entry) < since:
             continue
         try:
-            size, validator, modified = json.loads(bytes(found.view))
+            size, validator, modified = json.loads(bytes(hit.view))
         except (ValueError, TypeError) as error:
             log.warning("what is noted of %s is not used: %s", key, str(error))
             continue
@@ -207,14 +207,14 @@ def _noted(origin: Origin, url: str, key: str, since: int) -> ObjectInfo | None:
 
 
 def _kept(origin: Origin, key: str) -> Index | None:
-    for store, found in _views(origin, key):
+    for store, hit in _views(origin, key):
         try:
-            index = Index(found.view)
+            index = Index(hit.view)
         except ValueError as error:
             log.warning("the index %s is made anew: %s", key, str(error))
             continue
         if store is origin.store:
-            store.touch(found.entry)
+            store.touch(hit.entry)
         return index
     return None
 

@@ -82,20 +82,20 @@ class TarSource:
         """The member's bytes. Raises `NotFound`, `BadArchive` for a shard that is damaged, or another `RemoteError`."""
         shard, name = self._split(key)
         for last in (False, True):
-            found = self._shards.index(self._url(shard))
+            indexed = self._shards.index(self._url(shard))
             try:
-                return self._read(shard, name, found)
+                return self._read(shard, name, indexed)
             except (errors.RemoteChanged, errors.BadArchive):
                 if last:
                     raise
-                self._shards.forget(self._url(shard), found.info)
+                self._shards.forget(self._url(shard), indexed.info)
         raise AssertionError("unreachable: the last turn returns or raises")
 
-    def _read(self, shard: str, name: str, found: Indexed) -> bytes:
-        span = found.members.get(name)
+    def _read(self, shard: str, name: str, indexed: Indexed) -> bytes:
+        span = indexed.members.get(name)
         if span is None:
             raise errors.NotFound(f"{self._shown(shard)} has no member {name!r}", url=self._shown(shard))
-        data = self._reach.part(self._url(shard), span, found.info)
+        data = self._reach.part(self._url(shard), span, indexed.info)
         if len(data) < span.length:
             message = f"{self._shown(shard)}: cut short within {name!r}, at byte {span.start + len(data):,}"
             raise errors.BadArchive(message, url=self._shown(shard), offset=span.start + len(data))
@@ -107,8 +107,8 @@ class TarSource:
         with ThreadPoolExecutor(AT_ONCE, "forebay-index") as pool:
             coming = deque((shard, pool.submit(self._shards.index, url)) for shard, url in islice(names, AT_ONCE))
             while coming:
-                shard, found = coming.popleft()
-                index = found.result().members
+                shard, future = coming.popleft()
+                index = future.result().members
                 coming.extend((each, pool.submit(self._shards.index, url)) for each, url in islice(names, 1))
                 yield from (f"{shard}/{name}" for name in index)
 
@@ -153,19 +153,19 @@ class TarSource:
     def _laid_out(self) -> _Layout:
         if self._layout is None:
             assert self._prefix is not None
-            found = [info for info in self._reach.list(self._prefix.folder) if info.url.endswith(".tar")]
-            if not found:
+            listed = [info for info in self._reach.list(self._prefix.folder) if info.url.endswith(".tar")]
+            if not listed:
                 raise errors.NotFound(f"{self.uri}: no .tar below it", url=self.uri)
-            infos = self._named(self._prefix, found)
+            infos = self._named(self._prefix, listed)
             urls = {name: self._prefix.join(name) for name in infos}
             for name, info in infos.items():
                 self._shards.learn(urls[name], info)
             self._layout = _Layout(self.uri, urls)
         return self._layout
 
-    def _named(self, prefix: Prefix, found: Sequence[ObjectInfo]) -> dict[str, ObjectInfo]:
+    def _named(self, prefix: Prefix, listed: Sequence[ObjectInfo]) -> dict[str, ObjectInfo]:
         """Shards by name. What is no name below the prefix is left out, and told once."""
-        infos = {prefix.name_of(info.url): info for info in found}
+        infos = {prefix.name_of(info.url): info for info in listed}
         others = [name for name in infos if not is_name(name)]
         if others:
             log.warning("%s: %r is no name below it: such shards are left out", self.uri, others[0])
@@ -200,13 +200,13 @@ def _bare(url: str) -> str:
 
 def _expanded(text: str) -> Iterator[str]:
     """``shard-{08..10}.tar`` as all that it stands for."""
-    found = _RANGE.search(text)
-    if found is None:
+    match = _RANGE.search(text)
+    if match is None:
         yield text
         return
-    first, last = found.groups()
+    first, last = match.groups()
     for number in range(int(first), int(last) + 1):
-        yield from _expanded(f"{text[: found.start()]}{number:0{len(first)}d}{text[found.end() :]}")
+        yield from _expanded(f"{text[: match.start()]}{number:0{len(first)}d}{text[match.end() :]}")
 
 
 def _checked_prefix(prefix: Prefix) -> Prefix:
@@ -232,8 +232,8 @@ def _laid_out(reach: RemoteAccess, texts: Sequence[str]) -> _Layout:
         names = ["/".join(each[common:]) for each in parts]
         names = [unquote(name, errors="surrogateescape") for name in names] if quoted else names
         uri = reach.key("/".join(parts[0][:common]) or "/")
-    found = dict(zip(names, urls, strict=True))
-    if len(found) < len(urls):
+    urls_by_name = dict(zip(names, urls, strict=True))
+    if len(urls_by_name) < len(urls):
         twice = next(name for name in names if names.count(name) > 1)
         raise errors.ConfigError(f"the shard {twice!r} is named twice", name="shards", value=twice)
-    return _Layout(uri, found)
+    return _Layout(uri, urls_by_name)

@@ -50,13 +50,13 @@ class Index:
 
     def get(self, name: str) -> Span | None:
         """Where a member lies."""
-        wanted = name.encode("utf-8", "surrogateescape")
-        digest = _hash(wanted)
+        encoded = name.encode("utf-8", "surrogateescape")
+        digest = _hash(encoded)
         for at in range(bisect.bisect_left(self._hashes, digest), len(self)):
             if self._hashes[at] != digest:
                 break
             i = self._ranks[at]
-            if self._name(i) == wanted:
+            if self._name(i) == encoded:
                 return Span(self._starts[i], self._sizes[i])
         return None
 
@@ -209,16 +209,16 @@ class _HeaderWalk:
 
     def _pax(self, at: int, data: bytes) -> dict[str, bytes]:
         """Records of pax: ``length name=value``, each with a line's end."""
-        found, rest = {}, data
+        records, rest = {}, data
         while rest.strip(b"\0"):
             digits, blank, _ = rest.partition(b" ")
             length = self._decimal(at, digits)
             name, equals, value = rest[len(digits) + 1 : length - 1].partition(b"=")
             if not blank or not equals or length > len(rest) or rest[length - 1 : length] != b"\n":
                 raise self._tar.bad(at, "a record of pax that is none")
-            found[_text(name)] = value
+            records[_text(name)] = value
             rest = rest[length:]
-        return found
+        return records
 
     def _past_sparse(self, head: bytes, start: int) -> int:
         """Where the bytes of one of GNU's old sparse files begin: its map may go on in blocks of its own."""
