@@ -1009,7 +1009,7 @@ MUTANTS = (
     ),
     Mutant(
         12, "sets and dicts are written as they come", "tasks/hashing.py",
-        "found = sorted(parts)", "found = list(parts)",
+        "ordered = sorted(parts)", "ordered = list(parts)",
         "tests/tasks/test_hashing.py::test_s35_digests_agree_in_every_process",
     ),
     Mutant(
@@ -1049,7 +1049,7 @@ MUTANTS = (
     ),
     Mutant(
         12, "a file that was edited since is believed", "tasks/code.py",
-        "if shape_of(found.code) == shape_of(code)]", "if found]",
+        "if shape_of(function.code) == shape_of(code)]", "if function]",
         f"{IDENTITY}test_a_file_that_was_edited_since_is_not_believed",
     ),
     Mutant(

@@ -42,7 +42,7 @@ _INSTEAD = {
 
 
 def _gone(name: str) -> AttributeError | None:
-    """What to use in place of a method that checkpoints of Ray had once."""
+    """What to use instead of a method that Ray's checkpoints once had."""
     return AttributeError(f"Checkpoint has no {name}: {_INSTEAD[name]}") if name in _INSTEAD else None
 
 
@@ -58,7 +58,7 @@ class Checkpoint(metaclass=_Kind):
     without one the default cache of this process, opened when it is needed. Where neither is given, any number of handles, processes and
     jobs of a node share one copy.
 
-    Equal to another one of the same directory. Pickles: where it arrives it opens its cache, or the default one, anew. Callable from any
+    Equal to another one of the same directory. Pickles: where it arrives it opens its cache, or the default one, again. Callable from any
     thread and on both sides of a fork. Raises `ConfigError` (a ValueError) for a URL together with a filesystem."""
 
     def __init__(self, path: str | os.PathLike[str], filesystem: Any = None, cache: Cache | None = None) -> None:
@@ -152,8 +152,8 @@ class Checkpoint(metaclass=_Kind):
     def as_directory(self, *, include: Patterns = None, exclude: Patterns = None, **arguments: Any) -> Iterator[str]:
         """Its files as a local directory, read-only and complete, for a ``with``: all threads and processes of the node share one copy.
 
-        After the block it stays for the next who wants it, until the cache needs the room. A local directory is yielded as it is.
-        ``include``, ``exclude``, ``how``, and what is raised: see `Cache.directory`."""
+        After the block it stays in the cache for the next caller, until the cache needs the room. A local directory is yielded as it is.
+        For the arguments, and what is raised: see `Cache.directory`."""
         with self._lease(include, exclude, arguments) as path:
             yield path
 
@@ -169,7 +169,7 @@ class Checkpoint(metaclass=_Kind):
 
         Several processes that ask for the same ``path`` do it once. What else lies in it stays; a file that is to go where another one
         stands, which is not a copy of ours, is `Foreign` (a FileExistsError), unless ``overwrite``. Where the cache has no room, the files
-        are fetched straight to their place. Raises as `Cache.directory` does; `NoSpace` where the disk of the copy is full."""
+        are fetched straight to their destination. Raises as `Cache.directory` does; `NoSpace` where the disk of the copy is full."""
         url, filesystem = self._source
         if self._is_local and not arguments.get("force"):
             return directories.copy(self._origin, url, filesystem, include, exclude, FetchOptions(), path, overwrite=overwrite)
@@ -205,7 +205,7 @@ class Checkpoint(metaclass=_Kind):
         return stored.read(self._origin, self._location())
 
     def set_metadata(self, metadata: dict[str, Any]) -> None:
-        """Store this as its metadata, in place of what is there. Raises `NotJson` (a ValueError and a TypeError) for what JSON cannot
+        """Store this as its metadata, which replaces what is there. Raises `NotJson` (a ValueError and a TypeError) for what JSON cannot
         hold, `RemoteError`."""
         stored.write(self._origin, self._location(), metadata)
 
@@ -225,10 +225,10 @@ class Checkpoint(metaclass=_Kind):
         time, large ones in parts; until all of it is there, no reader takes a part for the whole (`Incomplete`).
 
         ``delete``: remove what is there and not in ``directory``, but for the metadata. ``keep``: the files stay in the cache, as if they
-        had been fetched, so that this node need not fetch them. ``on_progress`` is told of the states ``reading`` and ``sending``.
+        had been fetched, so that this node need not fetch them. ``on_progress`` is called for the states ``reading`` and ``sending``.
 
         An upload that was interrupted is gone on with by the same call. Raises `SourceChanged` if a file changes meanwhile, `Conflict` if
-        another upload to the same place began, `Unsupported` where nothing can be written, `ConfigError`, `RemoteError`."""
+        another upload to the same URL began, `Unsupported` where nothing can be written, `ConfigError`, `RemoteError`."""
         checkpoint = cls(url, filesystem, cache)
 
         def tell(state: str, done: int, total: int) -> None:
@@ -245,7 +245,7 @@ class Checkpoint(metaclass=_Kind):
         self, url: str | os.PathLike[str], *, filesystem: Any = None, delete: bool = False, keep: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Self:  # fmt: skip
-        """`upload` of this one to another place, such as of a local checkpoint to where others find it; gives the handle to that."""
+        """Upload this directory to another URL, such as a local checkpoint to a shared one; returns its handle. See `upload`."""
         with self.as_directory() as directory:
             return self.upload(
                 directory, url, filesystem=filesystem, delete=delete, keep=keep, cache=self._cache, on_progress=on_progress
@@ -269,7 +269,7 @@ _default: Cache | None = None
 
 
 def default_cache() -> Cache:
-    """The cache of this process for who was given none: opened at the first call. No lock, which a fork could find taken: of two threads
+    """The default cache of this process, opened at the first call. No lock, which a fork could find taken: of two threads
     that open it, both have the same root, and one engine."""
     global _default
     cache = _default

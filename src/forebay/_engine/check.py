@@ -335,10 +335,10 @@ def _unknown(root: Root, catalog: Catalog, slots: Slots) -> Iterator[Path]:
             names = root.files.names_in(directory)
         except (FileNotFoundError, LinkInTheWay):
             continue
-        found = [(parsed, name) for name in names if (parsed := parse(name)) is not None]
+        files = [(parsed, name) for name in names if (parsed := parse(name)) is not None]
         intended = slots.intent()  # after the names: what is being written stands there, or has its row by now
-        while some := found[-AT_ONCE:]:
-            del found[-AT_ONCE:]
+        while some := files[-AT_ONCE:]:
+            del files[-AT_ONCE:]
             of = {name: (parsed.id, kind, parsed.suffix) for parsed, name in some if parsed.id not in intended}
             stray = _not_named(catalog, kind, list(of.values()))
             yield from (directory / name for name, what in of.items() if what in stray)

@@ -74,7 +74,7 @@ def recover_and_retry(call: Callable[Concatenate[S, P], R]) -> Callable[Concaten
 class Engine:
     """The parts of one root in one process. Callable from any thread, and in a forked child.
 
-    A recovery replaces the parts: whoever needs one takes it from here anew for each call."""
+    A recovery replaces the parts: callers get the part that they need from here at each call."""
 
     def __init__(self, root: Root, settings: Settings) -> None:
         self.root = root
@@ -156,7 +156,7 @@ class Engine:
         with self._recovering, faults(str(self.root.path)):
             if self.recoveries != recoveries:
                 return
-            log.log(logging.INFO if error.damaged else logging.WARNING, "%s: opening it anew", str(error))
+            log.log(logging.INFO if error.damaged else logging.WARNING, "%s: opening it again", str(error))
             root = open_root(self.root.path, shared=self.root.shared)
             if root.id != self.root.id or not self.slots.is_same() or not self.catalog.has_its_lock():
                 for part in (self.fill, self.budget, self.leases, self.catalog):
@@ -256,7 +256,7 @@ class Engine:
                 live = entries.living_in(self.catalog, chunk * RECORDS, (chunk + 1) * RECORDS)
                 if live:
                     log.warning(
-                        "%s: part %d of the table of slots is lost or damaged: it is made anew; when its %d entries were used is lost",
+                        "%s: part %d of the table of slots is lost or damaged: it is recreated; when its %d entries were used is lost",
                         self.root.path, chunk, len(live),
                     )  # fmt: skip
                 self.slots.remake(chunk, live)

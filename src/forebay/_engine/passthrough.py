@@ -1,4 +1,4 @@
-"""The same door with nothing behind it: nothing is found and nothing is kept, so that "no cache" needs no branch anywhere."""
+"""A store without a cache: it has no entries and keeps none, so that "no cache" needs no branch anywhere."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class PassThrough:
     def entry(self, space: str, key: str) -> None:
         return None
 
-    def alias(self, space: str, name: str, found: Any) -> None:
+    def alias(self, space: str, name: str, entry: Any) -> None:
         """Nothing is remembered."""
 
     def touch(self, entry: Entry) -> None:
@@ -143,10 +143,10 @@ class PassThrough:
     def put_pieces(self, space: str, key: str, pieces: Sequence[Buffer], **label: Any) -> NoReturn:
         raise _refusal(self.why, key, sum(memoryview(piece).nbytes for piece in pieces))
 
-    def private(self, found: Remembered) -> memoryview:
-        return memoryview(bytearray(found.view))
+    def private(self, hit: Remembered) -> memoryview:
+        return memoryview(bytearray(hit.view))
 
-    def is_intact(self, found: Remembered) -> bool:
+    def is_intact(self, hit: Remembered) -> bool:
         return True
 
     def discard(self, entry: Entry) -> bool:
@@ -158,8 +158,8 @@ class PassThrough:
     def members(self, tree: Entry) -> list[tuple[str, Entry]]:
         return []
 
-    def remove(self, wanted: Iterable[Victim]) -> Report:
-        return Report(spared=tuple(victim.name for victim in wanted))
+    def remove(self, victims: Iterable[Victim]) -> Report:
+        return Report(spared=tuple(victim.name for victim in victims))
 
     def entries(self, space: str | None = None) -> list[Entry]:
         return []

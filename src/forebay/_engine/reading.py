@@ -266,7 +266,7 @@ class Reading:
     def set_aside(self, entry: Entry, why: str) -> None:
         """Serve a damaged entry to nobody any more: it leaves the index now, and the disk with its last lease."""
         self._counts.add(counters.DAMAGED)
-        log.warning("%s: it is set aside, and fetched again when wanted", why)
+        log.warning("%s: it is set aside, and fetched again when needed", why)
         self._supersede(entry)
 
     def _supersede(self, entry: Entry) -> None:

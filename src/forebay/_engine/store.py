@@ -1,6 +1,6 @@
 """The interface of the engine: every call that the rest of Forebay makes on one root. It has no mechanism of its own.
 
-A catalog or a root that is found deleted or damaged is recreated here, and the call is made again. Whatever else goes wrong reaches
+A catalog or a root that turns out to be deleted or damaged is recreated here, and the call is repeated. Whatever else goes wrong reaches
 the caller as a `CacheFault`.
 """
 

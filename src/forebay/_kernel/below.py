@@ -55,7 +55,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_IN_THE_WAY = "a symbolic link, or a file, stands in place of a directory, and is not followed"
+_IN_THE_WAY = "a symbolic link, or a file, stands where a directory should be, and is not followed"
 _NO_FILE = "it is not a plain file: remove it"
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -106,7 +106,7 @@ class _Walk:
 class Below:
     """The files below ``top``. Holds no descriptor: picklable, usable after a fork and from any thread.
 
-    Every method raises `LinkInTheWay` where a link or a file stands in place of a directory, ValueError for a path that is not below
+    Every method raises `LinkInTheWay` where a link or a file stands where a directory should be, ValueError for a path that is not below
     ``top``, and OSError."""
 
     def __init__(self, top: Path) -> None:
@@ -218,7 +218,7 @@ class Below:
             return False
 
     def make_way(self, path: Path) -> None:
-        """Remove a file, pipe, link or empty directory that stands in place of one of our files. Raises `CacheFault` where a directory
+        """Remove a file, pipe, link or empty directory that stands where one of our files should be. Raises `CacheFault` where a directory
         is not empty: another program keeps files there."""
         try:
             self.unlink(path)

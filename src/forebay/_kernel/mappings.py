@@ -121,7 +121,7 @@ class Window:
         self.view = memoryview(whole).cast("B").toreadonly()
         self.length = length
 
-    def place(self, fd: int, length: int, at: int) -> None:
+    def map_at(self, fd: int, length: int, at: int) -> None:
         """Map ``length`` bytes of a file, read-only, at ``at``, a multiple of the page size. Raises OSError."""
         if at + length > self.length:
             raise ValueError(f"{length} bytes at {at} lie outside of a window of {self.length}")

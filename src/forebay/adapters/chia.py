@@ -274,7 +274,7 @@ class Bypass:
                 vars(importlib.import_module("chia.base.bypass"))["_active_bypass"] = self
 
     def set_provider(self, func_name: str, provider: Callable[..., Any]) -> None:
-        """Run ``provider(tag, data_path, *args, **kwargs)`` in place of a function."""
+        """Run ``provider(tag, data_path, *args, **kwargs)`` instead of a function."""
         self._providers[func_name] = provider
 
     def set_cond(self, func_name: str, cond: Callable[..., Any]) -> None:
@@ -343,7 +343,7 @@ def _text_of_file(tag: str | None, data_path: str | None, *args: Any, **kwargs: 
     return str(ray.get(active.file_server().get_text.remote(data_path)))
 
 
-# -- in place of CHIA's own --------------------------------------------------------------------------------------------
+# -- replacing CHIA's own ---------------------------------------------------------------------------------------------
 
 _OURS: dict[str, dict[str, Any]] = {
     "chia.base.cache": {

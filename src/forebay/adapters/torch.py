@@ -108,7 +108,7 @@ class CachedDataset(Dataset):  # type: ignore[misc]  # PyTorch is optional: to m
         return item.tobytes() if type(item) is memoryview else item  # a view cannot be pickled, and PyTorch's worker would hang
 
     def _cached(self, indices: Sequence[int]) -> list[Any]:
-        """The cached items, None in place of the others, which are then read one by one: each raises its own error."""
+        """The cached items, None instead of the others, which are then read one by one: each raises its own error."""
         try:
             filled = [i in self.samples for i in indices]  # get_many would count a miss, which is counted again when the item is decoded
             items = iter(self.samples.get_many(itertools.compress(indices, filled)))

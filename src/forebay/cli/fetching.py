@@ -173,10 +173,10 @@ def _exists_as_directory(cache: Cache, url: str) -> bool:
 
     head, mark, query = url.partition("?")
     try:
-        place = locate(origin_of(cache), f"{head}/{mark}{query}")
-        if place.key.startswith(("http://", "https://")):
-            return place.remote.stat(place.object(MARK)) is not None
-        return next(place.list(), None) is not None
+        location = locate(origin_of(cache), f"{head}/{mark}{query}")
+        if location.key.startswith(("http://", "https://")):
+            return location.remote.stat(location.object(MARK)) is not None
+        return next(location.list(), None) is not None
     except (ForebayError, OSError):
         return False
 

@@ -207,7 +207,7 @@ class _Pickle(Named):
 class _Pickler(pickle.Pickler):
     """Puts the memory of arrays and tensors out of band.
 
-    The pickle gets an empty buffer in place of each: it would record that a buffer is read-only, and no copy of it would be writable."""
+    The pickle gets an empty buffer instead of each: it would record that a buffer is read-only, and no copy of it would be writable."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         self._buffers: list[pickle.PickleBuffer] = []

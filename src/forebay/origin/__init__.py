@@ -24,7 +24,7 @@ from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, noted
 from forebay.origin.files import RANGE, LeasedFile, RangeFile
-from forebay.origin.opening import Handle, Reopening, RootOptions, others_can_write
+from forebay.origin.opening import CacheHandle, Reopening, RootOptions, others_can_write
 from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, in_memory, is_same_version, sha256_of
 
 log = logger("forebay.origin")
@@ -60,7 +60,7 @@ class Origin:
     closed: bool = False
     unset_spaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # what fronts have asked of spaces meanwhile
     _targets: dict[str, Target] = field(default_factory=dict)
-    _handles: weakref.WeakSet[Handle] = field(default_factory=weakref.WeakSet)
+    _handles: weakref.WeakSet[CacheHandle] = field(default_factory=weakref.WeakSet)
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Origin:
         """The root directory."""
         return self.store.root.path if self.store.keeps else self.root
 
-    def register(self, handle: Handle) -> None:
+    def register(self, handle: CacheHandle) -> None:
         """Close this handle with the cache, if it still exists then."""
         self._handles.add(handle)
 

@@ -23,7 +23,7 @@ def is_network(path: Path) -> bool:
     return not host.is_local(host.fs_kind(path))
 
 
-class Handle(Protocol):
+class CacheHandle(Protocol):
     """What a front hands out and closes with its origin."""
 
     def close(self) -> None: ...

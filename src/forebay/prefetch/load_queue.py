@@ -41,7 +41,7 @@ class LoadQueue:
     a worker                `next_task`: SCHEDULED -> LOADING; `set_size` of one that is QUEUED
     a caller or a worker    `loaded`: LOADING -> LOADED, DROPPED (too large), QUEUED (the writer is too busy);
                             `link`: -> STORED (the cache had it); `fail`: -> FAILED; `drop`: -> DROPPED (the cache failed)
-    the scheduler           `candidates`, then `place`: QUEUED -> STORED, SCHEDULED, FAILED (in another process), DROPPED (too large);
+    the scheduler           `candidates`, then `settle`: QUEUED -> STORED, SCHEDULED, FAILED (in another process), DROPPED (too large);
                             `discarded`: SCHEDULED -> QUEUED, where no worker comes
     the writer              `store`: LOADED -> STORED; `drop_items`: LOADED -> DROPPED; `stall`: LOADED, with its bytes, until there
                             is room; `resume`: it goes on; `no_room`, `fault`: QUEUED -> DROPPED
@@ -325,10 +325,10 @@ class LoadQueue:
         needs[load] = need
         return True
 
-    def place(self, lookup: Lookup, fault: Exception | None) -> None:
-        """Move loads on that were looked for: each is in the cache, or ready to be read, or in another process's hands, or without room.
+    def settle(self, lookup: Lookup, fault: Exception | None) -> None:
+        """Update the loads of a lookup: each is in the cache, or ready to be read, or read by another process, or without room.
 
-        ``fault``: of the cache, for which those that were not found are dropped. The caller releases what is left in ``lookup.holds``."""
+        ``fault``: of the cache: it drops the loads that are not in the cache. The caller releases what is left in ``lookup.holds``."""
         with self._lock:
             for load in lookup.loads:
                 need, lease = lookup.needs.get(load), lookup.leases.get(load.name)

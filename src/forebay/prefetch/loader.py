@@ -1,8 +1,8 @@
-"""The threads of a prefetcher: workers read items ahead of those who want them, and callers take them or read them at once.
+"""The threads of a prefetcher: workers read items ahead of the calls for them, and callers take them or read them at once.
 
 look up    is the item in the cache? then it is leased, and done
 schedule   once room is promised for it, its key is locked; if another process holds the key, nobody waits for it
-read       into memory, by a worker, or by a caller who wants it now and cannot wait
+read       into memory, by a worker, or by a caller that needs it now and cannot wait
 store      the writer stores several at a time; until then they are served from memory
 
 So at most twice as many items as workers are in memory, and only items that no caller wants yet wait for room.
@@ -36,7 +36,7 @@ _alive: weakref.WeakSet[Loader] = weakref.WeakSet()
 
 
 class Loader:
-    """The threads of one prefetcher, and the calls of those who want items. Callable from any thread; usable in both processes after a
+    """The threads of one prefetcher, and the calls for its items. Callable from any thread; usable in both processes after a
     fork: the child starts threads of its own when it loads something."""
 
     def __init__(self, config: PrefetchConfig) -> None:
@@ -223,7 +223,7 @@ class Loader:
             self.queue.drop(ref, fault)
             self.queue.end_read(scheduled)
             self._config.report_fault(fault, ref.key)
-        except BaseException as error:  # noqa: BLE001  # SystemExit of a source too: this thread goes on; who wants the item raises it
+        except BaseException as error:  # noqa: BLE001  # SystemExit of a source too: this thread goes on; the caller of the item raises it
             self.queue.fail(ref, error)
             self.queue.end_read(scheduled)
         finally:
@@ -267,7 +267,7 @@ class Loader:
         return lease if isinstance(lease, Lease) else None
 
     def _keep_lease(self, ref: LoadRef, lease: Lease) -> None:
-        """The item is in the cache: those who want it hold its lease."""
+        """The item is in the cache: every caller that asked for it holds its lease."""
         self._store.count_hit(lease.entry.size)
         if self.queue.link(ref, lease):
             return
@@ -276,7 +276,7 @@ class Loader:
             self._store.drop([lease.entry])
 
     def _read(self, ref: LoadRef) -> Buffer:
-        """Read the source under the lock of the key. What it raises is noted for those who wait for the same item in other processes."""
+        """Read the source under the lock of the key. What it raises is noted for other processes that wait for the same item."""
         try:
             with self._store.locks.working():
                 return self._config.make(ref.key)

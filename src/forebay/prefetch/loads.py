@@ -57,11 +57,11 @@ class State(enum.Enum):
     DROPPED = enum.auto()
     """It will not be stored: each `get` reads it from the source, unless its bytes are still in memory."""
     FAILED = enum.auto()
-    """The source raised: each `get` of those who hold this load raises the same."""
+    """The source raised: each `get` of this load raises the same."""
 
 
 class Load:
-    """One item on its way into the cache, shared by all who want it in this process. Only its `LoadQueue` changes it.
+    """One item on its way into the cache, shared by all its callers in this process. Only its `LoadQueue` changes it.
 
     ``key``: in the source; ``name``: in the cache; ``bound``: to the session. A load lives as long as a lazy, or a thread that works on it,
     refers to it: nothing else counts its holders."""

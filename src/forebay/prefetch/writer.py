@@ -39,7 +39,7 @@ class Scheduler:
             fault = error
             self._config.report_fault(error, lookup.loads[0].key)
         finally:
-            self._queue.place(lookup, fault)
+            self._queue.settle(lookup, fault)
             for hold in lookup.holds.values():
                 hold.release()
             for size in lookup.hits:
@@ -169,7 +169,7 @@ class ItemWriter:
         return Item(item.ref.name, item.data, self._session if item.ref.bound else 0)
 
     def _settle(self, items: Sequence[LoadedItem], leases: Sequence[Lease]) -> None:
-        """The items are entries: their bytes leave the memory, and those who want one hold its lease."""
+        """The items are entries: their bytes leave the memory, and every caller that asked for one holds its lease."""
         unheld = self.queue.store(items, leases)
         self._store.count("fills", len(leases))
         self._store.count("bytes_stored", sum(lease.entry.size for lease in leases))

@@ -43,7 +43,7 @@ class RemoteOptions:
     to which it redirects. Credentials of a single host belong into ``~/.netrc`` (or ``$NETRC``). ``connect_timeout``, ``read_timeout``:
     seconds; the latter counts from the last byte received. ``total_timeout``: seconds for one call with all its retries; None: no limit.
     ``attempts``: of one request or range. ``backoff``: seconds before the second attempt, doubled from attempt to attempt up to 10 s, with
-    jitter; a Retry-After header takes its place. ``connections``: kept per process; more are opened only while more threads need one.
+    jitter; a Retry-After header replaces it. ``connections``: kept per process; more are opened only while more threads need one.
     ``streams``: parallel ranges of one object. ``part``: bytes of a range. ``buffer``: bytes read from a socket at once. ``proxies``: use
     ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the netrc file. ``anonymous``, ``requester_pays``: for
     ``s3://``.
@@ -135,7 +135,7 @@ class Hosts(Protocol):
     """The hosts that gave no answer recently, as known to all processes that share a cache. Callable from any thread; raises nothing."""
 
     def silent_since(self, host: str, timeout: float) -> float | None:
-        """How many seconds ago the host was found silent; None if a caller that would wait ``timeout`` seconds may ask it."""
+        """How many seconds ago the host was last silent; None if a caller that would wait ``timeout`` seconds may ask it."""
 
     def heard(self, host: str) -> None:
         """Note that the host answers."""
@@ -264,7 +264,7 @@ class Call:
     # -- hosts that do not answer ----------------------------------------------------------------------------------
 
     def check_host(self, host: str) -> None:
-        """Before the first request to a host: raises `RemoteTimeout` if it was found silent. Later attempts of this call go on."""
+        """Before the first request to a host: raises `RemoteTimeout` if it was silent recently. Later attempts of this call go on."""
         if self._access is None or host in self._asked_hosts:
             return
         self._asked_hosts.add(host)

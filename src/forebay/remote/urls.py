@@ -110,7 +110,7 @@ def _host(kind: str, host: str) -> str:
         host = host.lower().removesuffix(_PORTS[kind])
     if not user:
         return host if kind in _KNOWN else f"{at}{host}"
-    if kind in _KNOWN:  # other users may get other bytes; a token may stand in the place of the user
+    if kind in _KNOWN:  # other users may get other bytes; a token may stand where the user does
         return f"{user if _HASHED_USER.match(user) else f'u={hashed(user)}'}@{host}"
     # in `abfs://container@account` and `github://org:repo@sha` it names the object; it may contain a password too
     return f"{hashed(user) if ':' in user else user}@{host}"

@@ -36,7 +36,7 @@ class TaskStats:
     """What a `Tasks` holds, and what this process did with this object.
 
     ``entries``, ``bytes``: number and stored size of its values. ``budget``: bytes that they may have; None: limited by the cache only.
-    ``hits``, ``misses``: reads that found a value, or none. ``runs``: calls that ran; ``replays``: calls that were replayed instead.
+    ``hits``, ``misses``: reads that returned a value, or none. ``runs``: calls that ran; ``replays``: calls that were replayed instead.
     ``waits``: values that another process or thread computed while this one waited. ``store_failures``: values that could not be stored.
     ``damaged``: stored values that could not be read. `Cache.stats` counts for the whole node."""
 
@@ -92,8 +92,8 @@ class Tasks:
 
         Arrays are read-only views of the mapping, and stay usable after an eviction. ``copy``: return a private, writable copy instead; by
         default as the handle was created. ``tag`` may be what ``fn.tag_of()`` returns."""
-        found = self._values.look(_key(tag), copy=self._copy if copy is None else copy)
-        return (True, found[0]) if found is not None else (False, None)
+        hit = self._values.look(_key(tag), copy=self._copy if copy is None else copy)
+        return (True, hit[0]) if hit is not None else (False, None)
 
     def has(self, tag: str) -> bool:
         """Whether there is a value under this tag. This does not count as a use, and the value may be gone a moment later: see `read`."""

@@ -1,4 +1,4 @@
-"""Which call is which: arguments brought to their parameters, a tag made of them, and their digest."""
+"""Identifies calls: binds arguments to parameters, builds the tag from them, and computes their digest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logger("forebay.tasks")
 
 TagRule = str | Callable[..., str] | None
 _CODE = -2
-"""What `Unstable.index` is where a function's code cannot be told."""
+"""The value of `Unstable.index` where a function's code cannot be determined."""
 _VAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -36,10 +36,10 @@ class BoundCall:
 
 
 class Naming:
-    """How the calls of one function are told apart. Callable from any thread; pickles where the function does.
+    """Tells the calls of one function apart. Callable from any thread; pickles if the function does.
 
-    ``name``: as a configuration calls it; ``identity``: as its keys do, with its code or the version that stands for it. ``code``: as the
-    process found it that sent the function here. Raises `ConfigError` for a rule that cannot work."""
+    ``name``: as a configuration calls it; ``identity``: as its keys do, with its code or the version that stands for it. ``code``: as
+    computed by the process that sent the function here. Raises `ConfigError` for a rule that cannot work."""
 
     def __init__(
         self, function: Callable[..., Any], tag: TagRule, version: object = None, ignore: str | tuple[str, ...] = (),
@@ -74,7 +74,7 @@ class Naming:
 
     @property
     def code(self) -> Code | None:
-        """The function's code, as it is now; None where a version stands for it, or it cannot be told."""
+        """The function's code, as it is now; None where a version stands for it, or it cannot be determined."""
         try:
             self._prefix()
         except Unstable:
@@ -82,13 +82,13 @@ class Naming:
         return self._known[1] if self._known is not None else None
 
     def content(self) -> tuple[str, str | None, str]:
-        """What stands for the function where it is an argument. Raises `Unstable`."""
+        """What represents the function where it is an argument. Raises `Unstable`."""
         self._prefix()
         code = self.code
         return self.identity, self.version, code.digest if code is not None else ""
 
     def _prefix(self) -> str:
-        """What the keys of this function begin with. Raises `Unstable` where its code cannot be told."""
+        """The prefix of this function's keys. Raises `Unstable` where its code cannot be determined."""
         known = self._known
         if known is not None:
             for lived_in, name, value in known[2]:
@@ -107,21 +107,21 @@ class Naming:
         return prefix
 
     def report_if_changed(self, has_any: Callable[[str], bool]) -> None:
-        """Say once, before a call runs, that outputs are kept which other code gave. ``has_any``: whether a key begins so."""
+        """Log once, before a call runs, that outputs of other code are stored. ``has_any``: whether a key has this prefix."""
         if self.version is not None or not self._is_first("changed"):
             return
         prefix, any_code = encodable(self._prefix()), encodable(any_code_of(self.identity))
         if not has_any(prefix) and has_any(any_code):
             log.info(
-                "%s has other code than when its outputs were kept: it runs again, and they are found no more (%s)", self.identity, prefix
+                "%s has other code than when its outputs were kept: it runs again, and they are no longer used (%s)", self.identity, prefix
             )
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tag: str | None = None) -> BoundCall | None:
-        """The call with these arguments; None, with one warning, where it cannot be told from others.
+        """The call with these arguments; None, with one warning, where it cannot be told from other calls.
 
-        ``tag``: takes the place of what the rule gives. With a tag, an argument without content that stays counts by its type only.
+        ``tag``: replaces the tag that the rule gives. With a tag, an argument without content that stays counts by its type only.
         Raises `ConfigError` where the tag cannot be made."""
         parts = self._apart(args, kwargs, tag)
         if parts is None:
@@ -205,7 +205,7 @@ class Naming:
         return xxhash.xxh3_128_hexdigest(own + b"".join(parts))
 
     def _written_own(self) -> bytes:
-        """What tells functions of the same name apart: as it is when the first call is made."""
+        """What distinguishes functions of the same name, as of the first call."""
         try:
             self._own = self._head + as_own(self.function)
         except Unstable as error:
@@ -265,7 +265,7 @@ class Naming:
         assert callable(self._rule)
         text = self._rule(*args, **kwargs)
         if not isinstance(text, str):
-            message = f"{self.identity}: its tag= gave the {type(text).__name__} {text!r}, where a str is wanted"
+            message = f"{self.identity}: its tag= gave the {type(text).__name__} {text!r}, where a str is expected"
             raise errors.ConfigError(message, name="tag", value=repr(text))
         for address in set(_ADDRESS.findall(text)):
             for name, value in zip(self._parameters, values, strict=True):
@@ -335,7 +335,7 @@ class Naming:
 def _unpickle(
     function: Any, rule: TagRule, version: str | None, ignore: tuple[str, ...], identity: str, code: Code | None = None
 ) -> Naming:  # fmt: skip
-    """The naming that this process has for the function already, if it has one: it looked at it once, and says what it says once."""
+    """The naming that this process already has for the function, else a new one: it analyses a function, and warns of it, only once."""
     arrived(function, identity)
     naming = _live.get(_key(function, rule, version, ignore, identity))
     return naming if naming is not None else Naming(function, rule, version, ignore, identity, code)
@@ -352,7 +352,7 @@ _live: weakref.WeakValueDictionary[tuple[Any, ...], Naming] = weakref.WeakValueD
 def _parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(function).parameters)
-    except (ValueError, TypeError):  # some built-in ones do not tell
+    except (ValueError, TypeError):  # some built-in functions have no signature
         kinds = zip(("args", "kwargs"), _VAR, strict=True)
         return {name: inspect.Parameter(name, kind) for name, kind in kinds}
 

@@ -75,7 +75,7 @@ def _write_value(value: Any, out: list[str]) -> None:
 
 
 def _is_idle(item: Any) -> bool:
-    """A statement that does nothing: `pass`, a docstring or another constant that stands alone."""
+    """Whether a statement does nothing: `pass`, a docstring or another constant on its own."""
     return isinstance(item, ast.Pass) or (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))
 
 
@@ -149,11 +149,11 @@ class ModuleSource:
     literals: Mapping[str, types.CodeType]
 
     def find(self, code: types.CodeType) -> _Function | None:
-        """What is written of a function; None where the source is not what it runs."""
-        same = [found for found in self.functions.get(code.co_name, ()) if shape_of(found.code) == shape_of(code)]
+        """The source of a function; None where the source is not what it runs."""
+        same = [function for function in self.functions.get(code.co_name, ()) if shape_of(function.code) == shape_of(code)]
         return max(
             same,
-            key=lambda found: (found.code.co_qualname == code.co_qualname, found.code.co_firstlineno == code.co_firstlineno),
+            key=lambda function: (function.code.co_qualname == code.co_qualname, function.code.co_firstlineno == code.co_firstlineno),
             default=None,
         )
 
@@ -169,7 +169,7 @@ class _Function:
 
 
 def _source_of(code: types.CodeType, namespace: dict[str, Any]) -> ModuleSource | None:
-    """Where a function was written; None where that cannot be had. ``namespace``: its globals, by which sources in archives are found."""
+    """Where a function was written; None where that cannot be had. ``namespace``: its globals, to load sources in archives."""
     name = code.co_filename
     try:
         linecache.checkcache(name)
@@ -202,19 +202,19 @@ def _parsed(text: str, name: str, flags: int) -> ModuleSource:
             nodes.setdefault((getattr(node, "name", "<lambda>"), first), []).append(node)
     functions: dict[str, list[_Function]] = {}
     for code in codes_in(whole):
-        found = _written_at(code, nodes.get((code.co_name, code.co_firstlineno), []))
-        if found is not None:
+        written = _written_at(code, nodes.get((code.co_name, code.co_firstlineno), []))
+        if written is not None:
             functions.setdefault(code.co_name, []).append(
-                _Function(code, _digest_of_tree(found), _has_fixed_defaults(found, called, varying))
+                _Function(code, _digest_of_tree(written), _has_fixed_defaults(written, called, varying))
             )
     return ModuleSource(functions, constants, literals)
 
 
 class _Quiet:
-    """No warnings while a source is compiled: they were told when it was imported.
+    """Suppresses warnings while a source is compiled: they were shown when it was imported.
 
-    Filters of warnings are of the process: one thread at a time sets them. A child that is forked meanwhile has a lock of its own, and the
-    filters that were there before."""
+    Warning filters apply to the whole process, so one thread at a time sets them. A child that is forked meanwhile gets a lock of its own,
+    and the filters that were set before."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -256,7 +256,7 @@ def _digest_of_tree(node: ast.AST) -> bytes:
 
 
 def _written_at(code: types.CodeType, nodes: list[ast.AST]) -> ast.AST | None:
-    """Which of the functions of one name on one line this code is of: it is taken out. The innermost are asked for first."""
+    """Take out the node that this code was compiled from, among functions of one name on one line. Innermost codes must come first."""
     if len(nodes) > 1:
         spans = [(line, column, end, last) for line, end, column, last in code.co_positions() if None not in (line, column, end, last)]
         spans = [span for span in spans if span[1] or span[3]]  # the first one stands for none
@@ -304,13 +304,13 @@ def _bound_by_the_module(tree: ast.Module) -> dict[str, list[ast.expr | None]]:
 def _varying(bound: dict[str, list[ast.expr | None]]) -> frozenset[str]:
     """The names of what each process may unpack to something else: what a call gave, sets (for their order), and what is made of such."""
     given = [(name, value) for name, values in bound.items() for value in values if value is not None]
-    found = {name for name, value in given if any(isinstance(part, _VARYING) for part in ast.walk(value))}
-    waiting = [(name, _names_in(value)) for name, value in given if name not in found]
+    varying = {name for name, value in given if any(isinstance(part, _VARYING) for part in ast.walk(value))}
+    waiting = [(name, _names_in(value)) for name, value in given if name not in varying]
     before = -1
-    while before != len(found):
-        before = len(found)
-        found.update(name for name, names in waiting if not names.isdisjoint(found))
-    return frozenset(found)
+    while before != len(varying):
+        before = len(varying)
+        varying.update(name for name, names in waiting if not names.isdisjoint(varying))
+    return frozenset(varying)
 
 
 def _names_in(value: ast.expr) -> set[str]:
@@ -355,7 +355,7 @@ _VARYING = (*_CALLS, ast.Set, ast.SetComp)
 class Definition:
     """How a function was written. ``code``: bytes that only equal code shares. ``constants``: whether a global name is a constant of
     its module; None where the module has no source. ``literals``: see `ModuleSource`. ``defaults``: whether its defaults are constants,
-    as far as can be told."""
+    as far as is known."""
 
     code: bytes
     constants: frozenset[str] | None
@@ -364,22 +364,22 @@ class Definition:
 
 
 def definition_of(function: types.FunctionType) -> Definition:
-    """How a function was written, as far as that can be told. Looked up once for each code and file."""
+    """How a function was written, as far as is known. Looked up once for each code and file."""
     code = function.__code__
     known = _known.setdefault(code, {})
-    found = known.get(code.co_filename)
-    if found is None:
-        found = known[code.co_filename] = _looked_up(code, function.__globals__)
-    return found
+    definition = known.get(code.co_filename)
+    if definition is None:
+        definition = known[code.co_filename] = _look_up(code, function.__globals__)
+    return definition
 
 
-def _looked_up(code: types.CodeType, namespace: dict[str, Any]) -> Definition:
+def _look_up(code: types.CodeType, namespace: dict[str, Any]) -> Definition:
     source = _source_of(code, namespace)
-    found = source.find(code) if source is not None else None
-    content = b"T" + found.tree if found is not None and found.tree else b"C" + xxhash.xxh3_128_digest(b"C" + shape_of(code))
+    written = source.find(code) if source is not None else None
+    content = b"T" + written.tree if written is not None and written.tree else b"C" + xxhash.xxh3_128_digest(b"C" + shape_of(code))
     if source is None or not isinstance(namespace.get("__file__"), str):  # typed in: what it names lies in other cells
         return Definition(content, None, {}, True)
-    return Definition(content, source.constants & names_read_by(code), source.literals, found is None or found.defaults)
+    return Definition(content, source.constants & names_read_by(code), source.literals, written is None or written.defaults)
 
 
 _known: weakref.WeakKeyDictionary[types.CodeType, dict[str, Definition]] = weakref.WeakKeyDictionary()

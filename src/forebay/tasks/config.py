@@ -20,7 +20,7 @@ SECTIONS = {"cache": ("cache", "tags", "pin"), "bypass": ("bypass", "tags", "dat
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is said of one function. ``tags``: patterns, one of which a tag must match as a whole; None: any call, with a tag or without.
+    """The settings of one function. ``tags``: patterns, one of which a tag must match as a whole; None: any call, with a tag or without.
     ``data``: path of the file that a replay is given, as written: relative to the working directory. ``pin``: never evicted."""
 
     name: str
@@ -30,7 +30,7 @@ class Rule:
     pin: bool = False
 
     def fits(self, tag: str | None) -> bool:
-        """Whether a call with this tag is meant."""
+        """Whether the rule applies to a call with this tag."""
         if self.tags is None:
             return True
         return tag is not None and getattr(tag, "given", True) and any(pattern.fullmatch(tag) for pattern in self.tags)
@@ -38,7 +38,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Config:
-    """What a file says; functions by their ``__name__``. ``source``: the file. Equal where they say the same; pickles."""
+    """The content of a configuration; functions by their ``__name__``. ``source``: the file. Equal if the content is equal; pickles."""
 
     cache: Mapping[str, Rule] = field(default_factory=dict)
     bypass: Mapping[str, Rule] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Config:
         return rule is not None and rule.on and rule.fits(tag)
 
     def pins(self, name: str, tag: str | None = None) -> bool:
-        """Whether it is kept for good."""
+        """Whether it is pinned: never evicted."""
         return self.caches(name, tag) and self.cache[name].pin
 
     def replays(self, name: str, tag: str | None = None) -> Rule | None:
@@ -67,7 +67,7 @@ class Config:
 def load(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     """The configuration in a YAML file, or in a mapping that is built as such a file.
 
-    Raises `ConfigError` that names the line, what was entry there and what is allowed; for a file that is not there one that is a
+    Raises a `ConfigError` that names the line, what it contains and what is allowed; if the file does not exist, one that is a
     FileNotFoundError too; `MissingExtra` without PyYAML."""
     if isinstance(source, Config):
         return source
@@ -90,7 +90,7 @@ class NoConfig(errors.ConfigError, FileNotFoundError):
 # -- replays -----------------------------------------------------------------------------------------------------------
 
 Provider = Callable[..., Any]
-"""Called as ``provider(tag, data_path, *args, **kwargs)``; what it gives takes the place of the function's output."""
+"""Called as ``provider(tag, data_path, *args, **kwargs)``; its result replaces the function's output."""
 Condition = Callable[..., bool]
 """Called as ``cond(tag, data_path, *args, **kwargs)``; false: the call runs."""
 
@@ -105,9 +105,9 @@ class TaskStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What stands in for one call: called with its arguments, it gives what takes the place of the output.
+    """The replacement of one call: called with the arguments of the call, it returns what replaces the output.
 
-    ``provider``: None where there is only a file, whose text it gives then, read as UTF-8."""
+    ``provider``: None where there is only a file, whose text it returns then, read as UTF-8."""
 
     name: str
     tag: str | None
@@ -121,14 +121,14 @@ class Replay:
 
     @property
     def is_from_cache(self) -> bool:
-        """Whether it gives what the cache has: there is no need to keep that again."""
+        """Whether it returns what the cache has: there is no need to store that again."""
         return getattr(self.provider, "__func__", self.provider) in _READERS
 
 
 class Bypass:
-    """Providers and conditions by the name of a function, and what a configuration says of it.
+    """Providers and conditions by the name of a function, and the configuration of replays.
 
-    Callable from any thread; pickles as far as providers and conditions do."""
+    Callable from any thread; pickles if the providers and conditions do."""
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config
@@ -137,11 +137,11 @@ class Bypass:
         self._reported: set[str] = set()
 
     def set_provider(self, name: str, provider: Provider) -> None:
-        """What takes the place of the function ``name`` where the configuration replays it."""
+        """Set what replaces the function ``name`` where the configuration replays it."""
         self.providers[name] = _callable(provider, f"the provider of {name!r}")
 
     def set_condition(self, name: str, cond: Condition) -> None:
-        """Asked last, with the arguments of the call, whether it is replayed."""
+        """Set the condition that is asked last, with the arguments of the call, whether the call is replayed."""
         self.conditions[name] = _callable(cond, f"the condition of {name!r}")
 
     def concerns(self, name: str) -> bool:
@@ -295,7 +295,7 @@ def _checked(root: _At, path: str) -> Config:
     if root.value is None:
         root = _At({}, 1)
     if not isinstance(root.value, dict):
-        raise _fault(path, root.line, f"{_described(root)} stands where the sections {_any_of(SECTIONS)} are wanted")
+        raise _fault(path, root.line, f"{_described(root)} stands where the sections {_any_of(SECTIONS)} are expected")
     rules: dict[str, dict[str, Rule]] = {"cache": {}, "bypass": {}}
     for section, entry in root.value.items():
         if section not in SECTIONS:
@@ -304,7 +304,7 @@ def _checked(root: _At, path: str) -> Config:
         if body.value is None:
             continue
         if not isinstance(body.value, dict):
-            raise _fault(path, body.line, f"{section}: {_described(body)} stands where functions are wanted: `name: true`")
+            raise _fault(path, body.line, f"{section}: {_described(body)} stands where functions are expected: `name: true`")
         for name, spec in body.value.items():
             if not isinstance(name, str):
                 raise _fault(path, spec.line, f"{section}: {name!r} is no name of a function")
@@ -313,46 +313,48 @@ def _checked(root: _At, path: str) -> Config:
 
 
 def _rule(path: str, section: str, name: str, spec: _At) -> Rule:
-    place = f"{section}: {name}"
+    subject = f"{section}: {name}"
     if isinstance(spec.value, bool):
         return Rule(name, spec.value)
     if not isinstance(spec.value, dict):
-        message = f"{place}: {_described(spec)} stands where true, false or the keys {_any_of(SECTIONS[section])} are wanted"
+        message = f"{subject}: {_described(spec)} stands where true, false or the keys {_any_of(SECTIONS[section])} are expected"
         raise _fault(path, spec.line, message)
     for key, entry in spec.value.items():
         if key not in SECTIONS[section]:
-            raise _fault(path, entry.line, f"{place}: {_unknown('key', key, SECTIONS[section])}")
+            raise _fault(path, entry.line, f"{subject}: {_unknown('key', key, SECTIONS[section])}")
     given = {key: entry.value for key, entry in spec.value.items()}
-    on, pin = (_flag(path, place, key, given.get(key)) for key in (section, "pin"))
-    return Rule(name, on, _tags(path, place, given.get("tags")), _data(path, place, given.get("data")), pin)
+    on, pin = (_flag(path, subject, key, given.get(key)) for key in (section, "pin"))
+    return Rule(name, on, _tags(path, subject, given.get("tags")), _data(path, subject, given.get("data")), pin)
 
 
-def _flag(path: str, place: str, key: str, entry: _At | None) -> bool:
+def _flag(path: str, subject: str, key: str, entry: _At | None) -> bool:
     if entry is not None and not isinstance(entry.value, bool):
-        raise _fault(path, entry.line, f"{place}: {key} is {_described(entry)}, where true or false is wanted")
+        raise _fault(path, entry.line, f"{subject}: {key} is {_described(entry)}, where true or false is expected")
     return entry is not None and bool(entry.value)
 
 
-def _tags(path: str, place: str, entry: _At | None) -> tuple[re.Pattern[str], ...] | None:
+def _tags(path: str, subject: str, entry: _At | None) -> tuple[re.Pattern[str], ...] | None:
     if entry is None or entry.value is None:
         return None
     listed = entry.value if isinstance(entry.value, list) else [entry]
     patterns = []
     for one in listed:
         if not isinstance(one.value, str):
-            raise _fault(path, one.line, f"{place}: tags: {_described(one)} stands where a regular expression is wanted, or a list of them")
+            raise _fault(
+                path, one.line, f"{subject}: tags: {_described(one)} stands where a regular expression is expected, or a list of them"
+            )
         try:
             patterns.append(re.compile(one.value))
         except (re.error, RecursionError, OverflowError) as error:
-            raise _fault(path, one.line, f"{place}: tags: {one.value!r} is no regular expression: {error}") from error
+            raise _fault(path, one.line, f"{subject}: tags: {one.value!r} is no regular expression: {error}") from error
     return tuple(patterns)
 
 
-def _data(path: str, place: str, entry: _At | None) -> str | None:
+def _data(path: str, subject: str, entry: _At | None) -> str | None:
     if entry is None or entry.value is None:
         return None
     if not isinstance(entry.value, str) or not entry.value:
-        raise _fault(path, entry.line, f"{place}: data is {_described(entry)}, where the path of a file is wanted")
+        raise _fault(path, entry.line, f"{subject}: data is {_described(entry)}, where the path of a file is expected")
     return entry.value
 
 

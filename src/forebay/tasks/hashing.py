@@ -76,7 +76,7 @@ QUICK: dict[type, Write] = {
 
 
 def kind_text(kind: Any) -> bytes:
-    """A class by where it is found."""
+    """A class, by its module and qualified name."""
     return _places.get(kind) or _places.setdefault(kind, text(place_of(kind)))
 
 
@@ -130,7 +130,7 @@ def short(data: bytes) -> bytes:
 
 
 class DigestWriter:
-    """Writes one value down. ``above``: the objects that it is inside of, by id, with their depth."""
+    """Encodes one value. ``_above``: the objects that contain what is being written, by id, with their depth."""
 
     def __init__(self) -> None:
         self._above: dict[int, tuple[int, Any]] = {}
@@ -150,7 +150,7 @@ class DigestWriter:
             return known[1]
         depth = len(self._above)
         if key in self._above:
-            # Told by how far up it is, so that copies of a circle are equal.
+            # Written as how far up it is, so that copies of a circle are equal.
             self._highest = min(self._highest, self._above[key][0])
             return b"^%x;" % (depth - self._above[key][0])
         return self._enter(key, depth, value)
@@ -191,8 +191,8 @@ class DigestWriter:
 
     def unordered(self, mark: bytes, parts: Iterable[bytes]) -> bytes:
         """Parts whose order does not count."""
-        found = sorted(parts)
-        return b"%b%x:%b" % (mark, len(found), b"".join(found))
+        ordered = sorted(parts)
+        return b"%b%x:%b" % (mark, len(ordered), b"".join(ordered))
 
     def pairs(self, mark: bytes, items: Iterable[tuple[Any, Any]]) -> bytes:
         """Keys and values, in whatever order."""
@@ -291,8 +291,8 @@ def _tensor(writer: DigestWriter, value: Any) -> bytes:
         raise Unstable("a torch.Tensor without content (device meta)")
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     content = memoryview(plain.view(torch.uint8).numpy()) if plain.numel() else b""
-    told = (place_of(type(value)), str(value.dtype), tuple(value.shape), value.device.type, value.requires_grad)
-    return b"t" + writer.write(told) + sized(b"b", content)
+    header = (place_of(type(value)), str(value.dtype), tuple(value.shape), value.device.type, value.requires_grad)
+    return b"t" + writer.write(header) + sized(b"b", content)
 
 
 _PARTS: dict[type, Part] = {
@@ -311,7 +311,7 @@ _PARTS: dict[type, Part] = {
 }
 
 
-def _told_by_itself(writer: DigestWriter, value: Any) -> bytes:
+def _own_content(writer: DigestWriter, value: Any) -> bytes:
     return b"r" + kind_text(type(value)) + writer.write(value.__forebay_content__())
 
 
@@ -323,11 +323,11 @@ _REGISTERED: dict[type, Callable[[Any], Any]] = {}
 
 
 def writer_of(kind: Any) -> Part:
-    """How values of this class are written."""
-    found = _PARTS.get(kind)
-    if found is None and (found := _others.get(kind)) is None:
-        found = _others[kind] = _writer_of_other(kind)
-    return found
+    """Return the function that encodes values of this class."""
+    part = _PARTS.get(kind)
+    if part is None and (part := _others.get(kind)) is None:
+        part = _others[kind] = _writer_of_other(kind)
+    return part
 
 
 _others: weakref.WeakKeyDictionary[Any, Part] = weakref.WeakKeyDictionary()
@@ -335,7 +335,7 @@ _others: weakref.WeakKeyDictionary[Any, Part] = weakref.WeakKeyDictionary()
 
 def _writer_of_other(kind: Any) -> Part:
     if hasattr(kind, "__forebay_content__"):
-        return _told_by_itself
+        return _own_content
     for base in kind.__mro__:
         content = _REGISTERED.get(base)
         if content is not None:
@@ -369,7 +369,7 @@ def _array_writer(kind: Any) -> Part:
 
 
 def register(kind: type, content: Callable[[Any], Any]) -> None:
-    """Values of this class count as what ``content`` gives for them; it may raise `Unstable`. For adapters, once at import."""
+    """Encode values of this class as what ``content`` returns for them; it may raise `Unstable`. For adapters, once at import."""
     _REGISTERED[kind] = content
     _others.clear()
 
@@ -390,14 +390,14 @@ def digest_of(*values: Any) -> str:
 
 def encoded(values: Iterable[Any]) -> list[bytes]:
     """Each value as the bytes that stand for it. Raises `Unstable`."""
-    found = []
+    parts = []
     for index, value in enumerate(values):
         quick = QUICK.get(type(value))
         if quick is not None:
-            found.append(quick(value))
+            parts.append(quick(value))
             continue
         try:
-            found.append(flat(value) or DigestWriter().write(value))
+            parts.append(flat(value) or DigestWriter().write(value))
         except Unstable as error:
             error.index = index
             raise
@@ -405,7 +405,7 @@ def encoded(values: Iterable[Any]) -> list[bytes]:
             deep = Unstable(f"a {type(value).__name__} that is nested too deep")
             deep.index = index
             raise deep from error
-    return found
+    return parts
 
 
 def kind_of(value: Any) -> bytes:
@@ -507,6 +507,6 @@ def lasting_within(writer: DigestWriter, value: Any, by_source: bool = True) -> 
 
 
 def _rebound(code: types.CodeType) -> set[str]:
-    """The variables of others that a function, or one within it, gives other values."""
-    found = {argument for name, argument in steps_of(code) if name in ("STORE_DEREF", "DELETE_DEREF")}
-    return found.union(*(_rebound(part) for part in code.co_consts if isinstance(part, types.CodeType)))
+    """The variables of enclosing functions that a function, or one within it, assigns or deletes."""
+    names = {argument for name, argument in steps_of(code) if name in ("STORE_DEREF", "DELETE_DEREF")}
+    return names.union(*(_rebound(part) for part in code.co_consts if isinstance(part, types.CodeType)))

@@ -35,9 +35,9 @@ class Code:
 def code_of(function: Any, sent: Code | None = None) -> tuple[Code, tuple[Use, ...]]:
     """The code of a function, and what it uses of its module: while each is the same object, so is the code.
 
-    What is wrapped counts, and functions that it closes over; functions of installed packages only where there is nothing else.
-    ``sent``: what the process found that sent the function here. It is right if the same runs here, and that one may have had the
-    source."""
+    What it wraps counts, and functions that it closes over; functions of installed packages only where there is nothing else.
+    ``sent``: the code as computed by the process that sent the function here. It is valid if the same bytecode runs here, and that process
+    may have had the source."""
     functions = _functions_of(function)
     if not functions:
         return Code("", "", frozenset()), ()
@@ -83,7 +83,7 @@ def _digest(parts: list[bytes]) -> str:
 
 def _functions_of(function: Any) -> list[types.FunctionType]:
     """Those whose code makes up a function: itself, what it wraps and what it closes over."""
-    found: list[types.FunctionType] = []
+    functions: list[types.FunctionType] = []
     waiting: list[Any] = [function]
     seen: set[int] = set()
     while waiting and len(seen) < _MANY:
@@ -92,15 +92,15 @@ def _functions_of(function: Any) -> list[types.FunctionType]:
             continue
         seen.add(id(one))
         if type(one) is types.FunctionType:
-            found.append(one)
+            functions.append(one)
             waiting += [content for _, content in cells_of(one) if _is_function(content)]
         elif issubclass(type(one), type):
             waiting += [vars(one)[name] for name in ("__new__", "__init__") if isinstance(vars(one).get(name), types.FunctionType)]
         elif not _is_function(one):  # an object that can be called
             waiting.append(getattr(type(one).__call__, "__wrapped__", type(one).__call__))
         waiting.append(_wrapped(one))
-    own = [one for one in found if not is_installed(one.__code__.co_filename)]
-    return own or found[:1]
+    own = [one for one in functions if not is_installed(one.__code__.co_filename)]
+    return own or functions[:1]
 
 
 def _unpacked(function: Any) -> Any:
@@ -128,7 +128,7 @@ def _is_function(value: Any) -> bool:
 
 def _uses_of(function: types.FunctionType, names: frozenset[str] | None) -> list[Use]:
     """The functions and constants of its module that a function names, in the order of their names."""
-    lived_in, found = function.__globals__, list[Use]()
+    lived_in, uses = function.__globals__, list[Use]()
     if names is None:
         names = definition_of(function).constants
     for name in sorted(names_read_by(function.__code__)):
@@ -136,8 +136,8 @@ def _uses_of(function: types.FunctionType, names: frozenset[str] | None) -> list
         counts = names is None or name in names
         is_own = any(one.__globals__ is lived_in for one in _chain(value))
         if name in lived_in and (is_own or (counts and not issubclass(type(value), (types.ModuleType, type)))):
-            found.append((lived_in, name, value))
-    return found
+            uses.append((lived_in, name, value))
+    return uses
 
 
 def _content(lived_in: dict[str, Any], value: Any, by_source: bool) -> bytes:

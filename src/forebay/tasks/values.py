@@ -56,8 +56,8 @@ class Values:
     def look(self, key: str, digest: str | None = None, *, label: str = "", copy: bool = False) -> tuple[Any] | None:
         """The value of a key, in a tuple, since it may be None; None where there is none. A hit is counted, and is a use.
 
-        ``digest``: of the arguments that it must have been made of; stored under others, it is a miss, which is said once. ``label``: what
-        a message calls it, if not by its key. ``copy``: over memory of the caller's own, which may be written to. Raises `Closed`."""
+        ``digest``: of the arguments that it must have been made of; stored under others, it is a miss, which is logged once. ``label``:
+        its name in messages, if not its key. ``copy``: over memory of the caller's own, which may be written to. Raises `Closed`."""
         hit = self._look(key, digest, label, copy)
         if hit is None:
             self.counted["misses"] += 1
@@ -113,7 +113,7 @@ class Values:
             # Of a class that is not there in this program; it may be in another one.
             self._say(label or key, "class", f"{label or key}: {self.space}:{key} cannot be read here, and stays: {error}")
             return None
-        except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is made anew
+        except Exception as error:  # noqa: BLE001  # whatever a value's own code raises when it is recreated
             self._drop_unreadable(store, key, hit, error)
             return None
 
@@ -126,7 +126,7 @@ class Values:
     def _drop_unreadable(self, store: Store | PassThrough, key: str, hit: Remembered, error: Exception) -> None:
         self.counted["damaged"] += 1
         try:
-            if store.is_intact(hit):  # else it has been set aside, and told
+            if store.is_intact(hit):  # else it has been set aside, and logged
                 store.count("damaged")
                 log.warning("%s:%s cannot be read, and is removed: %s: %s", self.space, key, type(error).__name__, str(error))
                 self._discard(store, key, hit)
@@ -164,11 +164,11 @@ class Values:
         own = memoryview(bytearray(b"".join(pieces)))  # another one has put its own there since, or evicted it
         try:
             value = self.codec.decode(own if copy else own.toreadonly(), lambda: own)
-        except Exception as error:  # noqa: BLE001  # whatever the value's own code raises when it is made anew
+        except Exception as error:  # noqa: BLE001  # whatever the value's own code raises when it is recreated
             if hit is not None and damage is not None:
                 self._discard(store, key, hit)
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-            why = f"its {kind} cannot be made anew from what the codec {self.codec.name!r} stores: {type(error).__name__}: {error}"
+            why = f"its {kind} cannot be recreated from what the codec {self.codec.name!r} stores: {type(error).__name__}: {error}"
             self._not_kept(key, label, why, error)
             return None
         if hit is not None and damage is not None:
@@ -184,7 +184,7 @@ class Values:
             with waits.time_limit(self.origin.timeout):
                 store.put_pieces(self.space, key, pieces, life="pinned" if pin else "cached", meta=self._meta(digest))
         except errors.CacheFault as error:
-            if store.keeps:  # else it was asked for, or a warning said so when the root could not be opened
+            if store.keeps:  # else that was configured, or a warning was logged when the root could not be opened
                 self._not_kept(key, label, str(error), error)
             return None
         return pieces
@@ -235,9 +235,11 @@ class Values:
     ) -> T:  # fmt: skip
         """The value of a key; else what ``make`` gives, kept: of all threads and processes of the node one runs it.
 
-        It comes as `look` gives it. What ``make`` raises reaches all who waited, and is not kept. Where the value cannot be kept, those
-        who waited run ``make`` themselves, side by side; so does who has waited ``timeout`` seconds, or may not wait. ``looked``: the
-        caller has just seen that it is not there. Raises `ConfigError` for a value of a kind that the codec does not take."""
+        It is returned as `look` returns it. What ``make`` raises reaches every waiting caller, and is not kept. Where the value cannot be
+        kept, the waiting callers run ``make`` themselves, side by side; so does a caller that has waited ``timeout`` seconds, or may not
+        wait. ``looked``: the caller has just seen that it is not there.
+
+        Raises `ConfigError` for a value of a kind that the codec does not take."""
         hit = None if looked else self.look(key, digest, label=label, copy=copy)
         if hit is not None:
             return hit[0]  # type: ignore[no-any-return]
@@ -348,7 +350,7 @@ class Values:
 
 
 class _KeptCall:
-    """One call that found no stored value: its result, or its error."""
+    """One call without a stored value: its result, or its error."""
 
     def __init__(self, values: Values, key: str, digest: str | None, pin: bool, label: str, copy: bool) -> None:
         self._values, self._key, self._digest, self._pin, self._label, self._copy = values, key, digest, pin, label, copy

@@ -122,7 +122,7 @@ class Catalog:
         return True
 
     def trust(self) -> None:
-        """Forget that this catalog was reported as damaged and found sound: it has worked since."""
+        """Forget that this catalog was reported as damaged and proved sound: it has worked since."""
         self._suspect = None
 
     def problem(self, *, apart: bool = True) -> str | None:

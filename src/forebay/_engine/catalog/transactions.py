@@ -37,7 +37,7 @@ class CatalogBroken(errors.CacheFault):
 
 
 class DiskFull(errors.CacheFault):
-    """SQLite found no room, or the disk quota is used up. ``relieved``: there is room now, since the ballast was released."""
+    """SQLite ran out of disk space, or the disk quota is used up. ``relieved``: there is room now, since the ballast was released."""
 
     errno = errno.ENOSPC
     relieved: bool = False
@@ -72,7 +72,7 @@ def next_slot(rows: Rows) -> int:
 
 
 class UnreadableRows:
-    """Invalid rows that this process knows of: a limited number at once; the others are found again. Each method is a single step,
+    """Invalid rows that this process knows of: a limited number at once; the others are noticed again. Each method is a single step,
     without a lock."""
 
     def __init__(self) -> None:

@@ -275,8 +275,8 @@ def _lay_out(root: Root) -> None:
 
 
 def _settle(root: Root, path: Path, mode: int, *, is_ours: bool = True) -> None:
-    """Set the mode of ``path`` whatever the umask was, also where its creator was killed before doing so. ``is_ours``: refuse a link in its
-    place; else leave it alone."""
+    """Set the mode of ``path`` whatever the umask was, also where its creator was killed before doing so. If ``path`` is a link, refuse it
+    where ``is_ours``, else leave it alone."""
     top = path == root.path
     status = path.lstat() if top else root.files.lstat(path)
     if stat.S_ISLNK(status.st_mode):
@@ -306,7 +306,7 @@ def _complete(root: Root) -> None:
 
 
 def _remove_links(root: Root) -> None:
-    """Remove links in place of directories of blobs: Forebay does not follow them, so nothing could be stored there."""
+    """Remove links that replaced directories of blobs: Forebay does not follow them, so nothing could be stored there."""
     try:
         with root.files.listing(root.blobs_dir) as fd, os.scandir(fd) as scan:
             links = [entry.name for entry in scan if entry.name in FANS and not entry.is_dir(follow_symlinks=False)]

@@ -114,7 +114,7 @@ class Counters:
             self._ask_at = time.monotonic() + _ASK_AGAIN
             try:
                 words = self._claim_page()
-            except OSError as error:  # a full disk, no descriptor left, another kind of file in its place
+            except OSError as error:  # a full disk, no descriptor left, another kind of file with its name
                 log.info("other processes do not see the counts of this one yet: %s", str(error))
                 return
             before, self._page = self._page, _Page(words)

@@ -1,6 +1,6 @@
 """Hosts that recently did not answer: a small table in the root, so that not every process of the node has to find out by itself.
 
-A record identifies a host by its hash, and holds when it was found silent, how long that process had waited, and when it last answered
+A record identifies a host by its hash, and holds when it was last silent, how long that process had waited, and when it last answered
 any process. Times are those of the node's monotonic clock, which cannot be set. A record is valid for `PERIOD` at most, whatever it
 says."""
 
@@ -25,7 +25,7 @@ LONG_ENOUGH = 3.0
 """A wait of this many seconds without an answer makes a host silent for every process; a shorter one only for calls with a shorter
 timeout."""
 _HEARD_EVERY = 1.0  # seconds
-_RECORD = struct.Struct("=QQQQ")  # hash of the host; found silent, in ns; after a wait, in ms; last answer, in ns
+_RECORD = struct.Struct("=QQQQ")  # hash of the host; silent at, in ns; after a wait, in ms; last answer, in ns
 _COUNT = 256
 _SIZE = _COUNT * _RECORD.size
 _SECOND = 1_000_000_000
@@ -42,7 +42,7 @@ class SilentHosts:
         self._heard: dict[str, int] = {}  # when that was last noted
 
     def silent_since(self, host_name: str, timeout: float) -> float | None:
-        """How many seconds ago the host was found silent; None if it may be asked, by a call that would wait ``timeout`` seconds for an
+        """How many seconds ago the host was last silent; None if it may be asked, by a call that would wait ``timeout`` seconds for an
         answer."""
         at, waited, heard = self._look(host_name)
         now = time.monotonic_ns()
@@ -71,7 +71,7 @@ class SilentHosts:
             self._note(host_name, now, waited, heard)
 
     def _look(self, host_name: str) -> tuple[int, float, int]:
-        """When the host was found silent, after what wait, and when it last answered."""
+        """When the host was last silent, after what wait, and when it last answered."""
         name, offset = _place_of(host_name)
         records = [_RECORD.unpack_from(table, offset) for table in (self._own, self._shared()) if len(table) == _SIZE]
         of_it = [(at, waited / 1000, heard) for known, at, waited, heard in records if known == name]

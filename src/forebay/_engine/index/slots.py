@@ -75,7 +75,7 @@ class Slots:
     def remake(self, chunk: int, live: Iterable[tuple[int, int, int]]) -> None:
         """Recreate a lost or damaged chunk: ``live`` are the slots in it, each with its entry's id and space. Times of use are lost.
 
-        Caller: holds the writer lock. Raises `CacheFault` where a non-empty directory is in its place."""
+        Caller: holds the writer lock. Raises `CacheFault` where a non-empty directory has its name."""
         now = self.clock.now()
 
         def fill(fd: int) -> None:
@@ -152,7 +152,7 @@ class Slots:
         self._put(slot, USED, ns)
 
     def validated(self, slot: int) -> int:
-        """When the slot's entry was last found current at the remote, in ns of the `clock`; 0: never. A time in the future counts as
+        """When the remote last confirmed the slot's entry as current, in ns of the `clock`; 0: never. A time in the future counts as
         never."""
         return self._past(slot, VALIDATED)
 

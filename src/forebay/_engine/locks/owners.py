@@ -54,7 +54,7 @@ class Owners:
         self._id, self._pid = id, os.getpid()
 
     def reap(self, txn: Txn) -> int:
-        """Disown the reservations of dead processes; returns how many dead processes were found."""
+        """Disown the reservations of dead processes; returns how many processes were dead."""
         return self._reap_dead(txn, reservations.owners(txn))
 
     def any_dead(self) -> bool:

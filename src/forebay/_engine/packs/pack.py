@@ -59,7 +59,7 @@ class Pack:
         self.closed = False
         self._begin()
         host.at_fork(self)
-        _tell_at_exit(self)
+        _flush_at_exit(self)
 
     def _begin(self) -> None:
         self._appending = threading.Lock()
@@ -248,7 +248,7 @@ class Pack:
         self._refused = time.monotonic() + ASK_AGAIN, need, words[index]
 
     def _next_locked(self, need: int) -> Appender | None:
-        """A segment with space, in place of the full one; None if there was no space a moment ago."""
+        """A segment with space, to replace the full one; None if there was no space a moment ago."""
         if self._is_refused(need):
             return None
         self.flush_counts()
@@ -426,15 +426,15 @@ class NoPack:
         self.closed = True
 
 
-def _tell_at_exit(pack: Pack) -> None:
-    """Let a worker of `multiprocessing`, which ends without Python's own exit, tell what it counted; and the processes that it forks."""
+def _flush_at_exit(pack: Pack) -> None:
+    """Write the counts of a worker of `multiprocessing`, which ends without Python's own exit; and of the processes that it forks."""
     util = sys.modules.get("multiprocessing.util")
     if util is not None:
-        util.Finalize(pack, _tell, (weakref.ref(pack),), exitpriority=10)
-        util.register_after_fork(pack, _tell_at_exit)
+        util.Finalize(pack, _flush_counts, (weakref.ref(pack),), exitpriority=10)
+        util.register_after_fork(pack, _flush_at_exit)
 
 
-def _tell(found: weakref.ref[Pack]) -> None:
-    pack = found()
+def _flush_counts(reference: weakref.ref[Pack]) -> None:
+    pack = reference()
     if pack is not None and not pack.closed:
         pack.flush_counts()

@@ -129,7 +129,7 @@ class Mapped:
                 return self._placed[number]
             if self._top + length > self._window.length:
                 self._widen_locked(self._top + length)
-            self._window.place(fd, length, self._top)
+            self._window.map_at(fd, length, self._top)
         except OSError:
             return None
         finally:
@@ -143,7 +143,7 @@ class Mapped:
         for number, (begin, length) in self._placed.items():
             fd = pack_files.open_segment(self._root, self._pack, number)
             try:
-                window.place(fd, length, begin)
+                window.map_at(fd, length, begin)
             finally:
                 os.close(fd)
         self._window, self.view = window, window.view

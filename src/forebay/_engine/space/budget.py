@@ -353,7 +353,7 @@ class Budget:
         reservations.set_size(txn, attempt.id, request.size, self.room.charge_of(request), True, request.entries)
         reservation = reservations.by_id(txn, attempt.id)
         if reservation is None:
-            raise errors.CacheFault(f"the reservation of {request.key!r} is gone: the catalog was made anew meanwhile")
+            raise errors.CacheFault(f"the reservation of {request.key!r} is gone: the catalog was recreated meanwhile")
         return reservation
 
     def _enter(self, txn: Txn, request: SpaceRequest, attempt: _Reserving, *, granted: bool) -> Reservation:

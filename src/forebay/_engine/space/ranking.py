@@ -1,4 +1,4 @@
-"""The coldest entries, found without reading the catalog and without a long writer lock.
+"""Finds the coldest entries without reading the catalog and without a long writer lock.
 
 The table of slots says when each entry was last used, and to which space it belongs. It is scanned in *stripes*, each an even sample of
 the whole table: the first tells about where the coldest end, the others add the entries that are colder than that. After all stripes the
@@ -116,7 +116,7 @@ class Ranking:
 
     def after_fork_child(self) -> None:
         self._mutex = threading.Lock()  # guards what _picked holds; never held while the catalog is asked
-        self._looking = threading.Lock()  # one thread looks; who has the catalog's mutex never waits for it
+        self._looking = threading.Lock()  # one thread looks; a thread that holds the catalog's mutex never waits for it
 
     def _of(self, scope: Scope) -> _Picked:
         return self._picked.setdefault(scope, _Picked())

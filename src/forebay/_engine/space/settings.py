@@ -94,7 +94,7 @@ def _log_lost(root: Root, catalog: Catalog, kept: Kept, now: dict[str, int | Non
         new = format_size(now["budget"] or 0)
         left = f"{left or 'nothing that was set'}; the budget is {new} from now on: where that is wrong, set it by Cache(budget=...)"
     log.warning(
-        "%s: %s: an empty one takes its place; what was kept is fetched again when wanted, and nothing is pinned; what stays: %s",
+        "%s: %s: an empty one replaces it; what was kept is fetched again when needed, and nothing is pinned; what stays: %s",
         root.path, why, left,
     )  # fmt: skip
 

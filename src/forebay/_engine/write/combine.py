@@ -1,4 +1,4 @@
-"""Threads that want the same kind of transaction share one: who comes first does it for all who wait.
+"""Threads that need the same kind of transaction share one: the first thread runs it for all that wait.
 
 After flat combining (Hendler, Incze, Shavit, Tzafrir 2010): a list of wishes, and a lock whose holder grants all that are there.
 """

@@ -201,7 +201,7 @@ class Publisher:
     def _publish_one(self, txn: Txn, writing: Writing, size: int, checksum: bytes, named: list[Writing]) -> Entry:
         label, reserved = writing.label, writing.reserved
         if reservations.by_id(txn, reserved.id) is None:
-            raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was made anew meanwhile")
+            raise errors.CacheFault(f"the reservation of {label.key!r} is gone: the catalog was recreated meanwhile")
         writing.named(reserved.id)
         entry = self.inserter.insert(txn, label, reserved.id, "blob", size, checksum, writing.validator)
         reservations.delete(txn, reserved.id)
@@ -468,7 +468,7 @@ class Linker:
         with faults(label.key), self._catalog.write() as txn:
             entry = entries.by_id(txn, id)
             if entry is None:
-                raise errors.CacheFault(f"what was to be called {label.key!r} is gone: the catalog was made anew meanwhile", key=label.key)
+                raise errors.CacheFault(f"what was to be called {label.key!r} is gone: the catalog was recreated meanwhile", key=label.key)
             if entries.find(txn, label.space, label.key) is not None and not overwrite:
                 return False
             self._move(txn, entry, label)

@@ -170,7 +170,7 @@ class SpaceReservation:
         """The row without what was ``used``, and with ``more`` if that fits; None if nothing is left."""
         row = reservations.by_id(txn, self._row.id) if self._row is not None else None
         if row is None:
-            raise errors.CacheFault(f"what was promised to {self._space.name} is gone: the catalog was made anew meanwhile")
+            raise errors.CacheFault(f"what was promised to {self._space.name} is gone: the catalog was recreated meanwhile")
         if not self.promised.covers(used):
             raise errors.CacheFault(f"{used.size:,} bytes were not promised to {self._space.name}: {self.promised.size:,} are")
         left = self.promised.minus(used)

@@ -331,7 +331,7 @@ class Filling(Stored):
             return complete and copy.preserve(name, overwrite)
 
     def preload(self, name: str) -> bool:
-        """From now on, read what was preserved under this name, in place of what was put here. False if there is nothing of this name,
+        """From now on, read what was preserved under this name, instead of what was put here. False if there is nothing of this name,
         or the cache is frozen. Raises `ConfigError` (a ValueError) if it has fewer slots."""
         if self.frozen:
             self._log("%s is not preloaded: this cache is frozen", name)

@@ -107,7 +107,7 @@ class HTTPCache(Shared):
         self.connector = HTTPConnector(url, bearer_token_path, trace=trace)
 
     def put(self, i: int, data: Any) -> bool:
-        """Store the data of slot i, in place of what the server has. Raises IndexError."""
+        """Store the data of slot i, which replaces what the server has. Raises IndexError."""
         with recorded("pfio.cache.http:put", trace=self.trace):
             return self.connector.put(self._name(i), pickle.dumps(data) if self.do_pickle else data)
 

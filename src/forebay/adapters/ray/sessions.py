@@ -39,7 +39,7 @@ class Context:
     content: bytes
 
     def install(self) -> Session:
-        """Use it in this process, in place of that of an earlier call."""
+        """Use it in this process, instead of that of an earlier call."""
         session = session_of(self.namespace)
         session.install(self)
         return session

@@ -416,7 +416,7 @@ def _replayed(
 
 
 def trampoline(function: Callable[..., Any], naming: Naming) -> Callable[..., Any]:
-    """The function that Ray runs in place of ``function``, under its name. Created once a task: Ray sends it to each worker once."""
+    """The function that Ray runs instead of ``function``, under its name. Created once a task: Ray sends it to each worker once."""
 
     def run(plan: CallPlan, /, *args: Any, **kwargs: Any) -> Any:
         return work(function, naming, plan, args, kwargs)
@@ -426,7 +426,7 @@ def trampoline(function: Callable[..., Any], naming: Naming) -> Callable[..., An
 
 
 def in_actor(actor: Any, method: str, naming: Naming, plan: CallPlan, names: Sequence[str], *flat: Any) -> Any:
-    """The function that Ray runs in an actor in place of one of its methods. ``names``: of the last arguments in ``flat``."""
+    """The function that Ray runs in an actor instead of one of its methods. ``names``: of the last arguments in ``flat``."""
     args, kwargs = _unflattened(names, flat)
     return work(getattr(actor, method), naming, plan, args, kwargs)
 

@@ -246,7 +246,7 @@ class RemoteValues(Values):
 
 
 class NullValues:
-    """Without a head nothing is found and nothing is kept; functions run."""
+    """Without a head there are no values and none are kept; functions run."""
 
     def __init__(self, counted: dict[str, int]) -> None:
         self.counted = counted

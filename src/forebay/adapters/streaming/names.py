@@ -116,7 +116,7 @@ def _is_mapped(file: os.stat_result, pid: str) -> bool:
         with open(f"/proc/{pid}/maps") as maps:
             return any(match is not None and _is_file(file, match) for match in map(_MAPPED.match, maps))
     except OSError:
-        return False  # it ended, or is another user's, who cannot map our memory
+        return False  # it ended, or belongs to another user, who cannot map our memory
 
 
 def _is_file(file: os.stat_result, mapped: re.Match[str]) -> bool:

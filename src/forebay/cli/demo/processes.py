@@ -146,7 +146,7 @@ class DemoWorkers:
         pipe.flush()
 
     def replace(self, index: int) -> int:
-        """Kill a worker with -9 and start another one in its place; returns the pid of the killed one."""
+        """Kill a worker with -9 and start a replacement; returns the pid of the killed one."""
         with self.lock:
             dead = self.workers[index]
             dead.kill()

@@ -1,4 +1,4 @@
-"""The user's AWS settings, and the signatures made with them. Credentials, region and endpoint are found by botocore, in variables, files,
+"""The user's AWS settings, and the signatures made with them. Botocore reads credentials, region and endpoint, from variables, files,
 roles and on the machine."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_AWS = re.compile(r"(?:\A|\.)s3(?:[.-][a-z0-9-]+)*\.amazonaws\.com(?:\.cn)?\Z
 _PORTS = {"http": 80, "https": 443}
 
 LOOK_AGAIN_AFTER = 60.0
-"""Seconds for which credentials that were not found are not looked for again: that may take a second of time-outs."""
+"""Seconds for which missing credentials are not looked for again: that may take a second of time-outs."""
 BODY_HASH = "x-amz-content-sha256"
 _EMPTY_HASH = hashlib.sha256(b"").hexdigest()
 
@@ -87,7 +87,7 @@ class Keys:
 class Account:
     """The user's settings, read at their first use in each process. Callable from any thread; usable after a fork.
 
-    ``anonymous``: send no signature; None: where FOREBAY_S3_ANONYMOUS or AWS_NO_SIGN_REQUEST demands it, or no credentials are found.
+    ``anonymous``: send no signature; None: where FOREBAY_S3_ANONYMOUS or AWS_NO_SIGN_REQUEST demands it, or there are no credentials.
     Methods raise `MissingExtra`, `ConfigError` for invalid settings, and `AccessDenied` where credentials cannot be obtained.
     """
 
