@@ -264,7 +264,7 @@ class Reading:
         noted[id] = value
 
     def set_aside(self, entry: Entry, why: str) -> None:
-        """Serve a damaged entry to nobody any more: it leaves the index now, and the disk with its last lease."""
+        """Stop serving a damaged entry: it leaves the index now, and the disk with its last lease."""
         self._counts.add(counters.DAMAGED)
         log.warning("%s: it is set aside, and fetched again when needed", why)
         self._supersede(entry)

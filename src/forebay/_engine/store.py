@@ -178,7 +178,7 @@ class Store:
 
     @recover_and_retry
     def set_aside(self, entry: Entry, why: str) -> None:
-        """Serve the damaged bytes of an entry to nobody any more."""
+        """Stop serving the damaged bytes of an entry."""
         with faults(entry.key):
             self.engine.reading.set_aside(entry, why)
 

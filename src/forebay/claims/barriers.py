@@ -2,7 +2,7 @@
 
 The processes at a barrier share a row of seats for the current round, and one for the round before. A round has as many seats as
 parties. A process that arrives takes the lowest free seat; the one that takes the last seat begins the next round, and that is what the
-others wait for. The two rows alternate, so the row of the previous round still says who crossed then.
+others wait for. The two rows alternate, so the row of the previous round still says which processes crossed.
 
 Every change is made under a lock that is released when its holder dies, and each step of it stores one word: a seat is taken or freed,
 or the state changes, which comes last. So a process that is killed in between leaves seats that are its own, or a row that is cleared

@@ -24,7 +24,7 @@ DIRECT_WAIT = 0.25
 CHECKED_TOGETHER = 64
 STORED_TOGETHER = 16
 STALE = 1.0
-"""Seconds after which a scheduled load that no worker came to is queued again, and its key released: other processes may want it, while
+"""Seconds after which a scheduled load that no worker came to is queued again, and its key released: other processes may need it, while
 all workers wait for a source that stalls."""
 IDLE = 0.2
 """Seconds without news after which the writer gives promised room back."""
@@ -73,10 +73,10 @@ class LoadQueue:
         self._missing: deque[LoadRef] = deque()  # not in the cache: to be read in this order, as room is promised
         self._elsewhere: list[LoadRef] = []  # another process works on them
         self._ready: deque[Scheduled] = deque()
-        self._discarded: list[Scheduled] = []  # nobody wants them any more: their keys are to be released
+        self._discarded: list[Scheduled] = []  # no caller needs them any more: their keys are to be released
         self._loaded: deque[LoadedItem] = deque()
         self._stalled: list[LoadedItem] = []  # read, but without room: they wait with their bytes, and no other read begins meanwhile
-        self._loading = self._storing = 0  # reads of workers, and items in the hands of the writer
+        self._loading = self._storing = 0  # reads of workers, and items that the writer is storing
         self._watched = self._check_elsewhere = False
         self._full = False  # the space is full of what is held: the writer waits for room
         self._jammed = False  # no worker came to what was scheduled: nothing more is, until a read ends
@@ -95,7 +95,7 @@ class LoadQueue:
                 raise errors.Closed.of("prefetcher")
             ref = self._refs.get(key)
             load = ref() if ref is not None else None
-            if load is None or load.state in (State.FAILED, State.DROPPED):  # an error that somebody keeps may hold it for long
+            if load is None or load.state in (State.FAILED, State.DROPPED):  # an error that a caller keeps may hold it for long
                 load = Load(key, name, bound, self.news.gone)
                 self._refs[key] = load.ref
                 if self._config.size_of is not None:
@@ -152,7 +152,7 @@ class LoadQueue:
             self.news.wake()
 
     def abandon(self) -> None:
-        """Have the threads end: nobody has this prefetcher any more. Callable from a finalizer."""
+        """Have the threads end: nothing refers to this prefetcher any more. Callable from a finalizer."""
         self.closing = True
         self.news.wake()
 
@@ -262,7 +262,7 @@ class LoadQueue:
             self._room.give(scheduled.need, scheduled.epoch)
 
     def link(self, ref: LoadRef, lease: Lease) -> bool:
-        """The cache has the item that a thread was loading. Returns whether somebody still wants it; else the caller closes the lease."""
+        """The cache has the item that a thread was loading. Returns whether a load keeps the lease; else the caller closes it."""
         with self._lock:
             load = ref()
             if load is None or load.state is not State.LOADING:
@@ -319,7 +319,7 @@ class LoadQueue:
     def _reserve(self, load: Load, needs: dict[Load, Need]) -> bool:
         """Take room for a load out of what is promised, if there is enough."""
         need = self._room.need(load)
-        is_guess = not self._room.largest and load.size is None  # nobody knows how large they are: one for each worker
+        is_guess = not self._room.largest and load.size is None  # their sizes are unknown: one for each worker
         if (is_guess and self._loading + len(self._ready) >= self._workers) or not self._room.take(need):
             return False
         needs[load] = need
@@ -362,7 +362,7 @@ class LoadQueue:
             self._worker_wakeup.notify(len(self._ready) + bool(self._elsewhere))
 
     def discarded(self) -> list[Scheduled]:
-        """What was scheduled in vain: nobody wants it any more, or no worker came to it. The caller releases its keys."""
+        """What was scheduled in vain: no caller needs it any more, or no worker came to it. The caller releases its keys."""
         with self._lock:
             gone, self._discarded = self._discarded, []
             is_stale = bool(self._ready) and time.monotonic() - self._ready[0].since > STALE
@@ -392,7 +392,7 @@ class LoadQueue:
         return self._loading >= self._workers - 1 and len(self._ready) >= self._workers and not self.closing
 
     def forget(self, gone: Iterable[LoadRef]) -> list[Entry]:
-        """Forget loads that are gone, and what waited for room for them. Returns the entries that nobody here wants any more."""
+        """Forget loads that are gone, and what waited for room for them. Returns the entries that no caller here needs any more."""
         with self._lock:
             for ref in gone:
                 if self._refs.get(ref.key) is ref:

@@ -136,7 +136,7 @@ class Loader:
         return self._config.make(load.key)
 
     def _load_now(self, load: Load, hold: KeyHold | None) -> Buffer | None:
-        """Load an item in the thread that wants it. None: it turned out to be in the cache. ``hold``: the lock of its key, if the scheduler
+        """Load an item in the thread that needs it. None: it turned out to be in the cache. ``hold``: the lock of its key, if the scheduler
         looked for it under that."""
         data: Buffer | None = None
         self._start_threads()  # in a child of a fork there are none, and what is read is to be stored
@@ -302,7 +302,7 @@ class Loader:
         return self.queue.closing
 
     def discard(self, entry: Entry) -> None:
-        """Remove an entry that nobody here wants any more, if nobody else does. Callable from a finalizer."""
+        """Remove an entry that no caller in this process needs any more, if no other process does. Callable from a finalizer."""
         self.queue.news.discard(entry)
 
     def look_at_limit(self) -> None:
@@ -338,7 +338,7 @@ class Loader:
 
 
 def abandon(queue: weakref.ref[LoadQueue]) -> None:
-    """Nobody has the prefetcher of this queue any more. Called by the garbage collector: nothing here waits."""
+    """Nothing refers to the prefetcher of this queue any more. Called by the garbage collector: nothing here waits."""
     alive = queue()
     if alive is not None:
         alive.abandon()

@@ -191,7 +191,7 @@ class News:
         self._news.put(ref)
 
     def discard(self, entry: Entry) -> None:
-        """Nobody here wants an entry any more."""
+        """No caller in this process needs an entry any more."""
         self._unwanted.append(entry)
         self.wake()
 

@@ -28,7 +28,7 @@ class Scheduler:
         self._config, self._store, self._queue = config, config.store, queue
 
     def look_up(self) -> tuple[str, int] | None:
-        """Look for what nobody looked for yet, and schedule as many as there is room for. Returns key and size of one that is too large."""
+        """Look up new loads, and schedule as many as there is room for. Returns key and size of one that is too large."""
         lookup = self._queue.candidates()
         fault: errors.CacheFault | None = None
         if not lookup.loads:
@@ -61,7 +61,7 @@ class Scheduler:
                     lookup.failed[load] = error
 
     def release_discarded(self) -> None:
-        """Release the keys of loads that nobody wants, or that no worker comes to."""
+        """Release the keys of loads that no caller needs, or that no worker comes to."""
         for scheduled in self._queue.discarded():
             scheduled.hold.release()
 
@@ -88,7 +88,7 @@ class ItemWriter:
         while not is_over:
             try:
                 is_over = self._turn()
-            except Exception as error:  # noqa: BLE001  # whatever it is: without this thread nobody would get anything any more
+            except Exception as error:  # noqa: BLE001  # whatever it is: without this thread no item would be stored any more
                 self._recover(errors.CacheFault(f"keeping items of {self._config.space} failed: {type(error).__name__}: {error}"))
 
     def _turn(self) -> bool:
@@ -195,8 +195,8 @@ class ItemWriter:
                     self.report_too_large(item.ref.key, len(item.data))
                 else:
                     self._config.report_fault(error, item.ref.key)
-            elif item.ref() is not None:  # else nobody waits until there is room
-                item.hold.release()  # what waits for room holds no key: another process may want it, and hold the room that we wait for
+            elif item.ref() is not None:  # else no caller waits until there is room
+                item.hold.release()  # what waits for room holds no key: another process may need it, and hold the room that we wait for
                 self.queue.stall(item)
             return False
 

@@ -326,7 +326,7 @@ class Naming:
         return "give a version" if error.index == _CODE else "give a tag, or ignore it"
 
     def _is_first(self, topic: str) -> bool:
-        """Whether this is the first time."""
+        """Whether this topic is reported for the first time."""
         first = topic not in self._reported
         self._reported.add(topic)
         return first
@@ -358,7 +358,7 @@ def _parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]
 
 
 def _binder(name: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[..., tuple[Any, ...]]:
-    """A function with these parameters that gives the values which a call brings to them: no other way is as quick."""
+    """A function with these parameters that returns the values of a call for them: no other way is as quick."""
     heads, names, last = [], list(parameters), None
     for parameter in parameters.values():
         kind = parameter.kind
@@ -371,12 +371,12 @@ def _binder(name: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[
         last = kind
     if last is inspect.Parameter.POSITIONAL_ONLY:
         heads.append("/")
-    made: types.FunctionType = eval(f"lambda {', '.join(heads)}: ({''.join(n + ', ' for n in names)})")  # names are identifiers
-    given = [p for p in parameters.values() if p.default is not p.empty]
-    made.__defaults__ = tuple(p.default for p in given if p.kind is not p.KEYWORD_ONLY)
-    made.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
-    made.__name__ = made.__qualname__ = name
-    return made
+    bind: types.FunctionType = eval(f"lambda {', '.join(heads)}: ({''.join(n + ', ' for n in names)})")  # names are identifiers
+    defaulted = [p for p in parameters.values() if p.default is not p.empty]
+    bind.__defaults__ = tuple(p.default for p in defaulted if p.kind is not p.KEYWORD_ONLY)
+    bind.__kwdefaults__ = {p.name: p.default for p in defaulted if p.kind is p.KEYWORD_ONLY}
+    bind.__name__ = bind.__qualname__ = name
+    return bind
 
 
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{4,}")

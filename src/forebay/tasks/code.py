@@ -270,7 +270,7 @@ def _written_at(code: types.CodeType, nodes: list[ast.AST]) -> ast.AST | None:
 
 
 def _bound(tree: ast.Module) -> dict[str, list[ast.expr | None]]:
-    """What the module's variables are given as values, outside of functions: None for what no expression says."""
+    """The expressions assigned to the module's variables outside of functions; None for a value that no expression shows."""
     bound: dict[str, list[ast.expr | None]] = {}
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
@@ -296,16 +296,16 @@ def _bound(tree: ast.Module) -> dict[str, list[ast.expr | None]]:
 
 
 def _bound_by_the_module(tree: ast.Module) -> dict[str, list[ast.expr | None]]:
-    """What the module's variables are given, but for those that functions give other values."""
+    """The expressions assigned to the module's variables, without the variables that functions reassign."""
     rebound = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     return {name: values for name, values in _bound(tree).items() if name not in rebound}
 
 
 def _varying(bound: dict[str, list[ast.expr | None]]) -> frozenset[str]:
-    """The names of what each process may unpack to something else: what a call gave, sets (for their order), and what is made of such."""
-    given = [(name, value) for name, values in bound.items() for value in values if value is not None]
-    varying = {name for name, value in given if any(isinstance(part, _VARYING) for part in ast.walk(value))}
-    waiting = [(name, _names_in(value)) for name, value in given if name not in varying]
+    """The names of variables that may unpack differently in each process: results of calls, sets (their order), and what uses such."""
+    assignments = [(name, value) for name, values in bound.items() for value in values if value is not None]
+    varying = {name for name, value in assignments if any(isinstance(part, _VARYING) for part in ast.walk(value))}
+    waiting = [(name, _names_in(value)) for name, value in assignments if name not in varying]
     before = -1
     while before != len(varying):
         before = len(varying)
@@ -318,7 +318,7 @@ def _names_in(value: ast.expr) -> set[str]:
 
 
 def _is_constant(value: ast.expr | None, varying: frozenset[str]) -> bool:
-    """Whether an expression gives the same in each process."""
+    """Whether an expression has the same value in each process."""
     if value is None or any(isinstance(part, _CALLS) for part in ast.walk(value)):
         return False
     unpacked = [part.value for part in ast.walk(value) if isinstance(part, ast.Starred)]
@@ -338,7 +338,7 @@ def _has_fixed_defaults(node: ast.AST, called: frozenset[str], varying: frozense
 
 
 def _is_fixed(value: ast.expr, called: frozenset[str], varying: frozenset[str]) -> bool:
-    """Whether an expression calls nothing, and names nothing of what a call gave."""
+    """Whether an expression calls nothing, and names no result of a call."""
     return _is_constant(value, varying) and called.isdisjoint(_names_in(value))
 
 

@@ -322,9 +322,9 @@ def _rule(path: str, section: str, name: str, spec: _At) -> Rule:
     for key, entry in spec.value.items():
         if key not in SECTIONS[section]:
             raise _fault(path, entry.line, f"{subject}: {_unknown('key', key, SECTIONS[section])}")
-    given = {key: entry.value for key, entry in spec.value.items()}
-    on, pin = (_flag(path, subject, key, given.get(key)) for key in (section, "pin"))
-    return Rule(name, on, _tags(path, subject, given.get("tags")), _data(path, subject, given.get("data")), pin)
+    options = {key: entry.value for key, entry in spec.value.items()}
+    on, pin = (_flag(path, subject, key, options.get(key)) for key in (section, "pin"))
+    return Rule(name, on, _tags(path, subject, options.get("tags")), _data(path, subject, options.get("data")), pin)
 
 
 def _flag(path: str, subject: str, key: str, entry: _At | None) -> bool:

@@ -380,7 +380,7 @@ LASTING = frozenset(
     {"datetime.date", "datetime.datetime", "datetime.time", "datetime.timedelta", "decimal.Decimal", "uuid.UUID"}
     | {"pathlib.Path", "pathlib.PosixPath", "pathlib.PurePath", "pathlib.PurePosixPath", "builtins.range", "builtins.slice"}
 )
-"""Classes of values that cannot change, beside the plainest ones and those that are made of such."""
+"""Classes of immutable values, beside the plain ones and containers of them."""
 
 
 def digest_of(*values: Any) -> str:
@@ -454,13 +454,13 @@ def brought(function: types.FunctionType, by_source: bool) -> bytes:
 
 
 def _defaults(writer: DigestWriter, function: types.FunctionType, seen: set[int], by_source: bool) -> bytes:
-    given = (*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()))
-    if not given or is_installed(function.__code__.co_filename):
+    defaults = (*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()))
+    if not defaults or is_installed(function.__code__.co_filename):
         return b""
-    # Those of a function that is made in a function are of the one that made it, as what it closes over is.
+    # The defaults of an inner function belong to the function that creates it, as what it closes over does.
     if by_source and "<" not in function.__code__.co_qualname and not definition_of(function).defaults:
         return b""
-    return b"".join(b"d" + lasting(writer, value, seen, by_source) for value in given)
+    return b"".join(b"d" + lasting(writer, value, seen, by_source) for value in defaults)
 
 
 def lasting(writer: DigestWriter, value: Any, seen: set[int] | None = None, by_source: bool = True) -> bytes:
@@ -483,7 +483,7 @@ def lasting(writer: DigestWriter, value: Any, seen: set[int] | None = None, by_s
 
 
 def _beside_its_name(writer: DigestWriter, function: types.FunctionType, seen: set[int], by_source: bool) -> bytes:
-    """Of a function that another one closes over: the code of one that is made in a function, what that closes over, its defaults."""
+    """Of a function that another one closes over: its defaults; of an inner function its code and what it closes over, too."""
     out = _defaults(writer, function, seen, by_source)
     # By the name in its code: a wrapper has the qualified name of what it wraps.
     if function.__closure__ or "<" in function.__code__.co_qualname:

@@ -183,10 +183,10 @@ def _as_written(literals: dict[str, types.CodeType], lived_in: dict[str, Any], n
         return known.get(key, b"")
     known[key] = b""  # of a circle
     names = {one for part in codes_in(expression) for one in part.co_names if one in lived_in}
-    given = {one: lived_in[one] for one in names if _lasting(lived_in[one]) or _as_written(literals, lived_in, one, known)}
+    namespace = {one: lived_in[one] for one in names if _lasting(lived_in[one]) or _as_written(literals, lived_in, one, known)}
     content = _lasting(value, True, lasting_within)
     try:
-        at_first = eval(expression, {"__builtins__": {}, **given}) if content else None  # it calls nothing
+        at_first = eval(expression, {"__builtins__": {}, **namespace}) if content else None  # it calls nothing
     except Exception:  # noqa: BLE001  # such as a name that is no constant
         return b""
     if content and _lasting(at_first, True, lasting_within) == content:

@@ -30,7 +30,7 @@ class Values:
     """The values of one space, through one codec. Callable from any thread; usable in both processes after a fork.
 
     ``counted``: what this process did with this object, by the names in `COUNTED`. An entry carries, beside its bytes, the name of its
-    codec, and the digest of the arguments that it was made of, where a function made it."""
+    codec, and the digest of the arguments, if a function returned it."""
 
     def __init__(self, origin: Origin, space: str, codec: Codec) -> None:
         self.origin, self.space, self.codec = origin, space, codec
@@ -56,8 +56,8 @@ class Values:
     def look(self, key: str, digest: str | None = None, *, label: str = "", copy: bool = False) -> tuple[Any] | None:
         """The value of a key, in a tuple, since it may be None; None where there is none. A hit is counted, and is a use.
 
-        ``digest``: of the arguments that it must have been made of; stored under others, it is a miss, which is logged once. ``label``:
-        its name in messages, if not its key. ``copy``: over memory of the caller's own, which may be written to. Raises `Closed`."""
+        ``digest``: of the arguments that it must belong to; a value of others is a miss, which is logged once. ``label``: its name in
+        messages, if not its key. ``copy``: over memory of the caller's own, which may be written to. Raises `Closed`."""
         hit = self._look(key, digest, label, copy)
         if hit is None:
             self.counted["misses"] += 1
@@ -233,7 +233,7 @@ class Values:
         self, key: str, digest: str | None, make: Callable[[], T], *, timeout: float | None = None, pin: bool = False, label: str = "",
         looked: bool = False, copy: bool = False,
     ) -> T:  # fmt: skip
-        """The value of a key; else what ``make`` gives, kept: of all threads and processes of the node one runs it.
+        """The value of a key; else what ``make`` returns, stored: of all threads and processes of the node one runs it.
 
         It is returned as `look` returns it. What ``make`` raises reaches every waiting caller, and is not kept. Where the value cannot be
         kept, the waiting callers run ``make`` themselves, side by side; so does a caller that has waited ``timeout`` seconds, or may not
@@ -248,9 +248,9 @@ class Values:
         def run() -> tuple[Any]:
             with attempt, waits.time_limit(None, afresh=True):
                 value = make()
-            return attempt.made(value)
+            return attempt.store(value)
 
-        timeout = self._patience(timeout)
+        timeout = self._timeout_or_default(timeout)
         try:
             with waits.time_limit(timeout):
                 return self._store().locks.single(self.space, attempt.call, attempt.look, run, timeout=timeout)[0]  # type: ignore[no-any-return]
@@ -275,9 +275,9 @@ class Values:
         async def run() -> tuple[Any]:
             with attempt, waits.time_limit(None, afresh=True):
                 value = await make()
-            return await asyncio.to_thread(attempt.made, value)  # a large one takes long to be written
+            return await asyncio.to_thread(attempt.store, value)  # a large one takes long to be written
 
-        timeout = self._patience(timeout)
+        timeout = self._timeout_or_default(timeout)
         try:
             with waits.time_limit(timeout):
                 got = await self._store().locks.single_async(self.space, attempt.call, attempt.look, run, timeout=timeout)
@@ -288,7 +288,7 @@ class Values:
             raise final
         return attempt.result[0] if attempt.result else await make()
 
-    def _patience(self, timeout: float | None) -> float | None:
+    def _timeout_or_default(self, timeout: float | None) -> float | None:
         return self.origin.timeout if timeout is None else timeout
 
     # -- names -----------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ class _KeptCall:
             self._values.counted["waits"] += 1
         return hit
 
-    def made(self, value: T) -> tuple[T]:
+    def store(self, value: T) -> tuple[T]:
         values = self._values
         self.result = (value,)
         hit = values.kept(self._key, value, digest=self._digest or "", pin=self._pin, label=self._label, copy=self._copy)
@@ -426,10 +426,10 @@ def _unpickled(error: errors.FillFailed) -> Exception | None:
     """The error that `_pickled` sent; None if there is none, or it cannot be unpickled here."""
     data = error.facts.get("pickled")
     try:
-        hit = pickle.loads(base64.b85decode(data)) if isinstance(data, str) else None
+        original = pickle.loads(base64.b85decode(data)) if isinstance(data, str) else None
     except Exception:  # noqa: BLE001  # such as a class that is not there
         return None
-    return hit if isinstance(hit, Exception) else None
+    return original if isinstance(original, Exception) else None
 
 
 def _parsed(meta: str) -> tuple[str, str]:

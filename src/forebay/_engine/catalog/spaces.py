@@ -192,7 +192,7 @@ def set_setting(txn: Txn, name: str, value: Any) -> None:
 
 
 def kept(rows: Rows) -> Kept:
-    """What people set, as `settings_file` keeps it."""
+    """The limits that users set, as `settings_file` stores them."""
     names = "budget", "min_free", "max_entries"
     limits = dict(zip(names, _numbers([setting(rows, name) for name in names]), strict=True))
     special = rows.all(
@@ -205,7 +205,7 @@ def kept(rows: Rows) -> Kept:
 
 
 def restore(txn: Txn, spaces: Sequence[SpaceLimits]) -> None:
-    """Make the spaces that a lost catalog had, as people had set them."""
+    """Recreate the spaces of a lost catalog, with the limits that users had set."""
     for space in spaces:
         insert(txn, space.name, space.kind, space.policy, space.quota)
         change(txn, space.name, space.policy, space.quota, space.max_count)

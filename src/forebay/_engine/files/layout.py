@@ -143,7 +143,7 @@ class Root:
 
     @property
     def settings(self) -> Path:
-        """What people set, for a catalog that is lost."""
+        """The file of the limits that users set, for a catalog that is lost."""
         return self.path / "settings.json"
 
     @property

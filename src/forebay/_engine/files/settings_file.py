@@ -27,7 +27,7 @@ _END = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class SpaceLimits:
-    """What people set of one space."""
+    """The limits that users set for one space."""
 
     name: str
     kind: str
@@ -38,7 +38,7 @@ class SpaceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What people set of a root, sizes in bytes; None: nothing was set. ``spaces``: those that are not as every space is at first."""
+    """The limits that users set for a root, sizes in bytes; None: nothing was set. ``spaces``: those whose limits were set."""
 
     budget: int | None = None
     min_free: int | None = None

@@ -145,7 +145,7 @@ class Slots:
 
     def used(self, slot: int) -> int:
         """When the slot's entry was last used, in ns of the `clock`. What is of the future was damaged: 0, as if it never had been."""
-        return self._past(slot, USED)
+        return self._if_past(slot, USED)
 
     def touch(self, slot: int, ns: int) -> None:
         """Record that the slot's entry was used at ``ns`` of the `clock`. Does nothing in a read-only root."""
@@ -154,7 +154,7 @@ class Slots:
     def validated(self, slot: int) -> int:
         """When the remote last confirmed the slot's entry as current, in ns of the `clock`; 0: never. A time in the future counts as
         never."""
-        return self._past(slot, VALIDATED)
+        return self._if_past(slot, VALIDATED)
 
     def stamp(self, slot: int) -> int:
         """The stored time of the last validation, valid or not: another value means another validation."""
@@ -238,7 +238,7 @@ class Slots:
         words, base = self.record(slot)
         return int(words[base + word])
 
-    def _past(self, slot: int, word: int) -> int:
+    def _if_past(self, slot: int, word: int) -> int:
         moment = self._get(slot, word)
         return moment if self.clock.is_past(moment) else 0
 

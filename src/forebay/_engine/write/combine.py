@@ -29,8 +29,8 @@ class _Job(Generic[T, R]):
 
 
 class Combiner(Generic[T, R]):
-    """``do`` is given up to `MOST` items, and gives a result for each or raises. After a failure each tries alone, unless it is a
-    ``shared`` one, which all of them would meet. Callable from any thread."""
+    """Runs ``do`` for the items of several threads at once: up to `MOST` items, for each of which it returns a result, or raises. After a
+    failure each item is tried alone, unless the error is a ``shared`` one, which all of them would meet. Callable from any thread."""
 
     def __init__(self, do: Callable[[Sequence[T]], Sequence[R]], shared: type[Exception]) -> None:
         self._do, self._shared = do, shared
@@ -50,7 +50,7 @@ class Combiner(Generic[T, R]):
                     self._work(job)
         except BaseException:
             with contextlib.suppress(ValueError):
-                self._waiting.remove(job)  # interrupted while it waited: nobody wants it any more
+                self._waiting.remove(job)  # interrupted while it waited: no thread needs it any more
             raise
         if job.error is not None:
             raise job.error

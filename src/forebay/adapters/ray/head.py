@@ -64,9 +64,9 @@ class HeadActor:
         """See `HeadValues.send`."""
         return self._values.send(key, token)
 
-    def doubt(self, key: str, token: str) -> bool:
-        """See `HeadValues.doubt`."""
-        return self._values.doubt(key, token)
+    def report_unreadable(self, key: str, token: str) -> bool:
+        """See `HeadValues.report_unreadable`."""
+        return self._values.report_unreadable(key, token)
 
     def take(self, key: str, payload: Payload, meta: str, pin: bool) -> str:
         """See `HeadValues.take`."""

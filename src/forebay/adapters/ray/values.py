@@ -77,8 +77,8 @@ class HeadValues(Values):
         stored = self._stored(key)
         return Payload([stored.view]) if stored is not None and self._token(stored.id) == token else None
 
-    def doubt(self, key: str, token: str) -> bool:
-        """Another node cannot read the value with this token: whether it is damaged here; if so, it is quarantined."""
+    def report_unreadable(self, key: str, token: str) -> bool:
+        """Called if another node cannot read the value with this token. Returns whether it is damaged here; if so, it is quarantined."""
         stored = self._stored(key)
         return stored is not None and self._token(stored.id) == token and not self._store().is_intact(stored)
 
@@ -138,7 +138,7 @@ class RemoteValues(Values):
                 self.counted["hits"] += 1
                 return value
         assert answer is not None
-        self._head.ask("doubt", key, answer.token)
+        self._head.ask("report_unreadable", key, answer.token)
         return None
 
     def _fetched(self, store: Store | PassThrough, key: str, answer: HeadReply, label: str, copy: bool) -> tuple[Any] | None:
