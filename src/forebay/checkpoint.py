@@ -73,7 +73,7 @@ class Checkpoint(metaclass=_Kind):
         """Of a directory of this host."""
         return cls(os.path.abspath(os.path.expanduser(os.fspath(path))), None, cache)
 
-    # -- what it is ------------------------------------------------------------------------------------------------
+    # -- what it is ----------------------------------------------------------------------------------------------------
 
     @property
     def path(self) -> str:
@@ -107,7 +107,7 @@ class Checkpoint(metaclass=_Kind):
 
     @property
     def _has_settings(self) -> bool:
-        """Whether it says how to reach it, as pyarrow's users write: ``s3://bucket/run?endpoint_override=...``."""
+        """Whether the URL has settings of the connection, as pyarrow accepts them: ``s3://bucket/run?endpoint_override=...``."""
         return self.url.lower().startswith("s3://") and bool(_SETTING.search(self.url))
 
     @property
@@ -146,7 +146,7 @@ class Checkpoint(metaclass=_Kind):
     def __getattr__(self, name: str) -> NoReturn:
         raise _gone(name) or AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    # -- its files -------------------------------------------------------------------------------------------------
+    # -- its files -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def as_directory(self, *, include: Patterns = None, exclude: Patterns = None, **arguments: Any) -> Iterator[str]:
@@ -161,15 +161,15 @@ class Checkpoint(metaclass=_Kind):
         self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False, include: Patterns = None, exclude: Patterns = None,
         **arguments: Any,
     ) -> str:  # fmt: skip
-        """A private copy of its files, which may be written to; gives its path. `as_directory` costs no copy: take that one to read.
+        """Make a private, writable copy of its files, and return its path. To read only, use `as_directory`, which makes no copy.
 
-        Without a ``path`` it is a new directory in the temporary directory (``TMPDIR``), which only this user can look into. The caller
-        removes it, `shutil.rmtree` does; nobody else ever will. By reflink where the file system can; else it takes the space a second
-        time, which no budget counts.
+        Without a ``path`` the copy is a new directory in the temporary directory (``TMPDIR``), which only this user can read. The caller
+        must remove it, as with `shutil.rmtree`. Files are cloned where the file system supports reflinks; else they take the space a
+        second time, which no budget counts.
 
-        Several processes that ask for the same ``path`` do it once. What else lies in it stays; a file that is to go where another one
-        stands, which is not a copy of ours, is `Foreign` (a FileExistsError), unless ``overwrite``. Where the cache has no room, the files
-        are fetched straight to their destination. Raises as `Cache.directory` does; `NoSpace` where the disk of the copy is full."""
+        Of several processes that request the same ``path``, one makes the copy. Other files in it stay. Where a file would replace one
+        that is not a copy of ours, `Foreign` (a FileExistsError) is raised, unless ``overwrite``. If the cache has no room, the files
+        are fetched straight to their destination. Raises as `Cache.directory` does; `NoSpace` if the disk of the copy is full."""
         url, filesystem = self._source
         if self._is_local and not arguments.get("force"):
             return directories.copy(self._origin, url, filesystem, include, exclude, FetchOptions(), path, overwrite=overwrite)
@@ -190,7 +190,7 @@ class Checkpoint(metaclass=_Kind):
 
     @property
     def _origin(self) -> Origin:
-        """What reaches it: of the cache; without one, for what is local and needs none."""
+        """The origin of the cache; for a local directory without a cache, one that needs none."""
         if self._cache is None and self._is_local:
             return Origin(PassThrough(), remote.RemoteOptions())
         return origin_of(self.cache)
@@ -198,10 +198,10 @@ class Checkpoint(metaclass=_Kind):
     def _location(self) -> RemoteDirectory:
         return locate(self._origin, *self._source)
 
-    # -- its metadata ----------------------------------------------------------------------------------------------
+    # -- its metadata --------------------------------------------------------------------------------------------------
 
     def get_metadata(self) -> dict[str, Any]:
-        """The metadata that is stored with it now, ``{}`` where none is: asked of the remote. Raises `RemoteError`."""
+        """Return the metadata that the remote has for it now, ``{}`` if there is none. Raises `RemoteError`."""
         return stored.read(self._origin, self._location())
 
     def set_metadata(self, metadata: dict[str, Any]) -> None:
@@ -210,24 +210,24 @@ class Checkpoint(metaclass=_Kind):
         stored.write(self._origin, self._location(), metadata)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
-        """Set these keys of its metadata. Of updates at the same time none is lost, on one node; nor from several nodes, where the store
-        knows conditional writes (S3). Raises as `set_metadata` does."""
+        """Set these keys of its metadata. No concurrent update of this node is lost, nor of other nodes if the store supports conditional
+        writes (S3). Raises as `set_metadata` does."""
         stored.update(self._origin, self._location(), metadata)
 
-    # -- how it gets there -----------------------------------------------------------------------------------------
+    # -- uploads -------------------------------------------------------------------------------------------------------
 
     @classmethod
     def upload(
         cls, directory: str | os.PathLike[str], url: str | os.PathLike[str], *, filesystem: Any = None, delete: bool = False,
         keep: bool = False, cache: Cache | None = None, on_progress: OnProgress | None = None,
     ) -> Self:  # fmt: skip
-        """Let ``url`` hold the files of a local directory; gives the handle to it. Only what is not there is sent, several files at a
-        time, large ones in parts; until all of it is there, no reader takes a part for the whole (`Incomplete`).
+        """Upload a local directory to ``url``; returns the handle to it. Only missing files are sent, several at a time, large ones in
+        parts. Until the upload is complete, readers get `Incomplete` instead of a part.
 
-        ``delete``: remove what is there and not in ``directory``, but for the metadata. ``keep``: the files stay in the cache, as if they
+        ``delete``: remove what is there and not in ``directory``, except the metadata. ``keep``: the files stay in the cache, as if they
         had been fetched, so that this node need not fetch them. ``on_progress`` is called for the states ``reading`` and ``sending``.
 
-        An upload that was interrupted is gone on with by the same call. Raises `SourceChanged` if a file changes meanwhile, `Conflict` if
+        The same call resumes an upload that was interrupted. Raises `SourceChanged` if a file changes meanwhile, `Conflict` if
         another upload to the same URL began, `Unsupported` where nothing can be written, `ConfigError`, `RemoteError`."""
         checkpoint = cls(url, filesystem, cache)
 
@@ -269,8 +269,8 @@ _default: Cache | None = None
 
 
 def default_cache() -> Cache:
-    """The default cache of this process, opened at the first call. No lock, which a fork could find taken: of two threads
-    that open it, both have the same root, and one engine."""
+    """The default cache of this process, opened at the first call. It takes no lock, which a fork could leave held: if two threads
+    open it, both caches have the same root, and one engine."""
     global _default
     cache = _default
     if cache is None or cache.closed:

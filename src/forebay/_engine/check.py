@@ -148,7 +148,7 @@ def _check_segments(root: Root, catalog: Catalog) -> Iterator[Problem]:
 
 
 def _check_totals(catalog: Catalog) -> list[Problem]:
-    """Check again what differs, while nobody writes."""
+    """Check again what differs, while no process writes."""
     if not _uneven(catalog):
         return []
     with catalog.still():

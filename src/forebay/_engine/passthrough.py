@@ -38,14 +38,14 @@ class NullSpaces:
 
 
 class NullHold:
-    """A lock that keeps nobody out."""
+    """A lock that excludes no caller."""
 
     def release(self) -> None:
         """Nothing is held."""
 
 
 class NullLocks:
-    """The locks of a store that keeps nothing: single-flight is refused, and nobody waits."""
+    """The locks of a store that keeps nothing: single-flight is refused, and no caller waits."""
 
     def __init__(self, why: str) -> None:
         self._why = why

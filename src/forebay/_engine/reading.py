@@ -203,7 +203,7 @@ class Reading:
             self._supersede(member)
 
     def _needs_no_look(self, entry: Entry, status: os.stat_result | None) -> bool:
-        """Whether nobody seems to have written to an entry since it was last checked. ``status``: of its file, if it has one."""
+        """Whether an entry seems unwritten since it was last checked. ``status``: of its file, if it has one."""
         if entry.boot != host.boot_id() or (entry.size <= FIRST_USE and entry.id not in self._verified):
             return False
         return status is None or blobs.is_sealed(status, entry.checksum) or self._unsealed.get(entry.id) == status.st_mtime_ns

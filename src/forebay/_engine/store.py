@@ -284,7 +284,7 @@ class Store:
     ) -> Lease:  # fmt: skip
         """Publish a tree: a directory of hard links to leased entries under their relative names; returns a lease on it.
 
-        Caller: nobody else writes this key. The files are not evicted while the tree exists. Raises ValueError for names that lead out
+        Caller: no other process writes this key. The files are not evicted while the tree exists. Raises ValueError for names that lead out
         of the directory."""
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
@@ -369,7 +369,7 @@ class Store:
         return removed
 
     def drop(self, unheld: Sequence[Entry]) -> int:
-        """Remove entries that nobody holds any more; returns how many were removed."""
+        """Remove entries that no process holds any more; returns how many were removed."""
         with faults("what nobody holds"):
             return len(self.engine.eviction.remove([(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in unheld]))
 
@@ -485,7 +485,7 @@ class Store:
 
     @recover_and_retry
     def strays(self) -> Strays:
-        """The files in the root that nobody counts."""
+        """The files in the root that no row counts."""
         return check.count_strays(self.root, self.engine.catalog, self.engine.slots)
 
     @recover_and_retry

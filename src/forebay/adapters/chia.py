@@ -343,7 +343,7 @@ def _text_of_file(tag: str | None, data_path: str | None, *args: Any, **kwargs: 
     return str(ray.get(active.file_server().get_text.remote(data_path)))
 
 
-# -- replacing CHIA's own ---------------------------------------------------------------------------------------------
+# -- replacing CHIA's own ----------------------------------------------------------------------------------------------
 
 _OURS: dict[str, dict[str, Any]] = {
     "chia.base.cache": {

@@ -115,7 +115,7 @@ class Spilled(Lazy[Item_co]):
         return SourceInfo("", self.key)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Remove the bytes of an object that nobody read."""
+        """Remove the bytes of an object that was not read."""
         if is_finalizing():
             return
         lease: Lease | None = getattr(self, "_lease", None)

@@ -419,7 +419,7 @@ class LoadQueue:
             self._worker_wakeup.notify_all()
 
     def store(self, items: Sequence[LoadedItem], leases: Sequence[Lease]) -> list[Lease]:
-        """The items are entries now. Returns the leases that nobody holds: the caller closes them."""
+        """The items are entries now. Returns the leases that no load keeps: the caller closes them."""
         unheld: list[Lease] = []
         with self._lock:
             for item, lease in zip(items, leases, strict=True):

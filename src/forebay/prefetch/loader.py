@@ -1,7 +1,7 @@
 """The threads of a prefetcher: workers read items ahead of the calls for them, and callers take them or read them at once.
 
 look up    is the item in the cache? then it is leased, and done
-schedule   once room is promised for it, its key is locked; if another process holds the key, nobody waits for it
+schedule   once room is promised for it, its key is locked; if another process holds the key, no thread waits for it
 read       into memory, by a worker, or by a caller that needs it now and cannot wait
 store      the writer stores several at a time; until then they are served from memory
 

@@ -152,7 +152,7 @@ class Counters:
         self._begin()
 
     def close(self) -> None:
-        """`detach`, for good."""
+        """Detach permanently: see `detach`."""
         self.detach()
         self._claimed = True
 

@@ -132,7 +132,7 @@ class Pack:
         return self.length - int(self._cells.tolist().count(0))
 
     def private(self, slot: int) -> memoryview:
-        """The payload of a slot that `find` returned, writable with stores that nobody else sees and that are never kept."""
+        """The payload of a slot that `find` returned, mapped privately: stores to it are not seen elsewhere, and never kept."""
         number, offset = pack_records.place_of(self._cells[slot])
         return self._mapped.private(number, offset + pack_records.HEADER, self._ends[slot] - self._starts[slot])
 
@@ -297,7 +297,7 @@ class Pack:
         return self._read_only or bool(self._words[pack_files.FROZEN])
 
     def freeze(self) -> None:
-        """Take no more records, from any process, for good."""
+        """Take no more records from any process, ever again."""
         self._check_open()
         if self._can_append():
             host.set_word(self._words, pack_files.FROZEN, 1)

@@ -114,7 +114,7 @@ class Packing:
         self._tails.forget(ticket)
 
     def _spare(self, pack: int, need: int, words: memoryview) -> tuple[Segment, Segment] | None:
-        """A segment that nobody appends to and that has space: its row as it is stored, and as it should be."""
+        """A segment that no process appends to and that has space: its row as it is stored, and as it should be."""
         for row in segments.roomy(self._catalog, pack, need):
             if row.owner is not None and not self._tails.is_left(row):
                 continue

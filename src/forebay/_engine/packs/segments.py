@@ -108,7 +108,7 @@ class Mapped:
             return placed
 
     def private(self, number: int, start: int, length: int) -> memoryview:
-        """Bytes of a segment, writable with stores that nobody else sees and that are never kept. Raises OSError."""
+        """Bytes of a segment, mapped privately: stores to them are not seen elsewhere, and never kept. Raises OSError."""
         first = start // PAGE * PAGE
         fd = pack_files.open_segment(self._root, self._pack, number)
         try:

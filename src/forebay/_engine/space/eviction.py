@@ -1,6 +1,6 @@
 """How an entry is evicted: exclusive lock, doom, unlink, delete. And the sweep that finishes what other processes left half done.
 
-    lock        nobody has a lease, and nobody gets one
+    lock        no process has a lease, and none gets one
     doom        the slot is emptied, the row marked, commit      a crash before: the row is live, its slot is restored at the next lookup
     unlink      the files go                                     a crash before or after: the next writer continues from here
     delete      the row goes, commit: only now slot and bytes are free
@@ -201,7 +201,7 @@ class Eviction:
             return True
 
     def _remove_beside(self, id: int, what: EvictionVictim) -> bool:
-        """Remove a file that has the id of an entry and is not its file; nobody can have a lease on it."""
+        """Remove a file that has the id of an entry and is not its file; no process can have a lease on it."""
         with self._catalog.writer():
             if not entries.unnamed(self._catalog, [(id, what.kind, what.suffix)]):
                 return False

@@ -200,7 +200,7 @@ class Ranking:
             picked.ready.extend(ready)
 
     def _patrol(self, scope: Scope, picked: _Picked, *, at_most: int) -> None:
-        """Pick entries whose slots a dead writer emptied and that nobody has read since: no stripe shows them."""
+        """Pick entries whose slots a dead writer emptied and that no process has read since: no stripe shows them."""
         for _ in range(at_most):
             rows = entries.after(self._catalog, self._patrolled, _PATROL)
             self._patrolled = rows[-1][0] if len(rows) == _PATROL else 0

@@ -93,5 +93,5 @@ class SegmentTails:
             segments.remove(txn, segment.pack, segment.number)
 
     def is_as_seen(self, txn: Txn, seen: Segment) -> bool:
-        """Whether nobody has taken a segment over since its row was read, and nobody appends to it."""
+        """Whether no process has taken a segment over since its row was read, and none appends to it."""
         return segments.one(txn, seen.pack, seen.number) == seen and (seen.owner is None or self.is_left(seen))

@@ -452,7 +452,7 @@ class Linker:
 
     def publish_tree(self, label: Label, members: Sequence[tuple[str, Entry]], leases: Leases, validator: str | None = None) -> Lease:
         """Publish a tree of entries. It is charged for its directories; its files are charged to the members. Caller: holds leases on the
-        members, and nobody else writes the tree's key."""
+        members, and no other caller writes the tree's key."""
         size = trees.footprint([name for name, _ in members], host.disk(self._root.path).block)
         files = [(name, self._root.blob_name(entry.id, entry.suffix)) for name, entry in members]
         keyhash = hash_of(label.space, label.key)
