@@ -73,7 +73,7 @@ class Checkpoint(metaclass=_Kind):
         """Of a directory of this host."""
         return cls(os.path.abspath(os.path.expanduser(os.fspath(path))), None, cache)
 
-    # -- what it is ----------------------------------------------------------------------------------------------------
+    # -- what it is ------------------------------------------------------------------------------------------------
 
     @property
     def path(self) -> str:
@@ -146,7 +146,7 @@ class Checkpoint(metaclass=_Kind):
     def __getattr__(self, name: str) -> NoReturn:
         raise _gone(name) or AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    # -- its files -----------------------------------------------------------------------------------------------------
+    # -- its files -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def as_directory(self, *, include: Patterns = None, exclude: Patterns = None, **arguments: Any) -> Iterator[str]:
@@ -198,7 +198,7 @@ class Checkpoint(metaclass=_Kind):
     def _location(self) -> RemoteDirectory:
         return locate(self._origin, *self._source)
 
-    # -- its metadata --------------------------------------------------------------------------------------------------
+    # -- its metadata ----------------------------------------------------------------------------------------------
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the metadata that the remote has for it now, ``{}`` if there is none. Raises `RemoteError`."""
@@ -214,7 +214,7 @@ class Checkpoint(metaclass=_Kind):
         writes (S3). Raises as `set_metadata` does."""
         stored.update(self._origin, self._location(), metadata)
 
-    # -- uploads -------------------------------------------------------------------------------------------------------
+    # -- uploads ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def upload(

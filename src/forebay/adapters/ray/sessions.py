@@ -59,7 +59,7 @@ class Session:
         self._bypass = Bypass()
         self._context: Context | None = None
 
-    # -- the location of the cache ----------------------------------------------------------------------------------------
+    # -- the location of the cache ---------------------------------------------------------------------------------
 
     def values(self) -> Values | NullValues:
         """The values that this process reads and writes; without a head, `NullValues`."""

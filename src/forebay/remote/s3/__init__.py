@@ -138,7 +138,7 @@ class S3Remote:
             unsigned[BODY_HASH] = hashlib.sha256(body).hexdigest()
         return _in_its_region(lambda: self._http.request(method, url, unsigned, body, ok=(200, 204), call=call))
 
-    # -- what makes S3 of HTTP -----------------------------------------------------------------------------------------
+    # -- what makes S3 of HTTP -------------------------------------------------------------------------------------
 
     def _sign(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
         """The HTTP URL and the headers of a request for ``url``: an ``s3://`` URL, or one that S3 redirects to."""
