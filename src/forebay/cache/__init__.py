@@ -1,4 +1,4 @@
-"""The cache of a node, as a program sees it: opens a root and hands out what is in it."""
+"""The cache of a node: opens a root and serves its content."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Cache:
 
     ``root``: the directory (default: ``$FOREBAY_HOME``, else ``~/.cache/forebay``). ``budget``, ``min_free``: bytes as int or
     ``"500GB"``, ``"500GiB"``, ``"80%"`` of the disk; an explicit value sets it for every process that shares the root.
-    ``max_entries``: at most so many entries. ``shared``: a root for the group (default: ``$FOREBAY_SHARED``); without it, what a group
-    may write to is refused. ``read_only``: only look. ``upstream``: a root that
-    is looked into second, and never written to. ``offline``: never ask a remote. ``max_age``: seconds for which an entry is served
-    unasked, or ``"forever"``. ``timeout``: seconds that a call waits in all for other processes (default: as long as they live; for the
-    catalog 10 s). ``enabled=False``: the same calls with no cache behind them.
+    ``max_entries``: the maximum number of entries. ``shared``: a root for the group (default: ``$FOREBAY_SHARED``); without it, a root
+    that a group can write to is refused. ``read_only``: never write to the root. ``upstream``: a root that is searched second, and never
+    written to. ``offline``: never ask a remote. ``max_age``: seconds for which an entry is served without asking the remote, or
+    ``"forever"``. ``timeout``: seconds that a call waits in total for other processes (default: as long as they live; for the catalog
+    10 s). ``enabled=False``: the same calls without a cache behind them.
 
-    Callable from any thread; usable in both processes after a fork; pickles as its place. Raises `RootRefused`, `NewerFormat` and
-    `ConfigError` when made; afterwards faults of the cache never reach the caller: calls are served from the source.
+    Callable from any thread; usable in both processes after a fork; pickles as its path and options. Opening it raises `RootRefused`,
+    `NewerFormat` and `ConfigError`; afterwards faults of the cache never reach the caller: calls are served from the source.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Cache:
         etag: str | None = None, timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False,
         filesystem: Any = None,
     ) -> memoryview:  # fmt: skip
-        """The bytes of an object, read-only: over the mapping where it is kept, without a copy; they stay good after an eviction.
+        """The bytes of an object, read-only: over the mapping where it is stored, without a copy; they stay valid after an eviction.
 
-        ``refresh``: ask the remote now. ``sha256``, ``etag``: what is expected; else `ChecksumMismatch`. ``bypass``: neither look
-        into the cache nor write to it. ``force``: keep a local file too. ``pin``: never evict it. ``filesystem``: an fsspec or pyarrow
+        ``refresh``: ask the remote now. ``sha256``, ``etag``: the expected ones; else `ChecksumMismatch`. ``bypass``: neither look
+        into the cache nor write to it. ``force``: store a local file too. ``pin``: never evict it. ``filesystem``: an fsspec or pyarrow
         filesystem object, of which ``url`` is a path. Raises `RemoteError`. A hit takes no lock and no system call."""
         if max_age is None and not (refresh or sha256 or etag or bypass or pin or filesystem):
-            view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path finds nothing
+            view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
             if view is not None:
                 return view
         options = self._options(max_age, refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin)
@@ -119,7 +119,7 @@ class Cache:
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None,
         **arguments: Any,
     ) -> BinaryIO:  # fmt: skip
-        """A binary file object on the kept copy; where there is no room, one that reads ranges of the remote. See `read`."""
+        """A binary file object on the cached copy; where there is no room, one that reads ranges of the remote. See `read`."""
         return self._origin.open(self._target(url, filesystem), self._options(max_age, refresh, **arguments))
 
     def local(
@@ -128,8 +128,8 @@ class Cache:
     ) -> Lease:  # fmt: skip
         """The cached copy as a local file: ``with cache.local(url) as path`` gives its path, a ``str``, valid until the block ends.
 
-        Without a ``with`` keep the `Lease` that is returned: the file exists, unchanged, until the lease is closed or dropped. A local
-        file is its own path, unless ``force``. Raises `NoSpace` where the object cannot be kept, `WaitTimeout`, `RemoteError`."""
+        Without a ``with``, keep the returned `Lease`: the file exists, unchanged, until the lease is closed or dropped. A local file
+        is its own path, unless ``force``. Raises `NoSpace` where the object cannot be stored, `WaitTimeout`, `RemoteError`."""
         target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
         lease = self._origin.local(target, options)
         return self._reopened_by(lease, "local", url, {**arguments, "filesystem": filesystem, "max_age": "forever"})
@@ -141,14 +141,14 @@ class Cache:
     ) -> Lease:  # fmt: skip
         """A remote directory as a local one: ``with cache.directory(url) as path`` gives its path, a ``str``, valid until the block ends.
 
-        The directory is complete and read-only. Without a ``with`` keep the `Lease` that is returned: nothing in the directory changes
-        until the lease is closed or dropped.
-        Of all processes one fetches it, each file once; what another version or another part of it shares is not fetched again.
-        ``include``, ``exclude``: patterns of the files that are wanted, such as ``model-*.safetensors`` or ``weights/`` (``*`` crosses
+        The directory is complete and read-only. Without a ``with``, keep the returned `Lease`: nothing in the directory changes until
+        the lease is closed or dropped.
+        One process of the node fetches it, each file once; files that another version or another part shares are not fetched again.
+        ``include``, ``exclude``: patterns of the requested files, such as ``model-*.safetensors`` or ``weights/`` (``*`` crosses
         ``/``). A local directory is its own path, unless ``force``. ``max_age``, ``refresh``, ``timeout``, ``offline``, ``pin``: as for
-        `read`. Raises `NoSpace` where it cannot be kept, `NotFound`, `NotADirectory`, `Incomplete`, `BadListing`, `WaitTimeout`, `Offline`,
-        or another `RemoteError`."""
-        from forebay.directories.trees import lease  # half of those who open a cache never want it
+        `read`. Raises `NoSpace` where it cannot be stored, `NotFound`, `NotADirectory`, `Incomplete`, `BadListing`, `WaitTimeout`,
+        `Offline`, or another `RemoteError`."""
+        from forebay.directories.trees import lease  # imported late: many programs never use it
 
         include, exclude = _patterns(include), _patterns(exclude)
         options = self._reporting_options(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force, pin=pin)
@@ -166,11 +166,11 @@ class Cache:
         max_age: float | str | None = None, refresh: bool = False, timeout: float | None = None, offline: bool | None = None,
         force: bool = False, on_progress: OnProgress | None = None,
     ) -> str:  # fmt: skip
-        """A remote directory as a private copy at ``path``, which may be written to; gives its absolute path. See `directory`. Without a
-        ``path`` it is a new directory in the temporary directory, which the caller removes. The copy is not charged to the budget.
+        """Copies a remote directory to ``path``, as a private copy; returns its absolute path. See `directory`. Without a ``path``
+        it is a new directory in the temporary directory, which the caller removes. The copy is not charged to the budget.
 
-        By reflink where the file system can. Several processes that ask for the same ``path`` do it once. What else lies in it stays; a
-        file that is to go where another one stands, which is not a copy of ours, is `Foreign` (a FileExistsError), unless ``overwrite``.
+        Uses reflinks where the file system has them. Of several processes that ask for the same ``path``, one makes the copy. Other files
+        in it stay. Raises `Foreign` (a FileExistsError) for a file in the way that is not a copy of ours, unless ``overwrite``.
         Where the cache has no room, the files are fetched straight to ``path``."""
         from forebay.directories.trees import copy
 
@@ -188,7 +188,7 @@ class Cache:
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False,
         on_progress: OnProgress | None = None, filesystem: Any = None, **arguments: Any,
     ) -> Entry | None:  # fmt: skip
-        """Have an object in the cache; gives its entry, None where there is no room for it. See `read`."""
+        """Fetches an object into the cache; returns its entry, or None where there is no room for it. See `read`."""
         target = self._target(url, filesystem)
         reporter = ProgressReporter(target.key, on_progress)
         options = self._options(max_age, refresh, force=True, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments)
@@ -205,8 +205,8 @@ class Cache:
     def warm(
         self, urls: Iterable[str | os.PathLike[str]], *, jobs: int = 16, on_progress: OnProgress | None = None, **arguments: Any
     ) -> WarmReport:  # fmt: skip
-        """Have many objects in the cache, ``jobs`` at a time. What is there already costs nothing: an interrupted call is taken up again
-        by the same call."""
+        """Fetches many objects into the cache, ``jobs`` at a time. Objects that are there already cost nothing: to continue an interrupted
+        call, repeat it."""
         if isinstance(urls, str | os.PathLike):
             raise errors.ConfigError("warm takes several URLs: a list, even of one", name="urls", value=os.fspath(urls))
         done: list[str] = []
@@ -230,23 +230,23 @@ class Cache:
         return WarmReport(tuple(done), tuple(failed))
 
     def invalidate(self, url: str | os.PathLike[str]) -> None:
-        """Let the next call for this URL, of any process, ask the remote."""
+        """Makes the next call for this URL, of any process, ask the remote."""
         self._origin.invalidate(self._target(url))
 
     # -- values ----------------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> memoryview | None:
-        """The bytes that were put under this key, read-only; None if there are none. A hit takes no lock and no system call."""
+        """The bytes stored under this key, read-only; None if there are none. A hit takes no lock and no system call."""
         return self._values.get(key)
 
     def put(self, key: str, data: Buffer) -> bool:
-        """Keep bytes under a key, in place of what was there. False, with one warning, where they cannot be kept."""
+        """Stores bytes under a key, and replaces earlier ones. False, with one warning, where they cannot be stored."""
         return self._values.put(key, data)
 
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
-        """The bytes under this key; else what ``fn`` gives, kept: of all processes one runs it, the others wait for its result.
+        """The bytes under this key; else the result of ``fn``, which is stored: one process runs it, the others wait for its result.
 
-        What ``fn`` raises reaches all who waited. Where it cannot be kept the caller gets it all the same."""
+        What ``fn`` raises reaches every process that waited. Where the result cannot be stored, the caller still receives it."""
         return self._values.get_or_put(key, fn, timeout=timeout)
 
     def space(self, name: str, *, quota: int | str | None = None, policy: str | None = None) -> Space:
@@ -276,14 +276,14 @@ class Cache:
         self, name: str | None = None, length: int | None = None, *, codec: Any = "raw", fingerprint: str | bytes | None = None,
         quota: int | str | None = None, policy: str = "freeze", copy: bool = False,
     ) -> Samples[Any]:  # fmt: skip
-        """An array of ``length`` slots that all processes fill and read: each sample is decoded or fetched once for the node.
+        """An array of ``length`` slots that all processes fill and read: each sample is decoded or fetched once per node.
 
-        With a ``name`` it stays for later jobs, until it is evicted while nobody has it open; without one it goes with the last process
-        that has it. ``codec``: ``raw`` (bytes), ``numpy``, ``pytree`` (tuples and dicts of arrays and plain values), ``arrow``, ``json``,
-        ``pickle`` (any object), or an object with ``encode`` and ``decode``. ``fingerprint``: of dataset and transform; another one starts
-        the array afresh. ``quota``: bytes it may have, whoever writes. ``policy``: ``freeze`` only: what does not fit is not stored, what
-        is stored stays. ``copy``: `Samples.get` gives writable copies. Without ``length`` the array must be there: else `NotCached`.
-        Raises `ConfigError` (a ValueError) for another length or codec than it was made with."""
+        With a ``name`` it stays for later jobs, and can be evicted while no process has it open; without one it is removed with the last
+        process that has it. ``codec``: ``raw`` (bytes), ``numpy``, ``pytree`` (tuples and dicts of arrays and plain values), ``arrow``,
+        ``json``, ``pickle`` (any object), or an object with ``encode`` and ``decode``. ``fingerprint``: of dataset and transform; a
+        different one starts a new array. ``quota``: its maximum bytes, for all processes together. ``policy``: ``freeze`` only: samples
+        that do not fit are not stored, stored ones stay. ``copy``: `Samples.get` returns writable copies. Without ``length`` the array
+        must exist: else `NotCached`. Raises `ConfigError` (a ValueError) where the array has another length or codec."""
         if policy != "freeze":
             raise errors.ConfigError(f"policy={policy!r}: samples know 'freeze' only", name="policy", value=policy)
         size = self._size(quota, "quota")
@@ -313,14 +313,14 @@ class Cache:
         self, source: Any, *, name: str = "prefetch", workers: int = 8, budget: int | str | None = None, max_count: int = 10_000_000,
         policy: str = "wait", decode: Any = None, store: str = "raw", codec: Any = None, keep: bool = True,
     ) -> Prefetcher[Any] | NoPrefetch[Any]:  # fmt: skip
-        """Loads items of ``source`` into the space ``name``, in ``workers`` threads, and hands out lazies for them.
+        """Loads items of ``source`` into the space ``name``, in ``workers`` threads, and returns `Lazy` objects for them.
 
         ``source``: an object with ``source[key] -> bytes`` and ``uri``; a URL prefix or directory; a tar shard, or several: see
-        `forebay.sources`. ``decode(key, data)``: what makes a value of an item's bytes. ``store``: ``raw`` keeps the bytes, and decodes at
-        each `Lazy.get`; ``decoded`` keeps the value, through ``codec``, as for `tasks`. ``budget`` (bytes), ``max_count``: of the space,
-        for all processes together. ``policy``: ``wait`` until somebody lets go when all is held; ``lru`` and ``freeze`` read past the
-        cache then. ``keep=False``: an item goes when its last holder in any process is done with it. Raises `ConfigError`."""
-        from forebay.prefetch import open_prefetcher  # with all kinds of sources: half of those who open a cache never want it
+        `forebay.sources`. ``decode(key, data)``: makes a value of an item's bytes. ``store``: ``raw`` stores the bytes, and decodes them
+        at each `Lazy.get`; ``decoded`` stores the value, through ``codec``, as for `tasks`. ``budget`` (bytes), ``max_count``: of the
+        space, for all processes together. ``policy``, when all bytes are held: ``wait`` until some are released; ``lru`` and ``freeze``
+        read from the source. ``keep=False``: an item is removed when its last holder in any process releases it. Raises `ConfigError`."""
+        from forebay.prefetch import open_prefetcher  # imported late, with all kinds of sources: many programs never use it
 
         return open_prefetcher(
             self._origin, source, decode=decode, name=_checked_space(name), workers=workers, budget=self._size(budget, "budget"),
@@ -330,14 +330,14 @@ class Cache:
     def tasks(
         self, name: str, *, budget: int | str | None = None, config: Any = None, codec: Any = None, copy: bool = False
     ) -> Tasks:  # fmt: skip
-        """Outputs of expensive calls, kept by tag: see `Tasks`.
+        """Outputs of expensive calls, stored by tag: see `Tasks`.
 
-        ``budget``: bytes that the values may have, whoever writes; it is set for everybody, and applied at once. ``config``: a YAML file,
-        or a mapping of the same shape, that says which functions are cached, and which are replayed. ``codec``: ``pickle`` (any object),
+        ``budget``: bytes for all values together; it is set for every process, and applied at once. ``config``: a YAML file, or a mapping
+        of the same shape, that says which functions are cached, and which are replayed. ``codec``: ``pickle`` (any object),
         ``pytree``, ``numpy``, ``arrow``, ``json``, ``raw``, or an object with ``encode`` and ``decode``; by default ``pickle``, and in a
-        root that others can write to ``pytree``, which executes nothing. ``copy``: what functions and `Tasks.read` give is the caller's
-        own, and may be written to. Raises `ConfigError`, `MissingExtra`."""
-        from forebay.tasks import open_tasks  # half of those who open a cache never want it
+        root that others can write to ``pytree``, which executes nothing. ``copy``: functions and `Tasks.read` return
+        private, writable copies. Raises `ConfigError`, `MissingExtra`."""
+        from forebay.tasks import open_tasks  # imported late: many programs never use it
 
         return open_tasks(self._origin, _checked_space(name), codec, config, self._size(budget, "budget"), copy)
 
@@ -346,8 +346,8 @@ class Cache:
         world: World | None = None, job: str | None = None, *, name: str | None = None, shared: bool = False,
         timeout: float | None = 60.0,
     ) -> Claim:  # fmt: skip
-        """Register what this job uses on this node: `forebay.claim`. Claims are of the node, whatever the cache."""
-        from forebay.claims import claim  # half of those who open a cache never want it
+        """Registers what this job uses on this node: see `forebay.claim`. Claims belong to the node, not to one cache."""
+        from forebay.claims import claim  # imported late: many programs never use it
 
         self._check_open()
         return claim(dirs, remotes, world, job, name=name, shared=shared, timeout=timeout)
@@ -355,20 +355,20 @@ class Cache:
     # -- what is there ---------------------------------------------------------------------------------------------
 
     def entries(self, space: str | None = None) -> Entries:
-        """What is kept, the least recently used first; ``leased`` says whether anybody holds it now. A sequence that is read from the cache
-        in pages, each time it is gone through: it takes no more memory for a million entries than for some thousands."""
+        """The entries, the least recently used first; ``leased`` says whether a process holds it now. A sequence that each iteration reads
+        from the cache in pages: it takes no more memory for a million entries than for some thousands."""
         self._check_open()
         return Entries(self._store, space)
 
     def entry(self, name: Name) -> Entry | None:
-        """One entry by its name: a URL, ``space:key``, or a key of `Cache.put`, which is called ``values:key`` in full. What a space has
-        under ``space:key`` comes before a key of `Cache.put` that reads so. Raises `Ambiguous` where a name means several."""
+        """One entry by its name: a URL, ``space:key``, or a key of `Cache.put`, whose full name is ``values:key``. An entry of the space in
+        ``space:key`` comes before a key of `Cache.put` that reads the same. Raises `Ambiguous` where a name means several entries."""
         space_key = self._find(name)
         entry = self._store.entry(*space_key) if space_key is not None else None
         return replace(entry, leased=self._store.is_leased(entry)) if entry is not None else None
 
     def hold(self, name: Name) -> Lease:
-        """A lease on the file or the directory that is kept under a name; nothing is fetched. Raises `NotCached`."""
+        """A lease on the file or the directory stored under a name; nothing is fetched. Raises `NotCached`."""
         space_key = self._find(name)
         lease = self._store.lease(*space_key) if space_key is not None else None
         if lease is None:
@@ -377,18 +377,18 @@ class Cache:
 
     @property
     def budget(self) -> int:
-        """Bytes that all processes together may keep."""
+        """Bytes that all processes together may store."""
         self._check_open()
         return self._store.usage().budget
 
     def stats(self) -> Stats:
-        """What all processes of the node did, and what is kept. Where the cache cannot tell, zeros, with one warning."""
+        """Counters of all processes of the node, and sizes. Where the cache cannot be read: zeros, with one warning."""
         self._check_open()
         try:
             now, counts = self._store.usage(), self._store.counts()
         except OSError as error:
             if self._store.keeps and self._store.root.read_only:
-                raise  # to look was all that was wanted
+                raise  # the caller opened the root to inspect it
             self._origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
             now, counts = Usage(0, 0, 0), {}
         return Stats(
@@ -398,40 +398,40 @@ class Cache:
         )  # fmt: skip
 
     def overhead(self) -> dict[str, int]:
-        """Bytes on the disk beside what the budget counts: of the ``log`` of the catalog, the ``slots``, the ``directories``, and of
-        ``other`` files. Each has a bound: see "Limits" in the README."""
+        """Bytes on the disk that the budget does not count: of the ``log`` of the catalog, the ``slots``, the ``directories``, and
+        ``other`` files. Each has a limit: see "Limits" in the README."""
         self._check_open()
         return self._store.overhead()
 
     def reset_stats(self) -> None:
-        """Count from zero, for all processes."""
+        """Sets the counters to zero, for all processes."""
         self._check_open()
         with waits.time_limit(self._origin.timeout):
             self._store.zero_counts()
 
     def check(self, *, deep: bool = False) -> list[Problem]:
-        """What is wrong with the root; empty: it is sound. ``deep`` reads every byte."""
+        """The problems of the root; empty: it is sound. ``deep`` reads every byte."""
         self._check_open()
         return self._store.check(deep=deep)
 
     def repair(self, *, deep: bool = True) -> list[Problem]:
-        """Mend what `check` finds, by setting aside what is damaged and removing what no entry names; gives what was mended."""
+        """Repairs what `check` reports: sets aside damaged files, removes files that no entry names; returns the repaired problems."""
         self._check_open()
         return self._store.repair(deep=deep)
 
     def strays(self) -> Strays:
-        """What lies in the root and is counted by nobody. `prune` and `repair` remove what is of Forebay's making."""
+        """Files in the root that no entry counts. `prune` and `repair` remove those that Forebay created."""
         self._check_open()
         return self._store.strays()
 
     # -- removing --------------------------------------------------------------------------------------------------
 
     def pin(self, name: Name) -> None:
-        """Never evict this name, nor later versions of it. Raises `NotCached`, or `WriterBusy`."""
+        """Protects this name, and its later versions, from eviction. Raises `NotCached`, or `WriterBusy`."""
         self._set_life(name, "pinned")
 
     def unpin(self, name: Name) -> None:
-        """Let it go again when space is needed. Raises `NotCached`, or `WriterBusy`."""
+        """Allows its eviction again. Raises `NotCached`, or `WriterBusy`."""
         self._set_life(name, "cached")
 
     def _set_life(self, name: Name, life: str) -> None:
@@ -441,8 +441,8 @@ class Cache:
                 raise errors.NotCached.of(shown(name))
 
     def evict(self, name: Name) -> Report:
-        """Remove a name now, if nobody uses it; of a directory its files too, but for those that another one has. Raises `NotCached`, or
-        `WriterBusy`."""
+        """Removes a name now, if no process uses it; of a directory also its files, except those that another directory has. Raises
+        `NotCached`, or `WriterBusy`."""
         entry = self.entry(name)
         if entry is None:
             raise errors.NotCached.of(shown(name))
@@ -460,8 +460,8 @@ class Cache:
     def plan(
         self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False
     ) -> Plan:  # fmt: skip
-        """What would go: so much of the coldest that ``need`` bytes are free for new ones, of the budget and on the disk above
-        ``min_free``; or all that ``where``, ``space`` or ``all`` says. Pinned entries stay. Nothing is removed before `Plan.execute`."""
+        """What an eviction would remove: the coldest entries, until ``need`` bytes are free, of the budget and on the disk above
+        ``min_free``; or all that ``where``, ``space`` or ``all`` selects. Pinned entries stay. `Plan.execute` removes them."""
         self._check_open()
         cold = Entries(self._store, space, lambda e: e.life != "pinned" and (where is None or where(e)))
         if need is None and (where is not None or space is not None or all):
@@ -470,8 +470,8 @@ class Cache:
         return Plan(tuple(map(Victim.of, coldest_until(cold, lacking))), self._remove, max(lacking, 0))
 
     def prune(self) -> Plan:
-        """What is over the budget now, or what the disk lacks of ``min_free``. `Plan.execute` removes it, and what dead processes left
-        half done, and files that no entry names; unfinished downloads stay, to be gone on from, until their room is wanted."""
+        """What exceeds the budget now, or what the disk lacks of ``min_free``. `Plan.execute` removes it, and also the unfinished work of
+        dead processes, and files that no entry names; unfinished downloads can be resumed, and stay until their room is needed."""
         return Plan(self.plan().victims, self._tidy)
 
     def _tidy(self, victims: Sequence[Victim]) -> Report:
@@ -482,13 +482,13 @@ class Cache:
             return replace(report, freed=report.freed + strays.bytes, stray_files=strays.files)
 
     def clear(self, space: str | None = None) -> Plan:
-        """Everything in one space, or in all: a plan to be executed."""
+        """A plan that removes everything in one space, or in all."""
         return self.plan(space=space, all=True)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the root. Buffers, files and leases that were handed out stay good; any other call is `Closed`."""
+        """Releases the root. Returned buffers, files and leases stay valid; any other call raises `Closed`."""
         self._origin.close()
         self._hit = no_hit
 
@@ -503,28 +503,28 @@ class Cache:
         return _unpickle, self._origin.init_args
 
     def __forebay_content__(self) -> None:
-        """As an argument of a cached function: which cache it works with does not change what it gives."""
+        """Nothing: as an argument of a cached function, the cache in use does not change the result."""
 
     def __repr__(self) -> str:
         return f"<forebay.Cache {str(self.path)!r}{' closed' if self.closed else ''}>"
 
     def _check_open(self) -> None:
         store = self._origin.current()
-        if store is not self._bound:  # a root that could not be used until now
+        if store is not self._bound:  # the root could not be used until now
             self._bind(store)
 
     def _find(self, name: Name) -> tuple[str, str] | None:
-        """The space and the key of what is kept under a name; None where nothing is. Raises `Ambiguous`."""
+        """The space and the key of the entry of this name; None if there is none. Raises `Ambiguous`."""
         self._check_open()
         return find(self._store, name)
 
     def _size(self, size: int | str | None, name: str) -> int | None:
-        """A size in bytes; percentages are of the budget."""
+        """A size in bytes; percentages refer to the budget."""
         self._check_open()
         return _config.parse_size(size, total=self.budget, name=name) if size is not None else None
 
     def _reopened_by(self, lease: Lease, method: str, name: str | os.PathLike[str] | Entry, options: dict[str, Any]) -> Lease:
-        """The lease, which pickles as this call of a cache on the same root."""
+        """The lease, which unpickles by repeating this call on a cache with the same root."""
         return lease.reopened_by(_reopen_lease, self._origin.init_args, method, name, options)
 
     def _target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
@@ -548,13 +548,13 @@ class Cache:
 
 
 def origin_of(cache: Cache) -> Origin:
-    """What is below a cache, for the rooms above it. Raises `Closed`."""
+    """The origin of a cache, for the packages above it. Raises `Closed`."""
     cache._check_open()
     return cache._origin
 
 
 def fault_of(cache: Cache) -> str | None:
-    """Why nothing can be found or kept in a cache, which is read past therefore; None: it is in order."""
+    """Why a cache cannot be used, so that calls are served from the source; None if it works."""
     store = cache._store
     return None if store.keeps else store.why
 
@@ -575,7 +575,7 @@ def _unpickle(path: str, init_kwargs: dict[str, Any]) -> Cache:
 
 
 def _reopen_lease(init_args: tuple[str, dict[str, Any]], method: str, name: Any, options: dict[str, Any]) -> Lease:
-    """What a pickled lease unpickles as: the same call on the same root. The lease outlives this opening of the cache."""
+    """Unpickles a lease: repeats the call on the same root. The lease outlives the cache that is opened here."""
     with _unpickle(*init_args) as cache:
         lease: Lease = getattr(cache, method)(name, **options)
         return lease

@@ -1,4 +1,4 @@
-"""What is kept, read in pages: in memory is one of them, however much there is, and no page keeps a writer waiting."""
+"""The entries of a cache, read in pages: one page at a time is in memory, and reading a page blocks no writer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from forebay.origin.request import folder_of
 
 T = TypeVar("T")
 Name = str | os.PathLike[str] | Entry
-"""How an entry is named: a URL, ``space:key``, the key of a value of `Cache.put`, or what `Cache.entries` gave."""
+"""How a caller names an entry: a URL, ``space:key``, the key of a value of `Cache.put`, or an entry of `Cache.entries`."""
 
 IN_MEMORY = 20_000
 _FIELDS = attrgetter(*(field.name for field in fields(Entry)))
 
 
 class _Listing(Sequence[T]):
-    """A sequence that is read anew each time it is gone through. Counting and indexing go through it, too. ``list(it)`` counts first, to
-    make room: ``list(iter(it))`` goes through it once."""
+    """A sequence that each iteration reads again. Counting and indexing iterate, too. ``list(it)`` counts first, to allocate memory:
+    ``list(iter(it))`` iterates once."""
 
     def __iter__(self) -> Iterator[T]:
         raise NotImplementedError
@@ -63,10 +63,10 @@ class _Listing(Sequence[T]):
 
 
 class Entries(_Listing[Entry]):
-    """What `Cache.entries` gives: the entries of a cache, or of one of its spaces, the least recently used first.
+    """The result of `Cache.entries`: the entries of a cache, or of one of its spaces, the least recently used first.
 
-    A sequence that is read from the cache, some at a time, each time it is gone through: in order of names by `by_name`, in any other by
-    `sorted_by`. What comes or goes meanwhile may be in it or not; nothing is in it twice. Callable from any thread."""
+    A sequence that each iteration reads from the cache, in pages: in order of names by `by_name`, in any other order by `sorted_by`.
+    Entries that are added or removed meanwhile may be in it or not; no entry is in it twice. Callable from any thread."""
 
     def __init__(self, store: Store | PassThrough, space: str | None = None, where: Callable[[Entry], bool] | None = None) -> None:
         self._store, self._space, self._where = store, space, where
@@ -75,7 +75,7 @@ class Entries(_Listing[Entry]):
         return self.sorted_by(attrgetter("used"))
 
     def __len__(self) -> int:
-        """At one moment, where all count: from the counts that the catalog keeps."""
+        """Without a filter: the count of the catalog, at one moment."""
         if self._where is None:
             return sum(space.entries for space in self._store.usage().spaces if self._space in (None, space.name))
         return sum(1 for _ in self.by_name())
@@ -89,14 +89,14 @@ class Entries(_Listing[Entry]):
         return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, key=attrgetter("name"), reverse=backwards)
 
     def names(self, *, backwards: bool = False) -> Iterator[str]:
-        """The names alone, in order: quicker than `by_name`, for who wants no more."""
+        """The names alone, in order: quicker than `by_name`."""
         if self._where is not None:
             return (entry.name for entry in self.by_name(backwards=backwards))
         listings = [self._names_of(space, backwards) for space in self._spaces()]
         return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, reverse=backwards)
 
     def facts(self, *, backwards: bool = False) -> Iterator[Facts]:
-        """Names, in order, each with what a person wants to see of many entries: quicker than `by_name`, for who wants no more."""
+        """Names, in order, each with the facts that a listing for people shows: quicker than `by_name`."""
         listings = [self._facts_of(space, backwards) for space in self._spaces()]
         return chain(*listings) if len(listings) < 2 else heapq.merge(*listings, key=itemgetter(0), reverse=backwards)
 
@@ -115,7 +115,7 @@ class Entries(_Listing[Entry]):
             page = self._store.key_page(space, page[-1], backwards=backwards)
 
     def sorted_by(self, number: Callable[[Entry], float], *, backwards: bool = False) -> Iterator[Entry]:
-        """In order of a number of theirs; of many in a temporary file."""
+        """In order of this number; many entries are sorted in a temporary file."""
         some: list[Entry] = []
         spill: Spill | None = None
         for entry in chain.from_iterable(self._of(space, False) for space in self._spaces()):
@@ -140,8 +140,8 @@ class Entries(_Listing[Entry]):
 
 
 class Victims(_Listing[Victim]):
-    """What a plan for more entries than memory should hold would remove: what is there once it is gone through. ``len`` goes through it,
-    and ``list(victims)`` asks for that first: ``list(iter(victims))`` is one pass."""
+    """The victims of a plan with more entries than should be in memory: those that are there during the iteration. ``len`` iterates, and
+    ``list(victims)`` calls it first: ``list(iter(victims))`` is one pass."""
 
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
@@ -157,39 +157,39 @@ class Victims(_Listing[Victim]):
 
 
 def planned(entries: Entries) -> Sequence[Victim]:
-    """The victims as they are now; of many, as they will be."""
+    """The victims as they are now; if they are many, those that are there during the iteration."""
     if sum(1 for _ in islice(entries.by_name(), IN_MEMORY)) == IN_MEMORY:
         return Victims(entries)
     return tuple(map(Victim.of, entries))
 
 
 def find(store: Store | PassThrough, name: Name) -> tuple[str, str] | None:
-    """The space and the key of what is kept under a name; None where nothing is. Raises `Ambiguous`."""
+    """The space and the key of the entry of this name; None if there is none. Raises `Ambiguous`."""
     if isinstance(name, Entry):
         return name.space, name.key
     text = os.fspath(name)
     names = {space.name for space in store.usage().spaces}
 
     def is_kept(space_key: tuple[str, str]) -> bool:
-        # the store makes a space that it is asked for, and keeps no key that is no text; looking must not
+        # the store would create an unknown space, and refuses keys that are not text: a look must do neither
         return space_key[0] in names and is_text(space_key[1]) and store.entry(*space_key) is not None
 
     space, colon, key = text.partition(":")
-    if colon and space in (URLS, VALUES, DIRECTORIES):  # said outright: what tells apart names that mean several
+    if colon and space in (URLS, VALUES, DIRECTORIES):  # an explicit space resolves an ambiguous name
         qualified = [space_key for space_key in (_keys_of(key) if space == URLS else [(space, key)]) if is_kept(space_key)]
         if qualified:
             return qualified[0]
     urls = _keys_of(text)
     matches = [space_key for space_key in ((space, key), next(filter(is_kept, urls), urls[-1]), (VALUES, text)) if is_kept(space_key)]
     if colon and matches and matches[0] == (space, key) and matches[-1] == (VALUES, text):
-        matches.pop()  # which `values:` names; the other has no name but this
+        matches.pop()  # its unambiguous name begins with `values:`; the other has only this one
     if len(set(matches)) > 1:
         raise errors.Ambiguous.of(shown(name), [f"{space}:{key}" for space, key in dict.fromkeys(matches)])
     return matches[0] if matches else None
 
 
 def _keys_of(url: str) -> list[tuple[str, str]]:
-    """Where what a URL names may be kept: under the name itself, as what a filesystem object gave, which is no URL; as an object; as a
+    """The spaces and keys under which a URL may be stored: the name itself, if it came from a filesystem object; an object; a
     directory."""
     try:
         key = remote.canonical(url)
@@ -199,5 +199,5 @@ def _keys_of(url: str) -> list[tuple[str, str]]:
 
 
 def shown(name: Name) -> str:
-    """What messages call an entry."""
+    """The name of an entry in messages."""
     return name.name if isinstance(name, Entry) else remote.redacted(remote.shown(name))

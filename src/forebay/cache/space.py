@@ -1,4 +1,4 @@
-"""A named part of the cache that keeps values under string keys."""
+"""A named part of the cache that stores values under string keys."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FOREVER = 1 << 63
 
 
 class Space:
-    """Values of one space. Made by `Cache.space`; callable from any thread, usable in both processes after a fork, picklable with
-    its cache."""
+    """Values of one space. Created by `Cache.space`; callable from any thread, usable in both processes after a fork, picklable
+    with its cache."""
 
     def __init__(self, origin: Origin, name: str) -> None:
         self._origin, self.name = origin, name
@@ -37,7 +37,7 @@ class Space:
         return f"<forebay.Space {self.name!r}>"
 
     def get(self, key: str) -> memoryview | None:
-        """The bytes under this key, read-only; None if there are none. They stay good after an eviction."""
+        """The bytes under this key, read-only; None if there are none. They stay valid after an eviction."""
         store = self._store()
         quick = self._quick(key, FOREVER)
         if quick is not None:
@@ -59,8 +59,8 @@ class Space:
         return self._hit(hit)
 
     def put(self, key: str, data: Buffer, *, timeout: float | None = None) -> bool:
-        """Keep bytes under a key, in place of what was there. False, with one warning, where they cannot be kept: then what was there
-        stays. With the policy ``wait`` it blocks while all bytes are held, at most ``timeout`` seconds."""
+        """Stores bytes under a key, and replaces earlier ones. False, with one warning, where they cannot be stored: then the earlier
+        ones stay. With the policy ``wait`` it blocks while all bytes are held, at most ``timeout`` seconds."""
         store = self._store()
         checked(key)
         view = as_bytes(data)
@@ -74,7 +74,7 @@ class Space:
         return True
 
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
-        """The bytes under this key; else what ``fn`` gives, kept. Of all processes one runs it; see `Cache.get_or_put`."""
+        """The bytes under this key; else the result of ``fn``, which is stored. One process runs it; see `Cache.get_or_put`."""
         store = self._store()
         checked(key)
 
@@ -96,7 +96,7 @@ class Space:
         return self._origin.get_or_make(self.name, key, look, make, keep, timeout=timeout, counts_miss=True)
 
     def evict(self, key: str) -> bool:
-        """Remove a key. False if there is none, or it is in use."""
+        """Removes a key. False if there is none, or it is in use."""
         store = self._store()
         with waits.time_limit(self._origin.timeout):
             entry = store.entry(self.name, key)
@@ -111,7 +111,7 @@ class Space:
 
     def _store(self) -> Store | PassThrough:
         store = self._origin.current()
-        if store is not self._bound:  # a root that could not be used until now
+        if store is not self._bound:  # the root could not be used until now
             self._bind(store)
         return store
 
@@ -121,7 +121,7 @@ class Space:
 
 
 def checked(key: str) -> str:
-    """A key, or the name of a space, that can be kept. Raises `ConfigError`."""
+    """The key, or the name of a space, if it is valid. Raises `ConfigError`."""
     if not isinstance(key, str) or not is_text(key):
         raise errors.ConfigError(f"the key {key!r} cannot be used: a key is a str of valid unicode", name="key", value=repr(key))
     return key

@@ -1,7 +1,7 @@
-"""Private copies of directories, anywhere on this host: whole or not at all, and ended by the next one where one was killed.
+"""Private copies of directories, anywhere on this host: complete or not at all. The next copy finishes one that was killed.
 
-A copy is made under one name that never changes: ``.NAME.forebay-part`` beside a directory that is not there yet, ``.forebay-part``
-within one that is. A file of it is done when it has the time that tells its version (`stamp`), which it gets last.
+A copy is written under one fixed name: ``.NAME.forebay-part`` beside a directory that does not exist yet, ``.forebay-part`` within one
+that does. A file of it is complete once it has the time that identifies its version (`stamp`), which is set last.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from forebay.origin.request import is_same_version
 
 PART = ".forebay-part"
 JOBS = 16
-COPIES = 4  # files at once where nothing but this host is asked
+COPIES = 4  # concurrent files where no remote is involved
 _FULL = frozenset([errno.ENOSPC, errno.EDQUOT])
 
 OnProgress = Callable[[int, int], None]
 
 
-# -- the two doors -----------------------------------------------------------------------------------------------------
+# -- entry points ------------------------------------------------------------------------------------------------------
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:
-    """The directory that is meant: ``~`` expanded, absolute, links on the way to it followed. Raises `ConfigError`."""
+    """The target directory: ``~`` expanded, absolute, symbolic links resolved. Raises `ConfigError`."""
     text = os.fspath(path)
     if not text:
         raise errors.ConfigError("to_directory needs a path: '' is none", name="path", value=text)
@@ -48,8 +48,8 @@ def target_of(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Of all processes of this host one at a time: for those that have no cache, which has better locks. What is locked is the directory
-    itself where there is one, and else the one above, which may be /tmp and everybody's."""
+    """A lock between all processes of this host, for those without a cache, which has better locks. Locks the directory itself if it
+    exists, else its parent, which may be /tmp and belong to every user."""
     while True:
         above = not target.is_dir()
         if above:
@@ -57,10 +57,10 @@ def locked(target: Path) -> Iterator[None]:
         try:
             fd = os.open(target.parent if above else target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
-            continue  # it went meanwhile
+            continue  # it was removed meanwhile
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # death lets go; a signal ends the wait
-            if _is_lock_of(fd, target, above):  # else whoever had it made the directory, and those who come now lock that
+            fcntl.flock(fd, fcntl.LOCK_EX)  # released when the process dies; a signal ends the wait
+            if _is_lock_of(fd, target, above):  # else the last holder created the directory, and later callers lock that
                 yield
                 return
         finally:
@@ -81,12 +81,12 @@ def copy_tree(
     source: str | os.PathLike[str], files: Sequence[File], target: Path, *,
     overwrite: bool = False, budget: int = 0, on_progress: OnProgress | None = None,
 ) -> None:  # fmt: skip
-    """Let ``target`` (see `target_of`) have writable copies of these files of the directory ``source``, which share its blocks where the
-    file system can.
+    """Copy these files of the directory ``source`` to ``target`` (see `target_of`), writable; they share its blocks where the file system
+    supports it.
 
-    Caller: has a lock that all who copy to ``target`` take, and holds ``source``. Raises `Foreign`, naming the file, where something
-    else stands, unless ``overwrite``; directories are never replaced, and links never followed. `NoSpace`, `RemoteChanged`, OSError.
-    After an error nothing is left; what is killed is ended by the next call. Nothing is synced to the disk: `os.sync` does that."""
+    The caller has a lock that every process that copies to ``target`` takes, and a lease on ``source``. Raises `Foreign`, naming the file,
+    where another file is in the way, unless ``overwrite``; directories are never replaced, and links never followed. Also `NoSpace`,
+    `RemoteChanged`, OSError. An error leaves nothing; the next call finishes a killed copy. Syncs nothing to the disk: `os.sync` does."""
     top = Path(source)
     if target.is_dir() and os.path.samefile(top, target):
         return
@@ -114,27 +114,27 @@ def fetch_tree(
     files: Sequence[File], target: Path, fetch: Callable[[File, FileSink], object], *,
     overwrite: bool = False, jobs: int = JOBS, budget: int = 0, on_progress: OnProgress | None = None,
 ) -> None:  # fmt: skip
-    """`copy_tree` from a remote: ``fetch`` brings one file into its sink, as `Remote.fetch` does. For what the cache has no room for.
+    """`copy_tree` from a remote, for directories that do not fit into the cache: ``fetch`` writes one file to its sink, as `Remote.fetch`.
 
-    Called from several threads. Raises what it does, too; `RemoteChanged` where it brings another size or version than was listed."""
+    Several threads call ``fetch``. Raises its errors, too; `RemoteChanged` where the size or version is not the listed one."""
     copy = _Copy(target, files, {file.name: stamp(file) for file in files}, overwrite, budget)
     copy.ask_for_room()
     copy.make(fetch, jobs, on_progress)
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- the whole copy ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Lacking:
-    """What a directory lacks: ``todo``, and what stands in the way of it."""
+    """The files that a directory lacks, ``todo``, and the paths that are in their way."""
 
     todo: list[File]
     in_the_way: list[Path]
 
 
 class _Copy:
-    """One call: look, stage what is missing, move it into place."""
+    """One call: inspects the target, stages missing files, moves them into place."""
 
     def __init__(self, target: Path, files: Iterable[File], stamps: dict[str, int | None], overwrite: bool, budget: int) -> None:
         self._target, self._stamps, self._overwrite, self._budget = target, stamps, overwrite, budget
@@ -146,7 +146,7 @@ class _Copy:
         self._asked = False
 
     def make(self, bring: Callable[[File, FileSink], object], jobs: int, on_progress: OnProgress | None) -> None:
-        """Have everything in place."""
+        """Put all files in place."""
         if not self._look.todo and not self._new:
             self._sweep()
             return
@@ -159,14 +159,14 @@ class _Copy:
             raise
 
     def _sweep(self) -> None:
-        """What a copy that was killed left after its last step but one."""
+        """Remove what a copy left that was killed before its last step."""
         remove_whole(self._part)
         remove_whole(self._target.with_name(_beside(self._target.name)))
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def _find_lacking(self, top: Path, files: Iterable[File], *, check: bool) -> _Lacking:
-        """What is not there yet. ``check``: what else stands there is the user's."""
+        """The missing files. ``check``: other files in the way belong to the user; raises `Foreign`, unless ``overwrite``."""
         closed, todo, in_the_way = set[str](), list[File](), list[Path]()
         if check and not self._new and not top.is_dir():
             raise _foreign(top, "no directory")
@@ -199,7 +199,7 @@ class _Copy:
     # -- room ------------------------------------------------------------------------------------------------------
 
     def ask_for_room(self) -> None:
-        """Raises `NoSpace`, once, where the disk has less than what is to come."""
+        """Raises `NoSpace`, once, if the disk has less room than the remaining files need."""
         with self._asking:
             if self._asked:
                 return
@@ -225,10 +225,10 @@ class _Copy:
         except OSError as error:
             if error.errno not in _FULL or isinstance(error, errors.ForebayError):
                 raise
-            remove_whole(self._part)  # so that what is told to be free is what there is
+            remove_whole(self._part)  # so that the error reports the actual free space
             raise self._no_space() from error
 
-    # -- making ----------------------------------------------------------------------------------------------------
+    # -- copying ---------------------------------------------------------------------------------------------------
 
     def _stage(self, bring: Callable[[File, FileSink], object], jobs: int, on_progress: OnProgress | None) -> None:
         os.makedirs(self._target.parent, exist_ok=True)
@@ -257,15 +257,15 @@ class _Copy:
         tell()
 
     def _find_part(self) -> None:
-        """Have the directory in which the copy is made, with what an earlier one left in it."""
+        """Create the directory for the copy, or take over that of an earlier one, with its files."""
         beside = self._target.with_name(_beside(self._target.name))
-        if not self._new and _lstat(beside) is not None:  # what was killed came before the directory itself
+        if not self._new and _lstat(beside) is not None:  # the killed copy began before the directory existed
             remove_whole(self._part)
-            with contextlib.suppress(OSError):  # another disk, or no right to: it is made anew
+            with contextlib.suppress(OSError):  # another disk, or no permission: it is recreated
                 host.rename(beside, self._part)
         status = _lstat(self._part)
         if status is not None and (not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid()):
-            remove_whole(self._part)  # the name can be guessed: in /tmp anybody may put something there
+            remove_whole(self._part)  # the name can be guessed: in /tmp any user can create it
         host.mkdir(self._part, 0o777)
 
     def _move(self) -> None:
@@ -290,21 +290,21 @@ class _Copy:
 
     @staticmethod
     def _clear(path: Path) -> None:
-        """Make way for a directory; a file is replaced by the move itself."""
+        """Remove a file where a directory must be; the move itself replaces files."""
         status = _lstat(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
             host.unlink(path)
 
 
 def _beside(name: str) -> str:
-    """The name of the part of a directory of this name, which file systems may keep."""
+    """The name of the part beside a directory of this name, short enough for file systems."""
     if len(os.fsencode(name)) > 200:
         name = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
     return f".{name}{PART}"
 
 
 def _above(name: str) -> list[str]:
-    """The directories that a name stands in, the topmost first."""
+    """The directories above a name, the topmost first."""
     parts = name.split("/")
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
@@ -321,7 +321,7 @@ def _foreign(path: Path, what: str) -> errors.Foreign:
 
 
 def _prune(top: Path, names: set[str], prefix: str = "") -> None:
-    """Remove what is none of these files, nor a directory of one."""
+    """Remove everything but these files and their directories."""
     directories = {above for name in names for above in _above(name)}
     with os.scandir(top) as scan:
         entries = list(scan)
@@ -340,13 +340,13 @@ _SECOND = 1_000_000_000
 
 
 class CopyStopped(Exception):
-    """The copy that this file is for is being given up."""
+    """The copy of this file is being cancelled."""
 
 
 def stamp(file: File) -> int | None:
-    """The time that a copy gets, in nanoseconds: the second is the remote's, what is below it tells the version. None: it has none.
+    """The modification time of a copy, in nanoseconds: the second is the remote's, the fraction is a hash of the version. None: no version.
 
-    S3 tells whole seconds, in which two versions of one size can be written."""
+    S3 reports whole seconds, in which two versions of the same size can be written."""
     if file.validator is None and file.modified is None:
         return None
     second = min(max(int(file.modified or 0), 0), 1 << 32)
@@ -355,7 +355,7 @@ def stamp(file: File) -> int | None:
 
 
 def has_stamp(mtime: int, expected: int | None) -> bool:
-    """Whether a file's time is the one it was given: some file systems keep whole microseconds or seconds only."""
+    """Whether a file's time is the one that was set: some file systems store only whole microseconds or seconds."""
     if expected is None:
         return False
     unit = next(unit for unit in (_SECOND, 1_000_000, 1000, 100, 1) if mtime % unit == 0)
@@ -363,7 +363,7 @@ def has_stamp(mtime: int, expected: int | None) -> bool:
 
 
 class Gate:
-    """Once it is shut nothing is made any more, so that all can be removed; whoever writes on gives up."""
+    """Once shut, no file can be created, so that all can be removed; writers raise `CopyStopped`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards shut: files are made under it
@@ -384,7 +384,7 @@ class Gate:
 
 
 class FileSink:
-    """A `CloningSink` that is a file of a copy in the making. `write` from several threads at once."""
+    """A `CloningSink` that writes one file of an unfinished copy. Several threads may call `write`."""
 
     def __init__(self, path: Path, file: File, gate: Gate) -> None:
         self.partial: Partial | None = None
@@ -394,7 +394,7 @@ class FileSink:
         self.done = 0
 
     def begin(self, info: ObjectInfo) -> tuple[Span, ...]:
-        """See `Sink.begin`. Raises `RemoteChanged` for another version than was listed."""
+        """See `Sink.begin`. Raises `RemoteChanged` for any version but the listed one."""
         file = self._file
         other = file.validator is not None and info.validator is not None and not is_same_version(info.validator, file.validator)
         if other or (info.size is not None and file.size not in (info.size, None)):
@@ -422,7 +422,7 @@ class FileSink:
         return True
 
     def copy(self, fd: int) -> None:
-        """Take all bytes of another open file of this host, by the kernel where it can."""
+        """Copy all bytes of another open file of this host, in the kernel where possible."""
         at, size = 0, os.fstat(fd).st_size
         while at < size:
             self._gate.check()
@@ -436,7 +436,7 @@ class FileSink:
             at += len(block)
 
     def finish(self, ns: int | None) -> None:
-        """All bytes have come. Raises `RemoteChanged` where they are fewer, or more, than was listed."""
+        """Check and stamp the file after the last byte. Raises `RemoteChanged` where the size is not the listed one."""
         size, expected = os.fstat(self._descriptor).st_size, self._file.size
         if expected not in (size, None) or self.done < size:
             message = f"{min(self.done, size):,} bytes of {self._file.name} came, and {expected or size:,} are wanted"
@@ -465,7 +465,7 @@ class FileSink:
 T = TypeVar("T")
 
 STREAM, STREAMS = 8 << 20, 8
-"""Bytes of a range, and how many of one file come at once: so a large file is work for several."""
+"""Bytes of a range, and how many ranges of one file are fetched concurrently: a large file counts as several streams."""
 LARGE = STREAM * STREAMS
 
 
@@ -473,14 +473,14 @@ def each(
     items: Iterable[tuple[T, int]], work: Callable[[T], object], jobs: int, *,
     on_turn: Callable[[], None] | None = None, stop: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
-    """Do ``work`` for all of ``items`` (with the bytes of each), the largest first, with up to ``jobs`` streams at a time: a file of more
+    """Call ``work`` for all ``items`` (each with its bytes), the largest first, with up to ``jobs`` concurrent streams: a file of more
     than one `STREAM` takes several.
 
     ``on_turn``, ``stop``, errors and interrupts: see `run_all`."""
     ordered = sorted(items, key=lambda item: -item[1])
     large = deque((item, min(-(-size // STREAM), STREAMS)) for item, size in ordered if size > STREAM)
     small = deque(item for item, size in ordered if size <= STREAM)
-    changed, busy, ended = threading.Condition(), 0, False  # `changed` guards the others: the streams under way, and whether it is over
+    changed, busy, ended = threading.Condition(), 0, False  # `changed` guards the others: the active streams, and whether to stop
 
     def one(item: T, streams: int) -> None:
         nonlocal busy

@@ -1,5 +1,5 @@
-"""What is in a directory now: asked of the remote once a period for the whole node, and kept as a value; and the marker by which an upload
-tells which files belong to the directory, and whether all of them are there."""
+"""Listings of directories, requested from the remote once a period for the whole node and stored as values; and the marker with which an
+upload records the files of a directory, and whether all of them are there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logger("forebay.directories")
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The whole of a directory. ``at``: when the remote was asked, in nanoseconds since 1970."""
+    """All files of a directory. ``at``: when the remote was asked, in nanoseconds since 1970."""
 
     manifest: Manifest
     version: str
@@ -30,29 +30,29 @@ class Listing:
 
 
 class Listings:
-    """The listings that one store keeps. Callable from any thread and after a fork."""
+    """The listings in one store. Callable from any thread and after a fork."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
 
     def kept(self, location: RemoteDirectory, since: int) -> Listing | None:
-        """What is kept, if the remote was asked at ``since`` or later."""
+        """The stored listing, if the remote was asked at ``since`` or later."""
         store = self._origin.store
         try:
             hit = store.view(LISTINGS, location.key)
         except errors.CacheFault:
-            return None  # a listing can be asked for again
+            return None  # a listing can be requested again
         if hit is None or store.validated(hit.entry) < since:
             return None
         try:
             manifest = Manifest.parse(hit.view)
-        except (ValueError, TypeError) as error:  # a later version may keep more of it
+        except (ValueError, TypeError) as error:  # a later version may store more
             log.debug("what is kept of %s is not understood, and asked for again: %s", location.key, error)
             return None
         return Listing(manifest, hit.entry.validator or "", store.validated(hit.entry))
 
     def version(self, location: RemoteDirectory, since: int) -> str | None:
-        """The version of what `kept` would give, without reading it."""
+        """The version of the listing of `kept`, without reading it."""
         entry = self._origin.store.entry(LISTINGS, location.key)
         return entry.validator if entry is not None and self._origin.store.validated(entry) >= since else None
 
@@ -65,7 +65,7 @@ class Listings:
         with self._origin.reaching(options):
             manifest = Manifest.of(location.key, self._listed(location))
         if not manifest.files:
-            self.postpone(location, 0)  # what is kept is not the remote's any more
+            self.postpone(location, 0)  # the stored listing is out of date
             raise self._nothing(location)
         listing = Listing(manifest, manifest.version, at)
         self._keep(location, listing)
@@ -85,15 +85,15 @@ class Listings:
             self._origin.warn("listing", "what is in %s is not kept, and asked for each time: %s", location.key, error)
 
     def keep(self, location: RemoteDirectory, files: Manifest) -> None:
-        """What is there since this moment, as its writer knows."""
+        """Store the listing of a directory that this process has just written."""
         self._keep(location, Listing(files, files.version, self._origin.store.now(exact=True)))
 
     def postpone(self, location: RemoteDirectory, until: int) -> None:
-        """Let the next who want it go without asking until then."""
+        """Serve the stored listing without asking the remote until then."""
         try:
             entry = self._origin.store.entry(LISTINGS, location.key)
         except errors.CacheFault:
-            return  # nothing is kept that could be served
+            return  # there is no listing to serve
         if entry is not None:
             self._origin.store.set_validated(entry, until)
 
@@ -115,11 +115,11 @@ class Listings:
             if name != MARK:
                 mine = noted.get(name)
                 is_noted = mine is not None and bool(mine.etag) and is_same_version(info.validator, mine.etag or "")
-                digest = mine.digest if mine is not None and is_noted else None  # else somebody may have written it since
+                digest = mine.digest if mine is not None and is_noted else None  # else another writer may have replaced it
                 yield File(name, info.size, info.validator, info.modified, digest)
 
     def _listed_by_mark(self, location: RemoteDirectory) -> Iterator[File]:
-        """HTTP knows no listing: what an upload wrote down is one."""
+        """HTTP has no listings: the marker of an upload serves as one."""
         try:
             noted = self._noted(location, None)
         except errors.NotFound as error:
@@ -129,7 +129,7 @@ class Listings:
         yield from (File(name, file.size, None, None, file.digest) for name, file in noted.items())
 
     def _noted(self, location: RemoteDirectory, present: set[str] | None) -> Mapping[str, MarkedFile]:
-        """The files that an upload wrote down. ``found``: the names that are there, where that is known. Raises `Incomplete`."""
+        """The files in the marker of an upload. ``present``: the names that are there, if known. Raises `Incomplete`."""
         where = f"{location.key}{MARK}"
         sink = MarkSink(where, self._origin.most)
         self._origin.count(location.remote.fetch(location.object(MARK), sink))
@@ -148,18 +148,18 @@ def _check_complete(location: RemoteDirectory, complete: bool, files: Mapping[st
     raise errors.Incomplete(message, url=location.key, missing=len(missing))
 
 
-# -- what an upload writes down beside the files -------------------------------------------------------------------------
+# -- the marker of an upload ---------------------------------------------------------------------------------------------
 
 FORMAT = 1
 LARGEST = 256 << 20
-"""Bytes of a mark: more than a million files take. Who serves a directory may be anybody, and says how long its mark is."""
+"""Maximum bytes of a marker: more than a million files take. The server of a directory is not trusted with its length."""
 _ETAG = 80
-"""Bytes by which the line of a file may grow until its directory is complete."""
+"""Bytes by which the row of a file may grow until its directory is complete."""
 
 
 class MarkedFile(NamedTuple):
-    """One file. ``digest``: its checksum in hex. ``etag``: once the directory is complete, the remote's validator of the file. Before: that
-    of an object which the file is to replace; None where nothing is to be replaced, "" where the remote tells nothing of the object."""
+    """One file. ``digest``: its checksum in hex. ``etag``: once the directory is complete, the remote's validator of the file. Before that:
+    the validator of the object that the file replaces; None if it replaces none, "" if the remote has no validator for the object."""
 
     size: int
     digest: str
@@ -168,7 +168,7 @@ class MarkedFile(NamedTuple):
 
 @dataclass(frozen=True)
 class UploadMarker:
-    """The content of a directory's `.forebay.json`."""
+    """The content of `.forebay.json` in a directory."""
 
     complete: bool
     files: Mapping[str, MarkedFile]
@@ -179,7 +179,7 @@ class UploadMarker:
         return json.dumps({"forebay": FORMAT, "complete": self.complete, "files": files}).encode()
 
     def check_size(self, where: str) -> None:
-        """Raises `ConfigError` where readers would refuse it."""
+        """Raises `ConfigError` if readers would refuse its size."""
         if len(self.encoded) + _ETAG * len(self.files) > LARGEST:
             many = f"{where} would have more than {LARGEST:,} bytes"
             message = f"{many}: pack the {len(self.files):,} files into tar files, or upload them as several directories"
@@ -187,7 +187,7 @@ class UploadMarker:
 
     @classmethod
     def parse(cls, where: str, data: Buffer) -> Self:
-        """What `encoded` made. Raises `RemoteProtocolError` for anything else."""
+        """The marker from its `encoded` form. Raises `RemoteProtocolError` for anything else."""
         try:
             content = json.loads(bytes(data))
             format, complete = int(content["forebay"]), bool(content["complete"])
@@ -204,7 +204,7 @@ class UploadMarker:
 
 
 class MarkSink(BufferSink):
-    """Takes a mark into memory. Raises `RemoteProtocolError` for more bytes than one may have."""
+    """Receives a marker in memory. Raises `RemoteProtocolError` for more than `LARGEST` bytes."""
 
     def __init__(self, where: str, most: Callable[[], int] | None = None) -> None:
         super().__init__(lambda: LARGEST if most is None else min(LARGEST, most()))

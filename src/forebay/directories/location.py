@@ -1,4 +1,4 @@
-"""A remote directory: what its URL means, the URLs and names of the files below it, the directory it is if it is a local one."""
+"""A remote directory: the meaning of its URL, the URLs and names of the files below it, its path if it is local."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from forebay.origin.request import Target, folder_of
 class RemoteDirectory:
     """Where the files of a directory are. Callable from any thread and after a fork.
 
-    ``url``: as it was given, without a slash at its end; a path, where there is a filesystem object. ``key``: free of secrets, the same
-    for all spellings, with a slash at its end. ``local``: the absolute path of a directory of this host, else None."""
+    ``url``: as given, without a slash at its end; a path, if there is a filesystem object. ``key``: without secrets, the same for all
+    spellings, with a slash at its end. ``local``: the absolute path of a directory of this host, else None."""
 
     url: str
     key: str
     remote: Remote
     local: str | None
     prefix: Prefix
-    identity: str = ""  # of the filesystem object: what the keys of its files end with
+    identity: str = ""  # of the filesystem object: the end of the keys of its files
     kind: str = ""
 
     def object(self, name: str) -> str:
@@ -34,14 +34,14 @@ class RemoteDirectory:
         return self.prefix.join(name)
 
     def target(self, name: str) -> Target:
-        """The file of this name, as an object to be fetched."""
+        """The file of this name, as a target to fetch."""
         url = self.object(name)
         key = remote.key_on(self.kind, url, self.identity) if self.identity else remote.canonical(url)
         in_place = None if self.local is None else os.path.join(self.local, name)
         return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0] if self.identity else key), self.remote, in_place)
 
     def list(self) -> Iterator[tuple[str, ObjectInfo]]:
-        """Everything below: relative names as the remote has them, unchecked. Raises `RemoteError`."""
+        """All objects below: relative names as the remote lists them, unchecked. Raises `RemoteError`."""
         head = self.prefix.folder.removesuffix("/") + "/" if self.local is None else ""
         for info in self.remote.list(self.prefix.folder):
             if not info.url.startswith(head):
@@ -49,7 +49,7 @@ class RemoteDirectory:
             yield self.prefix.name_of(info.url), info
 
     def is_object(self) -> bool:
-        """Whether an object has the directory's own name. Raises `RemoteError` for all but that there is none."""
+        """Whether there is an object with the directory's own name. Raises `RemoteError`, except `NotFound`."""
         try:
             self.remote.stat(self.url)
         except (errors.NotFound, IsADirectoryError):
@@ -70,9 +70,9 @@ def check_either(text: str, filesystem: Any) -> None:
 
 
 def locate(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) -> RemoteDirectory:
-    """The directory that this URL or path means, or this path of a filesystem object of fsspec or pyarrow.
+    """The directory of a URL or path, or of a path of a filesystem object of fsspec or pyarrow.
 
-    Raises `ConfigError`, or `MissingExtra` for a scheme whose package is not there."""
+    Raises `ConfigError`, or `MissingExtra` for a scheme whose package is not installed."""
     text = os.fspath(url)
     check_either(text, filesystem)
     if filesystem is None:
@@ -82,7 +82,7 @@ def locate(origin: Origin, url: str | os.PathLike[str], filesystem: Any = None) 
                 prefix.url, folder_of(remote.canonical(prefix.folder)), remote.resolve(text, origin.options), prefix.local, prefix
             )
         except errors.ConfigError:
-            arrow = remote.arrow_filesystem(text)  # its schemes are more than ours and fsspec's
+            arrow = remote.arrow_filesystem(text)  # pyarrow knows schemes that neither fsspec nor we know
             if arrow is None:
                 raise
         filesystem, text = arrow

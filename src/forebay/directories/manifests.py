@@ -1,5 +1,5 @@
-"""What a directory is made of: its files, each with a name that a file here can have; a part of them, chosen by patterns; the files of a
-local directory that is to be uploaded."""
+"""The files of a directory, each with a name that is valid on this host; a part of them, chosen by patterns; the files of a local directory
+to upload."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from forebay.remote.local import is_unfinished
 Patterns: TypeAlias = str | Iterable[str] | None
 
 MARK = ".forebay.json"
-"""The object by which an upload says what belongs to a directory, and whether it is all there. No part of the tree."""
+"""The object in which an upload records the files of a directory, and whether all are there. Not part of the tree."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_LONGEST, _LONGEST_PART = 2048, 255  # bytes: the root's own path takes a part of PATH_MAX
+_LONGEST, _LONGEST_PART = 2048, 255  # bytes: the path of the root takes a part of PATH_MAX
 
 
 class File(NamedTuple):
-    """One file of a directory. ``size`` in bytes, None: the remote does not say; ``modified``: seconds since 1970; ``digest``: its checksum
-    in hex, where its upload wrote it down and nobody else has written the file since."""
+    """One file of a directory. ``size`` in bytes, None if unknown; ``modified``: seconds since 1970; ``digest``: its checksum in hex, if
+    its upload recorded it and the file was not replaced since."""
 
     name: str
     size: int | None
@@ -43,20 +43,20 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a directory at one time, in order of name."""
+    """The files of a directory at one moment, in order of name."""
 
     files: tuple[File, ...]
 
     @classmethod
     def of(cls, where: str, files: Iterable[File]) -> Self:
-        """What a listing tells, in any order. Raises `BadListing` for names that no files below one directory can have."""
+        """The manifest of a listing, in any order. Raises `BadListing` for names that files below one directory cannot have."""
         files = sorted((file for file in files if not is_folder(file.name, file.size)), key=lambda file: file.name)
         check_names(where, [file.name for file in files])
         return cls(tuple(files))
 
     @classmethod
     def parse(cls, data: Buffer) -> Self:
-        """What `encoded` made."""
+        """The manifest from its `encoded` form."""
         return cls(tuple(File(*row) for row in json.loads(bytes(data))))
 
     @cached_property
@@ -65,35 +65,35 @@ class Manifest:
 
     @cached_property
     def version(self) -> str:
-        """The same for the same files: names, sizes and validators."""
+        """A hash of the names, sizes and validators of the files."""
         rows = [(file.name, file.size, file.validator or file.digest or file.modified) for file in self.files]
         return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())
 
     @property
     def size(self) -> int:
-        """Bytes of all files whose size is known."""
+        """Total bytes of the files whose size is known."""
         return sum(file.size or 0 for file in self.files)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which files of a directory are wanted: those that match one of ``include`` (all, where there is none) and none of ``exclude``."""
+    """A selection of files of a directory: those that match one of ``include`` (all, if it is empty) and none of ``exclude``."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, include: Patterns, exclude: Patterns) -> Self:
-        """Raises `ConfigError` for what is no pattern."""
+        """Raises `ConfigError` for invalid patterns."""
         return cls(_patterns(include, "include"), _patterns(exclude, "exclude"))
 
     def __str__(self) -> str:
-        """As a part of a key; "" for the whole."""
+        """The part of a key; "" for the whole directory."""
         fields = {"include": self.include, "exclude": self.exclude}
         return "&".join(f"{name}={json.dumps(patterns)}" for name, patterns in fields.items() if patterns)
 
     def choose(self, whole: Manifest) -> Manifest:
-        """The files that are wanted."""
+        """The selected files."""
         if not self.include and not self.exclude:
             return whole
         is_included, is_excluded = _matcher(self.include or ("*",)), _matcher(self.exclude)
@@ -112,7 +112,7 @@ def _patterns(given: Patterns, name: str) -> tuple[str, ...]:
 
 
 def _matcher(patterns: Sequence[str]) -> Any:
-    """Whether a name matches one of them: ``*`` crosses ``/`` as it does in fnmatch; ``weights/`` is all below."""
+    """Whether a name matches one of them: ``*`` crosses ``/`` as in fnmatch; ``weights/`` matches everything below."""
     if not patterns:
         return lambda name: False
     several = (fnmatch.translate(pattern + "*" if pattern.endswith("/") else pattern) for pattern in patterns)
@@ -120,12 +120,12 @@ def _matcher(patterns: Sequence[str]) -> Any:
 
 
 def is_folder(name: str, size: int | None) -> bool:
-    """Some tools write an empty object for a directory."""
+    """Whether this is the empty object that some tools write for a directory."""
     return (name == "" or name.endswith("/")) and not size
 
 
 def check_names(where: str, names: Sequence[str]) -> None:
-    """Raises `BadListing` unless all of them could be files below one directory. ``names`` in order."""
+    """Raises `BadListing` unless all names can be files below one directory. ``names``: sorted."""
     folders: set[str] = set()
     for name in names:
         wrong = _wrong(name)
@@ -169,14 +169,14 @@ def _bad(where: str, name: str, wrong: str) -> errors.BadListing:
     )
 
 
-# -- what lies in a local directory --------------------------------------------------------------------------------------
+# -- the files of a local directory --------------------------------------------------------------------------------------
 
-TICK = 0.02  # seconds: two changes of a file that are closer may leave it with one and the same time
+TICK = 0.02  # seconds: two changes of a file within this time may leave the same modification time
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A file as it was when it was found. ``name``: relative to the directory. ``seen``: what changes when the file does."""
+    """A file at the time of the scan. ``name``: relative to the directory. ``seen``: attributes that change when the file does."""
 
     name: str
     path: str
@@ -189,7 +189,7 @@ class LocalFile:
         return cls(name, path, status.st_size, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
     def check(self) -> None:
-        """Raises `SourceChanged` if it is not what was found."""
+        """Raises `SourceChanged` if the file has changed since the scan."""
         try:
             same = LocalFile.of(self.name, self.path).seen == self.seen
         except FileNotFoundError:
@@ -210,10 +210,10 @@ class LocalFile:
 
 
 def files_below(folder: str) -> list[LocalFile]:
-    """All files of a directory, in order of name. Symbolic links to files are followed.
+    """All files of a directory, in order of name. Follows symbolic links to files.
 
-    Raises `ConfigError` for what cannot be uploaded: a link to a directory or to nothing, a socket, a pipe, a device, a name that no reader
-    would take, nothing at all; `NotFound`, `NotADirectory` or `AccessDenied` for a directory that cannot be read."""
+    Raises `ConfigError` for what cannot be uploaded: a link to a directory or to nothing, a socket, a pipe, a device, a name that
+    readers refuse, an empty directory; `NotFound`, `NotADirectory` or `AccessDenied` for a directory that cannot be read."""
     if not os.path.isdir(folder):
         kind, what = (errors.NotADirectory, "this is a file") if os.path.exists(folder) else (errors.NotFound, "there is no such directory")
         raise kind(f"{folder} cannot be uploaded: {what}", url=folder)

@@ -1,4 +1,4 @@
-"""The metadata of a directory: a small JSON object beside its files, as Ray writes it, so that either reads the other's."""
+"""The metadata of a directory: a small JSON object beside its files, in the format of Ray, so that each can read the other's."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from forebay.origin.request import FetchOptions
 log = logger("forebay.metadata")
 
 METADATA = ".metadata.json"
-ATTEMPTS = 50  # of an update, where others update at the same time
-PAUSE = 0.05  # seconds, at most, doubled up to a second
+ATTEMPTS = 50  # of an update, if there are concurrent updates
+PAUSE = 0.05  # seconds: the maximum of the first pause, doubled up to a second
 
 
 def read(origin: Origin, location: RemoteDirectory) -> dict[str, Any]:
-    """What is stored now, asked of the remote; ``{}`` where nothing is. Raises `RemoteError`; `Offline` where the cache may ask nobody."""
+    """The metadata that the remote has now; ``{}`` if there is none. Raises `RemoteError`; `Offline` where the cache must not ask it."""
     if origin.offline and location.local is None:
         return _parsed(location, bytes(origin.read(location.target(METADATA), FetchOptions(offline=True))))
     return _stored(origin, location)[0]
 
 
 def write(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
-    """Store this in place of what is there. Raises `NotJson` for what JSON cannot hold, before anything is written; `RemoteError`."""
+    """Replace the metadata. Raises `NotJson` for values that JSON cannot represent, before anything is written; `RemoteError`."""
     data = _encoded(metadata)
     with _exclusive(origin, location):
         location.remote.write(location.object(METADATA), data)
@@ -42,10 +42,10 @@ def write(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any]
 
 
 def update(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any]) -> None:
-    """Set these keys, and leave the others as they are. Raises as `write` does.
+    """Set these keys, and leave the others unchanged. Raises as `write` does.
 
-    Two updates at once are both done: from several nodes where the store knows conditional writes, as S3 does (network file systems:
-    almost, see `LocalRemote.write`); elsewhere on one node, for those that share a cache."""
+    Of concurrent updates none is lost: also from several nodes where the store has conditional writes, as S3 does (network file systems:
+    almost, see `LocalRemote.write`); elsewhere on one node, between processes that share a cache."""
     _encoded(metadata)
     with _exclusive(origin, location):
         for attempt in range(1, ATTEMPTS + 1):
@@ -53,7 +53,7 @@ def update(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any
             try:
                 _put(location, _encoded({**stored, **metadata}), validator)
                 break
-            except errors.Conflict:  # another node was quicker: its keys are kept
+            except errors.Conflict:  # another node was faster: keep its keys
                 if attempt == ATTEMPTS:
                     raise
                 time.sleep(random.uniform(0, min(1.0, PAUSE * 2**attempt)))
@@ -61,15 +61,15 @@ def update(origin: Origin, location: RemoteDirectory, metadata: Mapping[str, Any
 
 
 def forget(origin: Origin, location: RemoteDirectory) -> None:
-    """Let the cache's next reader of the directory ask what is in it now."""
+    """Make the next reader of the directory in this cache ask the remote for its listing."""
     try:
         Listings(origin).postpone(location, 0)
-    except errors.CacheFault as error:  # a root that may only be read is no reason not to write to a remote
+    except errors.CacheFault as error:  # a read-only root must not prevent writes to a remote
         log.debug("%s: its listing in the cache stays: %s", location.key, error)
 
 
 def _stored(origin: Origin, location: RemoteDirectory) -> tuple[dict[str, Any], str | None]:
-    """What is there, and its validator: "" where there is none, None where nothing is."""
+    """The stored metadata, and its validator: "" if it has none, None if there is no metadata."""
     sink = BufferSink(origin.most)
     try:
         origin.count(location.remote.fetch(location.object(METADATA), sink))
@@ -79,7 +79,7 @@ def _stored(origin: Origin, location: RemoteDirectory) -> tuple[dict[str, Any], 
 
 
 def _put(location: RemoteDirectory, data: bytes, validator: str | None) -> None:
-    """Write where nothing is, or over this version only, if the store can tell."""
+    """Write only if nothing is there, or only over this version, if the store has conditional writes."""
     url = location.object(METADATA)
     if validator == "":
         location.remote.write(url, data)
@@ -92,13 +92,13 @@ def _put(location: RemoteDirectory, data: bytes, validator: str | None) -> None:
 
 @contextlib.contextmanager
 def _exclusive(origin: Origin, location: RemoteDirectory) -> Iterator[None]:
-    """Of the threads and processes of this host: by the directory itself, where it is one of this host's, else by the cache."""
+    """A lock between the threads and processes of this host: on the directory itself if it is local, else in the cache."""
     with contextlib.ExitStack() as stack:
         for lock in _locks(origin, location):
             try:
                 stack.enter_context(lock())
                 break
-            except OSError as error:  # NFS locks no directories; some roots may only be read
+            except OSError as error:  # NFS cannot lock directories; some roots are read-only
                 log.debug("%s cannot be locked: %s", location.key, error)
         else:
             origin.warn("metadata", "the metadata of %s is written under no lock", location.key)

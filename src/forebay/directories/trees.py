@@ -1,8 +1,8 @@
-"""A remote directory as a leased tree: single-flight for each part of it that is wanted, complete or nothing.
+"""A remote directory as a leased tree: single-flight for each requested part of it, complete or not at all.
 
-listing    asked of the remote once a period                    kept under the directory's key
+listing    requested from the remote once a period              stored under the directory's key
 files      each an entry of ``urls``, under a key of its own     a crash leaves whole files, and a partial that is resumed
-tree       links to the files, under the directory's key         a crash leaves nothing that is seen
+tree       links to the files, under the directory's key         a crash leaves nothing visible
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from forebay.origin.request import FetchOptions, is_same_version
 
 _DISK_FULL = "the disk is full: free some of it, or lower min_free"
 JOBS = 16
-"""Files that are fetched at a time."""
+"""Files that are fetched concurrently."""
 LOOKS = 3
 CHANGES = 2
-"""How often a directory may change while it is fetched before it is given up."""
+"""How often a directory may change while it is fetched, before the call fails."""
 
 
 class Directories:
-    """Directories of remotes, through one store. Callable from any thread and after a fork."""
+    """Directories of remotes in one store. Callable from any thread and after a fork."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
@@ -49,7 +49,7 @@ class Directories:
 
     @staticmethod
     def key_of(location: RemoteDirectory, part: Part) -> str:
-        """Under which a part of a directory is kept."""
+        """The key of a part of a directory."""
         suffix = str(part)
         return f"{location.key}#{suffix}" if suffix else location.key
 
@@ -57,7 +57,7 @@ class Directories:
         """A lease on a tree that is complete for ``part``; a local directory is yielded as it is, unless ``ask.force``.
 
         Raises `NotFound`, `NotADirectory`, `BadListing`, `Incomplete`, `RemoteChanged` or another `RemoteError`; `Offline`; `WaitTimeout`;
-        `NoSpace` or another `CacheFault` where it cannot be kept."""
+        `NoSpace` or another `CacheFault` where it cannot be stored."""
         if location.local is not None and not options.force:
             return _as_it_is(location.local)
         store = self._origin.store
@@ -78,7 +78,7 @@ class Directories:
         return _chosen(location, part, (kept or self._listings.ask(location, options)).manifest)
 
     def files_of(self, location: RemoteDirectory, part: Part, tree: Lease, options: FetchOptions) -> Sequence[File]:
-        """The files of a tree that `lease` gave."""
+        """The files of a tree that `lease` returned."""
         if location.local is not None and not options.force:
             return self.chosen(location, part, options).files
         kept = self._listings.kept(location, -1)
@@ -88,13 +88,13 @@ class Directories:
         return [File(name, file.size, file.validator) for name, file in self._origin.store.members(tree.entry)]
 
     def invalidate(self, location: RemoteDirectory) -> None:
-        """Let the next call ask the remote."""
+        """Make the next call ask the remote."""
         self._listings.postpone(location, 0)
 
     def keep(self, location: RemoteDirectory, files: Sequence[tuple[File, str]]) -> None:
-        """What was uploaded this moment is the remote's now: keep the local files (each with its path) as what a fetch would bring.
+        """Store local files (each with its path) that were just uploaded, as if they had been fetched.
 
-        ``files``: all of the directory, with the validators that the remote gave. Raises `CacheFault` where there is no room."""
+        ``files``: all of the directory, with the validators of the remote. Raises `CacheFault` where there is no room."""
         store = self._origin.store
         for file, path in files:
             key = location.target(file.name).key
@@ -112,12 +112,12 @@ class Directories:
 def lease(
     origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, options: FetchOptions
 ) -> Lease:  # fmt: skip
-    """`Directories.lease`, of what a caller said."""
+    """`Directories.lease`, for the arguments of a caller."""
     return Directories(origin).lease(locate(origin, url, filesystem), Part.of(include, exclude), options)
 
 
 def adopt(origin: Origin, space: str, key: str, path: str, *, validator: str | None = None) -> Entry:
-    """A local file as an entry: its bytes are copied and hashed. Raises `CacheFault`, `NotFound`."""
+    """Copy and hash a local file into a new entry. Raises `CacheFault`, `NotFound`."""
     with origin.store.writing(space, key, suffix=remote.suffix(path), resume=False) as writing:
         remote.resolve(path, origin.options).fetch(path, writing)
         return writing.publish(validator=validator)
@@ -146,8 +146,8 @@ class _Tree:
         self._origin, self._listings, self._store = origin, listings, store
         self._location, self._part, self._options = location, part, options
         self._key = Directories.key_of(location, part)
-        self._came_unseen = False  # files were fetched whose version is not told: they may be of different times
-        self._unlike: set[str] = set()  # files whose validators in listings are never what the remote says of the file itself
+        self._came_unseen = False  # files of unknown version were fetched: they may be of different times
+        self._unlike: set[str] = set()  # files whose validators in listings never match those of the file itself
 
     def lease(self) -> Lease:
         tree = self._sound()
@@ -160,7 +160,7 @@ class _Tree:
             tree = self._kept() or (self._lease_read_only() if self._store.root.read_only else self._exclusive())
             if self._store.is_sound(tree):
                 return tree
-            tree.close()  # it was set aside: it is made anew, of what is not damaged
+            tree.close()  # it was set aside: recreate it from undamaged files
             if self._store.root.read_only:
                 break
         raise errors.Damaged(f"{self._key} is damaged, and again after it was made anew: see `forebay verify`", key=self._key)
@@ -168,7 +168,7 @@ class _Tree:
     # -- what is there ---------------------------------------------------------------------------------------------
 
     def _there(self) -> Lease | None:
-        """The tree that is there. Its files are looked at later: not while others wait for us."""
+        """The stored tree. Its files are checked later, not while other processes wait."""
         tree = self._store.take_many(DIRECTORIES, [self._key]).get(self._key)
         if tree is not None and noted(tree.entry.meta, listing=str, size=int) is None:
             tree.close()
@@ -177,7 +177,7 @@ class _Tree:
         return tree
 
     def _kept(self) -> Lease | None:
-        """The tree, if the remote was asked lately and had the same files."""
+        """The stored tree, if the remote was asked recently enough and had the same files."""
         tree = self._there()
         if tree is None:
             return None
@@ -195,7 +195,7 @@ class _Tree:
         return tree
 
     def _is_of(self, tree: Lease, listing: Listing) -> bool:
-        """Whether the tree has what the listing says, for its part of it; so it need not be read next time."""
+        """Whether the tree matches its part of the listing. Notes the listing's version, so that the next call need not read it."""
         now = self._part.choose(listing.manifest)
         if now.version != tree.entry.validator:
             return False
@@ -204,7 +204,7 @@ class _Tree:
         return True
 
     def _lease_read_only(self) -> Lease:
-        """In a root that may only be read: the tree that is there, if it is still the remote's."""
+        """In a read-only root: the stored tree, if the remote still has the same files."""
         tree = self._there()
         if tree is None:
             raise errors.ReadOnly.of(self._store.root.path)
@@ -226,7 +226,7 @@ class _Tree:
     def _exclusive(self) -> Lease:
         began = time.monotonic_ns()
         with self._store.locks.named(f"directory {self._key}", timeout=self._options.timeout, on_wait=self._options.on_wait):
-            # P1 and P2 find nothing / P1 locks, makes the tree, unlocks / P2 locks: we are here.
+            # P1 and P2 see no tree / P1 locks, creates the tree, unlocks / P2 locks: we are here.
             tree = self._kept()
             if tree is not None:
                 return tree
@@ -236,7 +236,7 @@ class _Tree:
             try:
                 return self._build()
             except errors.CacheFault:
-                raise  # ours, not the source's: who comes next may find room
+                raise  # a fault of the cache, not of the source: the next call may find room
             except Exception as error:
                 self._store.locks.note_failure(DIRECTORIES, self._key, error)
                 raise
@@ -264,19 +264,19 @@ class _Tree:
             raise errors.RemoteChanged(message, url=self._key) from error
 
     def _ask_remote(self) -> Listing | Lease:
-        """What the remote has now; the tree that is there, where the remote cannot tell of a whole one."""
+        """The remote's listing; the stored tree, where the remote is unreachable or incomplete."""
         try:
             return self._listings.ask(self._location, self._options)
         except (errors.RemoteUnavailable, errors.RemoteTimeout, errors.Incomplete) as error:
             tree = self._there()
             if tree is None:
                 raise
-            if self._options.since > 1:  # who comes in the next seconds need not wait for a time-out of his own
+            if self._options.since > 1:  # calls in the next seconds need no time-out of their own
                 self._listings.postpone(self._location, self._options.since + min(self._store.now() - self._options.since, POSTPONED))
             return self._stale(tree, error)
 
     def _note_unlike(self, error: Exception, before: Listing, now: Listing) -> None:
-        """A file that is not what the listing says, though the listing says the same again: its validators cannot be compared."""
+        """A file differs from the listing, though the listing did not change: note the files whose validators cannot be compared."""
         if isinstance(error, errors.RemoteChanged):
             validators = {file.name: file.validator for file in before.manifest.files}
             same = {file.name for file in now.manifest.files if file.validator is not None and validators.get(file.name) == file.validator}
@@ -284,7 +284,7 @@ class _Tree:
                 self._unlike |= same
 
     def _of(self, listing: Listing) -> Lease:
-        """The tree of what the listing says, made if it is not there."""
+        """The tree of this listing, created if there is none."""
         tree = self._there()
         if tree is not None and self._is_of(tree, listing):
             return self._hit(tree)
@@ -300,7 +300,7 @@ class _Tree:
             meta = _meta(listing, manifest)
             return self._store.publish_tree(DIRECTORIES, self._key, members, life=life, meta=meta, validator=manifest.version)
 
-    # -- its files -------------------------------------------------------------------------------------------------
+    # -- files -----------------------------------------------------------------------------------------------------
 
     def _check_fits(self, manifest: Manifest) -> None:
         budget = self._store.usage().budget
@@ -310,13 +310,13 @@ class _Tree:
             )
 
     def _no_space(self, manifest: Manifest, error: errors.NoSpace) -> errors.NoSpace:
-        """As told of one file, for the whole: what is wanted is the directory."""
+        """The error of one file, as an error of the whole directory."""
         todo = _DISK_FULL if error.limit == "disk" else "raise the budget, or ask for a part of it"
         return errors.NoSpace.of(self._key, manifest.size, error.free, error.budget, todo, hopeless=error.hopeless, limit=error.limit)
 
     @contextlib.contextmanager
     def _files(self, manifest: Manifest, at: int) -> Iterator[dict[str, Lease]]:
-        """Leases on all files, those that are not there fetched, several at a time."""
+        """Leases on all files; missing ones are fetched, several at a time."""
         leases: dict[str, Lease] = {}
         progress = _Progress(self._options.on_progress, manifest.size)
         missing = self._missing(manifest, at, leases, progress)
@@ -335,14 +335,14 @@ class _Tree:
             came = [leases.pop(file.name) for file in missing if file.name in leases]
             for lease in came:
                 lease.close()
-            self._store.drop([lease.entry for lease in came])  # files of a directory that cannot be whole here
+            self._store.drop([lease.entry for lease in came])  # files of a directory that cannot be complete here
             raise self._no_space(manifest, error) from error
         finally:
             for lease in leases.values():
                 lease.close()
 
     def _missing(self, manifest: Manifest, at: int, leases: dict[str, Lease], progress: _Progress) -> list[File]:
-        """The files that must be asked for; the others are leased."""
+        """The files that must be fetched; leases on the others are added to ``leases``."""
         keys = {self._location.target(file.name).key: file for file in manifest.files}
         for key, lease in self._store.take_many(URLS, list(keys)).items():
             file = keys[key]
@@ -356,7 +356,7 @@ class _Tree:
         return [file for file in manifest.files if file.name not in leases]
 
     def _is_right(self, lease: Lease, file: File, at: int) -> bool:
-        """Whether what is kept of a file is what the listing says."""
+        """Whether the stored file matches the listing."""
         entry = lease.entry
         if file.size not in (None, entry.size):
             return False
@@ -367,7 +367,7 @@ class _Tree:
         return self._store.validated(entry) >= at
 
     def _file(self, file: File, at: int, on_progress: Callable[[int, int | None], None]) -> Lease:
-        """One file, fetched; of the version that the listing says. Raises `RemoteChanged` or `ChecksumMismatch` if it is another by now."""
+        """Fetch one file, of the listed version. Raises `RemoteChanged` or `ChecksumMismatch` if the remote has another one now."""
         target = self._location.target(file.name)
         expected = file.validator if file.name not in self._unlike else None
         options = FetchOptions(
@@ -389,7 +389,7 @@ class _Tree:
 
 
 class _Progress:
-    """Bytes of the whole directory, told now and then by one thread."""
+    """Bytes of the whole directory, reported periodically by one thread."""
 
     def __init__(self, tell: Callable[[int, int | None], None] | None, total: int) -> None:
         self._tell, self._total, self._reported = tell, total, -1
@@ -422,7 +422,7 @@ def copy(
     origin: Origin, url: str | os.PathLike[str], filesystem: Any, include: Patterns, exclude: Patterns, options: FetchOptions,
     path: str | os.PathLike[str] | None, *, overwrite: bool,
 ) -> str:  # fmt: skip
-    """`to_directory`, of what a caller said; without a ``path``, `to_temporary`."""
+    """`to_directory`, for the arguments of a caller; without a ``path``, `to_temporary`."""
     location, part = locate(origin, url, filesystem), Part.of(include, exclude)
     if path is None:
         return to_temporary(origin, location, part, options)
@@ -432,9 +432,9 @@ def copy(
 def to_directory(
     origin: Origin, location: RemoteDirectory, part: Part, options: FetchOptions, path: str | os.PathLike[str], *, overwrite: bool
 ) -> str:
-    """Let ``path`` have a writable copy of a part of a directory; gives its absolute path. Of all processes of the node one does it.
+    """Write a writable copy of a part of a directory to ``path``; return its absolute path. One process of the node does it at a time.
 
-    Raises `Foreign`, `NoSpace` where the disk of ``path`` has no room, and what `Directories.lease` does but faults of the cache."""
+    Raises `Foreign`, `NoSpace` where the disk of ``path`` has no room, and the errors of `Directories.lease` except faults of the cache."""
     target = copying.target_of(path)
     with _exclusive(origin, target, options):
         _bring(origin, location, part, options, target, overwrite=overwrite)
@@ -442,7 +442,7 @@ def to_directory(
 
 
 def to_temporary(origin: Origin, location: RemoteDirectory, part: Part, options: FetchOptions) -> str:
-    """The same in a new directory below the temporary one, which nobody else knows: it needs no lock. The caller removes it."""
+    """The same in a new directory below the temporary one: no other process knows it, so it needs no lock. The caller removes it."""
     target = Path(tempfile.mkdtemp(prefix="forebay-checkpoint-"))
     try:
         _bring(origin, location, part, options, target, overwrite=False)

@@ -1,8 +1,8 @@
-"""A local directory to a remote one, so that no reader ever takes a part of it for the whole.
+"""Uploads a local directory to a remote one, so that no reader ever mistakes a part of it for the whole.
 
 mark, incomplete    from here on readers refuse                  a crash leaves what the next attempt goes on from
 files               those that are not there, several at a time   whole or not at all, each
-removals            what is not local, if that is wanted
+removals            remote files that are not local, if requested
 listing             what is there is what was sent
 mark, complete      readers see the new directory
 """
@@ -31,25 +31,25 @@ from forebay.origin.request import is_same_version
 from forebay.remote.local import prune, sweep
 
 JOBS = 16
-"""Files that are sent at a time; of those that are sent in parts, two."""
+"""Files that are sent concurrently; of files that are sent in parts, two."""
 IN_ONE = 8 << 20
-"""Bytes of a file that `s3://` sends in one request; a larger one in parts, of which eight are in memory at once."""
+"""Bytes of a file that `s3://` sends in one request; a larger one is sent in parts, of which eight are in memory at a time."""
 
 WATCH = 2.0
-"""Seconds after which an upload looks whether another one has begun."""
+"""Seconds between the checks whether another upload has begun."""
 
 log = logger("forebay.uploading")
 
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?\Z')
 
 Tell = Callable[[str, int, int], None]
-"""Told ``reading`` or ``sending``, how many bytes are done, and of how many."""
+"""Receives ``reading`` or ``sending``, the bytes done, and the total bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """What an upload did. ``files``: all of the directory as the remote has them now, each with its local path; ``sent``, ``removed``:
-    names; ``bytes``: of what was sent. After a dry run ``files`` is empty, and nothing was done."""
+    """The result of an upload. ``files``: all files of the remote directory now, each with its local path; ``sent``, ``removed``: names;
+    ``bytes``: the total that was sent. After a dry run ``files`` is empty, and nothing was done."""
 
     files: tuple[tuple[File, str], ...]
     sent: tuple[str, ...] = ()
@@ -66,18 +66,18 @@ def upload(
     jobs: int = JOBS,
     tell: Tell | None = None,
 ) -> Uploaded:
-    """Make a remote directory hold the files of a local one; ``delete``: and no others, but for its metadata. ``dry_run``: only tell what
-    would be done.
+    """Upload the files of a local directory to a remote one; ``delete``: remove all other files there, except its metadata. ``dry_run``:
+    only report what would be done.
 
-    Only files that are not there are sent. What is there is known by the marks of earlier uploads, finished or not, and by ETags that are
-    MD5 sums. Until all is there a reader gets `Incomplete`, or what its cache still has of the directory before.
+    Sends only missing files. The markers of earlier uploads, finished or not, and ETags that are MD5 sums tell which files are there.
+    Until all are there, a reader gets `Incomplete`, or the copy of the earlier directory in its cache.
 
-    Two uploads to one place at once should not be. The one that began last wins: the other sees its mark within seconds, or at the latest
-    when it writes its own where the store knows conditional writes (S3, local ones), and raises `Conflict`.
+    Avoid two concurrent uploads to one directory. The one that began last wins: the other sees its marker within seconds, or at the latest
+    when it writes its own where the store has conditional writes (S3, local ones), and raises `Conflict`.
 
     Raises `ConfigError` for a local directory that cannot be uploaded, `SourceChanged` if a file of it changes meanwhile; `Conflict`;
-    `Unsupported` for HTTP; `BadListing` where old and new names do not go together; `RemoteError`. After any of these, or an interrupt,
-    the same call goes on where it was."""
+    `Unsupported` for HTTP; `BadListing` where old and new names exclude each other; `RemoteError`. After any of these, or an
+    interrupt, the same call continues where it stopped."""
     return _Upload(location, os.path.abspath(local), max(1, jobs), tell).run(delete, dry_run)
 
 
@@ -85,9 +85,9 @@ def push(
     origin: Origin, location: RemoteDirectory, local: str | os.PathLike[str], *, delete: bool = False, keep: bool = False,
     dry_run: bool = False, jobs: int = JOBS, tell: Tell | None = None,
 ) -> Uploaded:  # fmt: skip
-    """`upload`, with what the cache has to know of it; ``keep``: the files stay in the cache, as if they had been fetched.
+    """`upload`, and invalidate the listing in the cache; ``keep``: the files stay in the cache, as if they had been fetched.
 
-    That they cannot be kept is told, and is no error. Raises `Offline` where the cache may ask nobody."""
+    Logs a warning if they cannot be stored. Raises `Offline` where the cache must not ask the remote."""
     if origin.offline and location.local is None:
         raise errors.Offline.of(location.key)
     try:
@@ -112,7 +112,7 @@ class _Upload:
     def __init__(self, location: RemoteDirectory, local: str, jobs: int, tell: Tell | None) -> None:
         self._location, self._local, self._jobs, self._tell = location, local, jobs, tell
         self._stopped = False
-        self._marked: str | None = None  # validator of the mark that is there: "" if it has none, None where there is no mark
+        self._marked: str | None = None  # validator of the marker there: "" if it has none, None if there is no marker
         self._done: dict[str, int] = {}  # bytes of each file; one thread writes one key
         self._written: dict[str, ObjectInfo] = {}
         self._watch_at = time.monotonic() + WATCH
@@ -175,7 +175,7 @@ class _Upload:
     def _compared(
         self, files: Mapping[str, LocalFile], before: UploadMarker | None, there: Mapping[str, ObjectInfo]
     ) -> tuple[dict[str, str], set[str]]:
-        """The digests of all files, which must be noted before the first of them is sent, and the names of those that are not there."""
+        """The digests of all files, which the marker must contain before the first file is sent, and the names of missing files."""
         digests: dict[str, str] = {}
         missing: set[str] = set()
         total = sum(file.size for file in files.values())
@@ -197,14 +197,14 @@ class _Upload:
         """Whether the object has these bytes."""
         if info is None or info.size != file.size:
             return False
-        if file.name == METADATA:  # no mark tells of it
+        if file.name == METADATA:  # it is in no marker
             return self._read(METADATA) == Path(file.path).read_bytes()
         noted = before.files.get(file.name) if before is not None else None
         if before is not None and noted is not None and (noted.size, noted.digest) == (file.size, digest):
             if before.complete:
                 same = noted.etag is not None and info.validator is not None and is_same_version(info.validator, noted.etag)
             else:
-                # written since that mark was: by the upload whose mark it is
+                # written after that marker: by the upload of the marker
                 same = noted.etag is None or noted.etag not in ("", _state(info))
             if same:
                 return True
@@ -214,7 +214,7 @@ class _Upload:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _write_mark(self, mark: UploadMarker) -> None:
-        """Write it over the one that is there, if that is the one we know."""
+        """Write the marker over the one that is there, if that is the one we know."""
         url, write = self._location.object(MARK), self._location.remote.write
         try:
             if self._marked == "":
@@ -228,11 +228,11 @@ class _Upload:
         self._marked = info.validator or ""
 
     def _ours(self, mark: UploadMarker, error: errors.Conflict) -> ObjectInfo:
-        """The mark that is in the way, if it is the one that we wrote, whose answer was lost."""
+        """The marker that caused the conflict, if it is the one that we wrote: the answer to that write was lost."""
         try:
             info = self._location.remote.stat(self._location.object(MARK))
             same = self._read(MARK) == mark.encoded
-        except errors.NotFound:  # somebody removed it
+        except errors.NotFound:  # another process removed it
             info, same = None, False
         if info is None or not same:
             raise self._overtaken() from error
@@ -243,7 +243,7 @@ class _Upload:
         return errors.Conflict(message, url=self._location.key)
 
     def _watch_mark(self) -> None:
-        """Now and then, while files are sent. Raises `Conflict` once another upload has written its mark: this one is in its way."""
+        """Check periodically, while files are sent. Raises `Conflict` once another upload has written its marker."""
         if time.monotonic() < self._watch_at or not self._marked:
             return
         self._watch_at = time.monotonic() + WATCH
@@ -282,7 +282,7 @@ class _Upload:
         try:
             file.check()
         except errors.SourceChanged:
-            self._location.remote.delete(url)  # else the next attempt might take it for what the file was
+            self._location.remote.delete(url)  # else the next attempt might mistake it for the earlier file
             raise
 
     def _remove(self, those: Iterable[str]) -> None:
@@ -292,7 +292,7 @@ class _Upload:
             prune(self._location.local, names)
 
     def _look_again(self, files: Mapping[str, LocalFile]) -> dict[str, ObjectInfo]:
-        """What the remote lists now of the files. Raises `Conflict` if something of it is not what was sent."""
+        """The objects that the remote lists for the files now. Raises `Conflict` if one is not the object that was sent."""
         now = {name: info for name, info in self._location.list() if name in files}
         for name, file in files.items():
             info, written = now.get(name), self._written.get(name)
@@ -302,7 +302,7 @@ class _Upload:
         return now
 
     def _is_same(self, written: ObjectInfo | None, listed: ObjectInfo) -> bool:
-        """Whether what is listed is what was written, where that can be told: in listings, filesystems may have other validators."""
+        """Whether the listed object is the written one, where that can be compared: validators in listings of filesystems may differ."""
         if written is None or self._location.identity or not self._location.key.startswith(("s3://", "file://")):
             return True
         return is_same_version(listed.validator, written.validator or "")
@@ -329,13 +329,13 @@ def _noted(files: Mapping[str, LocalFile], digests: Mapping[str, str], etags: Ma
 def _is_told(
     before: UploadMarker | None, files: Mapping[str, LocalFile], digests: Mapping[str, str], there: Mapping[str, ObjectInfo]
 ) -> bool:
-    """Whether the mark that is there says all that the new one would."""
+    """Whether the marker that is there already equals the new one."""
     now = _noted(files, digests, {name: there[name].validator for name in files})
     return before is not None and before.complete and before.files == now
 
 
 def _in_the_way(gone: Iterable[str], files: Mapping[str, object]) -> set[str]:
-    """Of what is to be removed: files where a directory is to be, and files in what is to be a file."""
+    """Of the files to remove: those at the path of a new directory, and those below the path of a new file."""
     folders = {folder for name in files for folder in _above(name)}
     return {name for name in gone if name in folders or any(folder in files for folder in _above(name))}
 
@@ -346,7 +346,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 def _state(info: ObjectInfo | None) -> str | None:
-    """What tells an object from the one that comes after it: None where there is none, "" where the remote tells nothing."""
+    """Distinguishes an object from its successor: None if there is no object, "" if the remote reports nothing to compare."""
     if info is None:
         return None
     return info.validator or (f"{info.modified}-{info.size}" if info.modified is not None else "")

@@ -1,4 +1,4 @@
-"""An object of a remote as an entry of the store: its key, its freshness, its fetch, and the way past the cache."""
+"""Objects of remotes as entries of the store: their keys, freshness and fetches, and reads that bypass the cache."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ log = logger("forebay.origin")
 T = TypeVar("T")
 
 URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"
-"""The spaces of what has a URL: objects; trees of links to them; what lies in a directory."""
+"""The spaces of entries that have a URL: objects, trees of links to objects, and listings of directories."""
 
 FOREVER = 1 << 60
-"""Nanoseconds: 36 years. An entry that was invalidated (validated in 1970) is older even than this."""
+"""Nanoseconds: 36 years. An invalidated entry (validated in 1970) is older even than this."""
 
 POSTPONED = 30_000_000_000
 """Nanoseconds until a remote that could not be reached is asked again whether an object has changed."""
@@ -42,23 +42,23 @@ POSTPONED = 30_000_000_000
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """What the fronts of one cache share: its store, its remotes, and the defaults of its calls; objects of remotes through that store.
+    """The state that the fronts of one cache share: its store, its remotes, and the defaults of its calls. Reads objects through the store.
 
-    Callable from any thread and after a fork. Pickles as the arguments that opened it: where it arrives it is opened again, once for all
-    handles of one pickle, and the limits of the root stay as they are there."""
+    Callable from any thread and after a fork. Pickles as the arguments that opened it: unpickling opens it again, once for all handles of
+    one pickle, and leaves the limits of the root as they are."""
 
     store: Store | PassThrough
     options: remote.RemoteOptions
     upstream: Store | None = None
-    warned: set[str] = field(default_factory=set)  # the kinds of trouble that were logged
-    offline: bool = False  # what calls of the cache ask for, if they do not say; ``max_age`` in nanoseconds
+    warned: set[str] = field(default_factory=set)  # the kinds of problem that were logged
+    offline: bool = False  # the default of calls, as are ``max_age`` (nanoseconds) and ``timeout``
     max_age: int = 300_000_000_000
-    timeout: float | None = None  # seconds that a call waits in all, where it does not say
-    reopening: Reopening | None = None  # while ``store`` is a `PassThrough` that need not stay one
+    timeout: float | None = None  # seconds that a call waits in total
+    reopening: Reopening | None = None  # while ``store`` is a `PassThrough` that a later call may replace
     root: Path = Path()
     init_kwargs: dict[str, Any] = field(default_factory=dict)  # of `for_root`, without the limits of the root
     closed: bool = False
-    unset_spaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # what fronts have asked of spaces meanwhile
+    unset_spaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # spaces that fronts requested before there was a store
     _targets: dict[str, Target] = field(default_factory=dict)
     _handles: weakref.WeakSet[CacheHandle] = field(default_factory=weakref.WeakSet)
 
@@ -71,7 +71,7 @@ class Origin:
         upstream: str | os.PathLike[str] | None = None, offline: bool | None = None, max_age: float | str | None = None,
         timeout: float | None = None, remote_options: remote.RemoteOptions | None = None, enabled: bool = True,
     ) -> Self:  # fmt: skip
-        """The origin of a cache that is made with these arguments: see `Cache`."""
+        """The origin of a cache that is created with these arguments: see `Cache`."""
         environment = _config.EnvironmentSettings.from_environment()
         root_options = RootOptions.of(environment, root, budget, min_free, max_entries, shared, read_only)
         init_kwargs = {
@@ -86,7 +86,7 @@ class Origin:
         above = RootOptions(Path(upstream), shared=True, read_only=True).open_or_pass() if upstream is not None else None
         return cls(
             store, options, above if above is not None and above.keeps else None,
-            warned=set() if enabled else {"NoSpace"},  # the caller asked for nothing to be kept, and needs no warning of it
+            warned=set() if enabled else {"NoSpace"},  # the caller disabled the cache, and needs no warning about it
             offline=environment.offline if offline is None else offline, max_age=int(min(age * 1_000_000_000, FOREVER)), timeout=timeout,
             reopening=Reopening(root_options) if enabled and not store.keeps else None, root=root_options.path.absolute(),
             init_kwargs=init_kwargs,
@@ -94,19 +94,19 @@ class Origin:
 
     @classmethod
     def reopen(cls, root: str, init_kwargs: dict[str, Any]) -> Origin:
-        """The origin that these `init_args` open. It sets no limits of the root: the environment of this process does not count."""
+        """The origin that these `init_args` open. It sets no limits of the root, and ignores those in the environment of this process."""
         return _config.without_limits(cls.for_root, root, **init_kwargs)
 
     @property
     def init_args(self) -> tuple[str, dict[str, Any]]:
-        """What reopens it, in any process of the node."""
+        """The arguments of `reopen`, valid in any process of the node."""
         return str(self.path), self.init_kwargs
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Origin.reopen, self.init_args
 
     def __forebay_content__(self) -> None:
-        """As a part of an argument of a cached function: which cache it works with does not change what it gives."""
+        """Nothing: as part of an argument of a cached function, the cache in use does not change the result."""
 
     @property
     def path(self) -> Path:
@@ -114,11 +114,11 @@ class Origin:
         return self.store.root.path if self.store.keeps else self.root
 
     def register(self, handle: CacheHandle) -> None:
-        """Close this handle with the cache, if it still exists then."""
+        """Close this handle together with the cache, if the handle still exists then."""
         self._handles.add(handle)
 
     def close(self) -> None:
-        """Close all handles, and let go of the root. A second call does nothing."""
+        """Close all handles and release the root. A second call does nothing."""
         if self.closed:
             return
         for handle in list(self._handles):
@@ -135,13 +135,12 @@ class Origin:
 
     @property
     def others_can_write(self) -> bool:
-        """Whether anybody but this user and the superuser can write what is read here, or upstream: a group's root, another's. Nothing
-        that lies there is executed unless that is asked for."""
+        """Whether anyone but this user and the superuser can write to this root, or upstream: then nothing in it is executed unasked."""
         may = self.reopening is not None and self.reopening.others_may_write
         return may or any(others_can_write(store) for store in (self.store, self.upstream) if store is not None and store.keeps)
 
     def current(self) -> Store | PassThrough:
-        """The store: from the moment on when it can be used, if it could not when it was opened. Raises `Closed`."""
+        """The store; if it could not be used when it was opened, it is opened as soon as it can be. Raises `Closed`."""
         self.check_open()
         reopening = self.reopening
         if reopening is not None and (opened := reopening.attempt()) is not None:
@@ -152,19 +151,19 @@ class Origin:
         return store
 
     def _open_noted(self, store: Store) -> None:
-        """Make the spaces that were requested before there was a store. The call that happens to do this must not fail for them."""
+        """Create the spaces that were requested before there was a store. The call that does this must not fail because of them."""
         while self.unset_spaces:
             try:
                 name, limits = self.unset_spaces.popitem()
-            except KeyError:  # another thread had the last one
+            except KeyError:  # another thread took the last one
                 return
             try:
                 store.spaces.open(name, **limits)
             except (errors.ForebayError, OSError) as error:
-                self.warn(f"space {name}", "the space %s is not set up as it was wanted: %s", name, error)
+                self.warn(f"space {name}", "the space %s cannot be set up as requested: %s", name, error)
 
     def open_space(self, name: str, **limits: Any) -> None:
-        """Have a space with these limits (see `Store.open_space`), as soon as there is a store that can make it."""
+        """Create a space with these limits (see `Store.open_space`), as soon as there is a store that can hold it."""
         store = self.current()
         if store.keeps:
             with waits.time_limit(self.timeout):
@@ -174,15 +173,15 @@ class Origin:
             self.current()  # another thread may have opened it before this was noted
 
     def validated(self, store: Store | PassThrough, entry: Entry) -> int:
-        """When an entry of this store, or of the one above it, was validated, by the clock of this one; 0: ask."""
+        """When an entry of this store, or of the upstream one, was validated, by the clock of this one; 0: ask the remote."""
         at = store.validated(entry)
         return at if store is self.store or at <= 1 else max(at - (store.now() - self.store.now()), 1)
 
     # -- what a URL is ---------------------------------------------------------------------------------------------
 
     def target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
-        """What this URL or path means, or this path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, or `MissingExtra`
-        for a scheme whose package is not there."""
+        """The target of a URL or path, or of a path of a filesystem object of fsspec or pyarrow. Raises `ConfigError`, or `MissingExtra`
+        for a scheme whose package is not installed."""
         text = os.fspath(url)
         if filesystem is not None:
             return Target(text, *remote.on_filesystem(filesystem, text, self.options))
@@ -199,7 +198,7 @@ class Origin:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def read(self, target: Target, options: FetchOptions) -> memoryview:
-        """The bytes, read-only: over the mapping where they are kept, else in memory."""
+        """The bytes, read-only: over the mapping where they are stored, else in memory."""
         with waits.time_limit(options.timeout):
             return self._read(target, options)
 
@@ -224,13 +223,13 @@ class Origin:
             return self._direct(target, options) if data is None else data
 
     def _served(self, target: Target, options: FetchOptions) -> tuple[memoryview | None, bool]:
-        """A hit by the memo or the catalog, without a lease; else whether nothing is there."""
+        """A hit by the memo or the catalog, without a lease; else whether there is no entry."""
         if options.sha256 or options.etag or options.pin or options.refresh:
             return None, False
         try:
             hit = self.store.view(URLS, target.key)
         except errors.CacheFault:
-            return None, False  # told by the lease, which comes next
+            return None, False  # the lease, which comes next, reports it
         if hit is None or not self._is_fresh(hit.entry, options):
             return None, hit is None
         self.store.touch(hit.entry)
@@ -239,7 +238,7 @@ class Origin:
         return memoryview(hit.view), False
 
     def open(self, target: Target, options: FetchOptions) -> BinaryIO:
-        """A file object on the kept copy; by ranges from the remote where it is not kept."""
+        """A file object on the cached copy; one that reads ranges of the remote where there is none."""
         if target.in_place and not options.force and not options.bypass:
             if not os.access(target.in_place, os.R_OK):
                 target.remote.stat(target.url)  # raises as `read` does
@@ -253,12 +252,12 @@ class Origin:
             return self._stream(target, options)
 
     def lease(self, target: Target, options: FetchOptions, *, looked: bool = False, spilling: SpillingSink | None = None) -> Lease:
-        """A lease on the kept copy, fetched if it is not there or not fresh. Raises `CacheFault` where it cannot be kept.
+        """A lease on the cached copy, fetched if it is missing or not fresh. Raises `CacheFault` where it cannot be stored.
 
-        ``looked``: the caller has just seen that it is not. ``spilling``: takes what has no room, before that is raised."""
+        ``looked``: the caller has just seen that it is missing. ``spilling``: takes the data that has no room, before that is raised."""
         fetches: list[bool] = []
         on_hold = spilling.held_by if spilling is not None else None
-        seen: list[tuple[int, int] | None] = []  # what each look found that does not do, if anything
+        seen: list[tuple[int, int] | None] = []  # the stamp of the unusable entry that each look saw, if any
 
         def look() -> Lease | None:
             return self._kept(target, options, seen)
@@ -267,7 +266,7 @@ class Origin:
             fetches.append(True)
             return self._obtain(target, options, spilling) if any(seen) else self._fetch(target, options, spilling)
 
-        # P1 and P2 find none / P1 holds the key, fetches, lets go / P2 holds the key: without a look under the lock it fetches again.
+        # P1 and P2 see no entry / P1 holds the key, fetches, releases / P2 holds the key: without a look under the lock it fetches again.
         with waits.time_limit(options.timeout):
             lease = None if looked else look()
             if lease is None:
@@ -280,7 +279,7 @@ class Origin:
         return lease
 
     def _kept(self, target: Target, options: FetchOptions, seen: list[tuple[int, int] | None]) -> Lease | None:
-        """What is kept, if it does. One that refreshes takes only what another call validated since its own first look."""
+        """A lease on the entry, if it satisfies ``options``. A refresh takes only what another call validated since its own first look."""
         lease = self.store.lease(URLS, target.key)
         stamp = self.store.stamp(lease.entry) if lease is not None else None
         is_old = options.refresh and (not seen or stamp == seen[0])
@@ -305,14 +304,14 @@ class Origin:
     # -- fetching, under the key's lock ----------------------------------------------------------------------------
 
     def _obtain(self, target: Target, options: FetchOptions, spilling: SpillingSink | None) -> Lease:
-        """Validate what is kept, else fetch. The look before this one was under the key's lock: nobody else is at it."""
+        """Validate the entry, else fetch it. The last look was under the key's lock: no other process is fetching it."""
         old = self.store.lease(URLS, target.key)
         if old is None or not self._is_expected(old, options):
             return self._fetch(target, options, spilling)
         try:
             current = self._validate(target, options, old)
         except BaseException:
-            old.close()  # the error, and so its frames, may be kept for long
+            old.close()  # the error, and so its frames, may live for long
             raise
         if current is not None:
             self.store.count_hit(current.entry.size)
@@ -321,7 +320,7 @@ class Origin:
         return self._fetch(target, options, spilling)
 
     def _validate(self, target: Target, options: FetchOptions, old: Lease) -> Lease | None:
-        """``old`` if it is still the remote's, or the remote cannot be reached; None if the remote has something else."""
+        """``old`` if it is still the remote's version, or the remote cannot be reached; None if the remote has another version."""
         began = self.store.now(exact=True)
         try:
             with self.reaching(options):
@@ -329,7 +328,7 @@ class Origin:
             self.count(Transfer(requests=1))
         except (errors.RemoteUnavailable, errors.RemoteTimeout) as error:
             self.warn_stale(target.key, "%s cannot be reached (%s): its copy from the cache is served", error)
-            if error.attempts:  # else its host was not even asked, and may be heard of in the next moment
+            if error.attempts:  # else its host was not even asked, and may answer the next request
                 self._postpone(old.entry, options)
             return old
         except errors.NotFound:
@@ -338,14 +337,14 @@ class Origin:
         return old if self._has_validated(old.entry, info, began) else None
 
     def _has_validated(self, entry: Entry, info: ObjectInfo | None, began: int) -> bool:
-        """Whether a conditional request that began then was answered with the version that is kept."""
+        """Whether a conditional request that began then was answered with the stored version."""
         same = info is None or (info.validator is not None and info.validator == entry.validator)
         if same:
             self.store.set_validated(entry, began)
         return same
 
     def _postpone(self, entry: Entry, options: FetchOptions) -> None:
-        """The remote cannot be reached: who waits for this answer, or asks in the next seconds, need not wait for a time-out of his own."""
+        """The remote cannot be reached: calls that wait for this answer, or come in the next seconds, need no time-out of their own."""
         if options.since > 1:
             self.store.set_validated(entry, self._postponed(options))
 
@@ -353,8 +352,7 @@ class Origin:
         return options.since + min(self.store.now() - options.since, POSTPONED)
 
     def _above(self, target: Target, options: FetchOptions) -> tuple[Remembered, int] | None:
-        """What the upstream root has of it, while that is still the remote's, and when it was seen to be. A prefilled root is old: the
-        remote is asked once."""
+        """The upstream root's copy and the time of its validation, if the remote still has this version: it is asked at most once."""
         hit = self.upstream.view(URLS, target.key) if self.upstream is not None else None
         if hit is None or self.upstream is None or (options.etag and not is_same_version(hit.entry.validator, options.etag)):
             return None
@@ -370,7 +368,7 @@ class Origin:
             return hit, self._postponed(options)
 
     def _copy(self, target: Target, options: FetchOptions, hit: Remembered, validated: int) -> Lease:
-        """An entry of the upstream as one of ours."""
+        """Copy an entry of the upstream root into this one."""
         life = "pinned" if options.pin else "cached"
         with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, validated=validated, resume=False) as writing:
             writing.begin(ObjectInfo(target.key, hit.size, hit.entry.validator))
@@ -402,7 +400,7 @@ class Origin:
                 self.count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
                 raise
             except errors.CacheFault:
-                self.count(Transfer(requests=1))  # that there is no room is learnt from the first answer
+                self.count(Transfer(requests=1))  # the first answer shows that there is no room
                 raise
             finally:
                 self.store.count("wait_ns_remote", time.monotonic_ns() - began)
@@ -431,23 +429,23 @@ class Origin:
         self.store.count("bytes_remote", transfer.received)
         self.store.count("retries", transfer.retries)
 
-    # -- past the cache --------------------------------------------------------------------------------------------
+    # -- reads that bypass the cache -------------------------------------------------------------------------------
 
     def fall_back(self, error: Exception, name: str) -> None:
-        """Count and tell that a call is served past the cache."""
+        """Count and log that a call is served from the source."""
         self.store.count("fallbacks")
         self.warn(type(error).__name__, "%s is served past the cache: %s", name, error)
 
     def reaching(self, options: FetchOptions | None = None) -> AbstractContextManager[None]:
-        """Around what asks a remote: hosts that were silent lately, for any process of the node, are not asked unless ``ask`` refreshes."""
+        """Context for requests to a remote: hosts that recently did not answer a process of the node are skipped, unless this refreshes."""
         return remote.tracking_hosts(self.store.hosts, ask_silent=options is not None and options.refresh)
 
     def warn_stale(self, key: str, message: str, error: Exception) -> None:
-        """A copy is served since its remote cannot be reached: told once for each host, or bucket. The message takes key and error."""
+        """Warn, once per host or bucket, that a copy is served because its remote cannot be reached. The message takes key and error."""
         self.warn(f"stale {'/'.join(key.split('/')[:3])}", message, key, error)
 
     def warn(self, kind: str, message: str, *values: object) -> None:
-        """Log each kind of trouble once per process; the counters tell how often it happened."""
+        """Log each kind of problem once per process; the counters show how often it happened."""
         if kind not in self.warned:
             self.warned.add(kind)
             log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
@@ -466,13 +464,13 @@ class Origin:
         return self._read_only(target, options, sink.data)
 
     def _read_only(self, target: Target, options: FetchOptions, data: bytearray) -> memoryview:
-        """What came in memory, if it is what ``ask`` expects."""
+        """The fetched bytes, read-only. Raises `ChecksumMismatch` if they are not what ``options`` expects."""
         if options.sha256 is not None and (digest := hashlib.sha256(data).hexdigest()) != options.sha256.lower():
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {options.sha256.lower()}", f"sha256 {digest}")
         return memoryview(data).toreadonly()
 
     def most(self) -> int:
-        """Bytes that an object may have in memory which comes compressed: as many as the cache could keep."""
+        """Maximum size in memory, in bytes, of an object that arrives compressed: as many as the cache could store."""
         try:
             return self.store.usage().budget or in_memory()
         except errors.CacheFault:
@@ -483,7 +481,7 @@ class Origin:
             raise errors.Offline.of(target.key)
 
     def _stream(self, target: Target, options: FetchOptions) -> BinaryIO:
-        """A file object that reads ranges of the remote as they are wanted."""
+        """A file object that reads ranges of the remote on demand."""
         if options.sha256 is not None or (self.upstream is not None and not options.bypass):
             return io.BytesIO(self._direct(target, options))
         self._refuse_offline(target, options)
@@ -495,15 +493,15 @@ class Origin:
         return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, self), RANGE))
 
     def local(self, target: Target, options: FetchOptions) -> Lease:
-        """A lease on the kept copy; a local file is its own path."""
+        """A lease on the cached copy; a local file is its own path."""
         if target.in_place and not options.force:
             return in_place(target.in_place)
         return self.lease(target, options)
 
-    # -- doors for the rooms above ---------------------------------------------------------------------------------
+    # -- for the layers above --------------------------------------------------------------------------------------
 
     def span(self, target: Target, span: Span, options: FetchOptions, *, validator: str | None = None) -> memoryview:
-        """Some bytes of an object, as an entry of their own; ``validator``: of which version. Raises `RemoteChanged` if it is gone."""
+        """Some bytes of an object, as a separate entry; ``validator``: of this version. Raises `RemoteChanged` if that is gone."""
         key = f"{target.key}#bytes={span.start}-{span.end - 1}" + (f"&version={validator}" if validator else "")
         began = 0
 
@@ -532,11 +530,11 @@ class Origin:
         past: Callable[[T], T] | None = None, label: str = "", timeout: float | None = None, counts_miss: bool = False,
         looked: bool = False,
     ) -> T:  # fmt: skip
-        """What ``look`` finds; else what ``make`` makes, in one process of the node at a time, as ``keep`` stored it.
+        """The result of ``look``; else that of ``make``, which one process of the node runs at a time, as ``keep`` stored it.
 
-        Looks once before it asks for the key's lock, and once under it: another process may have stored it meanwhile. Where the cache
-        cannot help, the caller gets what ``make`` made, which runs once, through ``past``. ``looked``: the caller has just looked.
-        ``label``: what messages call it. Raises what ``make`` raises."""
+        Looks once before it takes the key's lock, and once under it: another process may have stored it meanwhile. Where the cache
+        cannot help, ``make`` runs once, and the caller gets its result through ``past``. ``looked``: the caller has just looked.
+        ``label``: its name in messages. Raises what ``make`` raises."""
         values: list[T] = []
         has_failed = False
 
@@ -545,7 +543,7 @@ class Origin:
             if counts_miss:
                 self.store.count("misses")
             try:
-                with waits.time_limit(None, afresh=True):  # whatever it waits for is its own affair
+                with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
                     values.append(make())
             except BaseException:
                 has_failed = True
@@ -558,14 +556,14 @@ class Origin:
                 return value if value is not None else self.store.locks.single(space, key, look, fill, timeout=timeout)
         except (errors.CacheFault, errors.WaitTimeout, errors.Closed) as error:
             if has_failed:
-                raise  # the function's own
+                raise  # the error of the function itself
             self.fall_back(error, label or f"{space}:{key}")
         value = values[0] if values else make()
         return value if past is None else past(value)
 
     def kept(self, target: Target, since: int) -> Lease | None:
-        """A lease on the kept copy, if it need not be fetched: it is the remote's, which is asked where nobody did at ``since`` or later.
-        Nothing is raised: the fetch will tell."""
+        """A lease on the cached copy, if it need not be fetched: it is the remote's version, validated at ``since`` or later, or now.
+        Raises nothing: the fetch will report the error."""
         try:
             lease = self.store.lease(URLS, target.key)
         except errors.CacheFault as error:
@@ -590,11 +588,11 @@ class Origin:
         self.count(Transfer(requests=1))
         same = self._has_validated(entry, info, began)
         if not same:
-            self.store.set_validated(entry, 0)  # the next look need not ask
+            self.store.set_validated(entry, 0)  # the next look need not ask the remote
         return same
 
     def invalidate(self, target: Target) -> None:
-        """Let the next call ask the remote: for the object, and for the directory of this name."""
+        """Make the next call ask the remote: for the object, and for the directory of this name."""
         for entry in (self.store.entry(URLS, target.key), self.store.entry(LISTINGS, folder_of(target.key))):
             if entry is not None:
                 self.store.set_validated(entry, 0)

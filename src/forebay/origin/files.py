@@ -1,4 +1,4 @@
-"""File objects that the cache hands out: over a kept copy, or over ranges of a remote."""
+"""File objects that the cache returns: over a cached copy, or over ranges of a remote."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from forebay._engine.locks.leases import Lease
 from forebay._model import ObjectInfo, Remote, Span, Transfer
 
 RANGE = 4 << 20
-"""Bytes of one read ahead where an object is not kept."""
+"""Bytes of one read ahead where an object is not cached."""
 
 
 class Watcher(Protocol):
-    """Who counts requests, and knows which hosts were silent lately."""
+    """Counts requests, and knows which hosts recently did not answer."""
 
     def count(self, transfer: Transfer) -> None: ...
 
@@ -24,7 +24,7 @@ class Watcher(Protocol):
 
 
 class LeasedFile(io.FileIO):
-    """The kept copy, open; its lease ends when the file is closed."""
+    """The cached copy, open; closing the file closes its lease."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
@@ -36,9 +36,9 @@ class LeasedFile(io.FileIO):
 
 
 class RangeFile(io.RawIOBase):
-    """An object that is not kept: each read asks the remote for a range, of the version that was opened.
+    """An object that is not cached: each read requests a range from the remote, of the version that was opened.
 
-    ``watcher`` is told of each request. Raises `RemoteChanged` once the remote has another version."""
+    ``watcher`` counts each request. Raises `RemoteChanged` once the remote has another version."""
 
     def __init__(self, remote: Remote, url: str, key: str, info: ObjectInfo, watcher: Watcher) -> None:
         assert info.size is not None

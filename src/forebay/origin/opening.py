@@ -1,4 +1,4 @@
-"""How a root is opened, and opened later where it cannot be used yet."""
+"""Opens a root; one that cannot be used yet is opened later."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def is_network(path: Path) -> bool:
 
 
 class CacheHandle(Protocol):
-    """What a front hands out and closes with its origin."""
+    """An object that a front returns, and closes with its origin."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RootOptions:
-    """A root directory, and how `Cache` is to open it. Sizes as the user wrote them."""
+    """A root directory, and the options with which `Cache` opens it. Sizes as the user wrote them."""
 
     path: Path
     budget: int | str | None = None
@@ -45,7 +45,7 @@ class RootOptions:
         cls, environment: _config.EnvironmentSettings, root: str | os.PathLike[str] | None, budget: int | str | None,
         min_free: int | str | None, max_entries: int | None, shared: bool | None, read_only: bool,
     ) -> Self:  # fmt: skip
-        """What the caller gave; for what is None, what the environment says. Raises `ConfigError`."""
+        """The caller's options; where they are None, those of the environment. Raises `ConfigError`."""
         if root is not None and not os.fspath(root):
             raise errors.ConfigError("root must not be empty (use '.' for the current directory)", name="root", value="")
         if max_entries is not None and max_entries < 0:
@@ -75,7 +75,7 @@ class RootOptions:
             raise errors.RootRefused(message, path=str(self.path), wanted=expected, found=problem) from error
 
     def open_or_pass(self) -> Store | PassThrough:
-        """The store, or a `PassThrough` where the root cannot be used for now. Raises for a root that never can be."""
+        """The store, or a `PassThrough` where the root cannot be used for now. Raises for a root that can never be used."""
         try:
             return self.open()
         except (errors.CacheFault, OSError) as error:
@@ -87,24 +87,24 @@ class RootOptions:
 
 
 class Reopening:
-    """A root that could not be used when it was opened, because the disk was full or its catalog busy: a later call opens it.
+    """A root that could not be used when it was opened, because the disk was full or its catalog was busy: a later call opens it.
 
     An attempt takes a fraction of a second. Callable from any thread and after a fork."""
 
     def __init__(self, root: RootOptions) -> None:
         self._root = root
-        self.others_may_write = root.shared or root.read_only  # whether they can is not known before it is open
+        self.others_may_write = root.shared or root.read_only  # whether they can is unknown until it is open
         self._turn = waits.Turn()
 
     def attempt(self) -> Store | None:
-        """The store, once it can be opened: given once."""
+        """The store, once it can be opened: returned only once."""
         if not self._turn.take():
             return None
         store = None
         try:
             with waits.time_limit(0):
                 store = self._root.open()
-        except (errors.ForebayError, OSError) as error:  # whatever became of the root: the cache was working without it until now
+        except (errors.ForebayError, OSError) as error:  # whatever happened to the root: the cache worked without it until now
             log.info("the cache in %s still cannot be used: %s", self._root.path, str(error))
             return None
         finally:
@@ -115,7 +115,7 @@ class Reopening:
 
 
 def others_can_write(store: Store) -> bool:
-    """Whether anybody but this user and the superuser can write to this root."""
+    """Whether anyone but this user and the superuser can write to this root."""
     try:
         status = os.stat(store.root.path)
     except OSError:

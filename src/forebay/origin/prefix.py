@@ -1,4 +1,4 @@
-"""What all sources share: provenance, names below a prefix, and how remotes are asked, for a cache or without one."""
+"""What all sources share: provenance, names below a prefix, and access to remotes, with or without a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forebay.remote import RemoteOptions
 
 
 def info_of(source: Any, key: str) -> SourceInfo:
-    """The provenance of an item, of any source."""
+    """The provenance of an item of any source."""
     own = getattr(source, "info", None)
     return SourceInfo(source.uri, key, None, (key,)) if own is None else own(key)
 
@@ -41,7 +41,7 @@ _PLACES = {"http": "host", "https": "host", "s3": "bucket"}
 
 
 class Prefix:
-    """What the URLs of a source begin with; ``plain``: it is a path of a filesystem object, which is never quoted."""
+    """The common beginning of the URLs of a source; ``plain``: a path of a filesystem object, which is never quoted."""
 
     def __init__(self, text: str | os.PathLike[str], *, plain: bool = False) -> None:
         text = os.fspath(text)
@@ -59,13 +59,13 @@ class Prefix:
 
     @staticmethod
     def _cut(text: str, kind: str) -> tuple[str, str, str]:
-        """Before and after the place where names go: before a query (such as a signature), or the rest of a chain of fsspec's."""
+        """The text before and after the names: names go before a query (such as a signature), or before the rest of a chain of fsspec."""
         if kind in ("http", "https"):
             return text.partition("#")[0].partition("?")
         return (text, "", "") if kind == "s3" else text.partition("::")
 
     def join(self, name: str) -> str:
-        """The URL, or path, of what has this name below it. Raises `ConfigError` where fsspec would take it for several URLs."""
+        """The URL, or path, of this name below the prefix. Raises `ConfigError` where fsspec would take it for several URLs."""
         if self._chained and "::" in name:
             message = f"{name!r} cannot be read by a URL, where :: has a meaning: give the filesystem, UrlSource(path, filesystem=...)"
             raise errors.ConfigError(message, name="key", value=name)
@@ -75,19 +75,19 @@ class Prefix:
 
     @property
     def folder(self) -> str:
-        """What to list: everything below."""
+        """The URL, or path, whose listing names everything below."""
         return self.join("")
 
     def name_of(self, url: str) -> str:
-        """The name of a URL that a listing gave: `join` undone."""
+        """The name of a URL from a listing: the inverse of `join`."""
         path = remote.local_path(url) if self.local is not None else url
         return (path or "").removeprefix(self._head + "/").removesuffix(self._tail)
 
 
 class RemoteAccess:
-    """Asks remotes, or one filesystem object: with the options of the cache that it is bound to, else with those of the environment.
+    """Access to remotes, or to one filesystem object: with the options of the bound cache, else with those of the environment.
 
-    Callable from any thread and after a fork. Pickled without its cache: whoever has one there binds it again."""
+    Callable from any thread and after a fork. Pickles without its cache: the receiving process binds its own."""
 
     def __init__(self, filesystem: Any = None, options: RemoteOptions | None = None) -> None:
         self.filesystem, self._given = filesystem, options
@@ -107,13 +107,13 @@ class RemoteAccess:
         self._forget()
 
     def bind(self, origin: Origin) -> None:
-        """Ask with this cache's options, let it count what is asked, and take what it has. The last one that it is bound to holds."""
+        """Use this cache's options and copies, and let it count the requests. The last cache that was bound applies."""
         self.origin, self._bound_at = origin, origin.store.now(exact=True)
         self._options, self._own = self._given or origin.options, None
 
     def kept(self, url: str, *, versioned: bool = False) -> Lease | None:
-        """A lease on the object where the cache has it, from `Cache.read` or a `pull`, and need not fetch it. ``versioned``: it is to be of
-        a version that the caller named, so it was seen to be the remote's since then."""
+        """A lease on the object where the cache has it, from `Cache.read` or a `pull`, and need not fetch it. ``versioned``: the caller
+        named the version of the dataset, so any copy validated since `bind` will do."""
         origin = self.origin
         if origin is None or self.is_local(url):
             return None
@@ -128,7 +128,7 @@ class RemoteAccess:
         return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0]), served_by)
 
     def _filesystem(self) -> tuple[str, str, Remote]:
-        """Of the filesystem object: the scheme of its URLs, what tells it from others, and its remote. Found once: it costs a pickle."""
+        """Of the filesystem object: the scheme of its URLs, its identity, and its remote. Computed once: it costs a pickle."""
         if self._own is None:
             key, _, served_by = remote.on_filesystem(self.filesystem, "", self.options)
             self._own = key.partition("://")[0], key.rpartition("#")[2], served_by
@@ -148,7 +148,7 @@ class RemoteAccess:
         return remote.key_on(kind, url, identity)
 
     def remote(self, url: str) -> Remote:
-        """Who serves this URL. Raises `ConfigError`, `MissingExtra`; `Offline` where the cache may ask nobody."""
+        """The remote that serves this URL. Raises `ConfigError`, `MissingExtra`; `Offline` where the cache must not ask it."""
         if self.origin is not None and self.origin.offline and not self.is_local(url):
             raise errors.Offline.of(self.key(url))
         return remote.resolve(url, self.options) if self.filesystem is None else self._filesystem()[2]
@@ -157,7 +157,7 @@ class RemoteAccess:
         return self.filesystem is None and remote.local_path(url) is not None
 
     def stat(self, url: str) -> ObjectInfo:
-        """What the remote says of an object. Raises `RemoteError`."""
+        """The remote's description of an object. Raises `RemoteError`."""
         with self._reaching():
             info = self.remote(url).stat(url)
         self._count(url, Transfer(requests=1))
@@ -181,7 +181,7 @@ class RemoteAccess:
         return bytes(sink.data)
 
     def bytes_of(self, lease: Lease) -> bytes | None:
-        """What `kept` found; None where that is damaged."""
+        """The bytes of a lease of `kept`; None where they are damaged."""
         assert self.origin is not None
         try:
             with lease:
@@ -202,7 +202,7 @@ class RemoteAccess:
         return data
 
     def _part_of_kept(self, url: str, span: Span, validator: str) -> bytes | None:
-        """From the whole object, where the cache has it in this version."""
+        """The bytes from the whole object, where the cache has it in this version."""
         origin = self.origin
         if origin is None or self.is_local(url):
             return None
@@ -220,7 +220,7 @@ class RemoteAccess:
         """All objects whose URL begins with this. Raises `RemoteError`."""
         infos = self.remote(url).list(url)
         while True:
-            with self._reaching():  # not around what the caller does between two of them
+            with self._reaching():  # not around the work of the caller between two of them
                 info = next(infos, None)
             if info is None:
                 return

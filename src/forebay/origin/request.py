@@ -1,4 +1,4 @@
-"""One object of a remote, and how one call wants it."""
+"""An object of a remote, the options of one fetch of it, and the sinks that receive it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forebay._model import Buffer, BufferSink, CloningSink, ObjectInfo, Partial,
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A URL: where it is fetched from, and the key under which it is kept. Secrets stand in ``url`` only."""
+    """A URL: where it is fetched from, and the key under which it is stored. Only ``url`` may contain secrets."""
 
     url: str
     key: str
@@ -27,8 +27,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class FetchOptions:
-    """How one call wants an object. ``since``: serve what was validated at or after this (nanoseconds of the store's clock; 1: ever;
-    -1: even if it was invalidated). ``refresh``: and only what was validated since the call began, whatever the clock says.
+    """The options of one call. ``since``: serve what was validated at or after this (nanoseconds of the store's clock; 1: ever;
+    -1: even if it was invalidated). ``refresh``: serve only what was validated since the call began, whatever the clock says.
     ``timeout``: seconds to wait for another process. ``bypass``: neither look into the cache nor write to it. ``force``: keep a local
     file in the cache too."""
 
@@ -46,7 +46,7 @@ class FetchOptions:
 
 
 class VersionCheckSink:
-    """A sink that refuses another version than the caller expects, before a byte of it is kept."""
+    """A sink that refuses any version but the expected one, before a byte of it is stored."""
 
     def __init__(self, sink: _model.Sink, url: str, etag: str) -> None:
         self._sink, self._url, self._etag = sink, url, etag
@@ -61,7 +61,7 @@ class VersionCheckSink:
 
 
 class SpillingSink:
-    """A sink that goes on in memory where the cache has no room: what the first answer began to bring is not asked for again."""
+    """A sink that continues in memory where the cache has no room, so that the data of the first answer is not requested again."""
 
     def __init__(self, most: Callable[[], int]) -> None:
         """``most``: see `BufferSink`."""
@@ -74,14 +74,14 @@ class SpillingSink:
         self._hold: KeyHold | None = None
         self.fault: errors.CacheFault | None = None
         self.came: memoryview | None = None
-        """All of the object, once it has come and was checked."""
+        """The whole object, once it was received and checked."""
 
     def held_by(self, hold: KeyHold) -> None:
-        """Let go of this lock as soon as it is known that nothing will be kept: others that want the object need not wait."""
+        """Release this lock as soon as it is known that nothing will be stored: other readers of the object need not wait."""
         self._hold = hold
 
     def over(self, writing: Writing) -> Self:
-        """Fill this as long as it takes the object."""
+        """Write to this as long as it accepts the object."""
         self._sink = self._writing = writing
         return self
 
@@ -90,7 +90,7 @@ class SpillingSink:
         return self._memory.data
 
     def take(self) -> memoryview | None:
-        """`came`. Once: the fault, whose frames hold on to this object, is forgotten, and what came lives as long as the caller wants."""
+        """`came`, once: drops it, and the fault, whose frames hold references to this object."""
         came, self.came, self.fault = self.came, None, None
         return came
 
@@ -117,7 +117,7 @@ class SpillingSink:
             self._memory.write(offset, data)
 
     def _spill(self, error: errors.CacheFault) -> None:
-        self.fault, self._sink = error.with_traceback(None), self._memory  # its frames hold on to what they have mapped
+        self.fault, self._sink = error.with_traceback(None), self._memory  # its frames hold references to what they have mapped
         if self._hold is not None:
             self._hold.release()
 
@@ -127,7 +127,7 @@ class SpillingSink:
 
 
 def is_same_version(validator: str | None, expected: str) -> bool:
-    """Whether two validators name one version, with or without their quotes."""
+    """Whether two validators name the same version, with or without their quotes."""
     return (validator or "").removeprefix("W/").strip('"') == expected.removeprefix("W/").strip('"')
 
 
@@ -137,11 +137,11 @@ def sha256_of(path: str) -> str:
 
 
 def in_memory() -> int:
-    """The bound where there is no budget: half of the machine's memory."""
+    """The limit where there is no budget, in bytes: half of the machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def folder_of(key: str) -> str:
-    """The key of a directory, from that of an object of its name."""
+    """The key of a directory, from the key of an object of the same name."""
     head, mark, tail = key.partition("?") if "?" in key else key.partition("#")
     return head.rstrip("/") + "/" + mark + tail

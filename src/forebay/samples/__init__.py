@@ -1,4 +1,4 @@
-"""Item i of a dataset, decoded or fetched once for all processes of the node, and kept."""
+"""Items of a dataset by index, decoded or fetched once for all processes of the node, and stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logger("forebay.samples")
 
 
 class _MovedFunction:
-    """Stands for a method that is a function elsewhere: whoever looks for it is told where."""
+    """Replaces a method that is now a function elsewhere: the AttributeError names the function."""
 
     def __init__(self, function: str) -> None:
         self._function = function
@@ -33,10 +33,10 @@ class _MovedFunction:
 
 
 class Samples(Generic[Item]):
-    """An array of slots that any process fills and reads. Made by `Cache.samples`.
+    """An array of slots that any process fills and reads. Created by `Cache.samples`.
 
-    Callable from any thread; usable in both processes after a fork; pickled to another process it is the same array. What was
-    handed out stays good after `close` and after an eviction; any other call then raises `Closed`."""
+    Callable from any thread; usable in both processes after a fork; unpickled in another process it is the same array. Returned items
+    stay valid after `close` and after an eviction; any other call after `close` raises `Closed`."""
 
     def __init__(self, origin: Origin, pack: Pack | NoPack, codec: codecs.Codec, name: str | None, *, copy: bool = False) -> None:
         self._origin, self._codec, self._copy = origin, codec, copy
@@ -50,7 +50,7 @@ class Samples(Generic[Item]):
     def _attach(self, pack: Pack | NoPack) -> None:
         self._pack, self._find = pack, pack.finder()
         if self._codec.name == "raw" and not self._copy and not isinstance(pack, _LatePack):
-            self.get = self._find  # type: ignore[method-assign, assignment]  # one call less, on the path that is taken a million times a second
+            self.get = self._find  # type: ignore[method-assign, assignment]  # saves a call on the path that runs a million times a second
 
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._pack, _LatePack):
@@ -64,10 +64,10 @@ class Samples(Generic[Item]):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def get(self, i: int, copy: bool = False) -> Item | None:
-        """What slot ``i`` holds; None if it is empty. Takes no lock and no system call once this process has looked at it.
+        """The item in slot ``i``; None if it is empty. Takes no lock and no system call once this process has read the slot.
 
-        With the codec ``raw`` a read-only memoryview over the mapping; arrays are read-only views of it. ``copy``: writable, of the
-        caller's own. Raises IndexError outside of 0..N-1, and `Closed`."""
+        With the codec ``raw`` a read-only memoryview over the mapping; arrays are read-only views of it. ``copy``: a private,
+        writable copy. Raises IndexError outside of 0..N-1, and `Closed`."""
         copy = copy or self._copy
         data = self._find(i, copy)
         if data is None:
@@ -76,17 +76,17 @@ class Samples(Generic[Item]):
         return None if decoded is None else decoded[0]
 
     def get_many(self, indices: Iterable[int]) -> list[Item | None]:
-        """`get` of each."""
+        """The items of these slots, as `get` returns them."""
         get = self.get
         items = [get(i) for i in indices]
         self._pack.flush_counts()
         return items
 
     def get_or_put(self, i: int, fn: Callable[[], Item | Buffer], *, timeout: float | None = None) -> Item:
-        """What slot ``i`` holds; else what ``fn`` gives, stored: of all processes of the node one runs it for this slot at a time.
+        """The item in slot ``i``; else the result of ``fn``, which is stored: one process of the node runs it for this slot at a time.
 
-        It comes as `get` gives it. What ``fn`` raises reaches all who waited for it. Where nothing more can be stored ``fn`` runs
-        here at once. ``timeout``: seconds to wait for another process. Raises `ConfigError` for what the codec does not take."""
+        Returns the item as `get` does. What ``fn`` raises reaches every process that waited. Where nothing more can be stored, ``fn`` runs
+        here at once. ``timeout``: seconds to wait for another process. Raises `ConfigError` for a value that the codec does not accept."""
         decoded = self._decoded(i, self._find(i, self._copy))
         if decoded is not None:
             return decoded[0]
@@ -103,7 +103,7 @@ class Samples(Generic[Item]):
         return self._decoded(i, self._pack.peek(i, self._copy))
 
     def _decoded(self, i: int, data: memoryview | None) -> tuple[Item] | None:
-        """In a tuple, since what is stored may be None."""
+        """The item in a tuple, since a stored item may be None."""
         if data is None:
             return None
         try:
@@ -111,16 +111,16 @@ class Samples(Generic[Item]):
         except Exception:
             if self._pack.is_damaged(i):
                 return None
-            raise  # the codec's own fault
+            raise  # the error of the codec itself
 
     def _private(self, i: int, data: memoryview) -> memoryview:
         try:
             return self._pack.private(i)
-        except OSError:  # as many mappings, or files, as a process may have
+        except OSError:  # the process has as many mappings, or files, as it may have
             return memoryview(bytearray(data))
 
     def _store_and_read(self, i: int, value: Any) -> tuple[Item]:
-        """Store what was made, if that can be; it comes back as the next reader will get it, where it can be stored at all."""
+        """Store a value, if possible; return it as the next reader will get it, if it can be encoded."""
         encoded: list[Sequence[Buffer]] = []
 
         def encode(value: Any) -> Sequence[Buffer]:
@@ -138,12 +138,12 @@ class Samples(Generic[Item]):
         return stored if stored is not None else (self._as_read(value, encoded[0] if encoded else None),)
 
     def _as_read(self, value: Any, pieces: Sequence[Buffer] | None = None) -> Any:
-        """What is not stored, as it would come if it were: a program gets the same whether there was room or not."""
+        """A value that is not stored, as it would be read if it were: a program gets the same whether there was room or not."""
         try:
             whole = bytearray(b"".join(self._codec.encode(value) if pieces is None else pieces))
         except errors.ConfigError:
             raise
-        except Exception:  # noqa: BLE001  # of whatever the value holds
+        except Exception:  # noqa: BLE001  # whatever the code of the value raises
             return value  # it cannot be stored
         data = memoryview(whole) if self._copy else memoryview(whole).toreadonly()
         return self._codec.decode(data, lambda: memoryview(whole))
@@ -160,16 +160,17 @@ class Samples(Generic[Item]):
 
     @property
     def filled(self) -> int:
-        """How many slots are filled."""
+        """The number of filled slots."""
         return self._pack.count()
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, i: int, value: Item | Buffer) -> bool:
-        """Fill slot ``i``. False if it is filled already, or nothing more is admitted: frozen, or no room, which is told once.
+        """Fills slot ``i``. False if it is filled already, or nothing more is admitted: the array is frozen, or there is no room, which
+        is logged once.
 
-        Of several that fill one slot at the same time one does. Raises IndexError, `Closed`, `ConfigError` for what the codec does
-        not take."""
+        Of several concurrent calls for one slot, one succeeds. Raises IndexError, `Closed`, `ConfigError` for a value that the codec does
+        not accept."""
         try:
             with waits.time_limit(self._origin.timeout):
                 return self._pack.put(i, self._codec.encode, value)
@@ -178,14 +179,14 @@ class Samples(Generic[Item]):
             return False
 
     def _tell(self, i: int, error: Exception) -> None:
-        """Something is not stored: said once a kind."""
-        if isinstance(error, errors.NoSpace) and error.limit == "budget":  # what `freeze` means: the end of many a first epoch
+        """Count and warn that an item is not stored: one warning for each kind of error."""
+        if isinstance(error, errors.NoSpace) and error.limit == "budget":  # as `freeze` intends: at the end of many a first epoch
             self._origin.warn(f"samples {self._label}", "%s takes nothing more for now, and keeps what it has: %s", self._label, error)
             self._origin.store.count("store_failures")
         elif isinstance(error, errors.NoSpace):
             self._warn("full", f"{self._label} takes nothing more for now, and keeps what it has: {error}")
         elif isinstance(error, errors.CacheFault):
-            self._warn("full", f"sample {i} of {self._label} is not stored: {error}")  # of the catalog, too
+            self._warn("full", f"sample {i} of {self._label} is not stored: {error}")  # also of the catalog
         else:
             self._warn("encode", f"sample {i} of {self._label} cannot be stored: {error}")
 
@@ -201,18 +202,18 @@ class Samples(Generic[Item]):
         return self._pack.frozen
 
     def freeze(self) -> None:
-        """Admit nothing more, from any process, for good."""
+        """Admits nothing more, from any process, permanently."""
         self._pack.freeze()
 
     # -- names -----------------------------------------------------------------------------------------------------
 
     def preserve(self, name: str, overwrite: bool = False) -> bool:
-        """Give an array without a name one, under which later jobs find it; freeze it. Copies nothing.
+        """Gives an array without a name a name, under which later jobs find it; freezes it. Copies nothing.
 
-        False if the name is taken, unless ``overwrite``: the old one then goes when nobody has it open. Raises RuntimeError in any
-        process but the one that made this handle."""
+        False if the name is taken, unless ``overwrite``: the old array is then removed once no process has it open. Raises RuntimeError in
+        any process but the one that created this handle."""
         self._check_creator("preserve")
-        self._pack.has(0)  # Closed, if it is
+        self._pack.has(0)  # raises Closed
         if self.name is not None:
             raise errors.ConfigError(f"this array has a name already: {self.name!r}", name="name", value=name)
         checked_name(name)
@@ -229,9 +230,9 @@ class Samples(Generic[Item]):
         return named
 
     def preload(self, name: str) -> bool:
-        """Open the array of this name here, to be read only, in place of what this handle had. False if there is none, or this
-        one is frozen already. Raises ValueError where it has another length or codec, RuntimeError in any process but the one that
-        made this handle."""
+        """Opens the array of this name read-only, in place of the array of this handle. False if there is none, or this handle is frozen
+        already. Raises ValueError where it has another length or codec, RuntimeError in any process but the one that created this
+        handle."""
         self._check_creator("preload")
         self._pack.has(0)
         if self.frozen:
@@ -253,7 +254,7 @@ class Samples(Generic[Item]):
     import_pfio = _MovedFunction("forebay.adapters.pfio.import_pfio(path, name, cache=None)")
 
     def verify(self) -> list[int]:
-        """Compare every sample with its checksum. What is damaged is emptied, to be filled again; gives these slots."""
+        """Compares every sample with its checksum. Empties damaged slots, to be filled again; returns them."""
         return self._pack.bad_slots()
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ class Samples(Generic[Item]):
         return self._pack.closed
 
     def close(self) -> None:
-        """Let go. An array without a name is gone when the last process that has it does this, or ends."""
+        """Releases the array. One without a name is removed when the last process that has it calls this, or ends."""
         pack = self._pack
         if pack.closed:
             return
@@ -283,7 +284,7 @@ class Samples(Generic[Item]):
         self.close()
 
     def _store(self) -> Store:
-        """Of a pack, which only a store has."""
+        """The store of a pack: a `PassThrough` has no packs."""
         assert self._origin.store.keeps
         return self._origin.store
 
@@ -334,12 +335,12 @@ def open_samples(
 def _unpickle_late(
     origin: Origin, name: str | None, length: int, codec: codecs.Codec[Any], fingerprint: str | bytes | None, copy: bool
 ) -> Samples[Any]:  # fmt: skip
-    """A handle that came from another process, where the array could not be opened."""
+    """Unpickle a handle from a process that could not open the array."""
     return open_samples(origin, name, length, codec=codec, fingerprint=fingerprint, copy=copy)
 
 
 class _LatePack(NoPack):
-    """Stands for an array that cannot be opened now: a later call of its handle opens it. Tried after a second, then after ever longer."""
+    """Stands for an array that cannot be opened now: a later call of its handle opens it, after a second, then with growing pauses."""
 
     def __init__(self, length: int, find_pack: Callable[[], Pack | NoPack | None], fingerprint: str | bytes | None) -> None:
         super().__init__(length)
@@ -361,7 +362,7 @@ class _LatePack(NoPack):
             if isinstance(pack, Pack) and attach is not None:
                 attach(pack)
                 may_try = False
-        except errors.ConfigError as error:  # somebody made another array of this name meanwhile: no get of the loop fails for that
+        except errors.ConfigError as error:  # another array of this name was created meanwhile: no `get` may fail because of it
             may_try = False
             log.warning("nothing is found in this array, and nothing kept: %s", str(error))
         finally:
@@ -370,7 +371,7 @@ class _LatePack(NoPack):
 
 
 def _unpickle(origin: Origin, id: int, length: int, codec: codecs.Codec, name: str | None, copy: bool) -> Samples[Any]:
-    """A handle that came from another process: of the same array, whatever its name is by now."""
+    """Unpickle a handle from another process: of the same array, whatever its name is now."""
     pack: Pack | NoPack | None = None
     try:
         lease = origin.store.packs.find_by_id(id)

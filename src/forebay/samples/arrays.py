@@ -1,4 +1,4 @@
-"""Where an array of samples is found, or made: by its name, if it is what was wanted."""
+"""Finds an array of samples by its name, or creates it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPACE = "samples"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an array must be to be opened again: so many slots, filled by such a codec, from such a source."""
+    """The properties that an array must have to be opened again: number of slots, codec, and fingerprint of the source."""
 
     length: int
     codec: str
@@ -28,7 +28,7 @@ class Shape:
 
     @classmethod
     def of(cls, entry: Entry) -> Shape | None:
-        """None: what is noted of it is not what one of ours notes."""
+        """The shape noted in an entry; None if the note is not one of an array."""
         known = noted(entry.meta, length=int, codec=str)
         return cls(known["length"], known["codec"], entry.validator) if known and known["length"] > 0 else None
 
@@ -37,7 +37,7 @@ class Shape:
 
 
 def find_or_make(origin: Origin, name: str | None, shape: Shape) -> Pack | NoPack | None:
-    """The array of this name, made if there is none, or one of another fingerprint; a new one without a name."""
+    """The array of this name; created if there is none, or it has another fingerprint. Without a name, a new one."""
     store = origin.store
     if name is None:
         key = f"~{secrets.token_hex(8)}"
@@ -47,7 +47,7 @@ def find_or_make(origin: Origin, name: str | None, shape: Shape) -> Pack | NoPac
         return pack
     hold = store.locks.hold(SPACE, name)
     try:
-        # P1 finds none / P2 finds none / P1 holds the key, makes it, lets go / P2 holds the key: we are here.
+        # P1 sees none / P2 sees none / P1 holds the key, creates it, releases / P2 holds the key: we are here.
         pack = find(origin, name, shape)
         return pack or store.packs.make(SPACE, name, shape.length, fingerprint=shape.fingerprint, meta=shape.meta())
     finally:
@@ -57,7 +57,7 @@ def find_or_make(origin: Origin, name: str | None, shape: Shape) -> Pack | NoPac
 def find(origin: Origin, name: str, shape: Shape) -> Pack | None:
     """The array of this name, here or in the root upstream; None if there is none, or it has another fingerprint.
 
-    A length of 0 takes any. Raises `ConfigError` where it has another length or codec."""
+    A length of 0 accepts any. Raises `ConfigError` where it has another length or codec."""
     for store in (origin.store, origin.upstream):
         lease = _leased(origin, store, name) if store is not None else None
         if store is None or lease is None:
@@ -96,7 +96,7 @@ def _leased(origin: Origin, store: Store | PassThrough, name: str) -> Lease | No
 
 
 def checked_name(name: str) -> str:
-    """A name that an array can have. Raises `ConfigError`."""
+    """The name, if an array can have it. Raises `ConfigError`."""
     if not isinstance(name, str) or not name or name.startswith("~") or not name.isprintable():
         message = f"an array cannot be called {name!r}: a name is a str, not empty, without '~' at its begin"
         raise errors.ConfigError(message, name="name", value=repr(name))
@@ -104,7 +104,7 @@ def checked_name(name: str) -> str:
 
 
 def digest_of(fingerprint: str | bytes | None) -> str | None:
-    """A fingerprint as it is stored."""
+    """A fingerprint in its stored form."""
     if fingerprint is None:
         return None
     return hashlib.sha256(fingerprint.encode() if isinstance(fingerprint, str) else fingerprint).hexdigest()
