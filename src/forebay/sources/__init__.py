@@ -1,4 +1,4 @@
-"""Where the prefetcher's items come from: objects below a prefix, members of tar shards, and what a decoder makes of them."""
+"""Sources of the prefetcher's items: objects below a prefix, members of tar shards, and decoded items of another source."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Decode: TypeAlias = Callable[[str, Any], Any]
 class UrlSource:
     """The objects below a prefix: ``UrlSource("s3://bucket/photos")["2024/a b.jpg"]``.
 
-    ``prefix``: a directory, a URL of any kind that the cache takes, or a path of ``filesystem``, an object of fsspec or pyarrow; of an
-    HTTP URL a query, such as a signature, stays behind the names. Keys are plain names: what a URL must quote is quoted here.
-    ``version``: of the whole dataset, where it has one. ``options``: how remotes are asked; else as the cache does, or the environment
-    says. Each object is read whole: with retries and resumed, in ranges at once where it is large.
+    ``prefix``: a directory, a URL of any kind that the cache supports, or a path of ``filesystem``, an object of fsspec or pyarrow; the
+    query of an HTTP URL, such as a signature, stays after the names. Keys are plain names: this class quotes them for URLs.
+    ``version``: of the whole dataset, if it has one. ``options``: for requests; by default those of the cache, or of the environment.
+    Each object is read whole: with retries and resumes, and in concurrent ranges if it is large.
 
     Callable from any thread and after a fork; picklable if the filesystem is. Raises `ConfigError`, `MissingExtra`."""
 
@@ -53,16 +53,16 @@ class UrlSource:
         return self.fetch(key) if data is None else data
 
     def fetch(self, key: str) -> bytes:
-        """The same, never from the cache."""
+        """The object's bytes, never from the cache."""
         return self._reach.whole(self._url(key))
 
     def lease(self, key: str) -> Lease | None:
-        """A lease on the object where the cache has it already, from `Cache.read` or a `pull`, and it is the remote's still; else None."""
+        """A lease on the object if the cache has it already, from `Cache.read` or a `pull`, in the remote's current version; else None."""
         return self._reach.kept(self._url(key), versioned=self.version is not None)
 
     def keys(self) -> Iterator[str]:
-        """All names, in the order of the remote. What is no name below the prefix, such as ``../x``, is left out, and told once.
-        Raises `RemoteError`, for one of HTTP, which has no listings."""
+        """All names, in the order of the remote. Omits names that are not below the prefix, such as ``../x``, with one warning.
+        Raises `RemoteError`, also for HTTP, which has no listings."""
         has_warned = False
         for info in self._reach.list(self._prefix.folder):
             name = self._prefix.name_of(info.url)
@@ -73,12 +73,12 @@ class UrlSource:
                 log.warning("%s: %r is no name below it: such names are left out", self.uri, name)
 
     def size(self, key: str) -> int | None:
-        """Bytes of a local file; None where it would cost a request, or there is none."""
+        """Bytes of a local file; None for a remote one, which would cost a request, and if there is none."""
         status = self._local(key)
         return None if status is None else status.st_size
 
     def version_of(self, key: str) -> str | None:
-        """Time, size and inode of a local file; None where it would cost a request, or there is none."""
+        """Time, size and inode of a local file; None for a remote one, which would cost a request, and if there is none."""
         status = self._local(key)
         return None if status is None else f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
 
@@ -87,7 +87,7 @@ class UrlSource:
         return SourceInfo(self.uri, key, None, (key,))
 
     def bind(self, origin: Origin) -> None:
-        """Ask with a cache's options, and let it count. The prefetcher does this."""
+        """Use this cache: its options and its counters. The prefetcher calls this."""
         self._reach.bind(origin)
 
     def _url(self, key: str) -> str:
@@ -98,16 +98,16 @@ class UrlSource:
             return None
         try:
             return os.stat(self._url(key))
-        except OSError:  # reading it will tell
+        except OSError:  # reading it will raise the error
             return None
 
 
 class DecodedSource:
-    """A source whose items are what ``decode(key, data)`` makes of those of ``inner``.
+    """A source whose items are the results of ``decode(key, data)`` for the items of ``inner``.
 
-    ``decode`` may be a dict from extensions to such functions, see `by_extension`. ``version``: of the decoder; raise it when it gives
-    other values, so that those of before are not taken for its own. Its name is its attribute ``name``, else where it is defined;
-    of what has no name of its own (a lambda, an inner function, a function of a script) the code belongs to the name."""
+    ``decode`` may be a dict from extensions to such functions, see `by_extension`. ``version``: of the decoder; raise it when the
+    decoder returns other values, so that stored earlier values are not used. Its name is its attribute ``name``, else its module and
+    qualified name; the name of a lambda, an inner function, or a function of a script also contains a hash of its code."""
 
     def __init__(self, inner: Any, decode: Decode | Mapping[str, Decode], version: str | None = None) -> None:
         self.inner = inner
@@ -120,12 +120,12 @@ class DecodedSource:
 
     @property
     def uri(self) -> str:
-        """Of ``inner``."""
+        """The URI of ``inner``."""
         return str(self.inner.uri)
 
     @property
     def version(self) -> str | None:
-        """Of ``inner``; the decoder's is ``decoder_version``."""
+        """The version of ``inner``; that of the decoder is ``decoder_version``."""
         return getattr(self.inner, "version", None)
 
     def __getitem__(self, key: str) -> Any:
@@ -134,7 +134,7 @@ class DecodedSource:
 
     @property
     def keys(self) -> Any:
-        """The same of ``inner``, as `size`, `version_of` and `bind` are: None where it has none. Sizes are those before decoding."""
+        """The method of ``inner``, as are `size`, `version_of` and `bind`: None if it has none. Sizes are those before decoding."""
         return getattr(self.inner, "keys", None)
 
     @property
@@ -178,9 +178,9 @@ class _ByExtension:
 
 
 def by_extension(decoders: Mapping[str, Decode]) -> Decode:
-    """One ``decode(key, data)`` that leaves it to the one for the longest extension of the key: of ``{".png": f, ".seg.png": g, "": h}``
-    ``g`` takes ``a.seg.png`` and ``h`` what no other does. The case of letters does not matter, nor the dot at the beginning.
-    Raises `ConfigError` for a key that none of them takes."""
+    """A ``decode(key, data)`` that calls the decoder for the longest extension of the key: of ``{".png": f, ".seg.png": g, "": h}``
+    ``g`` decodes ``a.seg.png``, and ``h`` everything that matches no other. Ignores case, and the dot at the beginning.
+    Raises `ConfigError` for a key that matches none."""
     return _ByExtension(decoders)
 
 
@@ -189,7 +189,7 @@ def _extension(name: str) -> str:
 
 
 def _extensions(key: str) -> Iterator[str]:
-    """From the longest to none."""
+    """The extensions of a key, from the longest to the empty one."""
     rest = key.rpartition("/")[2].lower()
     while "." in rest:
         rest = rest.partition(".")[2]
@@ -198,7 +198,7 @@ def _extensions(key: str) -> Iterator[str]:
 
 
 def name_of(decode: Any) -> str:
-    """A name for a decoder that is the same in all processes, and another for another one."""
+    """A name for a decoder, the same in all processes, different for different decoders."""
     own = getattr(decode, "name", None)
     if isinstance(own, str):
         return own
@@ -215,7 +215,7 @@ def name_of(decode: Any) -> str:
 
 
 def _digest(function: Any, code: CodeType) -> str:
-    """Of what a function does: its code, its defaults, and what it took from around it."""
+    """A digest of the code of a function, its defaults, and its closure variables."""
     parts = [*_parts(code), repr(getattr(function, "__defaults__", None)), repr(getattr(function, "__kwdefaults__", None))]
     parts += [repr(around) for around in inspect.getclosurevars(function).nonlocals.items()] if inspect.isfunction(function) else []
     return hashlib.blake2s("\0".join(parts).encode("utf-8", "replace"), digest_size=8).hexdigest()
@@ -232,8 +232,8 @@ def _parts(code: CodeType) -> Iterator[str]:
 
 
 def source_of(thing: Any) -> Source:
-    """The source that a caller means: a path or URL that ends with ``.tar``, or several of them, are shards; any other is a prefix;
-    an object with ``source[key]`` and ``uri`` is taken as it is. Raises `ConfigError` for anything else."""
+    """The source for an argument of a caller: a path or URL that ends with ``.tar``, or several of them, are shards; any other is a
+    prefix; an object with ``source[key]`` and ``uri`` is used as it is. Raises `ConfigError` for anything else."""
     if isinstance(thing, (str, os.PathLike)):
         return TarSource(thing) if is_tar(os.fspath(thing)) else UrlSource(thing)
     if (

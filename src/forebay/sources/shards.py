@@ -1,4 +1,4 @@
-"""What is known of tar shards: their versions and their indexes, of which the node asks and makes one each."""
+"""Versions and indexes of tar shards: each is requested or built once per node."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ log = logger("forebay.sources.tar")
 
 SPACE = "indexes"
 MANY = 4096
-"""Indexes of the cache that one process keeps open: each may be a mapping."""
+"""Indexes from the cache that one process keeps open: each may be a mapping."""
 
 PAST = (errors.CacheFault, errors.WaitTimeout, errors.Closed)
-"""The cache cannot help: its faults do not reach who asks for an item."""
+"""Faults of the cache, which do not reach the reader of an item."""
 
 
 class Indexed(NamedTuple):
-    """An index, and the version of the shard that it is of: never one without the other."""
+    """An index, and the version of its shard."""
 
     members: Index
     info: ObjectInfo
@@ -60,17 +60,17 @@ class Shards:
     # -- versions --------------------------------------------------------------------------------------------------
 
     def learn(self, url: str, info: ObjectInfo) -> None:
-        """What a listing told."""
+        """Note a version from a listing."""
         if info.validator is not None:
             self._infos[url] = info
 
     def info(self, url: str) -> ObjectInfo:
-        """What the remote says, or said not long ago to any process of the node. Raises `RemoteError`, `Offline`."""
+        """The remote's current description of a shard, or a recent one of any process of the node. Raises `RemoteError`, `Offline`."""
         info = self._infos.get(url)
         if info is not None:
             return info
         with self._lock(url):
-            info = self._infos.get(url)  # as for indexes
+            info = self._infos.get(url)  # as in `_index_once`
             if info is None:
                 info = self._infos[url] = self._shared_info(url)
             return info
@@ -107,7 +107,7 @@ class Shards:
             return stale
 
     def forget(self, url: str, stale: ObjectInfo) -> None:
-        """This version is gone: let the next who asks ask the remote. Who learnt of another one meanwhile is not disturbed."""
+        """This version is gone: make the next request ask the remote. A newer version that is already known stays."""
         with self._lock(url):
             index = self._indexes.get(url)
             if index is not None and index.info is stale:
@@ -118,7 +118,7 @@ class Shards:
         self._expire(url)
 
     def _expire(self, url: str) -> None:
-        """For all processes."""
+        """Expire the version of a shard for all processes."""
         origin = self._reach.origin
         if origin is None:
             return
@@ -132,7 +132,7 @@ class Shards:
     # -- indexes ---------------------------------------------------------------------------------------------------
 
     def _lock(self, url: str) -> threading.Lock:
-        if self._pid != os.getpid():  # after a fork: what other threads held there is held by nobody here
+        if self._pid != os.getpid():  # after a fork: locks that other threads of the parent held have no holder here
             self._locks, self._pid = {}, os.getpid()
         return self._locks.setdefault(url, threading.Lock())
 
@@ -146,14 +146,14 @@ class Shards:
             try:
                 return self._index_once(url, info)
             except errors.RemoteError as error:
-                self.forget(url, info)  # another call may go well
+                self.forget(url, info)  # another call may succeed
                 if last or not isinstance(error, errors.RemoteChanged):
                     raise
         raise AssertionError("unreachable: the last turn returns or raises")
 
     def _index_once(self, url: str, info: ObjectInfo) -> Indexed:
         with self._lock(url):
-            # T1 and T2 want a new shard; T1 makes its index: T2, which waited here, finds it
+            # T1 and T2 need the index of a new shard; T1 builds it: T2, which waited here, takes it
             indexed = self._indexes.get(url)
             if indexed is None:
                 indexed = Indexed(self._obtain(url, info), info)
@@ -163,7 +163,7 @@ class Shards:
             return indexed
 
     def _obtain(self, url: str, info: ObjectInfo) -> Index:
-        """Out of the cache; made, and kept there, if it has none."""
+        """The index from the cache; built, and stored there, if it is missing."""
         origin = self._reach.origin
         if origin is None or info.validator is None:
             return Index(self._build(url, info))
@@ -185,7 +185,7 @@ class Shards:
 
 
 def _views(origin: Origin, key: str) -> Iterator[tuple[Store | PassThrough, Remembered]]:
-    """What the cache has, and the root above it."""
+    """The entries of this key in the cache, and in the upstream root."""
     for store in (origin.store, origin.upstream):
         hit = store.view(SPACE, key) if store is not None else None
         if store is not None and hit is not None:
@@ -193,7 +193,7 @@ def _views(origin: Origin, key: str) -> Iterator[tuple[Store | PassThrough, Reme
 
 
 def _noted(origin: Origin, url: str, key: str, since: int) -> ObjectInfo | None:
-    """What the remote said of a shard at or after ``since``."""
+    """The remote's description of a shard, noted at or after ``since``."""
     for store, hit in _views(origin, key):
         if origin.validated(store, hit.entry) < since:
             continue

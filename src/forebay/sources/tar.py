@@ -1,4 +1,4 @@
-"""The members of tar shards as items: by an index of each shard, and ranged reads of members."""
+"""The members of tar shards as items: read with an index of each shard, and range requests for members."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from forebay.sources.shards import Indexed, Shards
 log = logger("forebay.sources")
 
 AT_ONCE = 8
-"""Shards whose indexes are made at once where all keys are wanted."""
+"""Shards whose indexes are built concurrently for a list of all keys."""
 
 SILENCE = 10.0
-"""Seconds for which a shard whose remote does not answer is taken to have no version: who asks waits for retries each time, else."""
+"""Seconds for which a shard has no version after its remote did not answer: otherwise each request would wait for all retries."""
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 class _Layout(NamedTuple):
-    """``uri`` of the dataset; ``urls`` of the shards by name, in order."""
+    """The shards of a dataset. ``uri``: of the dataset; ``urls``: of the shards by name, in order."""
 
     uri: str
     urls: dict[str, str]
@@ -41,14 +41,15 @@ class _Layout(NamedTuple):
 class TarSource:
     """The members of tar shards, such as webdataset's: ``TarSource("s3://bucket/train")["shard-000017.tar/000123.jpg"]``.
 
-    ``shards``: the path or URL of a shard, also as ``shard-{000..999}.tar``; several of them; or a directory, or what URLs begin with:
-    all ``.tar`` below it. With ``filesystem``, an object of fsspec or pyarrow, its paths. A key is the shard's path below the directory
-    that all shards have in common, a slash, and the member's name. ``version``: of the whole dataset; without it the version of an item is
-    its shard's: ETag, or time and size.
+    ``shards``: the path or URL of a shard, also as ``shard-{000..999}.tar``; several of them; or a directory, or a prefix of URLs: all
+    ``.tar`` below it. With ``filesystem``, an object of fsspec or pyarrow: its paths. A key is the shard's path below the common directory
+    of all shards, a slash, and the member's name. ``version``: of the whole dataset; without it an item has the version of its shard: its
+    ETag, or its time and size.
 
-    Only the bytes of members are read, by an index of the shard that is made from its headers when it is first wanted: once for the
-    node where the source is bound to a cache, and kept there, else once a process. A shard that changes meanwhile is indexed again.
-    Plain tars of all formats; of several members with one name the last; links by name and directories are left out.
+    Reads only the bytes of members, with an index of the shard that is built from its headers on first use: once per node, and stored in
+    the cache, if the source is bound to a cache; else once per process. A shard that changes meanwhile is indexed again.
+    Supports uncompressed tars of all formats; of several members with the same name the last counts; symbolic links and directories are
+    omitted.
 
     Callable from any thread and after a fork; picklable if the filesystem is. Raises `ConfigError`, `MissingExtra`."""
 
@@ -73,13 +74,13 @@ class TarSource:
         return f"TarSource({self.uri!r})"
 
     def bind(self, origin: Origin) -> None:
-        """Ask with a cache's options, let it count, and keep the indexes there. The prefetcher does this."""
+        """Use this cache: its options, its counters, and its storage for the indexes. The prefetcher calls this."""
         self._reach.bind(origin)
 
     # -- items -----------------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: str) -> bytes:
-        """The member's bytes. Raises `NotFound`, `BadArchive` for a shard that is damaged, or another `RemoteError`."""
+        """The member's bytes. Raises `NotFound`, `BadArchive` for a damaged shard, or another `RemoteError`."""
         shard, name = self._split(key)
         for last in (False, True):
             indexed = self._shards.index(self._url(shard))
@@ -102,7 +103,7 @@ class TarSource:
         return data
 
     def keys(self) -> Iterator[str]:
-        """All members, shard by shard, in their order. Makes the indexes that are not there yet, of several shards at once."""
+        """All members, shard by shard, in their order. Builds missing indexes, of several shards concurrently."""
         names = iter(self._laid_out().urls.items())
         with ThreadPoolExecutor(AT_ONCE, "forebay-index") as pool:
             coming = deque((shard, pool.submit(self._shards.index, url)) for shard, url in islice(names, AT_ONCE))
@@ -117,7 +118,7 @@ class TarSource:
         return list(self._laid_out().urls)
 
     def size(self, key: str) -> int | None:
-        """Bytes of a member; None if it cannot be told: reading it will tell why."""
+        """Bytes of a member; None if unknown: reading it will raise the error."""
         try:
             shard, name = self._split(key)
             span = self._shards.index(self._url(shard)).members.get(name)
@@ -126,9 +127,9 @@ class TarSource:
         return None if span is None else span.length
 
     def version_of(self, key: str) -> str | None:
-        """What the remote calls the version of the shard: asked for once a shard, by the first process of the node that wants it.
+        """The version of the shard on the remote: requested once per shard, by the first process of the node that needs it.
 
-        None if the source as a whole has a version, or this one cannot be told: not asked for again in the next seconds then."""
+        None if the whole source has a version, or if this one is unknown: then it is not requested again for some seconds."""
         if self.version is not None:
             return None
         try:
@@ -164,7 +165,7 @@ class TarSource:
         return self._layout
 
     def _named(self, prefix: Prefix, listed: Sequence[ObjectInfo]) -> dict[str, ObjectInfo]:
-        """Shards by name. What is no name below the prefix is left out, and told once."""
+        """The shards by name. Omits names that are not below the prefix, with one warning."""
         infos = {prefix.name_of(info.url): info for info in listed}
         others = [name for name in infos if not is_name(name)]
         if others:
@@ -178,7 +179,7 @@ class TarSource:
         return self._reach.key(self._url(shard))
 
     def _split(self, key: str) -> tuple[str, str]:
-        """Shard and member."""
+        """The shard and the member of a key."""
         urls = self._laid_out().urls
         at = key.find("/")
         while at >= 0:
@@ -194,12 +195,12 @@ def is_tar(text: str) -> bool:
 
 
 def _bare(url: str) -> str:
-    """Without a query, such as a signature: of HTTP, where it is no part of the name."""
+    """The URL without its query, such as a signature, for HTTP, where the query is not part of the name."""
     return url.partition("#")[0].partition("?")[0] if url.lower().startswith(("http://", "https://")) else url
 
 
 def _expanded(text: str) -> Iterator[str]:
-    """``shard-{08..10}.tar`` as all that it stands for."""
+    """All names that ``shard-{08..10}.tar`` stands for."""
     match = _RANGE.search(text)
     if match is None:
         yield text
@@ -217,7 +218,7 @@ def _checked_prefix(prefix: Prefix) -> Prefix:
 
 
 def _laid_out(reach: RemoteAccess, texts: Sequence[str]) -> _Layout:
-    """Shards that are named one by one."""
+    """The layout of shards that are named one by one."""
     urls = [Prefix(text, plain=reach.filesystem is not None).url for text in texts]
     if not urls:
         raise errors.ConfigError("no shards: name one at least", name="shards", value=None)

@@ -1,4 +1,4 @@
-"""Where the members of a tar lie: found by reading its headers only, and looked up where it is kept, without parsing it again."""
+"""An index of the members of a tar: built by reading its headers only, and searched in its stored form, without parsing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logger("forebay.sources.tar")
 
 BLOCK = 512
 LONGEST_HEADER = 16 << 20
-"""Bytes of the names and records that may stand before a member: more is no tar, and would be read into memory."""
+"""Maximum bytes of the names and records before a member: they are read into memory, and more is not a tar."""
 
 NO_HEADER = "no header where one should be: damaged, or no tar"
 COMPRESSED = (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5")  # gzip, bzip2, xz, zstd
@@ -23,12 +23,12 @@ MAGIC = b"fbtarix2"
 _HEAD = struct.Struct("=8sQQ")  # magic, members, bytes of names
 
 Read = Callable[[Span], bytes]
-"""Bytes of the tar: fewer only where it ends."""
+"""Reads bytes of the tar: fewer than requested only at its end."""
 
 
 class Index:
-    """The members of one tar: names and spans, in the order of the tar. Looked up by bisection in the bytes that `build` gave, wherever
-    they lie. Raises ValueError for other bytes."""
+    """The members of one tar: names and spans, in the order of the tar. Searches the bytes that `build` returned by
+    bisection, without copying them. Raises ValueError for other bytes."""
 
     def __init__(self, data: Buffer) -> None:
         view = memoryview(data).toreadonly()
@@ -49,7 +49,7 @@ class Index:
         return (_text(self._name(i)) for i in range(len(self)))
 
     def get(self, name: str) -> Span | None:
-        """Where a member lies."""
+        """The span of a member."""
         encoded = name.encode("utf-8", "surrogateescape")
         digest = _hash(encoded)
         for at in range(bisect.bisect_left(self._hashes, digest), len(self)):
@@ -65,7 +65,7 @@ class Index:
 
 
 def packed(members: Mapping[bytes, Span]) -> bytes:
-    """The members as `Index` takes them."""
+    """The members in the form that `Index` reads."""
     hashes = sorted((_hash(name), i) for i, name in enumerate(members))
     ends, end = [], 0
     for name in members:
@@ -87,13 +87,13 @@ def _text(raw: bytes) -> str:
 def build(read: Read, size: int | None, name: str, *, window: int, most: int, jump: int) -> bytes:
     """The packed index of a tar. ``name``: for errors. Raises `BadArchive`, and what ``read`` raises.
 
-    Headers are read in windows of ``window`` bytes, doubled up to ``most`` while members are small; where the next header lies
-    ``jump`` bytes or more behind a window, the bytes between are not read, and the next window is a small one."""
+    Headers are read in windows of ``window`` bytes, doubled up to ``most`` while members are small; if the next header lies ``jump``
+    bytes or more after a window, the bytes between are skipped, and the next window is small."""
     return packed(_HeaderWalk(_Ahead(read, size, name, window, most, jump)).members())
 
 
 class _Ahead:
-    """The bytes of a tar, by windows."""
+    """The bytes of a tar, read in windows."""
 
     def __init__(self, read: Read, size: int | None, name: str, window: int, most: int, jump: int) -> None:
         self._read, self.size, self.name = read, size, name
@@ -101,7 +101,7 @@ class _Ahead:
         self._at, self._data = 0, memoryview(b"")
 
     def bytes_at(self, at: int, count: int) -> memoryview:
-        """``count`` bytes from ``at``; fewer where the tar ends."""
+        """``count`` bytes from ``at``; fewer at the end of the tar."""
         if at < self._at or at + count > self._at + len(self._data):
             self._fill(at, count)
         return self._data[at - self._at : at - self._at + count]
@@ -127,17 +127,17 @@ class _Ahead:
 
 
 class _HeaderWalk:
-    """Goes from header to header. Knows ustar, GNU's long names and large numbers, and the records of pax."""
+    """Walks from header to header. Supports ustar, GNU's long names and large numbers, and the records of pax."""
 
     def __init__(self, tar: _Ahead) -> None:
         self._tar = tar
-        self._standing: dict[str, bytes] = {}  # records of pax for all members that follow
+        self._standing: dict[str, bytes] = {}  # records of pax for all following members
         self._records: dict[str, bytes] = {}  # for the next one
         self._found: dict[bytes, Span] = {}
         self._left_out = False
 
     def members(self) -> dict[bytes, Span]:
-        """All regular files; of several with one name the last, as everywhere."""
+        """All regular files; of several with the same name the last."""
         at = 0
         while (head := bytes(self._tar.bytes_at(at, BLOCK))) and head.strip(b"\0"):
             if len(head) < BLOCK:
@@ -150,7 +150,7 @@ class _HeaderWalk:
         return self._found
 
     def _member(self, at: int, head: bytes) -> int:
-        """Take in what begins at ``at``; where the next header is."""
+        """Read the member at ``at``; return the position of the next header."""
         if at == 0 and head[:2] in COMPRESSED:
             raise self._tar.bad(at, "compressed: members can be read out of plain tars only")
         if _checksum(head) != self._number(at, head[148:156]):
@@ -175,11 +175,11 @@ class _HeaderWalk:
             raise self._tar.bad(at, f"cut short within {_text(name)!r}, of {span.length:,} bytes")
         if sparse or kind == b"S":
             log.warning("%s: %s has holes: its bytes do not lie in one piece, and it is left out", self._tar.name, _text(name))
-        elif kind in (b"\0", b"0", b"7") and not name.endswith(b"/"):  # so were directories written at first
+        elif kind in (b"\0", b"0", b"7") and not name.endswith(b"/"):  # the first tars marked directories like that
             self._enter(_plain(name), span)
 
     def _enter(self, name: bytes, span: Span) -> None:
-        """A member, unless its name leads out of the directory that somebody may build of them: told once for each tar."""
+        """Add a member, unless its name leads out of the directory to which it may be unpacked: then warn, once per tar."""
         if name and b"\0" not in name and b".." not in name.split(b"/"):
             self._found[name] = span
             return
@@ -188,12 +188,12 @@ class _HeaderWalk:
         self._left_out = True
 
     def _linked(self, kind: bytes, name: bytes, target: bytes) -> None:
-        """A hard link is another name of what came before; links by name, directories and devices hold no bytes."""
+        """Add a hard link as another name of an earlier member; symbolic links, directories and devices have no bytes."""
         if kind == b"1" and _plain(target) in self._found:
             self._enter(_plain(name), self._found[_plain(target)])
 
     def _extended(self, at: int, kind: bytes, start: int, size: int) -> int:
-        """What says more of the next member, or of all that follow."""
+        """Read a header that describes the next member, or all following ones."""
         if size > LONGEST_HEADER:
             raise self._tar.bad(at, f"a header of {size:,} bytes")
         data = bytes(self._tar.bytes_at(start, size)) if size else b""
@@ -208,7 +208,7 @@ class _HeaderWalk:
         return start + size + -size % BLOCK
 
     def _pax(self, at: int, data: bytes) -> dict[str, bytes]:
-        """Records of pax: ``length name=value``, each with a line's end."""
+        """The records of pax: lines of ``length name=value``."""
         records, rest = {}, data
         while rest.strip(b"\0"):
             digits, blank, _ = rest.partition(b" ")
@@ -221,7 +221,7 @@ class _HeaderWalk:
         return records
 
     def _past_sparse(self, head: bytes, start: int) -> int:
-        """Where the bytes of one of GNU's old sparse files begin: its map may go on in blocks of its own."""
+        """The start of the bytes of an old GNU sparse file: its map may continue in further blocks."""
         more = head[482]
         while more:
             block = self._tar.bytes_at(start, BLOCK)
@@ -229,7 +229,7 @@ class _HeaderWalk:
         return start
 
     def _number(self, at: int, field: bytes) -> int:
-        """Octal digits, or, where those do not suffice, GNU's binary."""
+        """A number in octal digits, or in GNU's binary form for larger numbers."""
         if field[0] == 0x80:
             return self._bounded(at, int.from_bytes(field[1:], "big"))
         digits = _cut(field).strip()
@@ -249,7 +249,7 @@ class _HeaderWalk:
 
 
 def _checksum(head: bytes) -> int:
-    """The sum of its bytes, with blanks where the sum itself stands."""
+    """The sum of the bytes of a header, with blanks in place of the sum itself."""
     return 256 + sum(head) - sum(head[148:156])
 
 
@@ -258,13 +258,13 @@ def _cut(field: bytes) -> bytes:
 
 
 def _name_in(head: bytes) -> bytes:
-    """The name in the header itself. GNU keeps other things where ustar has the directories."""
+    """The name in the header itself. GNU uses the field of ustar's directories for other data."""
     name, folder = _cut(head[:100]), _cut(head[345:500]) if head[257:263] == b"ustar\0" else b""
     return folder + b"/" + name if folder else name
 
 
 def _plain(name: bytes) -> bytes:
-    """Without what ``tar cf x.tar .`` puts before each name."""
+    """The name without the prefix that ``tar cf x.tar .`` writes."""
     while name.startswith((b"./", b"/")):
         name = name.partition(b"/")[2]
     return name
