@@ -215,7 +215,7 @@ class _Copy:
 
     def _no_space(self) -> errors.NoSpace:
         need, free = self._need(), self._free()
-        message = f"no room for {self._target}: {need:,} bytes are wanted, {free:,} are free on its disk"
+        message = f"no room for {self._target}: {need:,} bytes are needed, {free:,} are free on its disk"
         return errors.NoSpace(message, key=str(self._target), need=need, free=free, budget=self._budget, limit="disk")
 
     @contextlib.contextmanager
@@ -317,7 +317,7 @@ def _lstat(path: Path) -> os.stat_result | None:
 
 
 def _foreign(path: Path, what: str) -> errors.Foreign:
-    return errors.Foreign(f"{path} is {what}, and stays as it is: name another directory, or have it overwritten", path=str(path))
+    return errors.Foreign(f"{path} is {what}, and is not replaced: name another directory, or allow overwriting", path=str(path))
 
 
 def _prune(top: Path, names: set[str], prefix: str = "") -> None:
@@ -366,7 +366,7 @@ class Gate:
     """Once shut, no file can be created, so that all can be removed; writers raise `CopyStopped`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards shut: files are made under it
+        self._lock = threading.Lock()  # guards shut: files are created under it
         self._shut = False
 
     def shut(self) -> None:
@@ -398,7 +398,7 @@ class FileSink:
         file = self._file
         other = file.validator is not None and info.validator is not None and not is_same_version(info.validator, file.validator)
         if other or (info.size is not None and file.size not in (info.size, None)):
-            raise errors.RemoteChanged(f"{file.name} is another one now than when the directory was listed", url=remote.shown(info.url))
+            raise errors.RemoteChanged(f"{file.name} has changed since the directory was listed", url=remote.shown(info.url))
         if self._fd is None:
             self._fd = self._gate.create(self._path)
         else:
@@ -439,7 +439,7 @@ class FileSink:
         """Check and stamp the file after the last byte. Raises `RemoteChanged` where the size is not the listed one."""
         size, expected = os.fstat(self._descriptor).st_size, self._file.size
         if expected not in (size, None) or self.done < size:
-            message = f"{min(self.done, size):,} bytes of {self._file.name} came, and {expected or size:,} are wanted"
+            message = f"{min(self.done, size):,} bytes of {self._file.name} were received instead of {expected or size:,}"
             raise errors.RemoteChanged(message, url=self._file.name)
         if ns is not None:
             host.set_mtime(self._descriptor, ns)

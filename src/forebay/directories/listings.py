@@ -47,7 +47,7 @@ class Listings:
         try:
             manifest = Manifest.parse(hit.view)
         except (ValueError, TypeError) as error:  # a later version may store more
-            log.debug("what is kept of %s is not understood, and asked for again: %s", location.key, error)
+            log.debug("the stored listing of %s is not readable, and is requested again: %s", location.key, error)
             return None
         return Listing(manifest, hit.entry.validator or "", store.validated(hit.entry))
 
@@ -82,7 +82,7 @@ class Listings:
             else:
                 store.set_validated(entry, listing.at)
         except errors.CacheFault as error:
-            self._origin.warn("listing", "what is in %s is not kept, and asked for each time: %s", location.key, error)
+            self._origin.warn("listing", "the listing of %s is not stored, and is requested each time: %s", location.key, error)
 
     def keep(self, location: RemoteDirectory, files: Manifest) -> None:
         """Store the listing of a directory that this process has just written."""
@@ -123,7 +123,7 @@ class Listings:
         try:
             noted = self._noted(location, None)
         except errors.NotFound as error:
-            message = f"{location.key}: over HTTP nobody can list a directory, and there is no {MARK} that tells what is in it"
+            message = f"{location.key}: over HTTP directories cannot be listed, and there is no {MARK} that lists the files"
             todo = "upload it with `forebay push`, or name its files one by one"
             raise errors.NotFound(f"{message}: {todo}", url=location.key, status=error.status, todo=todo) from error
         yield from (File(name, file.size, None, None, file.digest) for name, file in noted.items())
@@ -142,9 +142,9 @@ def _check_complete(location: RemoteDirectory, complete: bool, files: Mapping[st
     missing = sorted(set(files) - present) if present is not None else []
     if complete and not missing:
         return
-    why = "they were removed, or are just being removed" if complete else "its upload has begun and not ended"
+    why = "they were removed, or are being removed now" if complete else "its upload has begun but not finished"
     many = f"{len(missing):,} of its {len(files):,} files are not there (such as {missing[0]!r}): {why}" if missing else why
-    message = f"{location.key} is not whole: {many}; repeat the upload, or remove {MARK} if what is there is all there is to be"
+    message = f"{location.key} is incomplete: {many}; repeat the upload, or remove {MARK} if all files are there"
     raise errors.Incomplete(message, url=location.key, missing=len(missing))
 
 

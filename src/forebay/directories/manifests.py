@@ -104,10 +104,10 @@ def _patterns(given: Patterns, name: str) -> tuple[str, ...]:
     several = (given,) if isinstance(given, str) else tuple(given or ())
     for pattern in several:
         if not isinstance(pattern, str) or not pattern:
-            message = f"{name}={pattern!r} is no pattern: one such as 'model-*.safetensors' or 'weights/' is wanted"
+            message = f"{name}={pattern!r} is no pattern: expected one such as 'model-*.safetensors' or 'weights/'"
             raise errors.ConfigError(message, name=name, value=repr(pattern))
     if given is not None and not several and name == "include":
-        raise errors.ConfigError("include=[] wants no file at all: leave it out for all of them", name=name, value="[]")
+        raise errors.ConfigError("include=[] selects no file: omit it to select all", name=name, value="[]")
     return tuple(sorted(set(several)))
 
 

@@ -115,7 +115,7 @@ def _locks(origin: Origin, location: RemoteDirectory) -> Iterator[Callable[[], c
 
 def _encoded(metadata: object) -> bytes:
     if not isinstance(metadata, dict):
-        message = f"metadata is a {type(metadata).__name__}: a dict is wanted"
+        message = f"metadata is a {type(metadata).__name__}: expected a dict"
         raise errors.NotJson(message, name="metadata", value=type(metadata).__name__)
     try:
         return json.dumps(metadata).encode()
@@ -127,8 +127,8 @@ def _parsed(location: RemoteDirectory, data: bytes) -> dict[str, Any]:
     try:
         metadata = json.loads(data)
         if not isinstance(metadata, dict):
-            raise ValueError(f"a {type(metadata).__name__} where an object is wanted")
+            raise ValueError(f"a {type(metadata).__name__} instead of an object")
     except (ValueError, RecursionError) as error:
-        message = f"{location.key}{METADATA} is damaged ({error}): set_metadata() writes it anew"
+        message = f"{location.key}{METADATA} is damaged ({error}): set_metadata() replaces it"
         raise errors.RemoteProtocolError(message, url=location.key) from error
     return metadata

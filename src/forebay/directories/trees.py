@@ -54,7 +54,7 @@ class Directories:
         return f"{location.key}#{suffix}" if suffix else location.key
 
     def lease(self, location: RemoteDirectory, part: Part, options: FetchOptions) -> Lease:
-        """A lease on a tree that is complete for ``part``; a local directory is yielded as it is, unless ``ask.force``.
+        """A lease on a tree that is complete for ``part``; a local directory is yielded as it is, unless ``options.force``.
 
         Raises `NotFound`, `NotADirectory`, `BadListing`, `Incomplete`, `RemoteChanged` or another `RemoteError`; `Offline`; `WaitTimeout`;
         `NoSpace` or another `CacheFault` where it cannot be stored."""
@@ -163,7 +163,7 @@ class _Tree:
             tree.close()  # it was set aside: recreate it from undamaged files
             if self._store.root.read_only:
                 break
-        raise errors.Damaged(f"{self._key} is damaged, and again after it was made anew: see `forebay verify`", key=self._key)
+        raise errors.Damaged(f"{self._key} is damaged, and was damaged again after it was recreated: see `forebay verify`", key=self._key)
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class _Tree:
         tree = self._store.take_many(DIRECTORIES, [self._key]).get(self._key)
         if tree is not None and noted(tree.entry.meta, listing=str, size=int) is None:
             tree.close()
-            self._store.set_aside(tree.entry, f"{tree.entry.name}: its listing and size are not noted as they should be")
+            self._store.set_aside(tree.entry, f"{tree.entry.name}: its notes on listing and size are invalid")
             return None
         return tree
 
@@ -217,7 +217,7 @@ class _Tree:
         raise errors.ReadOnly.of(self._store.root.path)
 
     def _stale(self, tree: Lease, error: Exception) -> Lease:
-        message = "%s cannot be had as it is now (%s): its copy from the cache is served"
+        message = "the current version of %s cannot be fetched (%s): its copy from the cache is served"
         self._origin.warn(f"stale {self._key}", message, self._key, error)
         return self._hit(tree)
 
@@ -260,7 +260,7 @@ class _Tree:
         except (errors.RemoteChanged, errors.ChecksumMismatch) as error:
             if not changed:
                 raise
-            message = f"{self._key}: it changed again and again while it was fetched; at last: {error}"
+            message = f"{self._key}: it changed repeatedly while it was fetched; the last error: {error}"
             raise errors.RemoteChanged(message, url=self._key) from error
 
     def _ask_remote(self) -> Listing | Lease:
@@ -306,12 +306,12 @@ class _Tree:
         budget = self._store.usage().budget
         if manifest.size > budget:
             raise errors.NoSpace.of(
-                self._key, manifest.size, 0, budget, "it can never be kept: raise the budget, or ask for a part of it", hopeless=True
+                self._key, manifest.size, 0, budget, "it can never be stored: raise the budget, or request a part of it", hopeless=True
             )
 
     def _no_space(self, manifest: Manifest, error: errors.NoSpace) -> errors.NoSpace:
         """The error of one file, as an error of the whole directory."""
-        todo = _DISK_FULL if error.limit == "disk" else "raise the budget, or ask for a part of it"
+        todo = _DISK_FULL if error.limit == "disk" else "raise the budget, or request a part of it"
         return errors.NoSpace.of(self._key, manifest.size, error.free, error.budget, todo, hopeless=error.hopeless, limit=error.limit)
 
     @contextlib.contextmanager
@@ -377,10 +377,12 @@ class _Tree:
         try:
             lease = self._origin.lease(target, options, looked=True)
         except errors.ChecksumMismatch as error:
-            raise errors.RemoteChanged(f"{target.key}: {error.found} came where {error.wanted} was listed", url=target.key) from error
+            raise errors.RemoteChanged(f"{target.key}: the remote sent {error.found}, but listed {error.wanted}", url=target.key) from error
         if file.size not in (None, lease.entry.size):
             lease.close()
-            raise errors.RemoteChanged(f"{target.key}: {lease.entry.size:,} bytes came, {file.size:,} were listed", url=target.key)
+            raise errors.RemoteChanged(
+                f"{target.key}: the remote sent {lease.entry.size:,} bytes, but listed {file.size:,}", url=target.key
+            )
         if file.digest is not None and lease.entry.checksum.hex() != file.digest:
             lease.close()
             self._store.set_aside(lease.entry, f"{target.key}: its bytes are not those of which its upload noted the checksum")

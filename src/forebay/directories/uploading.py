@@ -239,7 +239,7 @@ class _Upload:
         return info
 
     def _overtaken(self) -> errors.Conflict:
-        message = f"{self._location.key}: another upload to it began since this one did, which ends here"
+        message = f"{self._location.key}: another upload to it began after this one, which stops here"
         return errors.Conflict(message, url=self._location.key)
 
     def _watch_mark(self) -> None:

@@ -72,7 +72,7 @@ class RangeFile(io.RawIOBase):
             data = self._remote.read(self._url, Span(self._at, size), info=self._info)
         self._watcher.count(Transfer(requests=1, received=len(data)))
         if len(data) < size:
-            message = f"{self._key} is shorter than the {self._size:,} bytes that were told when it was opened"
+            message = f"{self._key} is shorter than the {self._size:,} bytes that it had when it was opened"
             raise errors.RemoteChanged(message, url=self._key)
         buffer[: len(data)] = data
         self._at += len(data)

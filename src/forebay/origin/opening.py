@@ -70,7 +70,7 @@ class RootOptions:
         try:
             return Store.open(self.path, settings, shared=self.shared, read_only=self.read_only)
         except (FileNotFoundError, NotADirectoryError, PermissionError, LinkInTheWay) as error:
-            expected, problem = "a directory that can be made and written to", error.strerror or type(error).__name__
+            expected, problem = "a directory that can be created and written to", error.strerror or type(error).__name__
             message = f"{self.path}: expected {expected}, found '{problem}': choose another directory"
             raise errors.RootRefused(message, path=str(self.path), wanted=expected, found=problem) from error
 

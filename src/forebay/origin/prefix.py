@@ -25,9 +25,9 @@ def info_of(source: Any, key: str) -> SourceInfo:
 def checked_name(key: object) -> str:
     """A name that stays below its prefix. Raises `ConfigError`."""
     if not isinstance(key, str):
-        raise errors.ConfigError(f"{key!r} is no key: a str is wanted", name="key", value=repr(key))
+        raise errors.ConfigError(f"{key!r} is no key: expected a str", name="key", value=repr(key))
     if not is_name(key):
-        message = f"{key!r} is no key: a name below the source is wanted, such as 'a/b.jpg', without . and .."
+        message = f"{key!r} is no key: expected a name below the source, such as 'a/b.jpg', without . and .."
         raise errors.ConfigError(message, name="key", value=key)
     return key
 
@@ -37,7 +37,7 @@ def is_name(key: str) -> bool:
     return bool(key) and not key.startswith("/") and "\0" not in key and {".", ".."}.isdisjoint(key.split("/"))
 
 
-_PLACES = {"http": "host", "https": "host", "s3": "bucket"}
+_AUTHORITIES = {"http": "host", "https": "host", "s3": "bucket"}
 
 
 class Prefix:
@@ -51,8 +51,8 @@ class Prefix:
         self._chained = kind not in ("", "file", "http", "https", "s3")
         head, mark, tail = (local, "", "") if local is not None else self._cut(text, kind)
         self.local = local
-        if kind in _PLACES and head[len(kind) + 3 :] == "":
-            message = f"{kind}:// names no {_PLACES[kind]}: {kind}://{_PLACES[kind]}/path is wanted"
+        if kind in _AUTHORITIES and head[len(kind) + 3 :] == "":
+            message = f"{kind}:// names no {_AUTHORITIES[kind]}: expected {kind}://{_AUTHORITIES[kind]}/path"
             raise errors.ConfigError(message, name="url", value=f"{kind}://")
         self._head, self._tail = head.rstrip("/"), mark + tail
         self.url = self._head + self._tail if self._head else head or "/"

@@ -248,7 +248,7 @@ class Samples(Generic[Item]):
 
     def _check_creator(self, what: str) -> None:
         if self._creator != os.getpid():
-            message = f"{what} can be called only in the process that made this handle ({self._creator}); this is {os.getpid()}"
+            message = f"{what} can be called only in the process that created this handle ({self._creator}); this is {os.getpid()}"
             raise RuntimeError(message)
 
     import_pfio = _MovedFunction("forebay.adapters.pfio.import_pfio(path, name, cache=None)")
@@ -364,7 +364,7 @@ class _LatePack(NoPack):
                 may_try = False
         except errors.ConfigError as error:  # another array of this name was created meanwhile: no `get` may fail because of it
             may_try = False
-            log.warning("nothing is found in this array, and nothing kept: %s", str(error))
+            log.warning("nothing is found in this array, and nothing is stored: %s", str(error))
         finally:
             if may_try:
                 self._turn.give_back()
@@ -381,7 +381,7 @@ def _unpickle(origin: Origin, id: int, length: int, codec: codecs.Codec, name: s
     except errors.CacheFault as error:
         origin.fall_back(error, f"samples:{name or ''}")
     if pack is None:
-        log.warning("the array that was sent here is gone: nothing is found in it, and nothing kept")
+        log.warning("the array of an unpickled handle is gone: the handle is empty, and stores nothing")
     samples = Samples[Any](origin, pack or NoPack(length, id), codec, name, copy=copy)
     samples._creator = 0
     return samples

@@ -64,7 +64,7 @@ def find(origin: Origin, name: str, shape: Shape) -> Pack | None:
             continue
         stored = Shape.of(lease.entry)
         if stored is None:
-            store.set_aside(lease.entry, f"{lease.entry.name}: its length and codec are not noted as they should be")
+            store.set_aside(lease.entry, f"{lease.entry.name}: its notes on length and codec are invalid")
             lease.close()
             continue
         if shape.fingerprint is not None and shape.fingerprint != stored.fingerprint:
@@ -74,7 +74,7 @@ def find(origin: Origin, name: str, shape: Shape) -> Pack | None:
             lease.close()
             raise errors.ConfigError(
                 f"the array {name!r} has {stored.length:,} slots of the codec {stored.codec!r}, but {shape.length:,} of {shape.codec!r} "
-                "were wanted: choose another name, or give a fingerprint, which starts it afresh",
+                "were requested: choose another name, or give another fingerprint, which starts a new array",
                 name="length", value=shape.length, found=stored.length,
             )  # fmt: skip
         pack = store.packs.open(lease, stored.length)

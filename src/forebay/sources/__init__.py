@@ -245,5 +245,5 @@ def source_of(thing: Any) -> Source:
     if hasattr(thing, "__getitem__") and isinstance(getattr(thing, "uri", None), str):
         source: Source = thing
         return source
-    expected = "a path, a URL, paths or URLs of tar shards, or an object with source[key] and source.uri is wanted"
-    raise errors.ConfigError(f"{thing!r} is no source: {expected}", name="source", value=repr(thing))
+    expected = "a path, a URL, paths or URLs of tar shards, or an object with source[key] and source.uri"
+    raise errors.ConfigError(f"{thing!r} is no source: expected {expected}", name="source", value=repr(thing))

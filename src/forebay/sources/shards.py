@@ -103,7 +103,7 @@ class Shards:
                 stale = _noted(origin, url, key, -1)
             if stale is None:
                 raise
-            origin.warn_stale(key, "%s cannot be reached (%s): taken to be what it was", error)
+            origin.warn_stale(key, "%s cannot be reached (%s): its last known version is used", error)
             return stale
 
     def forget(self, url: str, stale: ObjectInfo) -> None:
@@ -200,7 +200,7 @@ def _noted(origin: Origin, url: str, key: str, since: int) -> ObjectInfo | None:
         try:
             size, validator, modified = json.loads(bytes(hit.view))
         except (ValueError, TypeError) as error:
-            log.warning("what is noted of %s is not used: %s", key, str(error))
+            log.warning("the stored version of %s is not used: %s", key, str(error))
             continue
         return ObjectInfo(url, size, str(validator), modified=modified)
     return None
@@ -211,7 +211,7 @@ def _kept(origin: Origin, key: str) -> Index | None:
         try:
             index = Index(hit.view)
         except ValueError as error:
-            log.warning("the index %s is made anew: %s", key, str(error))
+            log.warning("the index %s is rebuilt: %s", key, str(error))
             continue
         if store is origin.store:
             store.touch(hit.entry)
