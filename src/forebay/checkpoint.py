@@ -1,4 +1,4 @@
-"""A directory somewhere else, such as a checkpoint: its files as a local directory once per node, its metadata, and how it gets there."""
+"""A remote directory, such as a checkpoint: its files as a local directory once per node, its metadata, and its upload."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Checkpoint(metaclass=_Kind):
         if local is not None:
             return local
         kind, _, rest = self.url.partition("://")
-        asked = kind.lower() not in _STRIPPED or self._has_settings  # pyarrow may ask the network for it
-        return (self._arrow[1] if asked and self._arrow is not None else rest).rstrip("/")
+        needs_pyarrow = kind.lower() not in _STRIPPED or self._has_settings  # else pyarrow is not called: it may use the network
+        return (self._arrow[1] if needs_pyarrow and self._arrow is not None else rest).rstrip("/")
 
     @property
     def filesystem(self) -> Any:
