@@ -213,7 +213,7 @@ def test_a_source_that_grows_or_shrinks(path: Path, local: LocalRemote, tmp_path
     monkeypatch.setattr(host, "clone", lambda *_: False)
     for size in (len(BODY) + 5, 2 * BLOCK + 1):
         path.write_bytes(BODY)
-        with pytest.raises(errors.SourceChanged, match=r"a b\.bin was changed"):
+        with pytest.raises(errors.SourceChanged, match=r"a b\.bin changed while"):
             local.write(str(tmp_path / "out" / "x"), path, on_sent=lambda _, size=size: os.truncate(path, size))
     assert there(tmp_path / "out") == []
 

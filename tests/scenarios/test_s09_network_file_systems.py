@@ -21,7 +21,7 @@ def test_s09_an_explicit_place_is_refused_in_one_clear_error(root: Path, kind: s
         forebay.Cache(root)
     assert str(root) in str(caught.value)
     assert kind in str(caught.value)
-    assert "choose a place on a local disk" in str(caught.value)
+    assert "choose a directory on a local disk" in str(caught.value)
     assert not root.exists()
 
 
