@@ -33,7 +33,7 @@ def test_a_missing_byte_forbids_to_finish(piece: tuple[int, int]) -> None:
 
 def test_bytes_beyond_the_end_are_refused() -> None:
     stage = MemoryStage(10)
-    with pytest.raises(ValueError, match="for 10"):
+    with pytest.raises(ValueError, match="11 of 10"):
         stage.write(5, b"123456")
     assert len(stage.data) == 10
 
