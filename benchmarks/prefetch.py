@@ -178,7 +178,7 @@ def publishing(folder: Path, quick: bool) -> list[Line]:
     keys, seen = keys_of(count), Counter[tuple[str, bool]]()
     with WAYS["Forebay"][1](Slow(ITEM), folder) as pool:
         pool.get_lazy("first").get()  # the threads run
-        loading = {t.name for t in threading.enumerate() if t.name.startswith("forebay") and "keeper" not in t.name}
+        loading = {t.name for t in threading.enumerate() if t.name.startswith("forebay") and "writer" not in t.name}
         host.on_step(lambda what, subject: seen.update([(what, threading.current_thread().name in {*loading, "MainThread"})]))
         consume(pool.stream(keys, ahead=WINDOW), keys)
         host.on_step(None)
