@@ -8,7 +8,7 @@ import pickle
 import random
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -464,14 +464,20 @@ def test_warm_ends_though_the_cache_fails_while_it_stores(cache: forebay.Cache, 
         assert pool.warm(KEYS[:8]).failed == ()
 
 
+def stalled_warm(pool: Any) -> tuple[list[Any], Callable[[], Any]]:
+    """Hold eight items, and warm one that waits for their room. Returns their lazies, and what waits for the end of the warm."""
+    held = [pool.get_lazy(key) for key in KEYS[:8]]
+    until(lambda: pool.count == 8)
+    warm = in_thread(lambda: pool.warm(["grown"]))
+    until(lambda: pool._loader.queue._stalled != [], "the stall")
+    return held, warm
+
+
 def test_warm_ends_though_the_cache_fails_while_items_wait_for_room(cache: forebay.Cache) -> None:
     source = Items()
     source.sizes["grown"] = 60_000
     with cache.prefetcher(source, budget=70_000, workers=2) as pool:
-        held = [pool.get_lazy(key) for key in KEYS[:8]]
-        until(lambda: pool.count == 8)
-        warm = in_thread(lambda: pool.warm(["grown"]))
-        until(lambda: pool._loader.queue._stalled != [], "the stall")
+        held, warm = stalled_warm(pool)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SpaceReservation, "ask", fails)
             report = warm()
@@ -493,10 +499,7 @@ def test_warm_ends_with_the_prefetcher(cache: forebay.Cache) -> None:
     source = Items()
     source.sizes["grown"] = 60_000
     with cache.prefetcher(source, budget=70_000, workers=1) as pool:
-        held = [pool.get_lazy(key) for key in KEYS[:8]]
-        until(lambda: pool.count == 8)
-        warm = in_thread(lambda: pool.warm(["grown"]))
-        until(lambda: pool._loader.queue._stalled != [], "the stall")
+        held, warm = stalled_warm(pool)
         pool.close()
         assert [key for key, _ in warm().failed] == ["grown"]
         assert [one.get() for one in held] == [body(key) for key in KEYS[:8]]
