@@ -7,7 +7,7 @@ import traceback
 
 
 def logger(name: str) -> logging.Logger:
-    """Returns the logger of this name; its messages are escaped for every handler. Each module of Forebay gets its logger here."""
+    """Return the logger of this name; its messages are escaped for every handler. Each module of Forebay gets its logger here."""
     result = logging.getLogger(name)
     result.addFilter(_ESCAPING)  # idempotent
     return result

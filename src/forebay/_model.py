@@ -67,10 +67,10 @@ class Codec(Protocol[Item]):
     called from any thread, and pickled together with the object that uses it."""
 
     def encode(self, value: Item, /) -> Buffer:
-        """Returns the bytes to store for a value."""
+        """Return the bytes to store for a value."""
 
     def decode(self, data: memoryview, /) -> Item:
-        """Returns the value of such bytes. ``data`` is read-only, and stays valid as long as anything refers to it."""
+        """Return the value of such bytes. ``data`` is read-only, and stays valid as long as anything refers to it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -155,7 +155,7 @@ class Source(Protocol):
         ...
 
     def __getitem__(self, key: str, /) -> bytes:
-        """Returns the item's bytes. An error reaches every caller that waits for the item."""
+        """Return the item's bytes. An error reaches every caller that waits for the item."""
         ...
 
 
@@ -216,21 +216,21 @@ class Remote(Protocol):
     """A kind of storage that objects are fetched from. Callable from several threads and after a fork."""
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
-        """Returns the remote's description of the object; None if its validator is still ``known``. Raises `RemoteError`."""
+        """Return the remote's description of the object; None if its validator is still ``known``. Raises `RemoteError`."""
 
     def fetch(self, url: str, sink: Sink) -> Transfer:
         """Fetch the whole object (or what `Sink.partial` lacks) into ``sink``. Retries, resumes, checks lengths.
         Raises `RemoteError`, or what ``sink`` raises. Caller: holds no lock but this key's own."""
 
     def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
-        """Returns exactly the bytes of ``span`` (fewer only where the object ends). Raises `RemoteChanged` if the object no longer has
+        """Return exactly the bytes of ``span`` (fewer only where the object ends). Raises `RemoteChanged` if the object no longer has
         ``validator``.
 
         ``info``: an earlier description of the object. Its validator counts as ``validator``; its other fields are compared where a
         response has no validator."""
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """Yields all objects whose URL begins with ``url``, in order of name."""
+        """Yield all objects whose URL begins with ``url``, in order of name."""
 
     def write(
         self, url: str, source: Content, *, if_none_match: str | None = None, if_match: str | None = None,
@@ -295,7 +295,7 @@ class Entry:
 
 
 def noted(meta: str, **types: type) -> dict[str, Any] | None:
-    """Returns an entry's ``meta`` as JSON; None where it is not JSON, or lacks a name of ``types`` with a value of exactly that type (an
+    """Return an entry's ``meta`` as JSON; None where it is not JSON, or lacks a name of ``types`` with a value of exactly that type (an
     int must be a count): another program wrote it."""
     try:
         content = json.loads(meta)

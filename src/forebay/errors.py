@@ -485,7 +485,7 @@ class Incomplete(RemoteError):
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """Returns the error as plain JSON values, for other processes. Nothing that is read back from it runs code."""
+    """Return the error as plain JSON values, for other processes. Nothing that is read back from it runs code."""
     wire: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
     if isinstance(error, ForebayError):
         return wire | {"facts": {name: value for name, value in error.facts.items() if _is_plain(value)}}
@@ -503,7 +503,7 @@ def _is_plain(value: object) -> bool:
 
 
 def from_wire(wire: dict[str, Any]) -> Exception:
-    """Returns the error that `to_wire` described: of the same class for Forebay's own and the built-in ones, else `FillFailed`."""
+    """Return the error that `to_wire` described: of the same class for Forebay's own and the built-in ones, else `FillFailed`."""
     kind, message, args = str(wire.get("kind")), str(wire.get("message")), wire.get("args")
     own, known = globals().get(kind), getattr(builtins, kind, None)
     if isinstance(own, type) and issubclass(own, ForebayError):

@@ -44,7 +44,7 @@ def _knows_openat2() -> bool:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Returns a descriptor of a path without symbolic links, those above the top included; negative where this call cannot tell.
+    """Return a descriptor of a path without symbolic links, those above the top included; negative where this call cannot tell.
     Raises FileNotFoundError: no link was met before the missing component."""
     if not _knows_openat2():
         return -1
@@ -137,7 +137,7 @@ class Below:
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def open(self, path: Path, flags: int = os.O_RDONLY) -> int:
-        """Returns a descriptor of an existing file; opening never blocks. Raises `NoPlainFile` if it is not a plain file."""
+        """Return a descriptor of an existing file; opening never blocks. Raises `NoPlainFile` if it is not a plain file."""
         try:
             fd = self._open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:

@@ -75,7 +75,7 @@ def create(path: Path, mode: int, *, masked: bool = False, directory: int | None
 
 
 def create_unnamed(directory: Path, mode: int) -> int:
-    """Returns a descriptor of a new, unnamed file. It disappears with the descriptor unless `give_name` names it."""
+    """Return a descriptor of a new, unnamed file. It disappears with the descriptor unless `give_name` names it."""
     step("create_unnamed", directory)
     return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode)
 
@@ -92,7 +92,7 @@ def open_write(path: Path, directory: int | None = None) -> int:
 
 
 def out_of_the_way(fd: int) -> int:
-    """Returns the same open file under a high descriptor number, if one is free: a job that closes all descriptors and opens others gets
+    """Return the same open file under a high descriptor number, if one is free: a job that closes all descriptors and opens others gets
     low numbers first, so later writes here do not go into its files. ``fd`` must not be used any more."""
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH)
@@ -292,7 +292,7 @@ def process_start(pid: int) -> float | None:
 
 
 def read_small(path: Path, largest: int) -> bytes | None:
-    """Returns the whole content of a file; None if it is not a plain file, or has more than ``largest`` bytes. Raises OSError. Never
+    """Return the whole content of a file; None if it is not a plain file, or has more than ``largest`` bytes. Raises OSError. Never
     blocks, and follows no symbolic link."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:

@@ -87,7 +87,7 @@ class _Run:
             self._stop()
 
     def first_error(self) -> BaseException:
-        """Takes the errors out: an error that its own frames hold would stay in memory until a garbage collection."""
+        """Take the errors out: an error that its own frames hold would stay in memory until a garbage collection."""
         first = self.errors[0]
         self.errors.clear()
         return first

@@ -165,7 +165,7 @@ class Wait:
         self._say_at = say_after
 
     def turn(self, what: Callable[[], tuple[str, str]]) -> float:
-        """Returns how many seconds to sleep now. Logs the wait from time to time; raises `WaitTimeout` when the time is up. ``what``
+        """Return how many seconds to sleep now. Logs the wait from time to time; raises `WaitTimeout` when the time is up. ``what``
         returns what is waited for, and a description of its holder."""
         waited = self.waited
         if waited >= self.timeout:

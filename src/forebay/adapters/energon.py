@@ -219,7 +219,7 @@ class NoCachePool(CachePool):  # type: ignore[misc]
         return SpilledLazy(None, name, self, lambda: (data, None))
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class _Stores:

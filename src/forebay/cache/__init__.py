@@ -166,7 +166,7 @@ class Cache:
         max_age: float | str | None = None, refresh: bool = False, timeout: float | None = None, offline: bool | None = None,
         force: bool = False, on_progress: OnProgress | None = None,
     ) -> str:  # fmt: skip
-        """Copies a remote directory to ``path``, as a private copy; returns its absolute path. See `directory`. Without a ``path``
+        """Copy a remote directory to ``path``, as a private copy; return its absolute path. See `directory`. Without a ``path``
         it is a new directory in the temporary directory, which the caller removes. The copy is not charged to the budget.
 
         Uses reflinks where the file system has them. Of several processes that ask for the same ``path``, one makes the copy. Other files
@@ -188,7 +188,7 @@ class Cache:
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False,
         on_progress: OnProgress | None = None, filesystem: Any = None, **arguments: Any,
     ) -> Entry | None:  # fmt: skip
-        """Fetches an object into the cache; returns its entry, or None where there is no room for it. See `read`."""
+        """Fetch an object into the cache; return its entry, or None where there is no room for it. See `read`."""
         target = self._target(url, filesystem)
         reporter = ProgressReporter(target.key, on_progress)
         options = self._options(max_age, refresh, force=True, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments)
@@ -205,7 +205,7 @@ class Cache:
     def warm(
         self, urls: Iterable[str | os.PathLike[str]], *, jobs: int = 16, on_progress: OnProgress | None = None, **arguments: Any
     ) -> WarmReport:  # fmt: skip
-        """Fetches many objects into the cache, ``jobs`` at a time. Objects that are there already cost nothing: to continue an interrupted
+        """Fetch many objects into the cache, ``jobs`` at a time. Objects that are there already cost nothing: to continue an interrupted
         call, repeat it."""
         if isinstance(urls, str | os.PathLike):
             raise errors.ConfigError("warm takes several URLs: a list, even of one", name="urls", value=os.fspath(urls))
@@ -230,7 +230,7 @@ class Cache:
         return WarmReport(tuple(done), tuple(failed))
 
     def invalidate(self, url: str | os.PathLike[str]) -> None:
-        """Makes the next call for this URL, of any process, ask the remote."""
+        """Make the next call for this URL, of any process, ask the remote."""
         self._origin.invalidate(self._target(url))
 
     # -- values ----------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Cache:
         return self._values.get(key)
 
     def put(self, key: str, data: Buffer) -> bool:
-        """Stores bytes under a key, and replaces earlier ones. False, with one warning, where they cannot be stored."""
+        """Store bytes under a key, and replace earlier ones. False, with one warning, where they cannot be stored."""
         return self._values.put(key, data)
 
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
@@ -313,7 +313,7 @@ class Cache:
         self, source: Any, *, name: str = "prefetch", workers: int = 8, budget: int | str | None = None, max_count: int = 10_000_000,
         policy: str = "wait", decode: Any = None, store: str = "raw", codec: Any = None, keep: bool = True,
     ) -> Prefetcher[Any] | NoPrefetch[Any]:  # fmt: skip
-        """Loads items of ``source`` into the space ``name``, in ``workers`` threads, and returns `Lazy` objects for them.
+        """Load items of ``source`` into the space ``name``, in ``workers`` threads, and return `Lazy` objects for them.
 
         ``source``: an object with ``source[key] -> bytes`` and ``uri``; a URL prefix or directory; a tar shard, or several: see
         `forebay.sources`. ``decode(key, data)``: makes a value of an item's bytes. ``store``: ``raw`` stores the bytes, and decodes them
@@ -346,7 +346,7 @@ class Cache:
         world: World | None = None, job: str | None = None, *, name: str | None = None, shared: bool = False,
         timeout: float | None = 60.0,
     ) -> Claim:  # fmt: skip
-        """Registers what this job uses on this node: see `forebay.claim`. Claims belong to the node, not to one cache."""
+        """Register what this job uses on this node: see `forebay.claim`. Claims belong to the node, not to one cache."""
         from forebay.claims import claim  # imported late: many programs never use it
 
         self._check_open()
@@ -404,7 +404,7 @@ class Cache:
         return self._store.overhead()
 
     def reset_stats(self) -> None:
-        """Sets the counters to zero, for all processes."""
+        """Set the counters to zero, for all processes."""
         self._check_open()
         with waits.time_limit(self._origin.timeout):
             self._store.zero_counts()
@@ -415,7 +415,7 @@ class Cache:
         return self._store.check(deep=deep)
 
     def repair(self, *, deep: bool = True) -> list[Problem]:
-        """Repairs what `check` reports: sets aside damaged files, removes files that no entry names; returns the repaired problems."""
+        """Repair what `check` reports: set aside damaged files, remove files that no entry names; return the repaired problems."""
         self._check_open()
         return self._store.repair(deep=deep)
 
@@ -427,11 +427,11 @@ class Cache:
     # -- removing --------------------------------------------------------------------------------------------------
 
     def pin(self, name: Name) -> None:
-        """Protects this name, and its later versions, from eviction. Raises `NotCached`, or `WriterBusy`."""
+        """Protect this name, and its later versions, from eviction. Raises `NotCached`, or `WriterBusy`."""
         self._set_life(name, "pinned")
 
     def unpin(self, name: Name) -> None:
-        """Allows its eviction again. Raises `NotCached`, or `WriterBusy`."""
+        """Allow its eviction again. Raises `NotCached`, or `WriterBusy`."""
         self._set_life(name, "cached")
 
     def _set_life(self, name: Name, life: str) -> None:
@@ -441,7 +441,7 @@ class Cache:
                 raise errors.NotCached.of(shown(name))
 
     def evict(self, name: Name) -> Report:
-        """Removes a name now, if no process uses it; of a directory also its files, except those that another directory has. Raises
+        """Remove a name now, if no process uses it; of a directory also its files, except those that another directory has. Raises
         `NotCached`, or `WriterBusy`."""
         entry = self.entry(name)
         if entry is None:
@@ -488,7 +488,7 @@ class Cache:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Releases the root. Returned buffers, files and leases stay valid; any other call raises `Closed`."""
+        """Release the root. Returned buffers, files and leases stay valid; any other call raises `Closed`."""
         self._origin.close()
         self._hit = no_hit
 
@@ -575,7 +575,7 @@ def _unpickle(path: str, init_kwargs: dict[str, Any]) -> Cache:
 
 
 def _reopen_lease(init_args: tuple[str, dict[str, Any]], method: str, name: Any, options: dict[str, Any]) -> Lease:
-    """Unpickles a lease: repeats the call on the same root. The lease outlives the cache that is opened here."""
+    """Unpickle a lease: repeat the call on the same root. The lease outlives the cache that is opened here."""
     with _unpickle(*init_args) as cache:
         lease: Lease = getattr(cache, method)(name, **options)
         return lease

@@ -59,7 +59,7 @@ class Space:
         return self._hit(hit)
 
     def put(self, key: str, data: Buffer, *, timeout: float | None = None) -> bool:
-        """Stores bytes under a key, and replaces earlier ones. False, with one warning, where they cannot be stored: then the earlier
+        """Store bytes under a key, and replace earlier ones. False, with one warning, where they cannot be stored: then the earlier
         ones stay. With the policy ``wait`` it blocks while all bytes are held, at most ``timeout`` seconds."""
         store = self._store()
         checked(key)
@@ -96,7 +96,7 @@ class Space:
         return self._origin.get_or_make(self.name, key, look, make, keep, timeout=timeout, counts_miss=True)
 
     def evict(self, key: str) -> bool:
-        """Removes a key. False if there is none, or it is in use."""
+        """Remove a key. False if there is none, or it is in use."""
         store = self._store()
         with waits.time_limit(self._origin.timeout):
             entry = store.entry(self.name, key)

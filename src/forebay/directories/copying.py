@@ -497,7 +497,7 @@ def each(
         return lambda: one(item, streams)
 
     def calls() -> Iterator[Callable[[], None]]:
-        """Waits until there are streams for the next item."""
+        """Wait until there are streams for the next item."""
         while large or small:
             with changed:
                 free = jobs - busy

@@ -157,7 +157,7 @@ def _shown(url: str) -> str:
 
 @contextmanager
 def _os_errors(url: str) -> Iterator[None]:
-    """Translates errors of the operating system to `RemoteError`, with their ``errno``."""
+    """Translate errors of the operating system to `RemoteError`, with their ``errno``."""
     try:
         yield
     except errors.ForebayError:

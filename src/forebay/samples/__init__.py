@@ -166,7 +166,7 @@ class Samples(Generic[Item]):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, i: int, value: Item | Buffer) -> bool:
-        """Fills slot ``i``. False if it is filled already, or nothing more is admitted: the array is frozen, or there is no room, which
+        """Fill slot ``i``. False if it is filled already, or nothing more is admitted: the array is frozen, or there is no room, which
         is logged once.
 
         Of several concurrent calls for one slot, one succeeds. Raises IndexError, `Closed`, `ConfigError` for a value that the codec does
@@ -202,13 +202,13 @@ class Samples(Generic[Item]):
         return self._pack.frozen
 
     def freeze(self) -> None:
-        """Admits nothing more, from any process, permanently."""
+        """Admit nothing more, from any process, permanently."""
         self._pack.freeze()
 
     # -- names -----------------------------------------------------------------------------------------------------
 
     def preserve(self, name: str, overwrite: bool = False) -> bool:
-        """Gives an array without a name a name, under which later jobs find it; freezes it. Copies nothing.
+        """Give an array without a name a name, under which later jobs find it; freeze it. Copies nothing.
 
         False if the name is taken, unless ``overwrite``: the old array is then removed once no process has it open. Raises RuntimeError in
         any process but the one that created this handle."""
@@ -230,7 +230,7 @@ class Samples(Generic[Item]):
         return named
 
     def preload(self, name: str) -> bool:
-        """Opens the array of this name read-only, in place of the array of this handle. False if there is none, or this handle is frozen
+        """Open the array of this name read-only, in place of the array of this handle. False if there is none, or this handle is frozen
         already. Raises ValueError where it has another length or codec, RuntimeError in any process but the one that created this
         handle."""
         self._check_creator("preload")
@@ -254,7 +254,7 @@ class Samples(Generic[Item]):
     import_pfio = _MovedFunction("forebay.adapters.pfio.import_pfio(path, name, cache=None)")
 
     def verify(self) -> list[int]:
-        """Compares every sample with its checksum. Empties damaged slots, to be filled again; returns them."""
+        """Compare every sample with its checksum; empty damaged slots, to be filled again, and return them."""
         return self._pack.bad_slots()
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Samples(Generic[Item]):
         return self._pack.closed
 
     def close(self) -> None:
-        """Releases the array. One without a name is removed when the last process that has it calls this, or ends."""
+        """Release the array. One without a name is removed when the last process that has it calls this, or ends."""
         pack = self._pack
         if pack.closed:
             return

@@ -192,7 +192,7 @@ _READERS: set[Any] = {from_cache}
 
 
 def reads_cache(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a provider whose values come from the cache itself."""
+    """Mark a provider whose values come from the cache itself."""
     _READERS.add(method)
     return method
 

@@ -43,7 +43,7 @@ def is_slot(value: object) -> bool:
 
 
 def entry(rows: Rows, row: Sequence[Any]) -> Entry | None:
-    """Makes an entry from its columns, in the order of its fields; None for a row that Forebay did not write."""
+    """Make an entry from its columns, in the order of its fields; None for a row that Forebay did not write."""
     if (
         tuple(map(type, row)) in _ENTRIES
         and 0 < row[0] < NUMBERS
@@ -64,7 +64,7 @@ def entries(rows: Rows, several: Iterable[Sequence[Any]]) -> list[Entry]:
 
 
 def files(rows: Rows, several: Sequence[Sequence[Any]], shape: str) -> list[Any]:
-    """Returns the valid rows, each of which begins with an entry's id. ``shape`` gives the type of each column: ``i`` a number, ``s`` a
+    """Return the valid rows, each of which begins with an entry's id. ``shape`` gives the type of each column: ``i`` a number, ``s`` a
     slot, ``t`` a text, ``k`` a kind, ``r`` a real number, ``x`` a suffix."""
     if not several:
         return []

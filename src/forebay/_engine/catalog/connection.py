@@ -390,7 +390,7 @@ class Catalog:
         self._tidy(txn)
 
     def insist(self, work: Callable[[Txn], T], timeout: float | None = None) -> T:
-        """Returns what ``work`` returns in a transaction; ``work`` is called again if the disk was full and releasing the ballast made
+        """Return what ``work`` returns in a transaction; ``work`` is called again if the disk was full and releasing the ballast made
         room."""
         try:
             with self.write(timeout) as txn:
@@ -500,7 +500,7 @@ class Catalog:
             self._try_to_bound_locked(size)
 
     def _try_to_bound_locked(self, size: int) -> bool:
-        """Returns whether the log is completely copied. Never waits; commits stay valid whatever fails here."""
+        """Return whether the log is completely copied. Never waits; commits stay valid whatever fails here."""
         try:
             done = self._copy_log_locked()
             if size >= RETIRE:  # it did not start again for several transactions: a reader is in the way

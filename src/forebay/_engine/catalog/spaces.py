@@ -111,7 +111,7 @@ def by_id(rows: Rows, id: int) -> SpaceRow | None:
 
 
 def _space(row: Sequence[Any]) -> SpaceRow:
-    """Makes a space from its row. Raises `CatalogBroken` if it is invalid: without its space no entry can be served."""
+    """Make a space from its row. Raises `CatalogBroken` if it is invalid: without its space no entry can be served."""
     space = SpaceRow(*row)
     _numbers((space.id, space.quota, space.bytes, space.charge, space.entries, space.max_count))
     words = space.name, space.kind, space.policy

@@ -77,7 +77,7 @@ def link_blob(root: Root, source: Path, id: int, suffix: str = "") -> Path:
 
 
 def open_blob(root: Root, id: int, suffix: str = "") -> int:
-    """Returns a descriptor to read from. Raises FileNotFoundError if there is no such blob, `Damaged` if it is not a plain file."""
+    """Return a descriptor to read from. Raises FileNotFoundError if there is no such blob, `Damaged` if it is not a plain file."""
     path = root.blob_name(id, suffix)
     try:
         return root.files.open(path)

@@ -90,7 +90,7 @@ class ChunkMap:
     """A chunk map that is written to. Caller: does so from one thread at a time."""
 
     def __init__(self, path: Path, root: Root, total: int) -> None:
-        """Opens the map at ``path``, which `create` made and `read` accepted."""
+        """Open the map at ``path``, which `create` made and `read` accepted."""
         self._total = total
         fd = root.files.open_write(path)
         try:

@@ -63,7 +63,7 @@ def list_packs(root: Root) -> Iterator[int]:
 
 
 def map_index(root: Root, id: int, length: int | None, *, writable: bool) -> memoryview:
-    """Returns the words of an index, including its header. Raises FileNotFoundError, or `Damaged` if it is not the index of this pack.
+    """Return the words of an index, including its header. Raises FileNotFoundError, or `Damaged` if it is not the index of this pack.
 
     ``length``: the expected number of slots; None: whatever the header says."""
     path = root.pack(id) / "index"
@@ -107,7 +107,7 @@ def empty_slot(cells: memoryview, claims: locks.Claims, slot: int, word: int) ->
 
 
 def open_segment(root: Root, id: int, number: int) -> int:
-    """Returns a descriptor to read a segment. Raises FileNotFoundError, or `Damaged` if it is not a plain file."""
+    """Return a descriptor to read a segment. Raises FileNotFoundError, or `Damaged` if it is not a plain file."""
     return _open(root, segment_path(root, id, number), os.O_RDONLY)
 
 

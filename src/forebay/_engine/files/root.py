@@ -53,7 +53,7 @@ _FILES = re.compile(r"FORMAT|CACHEDIR\.TAG|counters|settings\.json|hosts|catalog
 
 
 def open_root(path: str | os.PathLike[str], *, shared: bool = False, read_only: bool = False) -> Root:
-    """Opens the root at ``path``, creating it if there is none. Any number of processes may do so at once.
+    """Open the root at ``path``, creating it if there is none. Any number of processes may do so at once.
 
     In a writable directory that belongs to another user or is open to everybody, the root is a directory inside: ``forebay-<uid>``, or
     ``forebay-g<gid>`` with ``shared``. ``read_only`` creates and changes nothing, and accepts roots of other users and on network file

@@ -102,7 +102,7 @@ class Memo:
         return hit
 
     def finder(self, space: str) -> Find:
-        """Returns a function that returns the current item of a key of the space; None: take the slow path. It records no use and counts
+        """Return a function that returns the current item of a key of the space; None: take the slow path. It records no use and counts
         nothing: its caller knows whether the item is a hit. No lock and no system call."""
         known, now_ns = self._of(space), time.time_ns
 

@@ -96,7 +96,7 @@ class Fill:
         on_wait: OnWait | None = None,
         on_hold: Callable[[KeyHold], None] | None = None,
     ) -> T:
-        """Returns what ``look`` finds, else what ``make`` makes under the key's lock. ``on_hold`` is called with the lock, which may be
+        """Return what ``look`` finds, else what ``make`` makes under the key's lock. ``on_hold`` is called with the lock, which may be
         released before ``make`` returns.
 
         Raises what ``make`` raised, here or in the process that was waited for; `WaitTimeout` after ``timeout`` seconds of waiting;

@@ -185,7 +185,7 @@ def _copy_segment(pack: Pack, number: int, fd: int, base: int, size: int) -> Non
 
 
 def _copy_in_kernel(source: int, fd: int, base: int, size: int) -> int:
-    """Returns how many bytes were copied, or shared, this way."""
+    """Return how many bytes were copied, or shared, this way."""
     done = 0
     while done < size:
         try:

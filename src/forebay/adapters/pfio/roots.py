@@ -90,7 +90,7 @@ def remove_private(path: str) -> None:
 
 @contextlib.contextmanager
 def _creating_root(directory: str) -> Iterator[list[str]]:
-    """Keeps other processes from cleaning up while a root is created that nothing has open yet; gives the roots that nothing has open.
+    """Keep other processes from cleaning up while a root is created that nothing has open yet; give the roots that nothing has open.
 
     Processes that create roots share the directory's lock: a process that holds it alone knows that no root is half created."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

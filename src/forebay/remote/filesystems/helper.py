@@ -146,7 +146,7 @@ class Server:
         self._clients: dict[bytes, Client] = {}
 
     def run(self, control: socket.socket, parent: int) -> None:
-        """Serves until the other end of ``control`` is closed, or the process ``parent`` is gone."""
+        """Serve until the other end of ``control`` is closed, or the process ``parent`` is gone."""
         poll = select.poll()
         poll.register(control, select.POLLIN)
         try:
@@ -222,7 +222,7 @@ def main() -> None:
 
 @contextmanager
 def helper_errors() -> Iterator[None]:
-    """Translates what a channel raises to `AttemptFailed`."""
+    """Translate what a channel raises to `AttemptFailed`."""
     try:
         yield
     except TimeoutError as error:

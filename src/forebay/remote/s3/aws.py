@@ -130,7 +130,7 @@ class Account:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock, with a session of this process."""
+        """Hold the lock, with a session of this process."""
         if self._pid != os.getpid():
             self._reset()
         with self._lock, aws_errors():
@@ -143,7 +143,7 @@ class Account:
 
 @contextmanager
 def aws_errors() -> Iterator[None]:
-    """Translates botocore's errors to ours. Their texts name files, profiles and settings, and contain no secret."""
+    """Translate botocore's errors to ours. Their texts name files, profiles and settings, and contain no secret."""
     try:
         import botocore.exceptions as foreign
     except ImportError as error:
