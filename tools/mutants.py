@@ -3,6 +3,7 @@
     python tools/mutants.py                 all of them
     python tools/mutants.py budget lease    those whose name contains one of these words
     python tools/mutants.py --list          what there is
+    python tools/mutants.py --jobs 4        four at a time (default: 2)
 
 Each breach is applied to a copy of the tree, its test is run there, and must fail; before, the same test must pass on the copy as it is.
 """
@@ -10,19 +11,23 @@ Each breach is applied to a copy of the tree, its test is run there, and must fa
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TAKEN = ("src", "tests", "tools", "docs", "benchmarks", "examples", "pyproject.toml", "mkdocs.yml", "Makefile", "README.md", "CHANGELOG.md")
 SECONDS = 240
+STAMPS = itertools.count(1_000_000_000)
 
 
 @dataclass(frozen=True)
@@ -1335,6 +1340,7 @@ def invariants_page(page: Path = ROOT / "docs/reference/invariants.md") -> str:
 
 
 def copy_tree(place: Path) -> None:
+    place.mkdir()
     for name in TAKEN:
         source = ROOT / name
         if source.is_dir():
@@ -1360,7 +1366,7 @@ def run(place: Path, test: str) -> tuple[int, float, str]:
         "100",
         test,
     ]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
     with tempfile.TemporaryFile() as said:  # no pipe: a child that outlives its test would keep it open
         try:
             status = subprocess.run(command, cwd=place, env=environment, stdout=said, stderr=said, timeout=SECONDS, check=False).returncode
@@ -1370,22 +1376,47 @@ def run(place: Path, test: str) -> tuple[int, float, str]:
         return status, time.monotonic() - began, said.read().decode(errors="replace")
 
 
+def rewrite(file: Path, text: str) -> None:
+    """Compiled files are recognised by size and whole seconds: each content gets a time of its own."""
+    file.write_text(text)
+    stamp = next(STAMPS)
+    os.utime(file, (stamp, stamp))
+
+
 def judge(place: Path, mutant: Mutant) -> tuple[str, float]:
     """``killed`` if the test is red on the breach, ``survived`` if it is green, else what went wrong."""
     file = place / "src/forebay" / mutant.file
     whole = file.read_text()
-    file.write_text(whole.replace(mutant.old, mutant.new))
+    rewrite(file, whole.replace(mutant.old, mutant.new))
     try:
         status, seconds, _ = run(place, mutant.test)
     finally:
-        file.write_text(whole)
+        rewrite(file, whole)
     return {0: "SURVIVED", 1: "killed"}.get(status, f"pytest ended with {status}"), seconds
+
+
+def judge_all(test: str, mutants: list[Mutant], places: queue.SimpleQueue[Path]) -> int:
+    """Judge the mutants of one test, in one copy of the tree; return how many were not killed."""
+    place = places.get()
+    try:
+        status, _, said = run(place, test)
+        if status:
+            print(said[-3000:], file=sys.stderr)
+        bad = 0
+        for mutant in mutants:
+            verdict, seconds = ("its test is red without it", 0.0) if status else judge(place, mutant)
+            bad += verdict != "killed"
+            print(f"{mutant.invariant:>2}  {mutant.name:<50} {verdict:<10} {seconds:6.1f} s  {test}", flush=True)
+        return bad
+    finally:
+        places.put(place)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only mutants whose name or test contains one of these")
     parser.add_argument("--list", action="store_true", help="list them and end")
+    parser.add_argument("--jobs", type=int, default=2, help="how many tests run at once (default: %(default)s)")
     parser.add_argument("--page", action="store_true", help="write them into docs/reference/invariants.md and end")
     arguments = parser.parse_args()
     if arguments.page:
@@ -1399,20 +1430,15 @@ def main() -> int:
     if wrong := misfits():
         print("\n".join(wrong), file=sys.stderr)
         return 2
-    bad = 0
-    with tempfile.TemporaryDirectory(prefix="forebay-mutants-") as folder:
-        place = Path(folder)
-        copy_tree(place)
-        green: dict[str, bool] = {}
-        for mutant in chosen:
-            if mutant.test not in green:
-                status, _, said = run(place, mutant.test)
-                green[mutant.test] = status == 0
-                if status:
-                    print(said[-3000:], file=sys.stderr)
-            verdict, seconds = judge(place, mutant) if green[mutant.test] else ("its test is red without it", 0.0)
-            bad += verdict != "killed"
-            print(f"{mutant.invariant:>2}  {mutant.name:<50} {verdict:<10} {seconds:6.1f} s  {mutant.test}", flush=True)
+    by_test: dict[str, list[Mutant]] = {}
+    for mutant in chosen:
+        by_test.setdefault(mutant.test, []).append(mutant)
+    places: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="forebay-mutants-") as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        for number in range(arguments.jobs):
+            copy_tree(Path(folder, str(number)))
+            places.put(Path(folder, str(number)))
+        bad = sum(pool.map(lambda test: judge_all(test, by_test[test], places), by_test))
     print(f"{len(chosen) - bad} of {len(chosen)} killed")
     return 1 if bad else 0
 
