@@ -1101,7 +1101,7 @@ def test_the_root_is_deleted_meanwhile(tmp_path: Path, source: Items, caplog: py
         until(lambda: pool.get_many(KEYS) != [] and pool.count >= 40, "the new root")
         assert cache.check(deep=True) == []
         del spilled
-    assert len(told(caplog)) <= 3
+    assert len(told(caplog)) == len({*told(caplog)}) <= 5  # a recovery may meet a root that is half deleted
 
 
 def test_what_was_read_past_the_cache_is_kept_when_it_is_asked_for_again(

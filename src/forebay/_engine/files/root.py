@@ -262,23 +262,30 @@ def _foreign_in_fans(blobs: Path) -> Iterator[str]:
 def _lay_out(root: Root) -> None:
     """Create what is missing. Each step may be repeated, and done by other processes at the same time."""
     _settle(root, root.path, root.dir_mode)
-    for name in (*_DIRECTORIES, *(f"blobs/{fan}" for fan in FANS)):
-        root.files.mkdir(root.path / name, root.dir_mode)
-        _settle(root, root.path / name, root.dir_mode)
-    for name in LOCKS:
-        if not os.path.lexists(root.lock(name)):
-            with contextlib.suppress(FileExistsError):  # another process makes this root too
-                os.close(root.files.create(root.lock(name), root.file_mode))
-        _settle(root, root.lock(name), root.file_mode)
+    for directory, names in ((root.path, tuple(_DIRECTORIES)), (root.blobs_dir, FANS)):
+        with root.files.directory(directory) as fd:  # once for all: there are hundreds of names
+            for name in names:
+                host.mkdir(directory / name, root.dir_mode, fd)
+                _settle(root, directory / name, root.dir_mode, fd)
+    with root.files.directory(root.words.parent) as fd:
+        there = _names_in(root, "locks")
+        for name in LOCKS:
+            if name not in there:
+                with contextlib.suppress(FileExistsError):  # another process makes this root too
+                    os.close(host.create(root.lock(name), root.file_mode, directory=fd))
+            _settle(root, root.lock(name), root.file_mode, fd)
     root.install(root.words, lambda fd: host.allocate(fd, 0, _WORDS_SIZE))
     root.install(root.path / "CACHEDIR.TAG", lambda fd: host.pwrite(fd, _TAG, 0))
 
 
-def _settle(root: Root, path: Path, mode: int, *, is_ours: bool = True) -> None:
+def _settle(root: Root, path: Path, mode: int, directory: int | None = None, *, is_ours: bool = True) -> None:
     """Set the mode of ``path`` whatever the umask was, also where its creator was killed before doing so. If ``path`` is a link, refuse it
-    where ``is_ours``, else leave it alone."""
+    where ``is_ours``, else leave it alone. ``directory``: a descriptor of its parent directory, if that is open."""
     top = path == root.path
-    status = path.lstat() if top else root.files.lstat(path)
+    if directory is not None:
+        status = os.stat(path.name, dir_fd=directory, follow_symlinks=False)
+    else:
+        status = path.lstat() if top else root.files.lstat(path)
     if stat.S_ISLNK(status.st_mode):
         if not is_ours:
             return
