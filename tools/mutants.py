@@ -460,7 +460,7 @@ MUTANTS = (
     Mutant(
         6, "an index that leads to another key is believed", "_engine/catalog/entries.py",
         "    if row and row[2] != key:\n", "    if row and row[2] is None:\n",
-        f"{DAMAGE}test_the_first_call_that_meets_the_damage_goes_on[anywhere 4]",
+        f"{DAMAGE}test_the_first_call_that_meets_the_damage_goes_on[swapped keys]",
     ),
     Mutant(
         6, "a full disk keeps its ballast", "_engine/catalog/wal.py",
@@ -806,7 +806,7 @@ MUTANTS = (
     ),
     Mutant(
         10, "an update of metadata writes over another's", "directories/metadata.py",
-        "    if store.keeps:\n        yield", "    if store is not None:\n        yield",
+        "    if store.keeps:\n        yield", "    if not store.keeps:\n        yield",
         "tests/directories/test_metadata.py::test_no_update_is_lost_on_one_node",
     ),
     Mutant(

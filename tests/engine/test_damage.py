@@ -61,6 +61,27 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
+def swap_keys(catalog: Path) -> None:
+    """Let the index lead from one key to the row of another: two rows change places while SQLite does not know of the index."""
+    known = "SELECT type, name, tbl_name, rootpage, sql FROM sqlite_master WHERE name = 'entry_key'"
+    forget = "PRAGMA writable_schema = ON; DELETE FROM sqlite_master WHERE name = 'entry_key'"
+    swap = """
+        CREATE TEMP TABLE swapped AS SELECT a.id AS old, b.id AS new FROM entries a, entries b
+            WHERE a.key IN ('k7', 'k8') AND b.key IN ('k7', 'k8') AND a.key != b.key;
+        UPDATE entries SET id = -id WHERE id IN (SELECT old FROM swapped);
+        UPDATE payloads SET id = -id WHERE id IN (SELECT old FROM swapped);
+        UPDATE entries SET id = (SELECT new FROM swapped WHERE old = -id) WHERE id < 0;
+        UPDATE payloads SET id = (SELECT new FROM swapped WHERE old = -id) WHERE id < 0"""
+    with contextlib.closing(sqlite3.connect(catalog, isolation_level=None)) as con:
+        index = con.execute(known).fetchone()
+    for step in (forget, swap):
+        with contextlib.closing(sqlite3.connect(catalog, isolation_level=None)) as con:
+            con.executescript(step)
+    with contextlib.closing(sqlite3.connect(catalog, isolation_level=None)) as con:
+        con.execute("PRAGMA writable_schema = ON")
+        con.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", index)
+
+
 def harm(path: Path, how: str) -> None:
     """``how``: what is done, and where."""
     what, _, where = how.partition(" ")
@@ -78,6 +99,8 @@ def harm(path: Path, how: str) -> None:
         os.truncate(path, int(size * float(where)))
     elif what == "header":
         overwrite(path, int(where), b"\xff\xff")
+    elif what == "swapped":
+        swap_keys(path)
     else:
         path.unlink()
 
@@ -85,7 +108,7 @@ def harm(path: Path, how: str) -> None:
 HARMS = [
     *(f"page {n}" for n in range(8)), *(f"zeros {n}" for n in range(4)), *(f"from-page {n}" for n in range(5)),
     *(f"anywhere {n}" for n in range(6)), "cut 0", "cut 0.01", "cut 0.5", "cut 0.97", "header 0", "header 16", "header 18", "header 44",
-    "deleted",
+    "swapped keys", "deleted",
 ]  # fmt: skip
 
 

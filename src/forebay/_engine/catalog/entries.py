@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 _COLUMNS = "e.id, s.name, e.key, e.kind, e.size, e.charge, e.slot, e.checksum, e.validator, e.created, e.boot, e.life, e.suffix, e.meta"
 _FROM = f"SELECT {_COLUMNS} FROM entries e JOIN spaces s ON s.id = e.space"
+# SQLite takes the columns of an index from the index, which may lead to another row where a page was lost: the row has the last word.
+_BY_KEY = _FROM.replace("e.key", "(SELECT own.key FROM entries own WHERE own.id = e.id AND own.space = e.space)")
 _INSERT = "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 FileName: TypeAlias = tuple[int, str, str]
 """A file or directory of a root: id, kind and suffix."""
@@ -25,7 +27,7 @@ RANGE = 2048
 """Rows that are read at once where all are read."""
 _AT_ONCE = 16
 _SIXTEEN = ", ".join("?" * _AT_ONCE)
-_FIND_MANY = f"{_FROM} WHERE e.space = ? AND e.state = {LIVE} AND e.key IN ({_SIXTEEN})"
+_FIND_MANY = f"{_BY_KEY} WHERE e.space = ? AND e.state = {LIVE} AND e.key IN ({_SIXTEEN})"
 _DOOM = (
     f"UPDATE entries SET state = {DOOMED} WHERE state < {DOOMED} AND (life != 'pinned' OR state = {SUPERSEDED})"
     " AND NOT EXISTS (SELECT 1 FROM links WHERE member = entries.id)"
@@ -44,10 +46,14 @@ _DELETE_DATA = f"DELETE FROM payloads WHERE id IN ({_SIXTEEN})"
 
 def find(rows: Rows, space: int, key: str) -> Entry | None:
     """The live entry of this key."""
-    row = rows.one(f"{_FROM} WHERE e.space = ? AND e.key = ? AND e.state = {LIVE}", space, key)
+    row = rows.one(f"{_BY_KEY} WHERE e.space = ? AND e.key = ? AND e.state = {LIVE}", space, key)
     if row and row[2] != key:
-        raise CatalogBroken(f"the catalog is damaged: its index leads from {key!r} to {row[2]!r}", damaged=True)
+        _misled(key, row[2])
     return checked.entry(rows, row) if row else None
+
+
+def _misled(key: str, other: object) -> NoReturn:
+    raise CatalogBroken(f"the catalog is damaged: its index leads from {key!r} to {other!r}", damaged=True)
 
 
 def version(rows: Rows, space: int, key: str) -> tuple[int, int]:
@@ -62,7 +68,11 @@ def find_many(rows: Rows, space: int, keys: Sequence[str]) -> list[Entry]:
     """The live entries of these keys, in any order."""
     result: list[Entry] = []
     for some in _sixteens(keys):
-        result += checked.entries(rows, rows.all(_FIND_MANY, space, *some))
+        several = rows.all(_FIND_MANY, space, *some)
+        for row in several:
+            if row[2] not in some:
+                _misled(some[0], row[2])
+        result += checked.entries(rows, several)
     return result
 
 
