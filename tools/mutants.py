@@ -57,10 +57,46 @@ REGISTRY = "tests/claims/test_registry.py::"
 BARRIERS = "tests/claims/test_barriers.py::"
 MEMBERS = "tests/claims/test_members.py::"
 MEMORY = "tests/cli/test_memory.py::test_memory_does_not_grow_with_what_is_kept"
+KEYS = "tests/engine/index/test_keys.py::"
 STREAMING = "tests/adapters/streaming/test_streaming_prefix.py::"
 
 MUTANTS = (
     # 1. Atomic publish
+    Mutant(
+        1, "a hint of the index is believed though its slot has another entry", "_engine/index/keys.py",
+        "        return record if self._has(slot, record[_ID]) else None\n", "        return record\n",
+        f"{KEYS}test_a_new_version_is_led_to_at_once_in_every_process",
+    ),
+    Mutant(
+        1, "a record of the index is read torn", "_engine/index/keys.py",
+        " and record[_PROOF] == second ^ hash(record[_ID:_SOUND]) & _MASK:", ":",
+        f"{KEYS}test_no_mixture_of_two_records_of_a_slot_is_believed",
+    ),
+    Mutant(
+        1, "soundness of another boot is believed", "_engine/index/keys.py",
+        "        if sound != self._boot ^ id or name is None:\n", "        if name is None:\n",
+        f"{KEYS}test_soundness_of_another_boot_is_not_believed",
+    ),
+    Mutant(
+        1, "the index leads to what is not committed", "_engine/write/insert.py",
+        "        txn.after_commit.append(lambda: self._keys.note(label.space, entry))\n", "        self._keys.note(label.space, entry)\n",
+        f"{KEYS}test_nothing_is_led_to_before_its_commit[large]",
+    ),
+    Mutant(
+        1, "a first touch serves a file that was written to", "_engine/reading.py",
+        " or status.st_size != size or not blobs.has_seal(status, hint.seal):", ":",
+        f"{KEYS}test_a_file_that_was_written_to_is_not_served",
+    ),
+    Mutant(
+        3, "a first touch does not look at the slot again", "_engine/reading.py",
+        "        if data is None or words[base + ID] != hint.id:", "        if data is None:",
+        f"{KEYS}test_what_is_replaced_while_it_is_read_is_not_served",
+    ),
+    Mutant(
+        10, "spaces share keys in the index", "_engine/index/keys.py",
+        "            keyed.update(space.to_bytes(8, \"little\"))\n", "",
+        f"{KEYS}test_a_key_of_another_space_is_another_key",
+    ),
     Mutant(
         1, "finish without the last byte", "_engine/files/stages.py",
         '        if lacking:\n            raise CacheFault(f"{self.path}',
@@ -102,13 +138,13 @@ MUTANTS = (
     ),
     Mutant(
         1, "what was handed out is served though it was written to", "_engine/files/blobs.py",
-        "    return status.st_mtime_ns % _SECOND == _fraction(checksum)\n", "    return True\n",
+        "    return status.st_mtime_ns % _SECOND == seal\n", "    return True\n",
         "tests/directories/test_written_to.py::test_the_file_by_its_own_name[local]",
     ),
     Mutant(
         1, "a time of whole seconds is a seal", "_engine/files/blobs.py",
-        "    return status.st_mtime_ns % _SECOND == _fraction(checksum)\n",
-        "    return status.st_mtime_ns % _SECOND in (0, _fraction(checksum))\n",
+        "    return status.st_mtime_ns % _SECOND == seal\n",
+        "    return status.st_mtime_ns % _SECOND in (0, seal)\n",
         "tests/directories/test_written_to.py::test_a_write_that_leaves_a_whole_second_is_noticed",
     ),
     Mutant(
@@ -702,7 +738,7 @@ MUTANTS = (
     Mutant(
         8, "a hit copies", "_engine/index/memo.py",
         "            return memoryview(entry.view)\n", "            return memoryview(bytes(entry.view))\n",
-        "tests/engine/test_hit_path.py::test_two_hits_are_views_of_the_same_bytes",
+        "tests/engine/test_hit_path.py::test_two_remembered_hits_are_views_of_the_same_bytes",
     ),
     # 9. Fork, spawn, pickle
     Mutant(
@@ -786,7 +822,7 @@ MUTANTS = (
     ),
     Mutant(
         10, "a suffix of the catalog is believed", "_engine/catalog/checked.py",
-        "        and (not row[12] or _SUFFIX(row[12]))\n", "",
+        "        and (not row[12] or is_suffix(row[12]))\n", "",
         "tests/engine/catalog/test_forged_rows.py::test_a_forged_row_is_set_aside[a suffix that leads out]",
     ),
     Mutant(

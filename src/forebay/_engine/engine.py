@@ -17,6 +17,7 @@ from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.hosts import SilentHosts
+from forebay._engine.index.keys import Keys
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.slots import RECORDS, Slots, SlotsBroken, SlotsReplaced
 from forebay._engine.locks.fill import Fill
@@ -181,6 +182,7 @@ class Engine:
             recover=self._finish_intent, sweep=self._sweep,
         )  # fmt: skip
         self.slots = Slots(root)
+        self.keys = Keys(root, self.slots)
         self.counters.detach()
         self.leases = Leases(root, self.catalog, self.slots)
         self.memo.restart(self.slots)
@@ -194,10 +196,10 @@ class Engine:
         )  # fmt: skip
         inline = InlineEviction(self.budget, self.eviction, self.ranking, self.counters)
         self.intent = Intent(root, self.catalog, self.slots)
-        self.publisher = Publisher(root, self.catalog, self.slots, self.owners, self.budget, inline, self.intent)
+        self.publisher = Publisher(root, self.catalog, self.slots, self.keys, self.owners, self.budget, inline, self.intent)
         self.linker = Linker(root, self.catalog, self.slots, self.publisher)
         self.packing = Packing(root, self.catalog, self.leases, self.owners, self.budget, self.publisher, self._tails)
-        self.reading = Reading(root, self.catalog, self.slots, self.leases, self.memo, self.counters)
+        self.reading = Reading(root, self.catalog, self.slots, self.keys, self.leases, self.memo, self.counters)
         self.stats = StatsReader(root, self.catalog, self.slots, self.counters, self.leases)
         self._format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=False)
         self._forking = (self.catalog, self.budget, self.fill, self.owners, self.leases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, entries
@@ -13,16 +14,19 @@ from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.index import counters
 from forebay._engine.index.counters import Counters
+from forebay._engine.index.keys import Hint, Keys
 from forebay._engine.index.memo import Memo, Remembered
-from forebay._engine.index.slots import Slots
+from forebay._engine.index.slots import ID, USED, VALIDATED, Slots
 from forebay._engine.locks.leases import Lease, Leases
-from forebay._kernel import host
-from forebay._kernel.below import LinkInTheWay
+from forebay._kernel import host, mappings
+from forebay._kernel.below import LinkInTheWay, open_quickly
 from forebay._logs import logger
 from forebay._model import Buffer, Entry
 
 log = logger("forebay.reading")
 
+COPIED = 1 << 20
+"""Files up to this size are copied when a process reads them for the first time: that is cheaper than a mapping."""
 FIRST_USE = 1 << 20
 """Entries up to this size are verified at their first use in a process; all are at their first use after a reboot."""
 _MANY = 1_000_000
@@ -31,13 +35,75 @@ _MANY = 1_000_000
 class Reading:
     """Reads entries of one root. Callable from any thread, and in a forked child."""
 
-    def __init__(self, root: Root, catalog: Catalog, slots: Slots, leases: Leases, memo: Memo, counts: Counters) -> None:
-        self._root, self._catalog, self._slots = root, catalog, slots
+    def __init__(
+        self, root: Root, catalog: Catalog, slots: Slots, keys: Keys, leases: Leases, memo: Memo, counts: Counters
+    ) -> None:  # fmt: skip
+        self._root, self._catalog, self._slots, self._keys = root, catalog, slots, keys
         self._leases, self._memo, self._counts = leases, memo, counts
         self._verified: set[int] = set()
         self._unsealed: dict[int, int] = {}  # by id: the time of a file that has no seal, and was checked
         self._keeps_no_seals = False  # the file system, as a first try showed
         self._trees: dict[int, int] = {}  # by id: the fingerprint of a tree that was checked
+
+    def first_touch(self, space: str, space_id: int, key: str, since: int, alias: str) -> memoryview | None:
+        """The bytes of a key that was validated at ``since`` or later, by the index of keys: without a statement if it is a file. None
+        where the index does not know it, or anything about it is not as it should be: then `view` tells. A hit: touched and counted.
+
+        ``alias``: another name under which the next call will ask. Raises `SlotsReplaced`."""
+        self._memo.let_go()
+        hint = self._keys.find(space_id, key)
+        if hint is None:
+            return None
+        words, base = self._slots.record(hint.slot)
+        now = self._slots.clock.now()
+        if not since <= words[base + VALIDATED] <= now:
+            return None
+        read = self._file_of if hint.is_file else self._value_of
+        data = read(space, (key, alias) if alias != key else (key,), hint)
+        if data is None or words[base + ID] != hint.id:  # the last look: what was read of the slot was of this entry
+            return None
+        if not self._root.read_only:
+            words[base + USED] = now
+        self._counts.add(counters.HITS)
+        self._counts.add(counters.BYTES_HIT, hint.size)
+        return data
+
+    def _file_of(self, space: str, names: tuple[str, ...], hint: Hint) -> memoryview | None:
+        """The bytes of a file: a copy when the process reads a small one for the first time, else mapped. None where the file is gone,
+        or is not as it was published."""
+        path, size = self._root.blob_name(hint.id, hint.suffix), hint.size
+        try:
+            fd = open_quickly(path)
+            if fd < 0:
+                return None
+            try:
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode) or status.st_size != size or not blobs.has_seal(status, hint.seal):
+                    return None
+                again = self._memo.is_again(hint.id, size)
+                if size <= COPIED and not again:
+                    data = os.read(fd, size)
+                    return memoryview(data) if len(data) == size else None
+                view = mappings.map_file(fd, size)
+                if size:
+                    mappings.note_file(view, path, status)
+            finally:
+                os.close(fd)
+        except OSError:  # evicted meanwhile; or no descriptor is left, or no mapping
+            return None
+        if again:
+            self._memo.add_mapped(space, names, hint.slot, hint.id, view)
+        return view
+
+    def _value_of(self, space: str, names: tuple[str, ...], hint: Hint) -> memoryview | None:
+        """The bytes of a small value; None where it is gone, or damaged."""
+        row = entries.value(self._catalog, hint.id)
+        if row is None or len(row[0]) != hint.size or blobs.checksum_of(row[0]) != row[1]:
+            return None
+        view = memoryview(row[0])
+        if self._memo.is_again(hint.id, hint.size):
+            self._memo.add_mapped(space, names, hint.slot, hint.id, view)
+        return view
 
     def view(self, space: str, space_id: int, key: str) -> Remembered | None:
         """The bytes of a key; None if there is no entry."""
@@ -52,6 +118,7 @@ class Reading:
                     return None
                 data = self._bytes_of(entry)
                 if data is not None:
+                    self._keys.note(space_id, entry)
                     return self._memo.add(space, key, entry, data)
             # P1 reads the row / P2 evicts or replaces it / P1 opens: gone. Look again, once.
         return None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from forebay._engine.catalog import Catalog, entries, spaces
 from forebay._engine.catalog.wal import Wal
+from forebay._engine.files.layout import FANS
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import NAMES, Counters
 from forebay._engine.index.slots import Slots
@@ -82,22 +83,25 @@ class StatsReader:
         return Usage(*spaces.usage(self._catalog), tuple(spaces.every(self._catalog)))
 
     def overhead(self) -> dict[str, int]:
-        """Bytes on the disk that the budget does not count: ``log``, ``slots``, ``directories``, and ``other`` files, which are locks,
-        counters, the ballast, and the allowance of the catalog beside small values."""
+        """Bytes on the disk that the budget does not count: ``log``, ``slots`` (the tables of slots and of keys), ``directories``, and
+        ``other`` files, which are locks, counters, the ballast, and the allowance of the catalog beside small values."""
         root, wal = self._root, Wal(str(self._root.catalog), self._root.files)
         top = ("FORMAT", "CACHEDIR.TAG", "settings.json", "counters", root.ballast.name)
-        folders = [root.path, root.slots_dir, root.blobs_dir, root.trees_dir, root.packs_dir, root.tmp_dir, root.words.parent]
-        folders += [root.blobs_dir / f"{fan:02x}" for fan in range(256)]
+        folders = [root.slots_dir, root.index_dir, root.blobs_dir, root.trees_dir, root.packs_dir, root.tmp_dir, root.words.parent]
+        folders += [root.path, *(root.blobs_dir / fan for fan in FANS)]
         other = sum(self._blocks(path) for path in (root.path / name for name in top)) + sum(map(self._blocks, self._in(root.words.parent)))
         return {
             "log": self._blocks(Path(wal.log)) + self._blocks(Path(wal.index)),
-            "slots": sum(map(self._blocks, self._in(root.slots_dir))),
+            "slots": sum(map(self._blocks, self._in(root.slots_dir) + self._in(root.index_dir))),
             "directories": sum(map(self._blocks, folders)),
             "other": other + spaces.uncharged(self._catalog),
         }
 
     def _in(self, folder: Path) -> list[Path]:
-        return [folder / name for name in self._root.files.names_in(folder)]
+        try:
+            return [folder / name for name in self._root.files.names_in(folder)]
+        except FileNotFoundError:
+            return []
 
     def _blocks(self, path: Path) -> int:
         try:

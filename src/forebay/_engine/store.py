@@ -123,6 +123,15 @@ class Store:
         return self.engine.memo.finder(space) if not self.root.read_only else finds_nothing
 
     @recover_and_retry
+    def first_touch(self, space: str, key: str, since: int = 0, *, alias: str = "") -> memoryview | None:
+        """See `Reading.first_touch`."""
+        engine = self.engine
+        row = engine.known_spaces.get(space)
+        if row is None:
+            return None
+        return engine.reading.first_touch(space, row.id, key, since, alias or key)
+
+    @recover_and_retry
     def view(self, space: str, key: str) -> Remembered | None:
         """The bytes of a key, mapped, and remembered for the next call; None if there is no entry. Counts and touches nothing."""
         self.engine.counters.claim()

@@ -45,6 +45,9 @@ class Space:
         checked(key)
         try:
             with waits.time_limit(self._origin.timeout):
+                quick = store.first_touch(self.name, key)
+                if quick is not None:
+                    return quick
                 hit = store.view(self.name, key)
         except errors.CacheFault as error:
             self._origin.fall_back(error, f"{self.name}:{key}")

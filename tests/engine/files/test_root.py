@@ -18,7 +18,7 @@ as_root = pytest.mark.root
 
 def whole(root: Root) -> bool:
     """Whether everything that a root is made of is there, and nothing else."""
-    top = {"FORMAT", "CACHEDIR.TAG", "blobs", "trees", "packs", "tmp", "slots", "locks"}
+    top = {"FORMAT", "CACHEDIR.TAG", "blobs", "trees", "packs", "tmp", "slots", "index", "locks"}
     return (
         set(os.listdir(root.path)) == top
         and len(os.listdir(root.blobs_dir)) == 256

@@ -125,7 +125,7 @@ def test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_earl
 def test_after_a_reboot_it_goes_on_from_what_was_seen_last(store: Store, clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
     table, at = words(store)
     before = store.now()
-    monkeypatch.setattr(module, "_boot", lambda: 12345)
+    monkeypatch.setattr(module, "boot_number", lambda: 12345)
     clocks.step(-HOUR)
     again = Clock(store.engine.slots, writable=True)
     assert before - 2 * SECOND <= again.now() <= before + 60 * SECOND

@@ -5,14 +5,13 @@ it is served to no caller, logged once, and set aside by the next transaction: s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from forebay._engine.catalog.transactions import KINDS, NUMBERS, SLOTS, Rows
+from forebay._engine.files.layout import is_suffix
 from forebay._model import Entry
 
-_SUFFIX = re.compile(r"[A-Za-z0-9.]{0,16}").fullmatch
 _SEGMENTS = 1 << 24
 _NONE = type(None)
 _ENTRY = (int, str, str, str, int, int, int, bytes, str, float, str, str, str, str)
@@ -22,11 +21,6 @@ _ENTRIES = frozenset((_ENTRY, (*_ENTRY[:8], _NONE, *_ENTRY[9:])))  # with a vali
 def is_number(value: object, end: int = NUMBERS) -> bool:
     """Whether it is a number that Forebay could have written: an id, a keyhash, a count of bytes."""
     return type(value) is int and 0 <= value < end
-
-
-def is_suffix(value: object) -> bool:
-    """Whether the name of a blob may end so."""
-    return type(value) is str and _SUFFIX(value) is not None
 
 
 def is_member(name: object) -> bool:
@@ -51,7 +45,7 @@ def entry(rows: Rows, row: Sequence[Any]) -> Entry | None:
         and row[4] >= 0
         and row[5] >= 0
         and rows.has_slot(row[6])
-        and (not row[12] or _SUFFIX(row[12]))
+        and (not row[12] or is_suffix(row[12]))
     ):
         return Entry(*row)
     rows.report_unreadable("entries", (row[0],), f"the row of {row[2]!r}")

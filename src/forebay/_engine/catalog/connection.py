@@ -442,8 +442,8 @@ class Catalog:
         host.step("commit", self._path)
         txn.run("COMMIT")
         host.step("committed", self._path)
-        if txn.then is not None:
-            txn.then()
+        for call in txn.after_commit:
+            call()
 
     def _roll_back(self, txn: Txn) -> None:
         self._ids = [0, 0]  # they may have been taken in this very transaction

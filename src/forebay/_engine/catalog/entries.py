@@ -98,6 +98,12 @@ def payload(rows: Rows, id: int) -> bytes | None:
     return row[0] if row else None
 
 
+def value(rows: Rows, id: int) -> tuple[bytes, bytes] | None:
+    """The bytes of a live small value, and their checksum."""
+    row = rows.one(f"SELECT p.data, e.checksum FROM entries e JOIN payloads p ON p.id = e.id WHERE e.id = ? AND e.state = {LIVE}", id)
+    return row if row is not None and type(row[0]) is bytes else None
+
+
 def any_leftovers(rows: Rows) -> bool:
     """Whether anything waits to be swept: superseded or doomed entries, or held ones whose holder may be gone."""
     return bool(

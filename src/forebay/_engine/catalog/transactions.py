@@ -149,7 +149,7 @@ class Txn:
         self._con, self._ids, self._unreadable = con, ids, unreadable
         self.leftovers = False
         """Set by a writer that saw something to sweep: done once the lock is free."""
-        self.then: Callable[[], None] | None = None
+        self.after_commit: list[Callable[[], object]] = []
         """Called after the commit, still under the writer lock."""
 
     def all(self, sql: str, *values: Any) -> list[Any]:

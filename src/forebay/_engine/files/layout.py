@@ -25,6 +25,7 @@ LOCKS = ("keys", "writer", "owners", "names", *(f"leases-{n:02d}" for n in range
 FANS = tuple(f"{n:02x}" for n in range(256))
 
 _BLOB = re.compile(r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})")
+_SUFFIX = re.compile(r"[A-Za-z0-9.]{0,16}")
 _TMP = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.old|\.tree|\.pack)")
 _SCRAP = re.compile(r"new-[0-9a-f]{16}")
 
@@ -66,6 +67,16 @@ def parse_tmp_name(name: str) -> TmpName | None:
     """The parts of the name of a write in progress; None if it is not a name of Forebay's."""
     match = _TMP.fullmatch(name)
     return TmpName(int(match[1], 16), int(match[2], 16), match[3]) if match else None
+
+
+def is_suffix(value: object) -> bool:
+    """Whether the name of a blob may end so."""
+    return type(value) is str and _SUFFIX.fullmatch(value) is not None
+
+
+def is_index_name(name: str) -> bool:
+    """Whether a file of the index has such a name."""
+    return name == "table" or name.isdigit()
 
 
 def is_scrap(name: str) -> bool:
@@ -154,6 +165,10 @@ class Root:
     @property
     def slots_dir(self) -> Path:
         return self.path / "slots"
+
+    @property
+    def index_dir(self) -> Path:
+        return self.path / "index"
 
     @property
     def tmp_dir(self) -> Path:

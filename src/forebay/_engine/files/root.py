@@ -22,6 +22,7 @@ from forebay._engine.files.layout import (
     VERSION,
     Root,
     id_left,
+    is_index_name,
     is_scrap,
     parse_blob_below,
     parse_blob_name,
@@ -47,6 +48,7 @@ _DIRECTORIES: dict[str, Callable[[str], object]] = {
     "packs": parse_directory_name,
     "tmp": parse_tmp_name,
     "slots": str.isdigit,
+    "index": is_index_name,
     "locks": {*LOCKS, "words"}.__contains__,
 }
 _FILES = re.compile(r"FORMAT|CACHEDIR\.TAG|counters|settings\.json|hosts|catalog\..*")

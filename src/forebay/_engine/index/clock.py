@@ -82,7 +82,7 @@ class Clock:
             words, at = self._table.clock_words()
         except (CacheFault, OSError):
             return None
-        ahead = words[at + AHEAD] if words[at + BOOT] == _boot() else words[at + SEEN] - ticks
+        ahead = words[at + AHEAD] if words[at + BOOT] == boot_number() else words[at + SEEN] - ticks
         return ahead if ticks + ahead - wall <= BELIEVED else 0
 
     def _store(self, ahead: int, now: int) -> None:
@@ -91,7 +91,7 @@ class Clock:
             words, at = self._table.clock_words()
         except (CacheFault, OSError):
             return
-        boot = _boot()
+        boot = boot_number()
         if words[at + BOOT] != boot or words[at + AHEAD] < ahead or words[at + AHEAD] - ahead > BELIEVED:
             words[at + AHEAD] = ahead
             words[at + BOOT] = boot
@@ -100,5 +100,6 @@ class Clock:
 
 
 @functools.cache
-def _boot() -> int:
+def boot_number() -> int:
+    """A number of this boot of the machine."""
     return int(host.boot_id().replace("-", "")[:15], 16) or 1

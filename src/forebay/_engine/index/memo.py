@@ -15,19 +15,19 @@ from forebay._kernel import mappings
 from forebay._model import Entry
 
 MAX_BYTES = 256 << 20
+_MANY = 1_000_000
 
 
 _NO_WINDOW = 0, 0, 0
 
 
-class Remembered:
-    """An entry, its bytes, and its record in the table of slots."""
+class Mapped:
+    """The bytes of an entry, and its record in the table of slots: all that a hit needs."""
 
-    __slots__ = ("entry", "id", "names", "size", "slot", "view")
+    __slots__ = ("id", "names", "size", "slot", "view")
 
-    def __init__(self, entry: Entry, view: memoryview, slot: memoryview) -> None:
-        self.entry, self.view, self.slot = entry, view, slot
-        self.id, self.size = entry.id, entry.size
+    def __init__(self, id: int, view: memoryview, slot: memoryview) -> None:
+        self.id, self.size, self.view, self.slot = id, view.nbytes, view, slot
         self.names: list[tuple[str, str]] = []
 
     def is_current(self) -> bool:
@@ -36,6 +36,16 @@ class Remembered:
     def touch(self, now: int) -> None:
         """Record its use. Caller: has just checked that it is current; the root is writable."""
         self.slot[USED] = now
+
+
+class Remembered(Mapped):
+    """An entry with its row, and its bytes."""
+
+    __slots__ = ("entry",)
+
+    def __init__(self, entry: Entry, view: memoryview, slot: memoryview) -> None:
+        super().__init__(entry.id, view, slot)
+        self.entry = entry
 
 
 Hit = Callable[[str, int], memoryview | None]
@@ -55,13 +65,17 @@ def finds_nothing(name: str) -> Remembered | None:
 
 
 class Memo:
-    """Per process: (space, name) to `Remembered`. Several names may lead to one entry: a URL as written, and its key."""
+    """Per process: (space, name) to `Mapped`. Several names may lead to one entry: a URL as written, and its key.
+
+    It keeps two things apart: which entries the process has read, a number each; and their mappings, of which it keeps ``max_bytes``."""
 
     def __init__(self, slots: Slots, max_bytes: int = MAX_BYTES, max_count: int | None = None) -> None:
         self._slots, self._max_bytes = slots, max_bytes
         self._max_count = max_count or max(mappings.max_maps() // 4, 64)
         self._mutex = threading.Lock()  # guards what follows; the hit path reads the dicts without it
-        self._known: dict[str, dict[str, Remembered]] = {}
+        self._known: dict[str, dict[str, Mapped]] = {}
+        self._read: set[int] = set()
+        self._passed = 0
         self._bytes = 0
         self._count = 0
         self._evictions = -1
@@ -71,9 +85,9 @@ class Memo:
     def get(self, space: str, name: str) -> Remembered | None:
         """What is remembered under this name, while it is current."""
         known = self._of(space).get(name)
-        return known if known is not None and known.is_current() else None
+        return known if isinstance(known, Remembered) and known.is_current() else None
 
-    def _of(self, space: str) -> dict[str, Remembered]:
+    def _of(self, space: str) -> dict[str, Mapped]:
         return self._known.setdefault(space, {})
 
     def hot_lookup(self, space: str, counters: Counters) -> Hit:
@@ -108,7 +122,7 @@ class Memo:
 
         def find(name: str) -> Remembered | None:
             entry = known.get(name)
-            if entry is None or entry.slot[ID] != entry.id:
+            if not isinstance(entry, Remembered) or entry.slot[ID] != entry.id:
                 return None
             since, until, _ = self._window
             return entry if since <= now_ns() < until else None
@@ -119,8 +133,35 @@ class Memo:
         """Remember an entry; one too large for the memo is given back without being kept."""
         words, base = self._slots.record(entry.slot)
         item = Remembered(entry, view, words[base : base + 4])
+        self._add(space, name, item)
+        return item
+
+    def is_again(self, id: int, size: int) -> bool:
+        """Whether a file that this process reads should now be mapped and remembered: it was read before, and there is room.
+
+        Where there is none, one in 16 takes the place of others: of more than fits, a part stays, instead of each being dropped before it
+        is needed again."""
+        if id not in self._read:
+            if len(self._read) >= _MANY:
+                self._read.clear()
+            self._read.add(id)
+            return False
+        if self._bytes + size <= self._max_bytes and self._count < self._max_count:
+            return True
+        self._passed += 1
+        return self._passed % 16 == 0
+
+    def add_mapped(self, space: str, names: tuple[str, ...], slot: int, id: int, view: memoryview) -> None:
+        """Remember the bytes of an entry whose row was not read."""
+        words, base = self._slots.record(slot)
+        item = Mapped(id, view, words[base : base + 4])
+        self._add(space, names[0], item)
+        for name in names[1:]:
+            self.alias(space, name, item)
+
+    def _add(self, space: str, name: str, item: Mapped) -> None:
         if item.size > self._max_bytes // 2:
-            return item
+            return
         with self._mutex:
             self._forget_locked(self._of(space).get(name))
             if self._bytes + item.size > self._max_bytes or self._count >= self._max_count:
@@ -129,9 +170,8 @@ class Memo:
             item.names.append((space, name))
             self._bytes += item.size
             self._count += 1
-        return item
 
-    def alias(self, space: str, name: str, item: Remembered) -> None:
+    def alias(self, space: str, name: str, item: Mapped) -> None:
         """Let another name lead to what is remembered."""
         with self._mutex:
             if item.names and name not in self._of(space):
@@ -174,16 +214,17 @@ class Memo:
                 for item in known.values():
                     item.names = []
                 known.clear()
+            self._read.clear()
             self._slots, self._bytes, self._count, self._evictions = slots, 0, 0, -1
 
     def after_fork_child(self) -> None:
         self._mutex = threading.Lock()
         self._window = _NO_WINDOW  # the first hit takes the slow path
 
-    def _all_locked(self) -> Iterator[Remembered]:
+    def _all_locked(self) -> Iterator[Mapped]:
         return iter({id(item): item for known in self._known.values() for item in known.values()}.values())
 
-    def _forget_locked(self, item: Remembered | None) -> None:
+    def _forget_locked(self, item: Mapped | None) -> None:
         if item is None or not item.names:
             return
         for space, name in item.names:

@@ -252,7 +252,7 @@ class Budget:
         owed = tuple(self._owed)
         for one in owed:
             reservations.delete(txn, one)
-        txn.then = lambda: self._owed.difference_update(owed)
+        txn.after_commit.append(lambda: self._owed.difference_update(owed))
 
     def split(self, txn: Txn, request: SpaceRequest) -> Reservation:
         """A separate reservation out of a larger one that the caller shrinks in the same transaction."""
@@ -315,7 +315,7 @@ class Budget:
 
         try:
             with self._catalog.write() as txn:
-                txn.then = committed
+                txn.after_commit.append(committed)
                 for one in owed:
                     reservations.delete(txn, one)
                 self._eviction.delete(txn, attempt.doomed)

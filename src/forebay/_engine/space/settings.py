@@ -59,7 +59,7 @@ def apply(
         for name, value in limits.items():
             if value is not None and value != spaces.setting(txn, name):  # an explicit value is kept even if it is the default
                 spaces.set_setting(txn, name, value)
-        txn.then = lambda: keep(root, catalog)
+        txn.after_commit.append(lambda: keep(root, catalog))
     applied = True
     if first and catalog.lost:
         _log_lost(root, catalog, kept, limits)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from forebay._engine.catalog import Catalog, Txn, entries
 from forebay._engine.files import blobs
 from forebay._engine.files.root import Root
+from forebay._engine.index.keys import Keys
 from forebay._engine.index.slots import Slots
 from forebay._engine.space.budget import Budget, SpaceRequest
 from forebay._kernel import host
@@ -56,8 +57,8 @@ class New(NamedTuple):
 class Inserter:
     """Inserts the rows of entries into one root. Callable from any thread that is inside a transaction."""
 
-    def __init__(self, slots: Slots, budget: Budget) -> None:
-        self._slots, self.budget = slots, budget
+    def __init__(self, slots: Slots, keys: Keys, budget: Budget) -> None:
+        self._slots, self._keys, self.budget = slots, keys, budget
 
     def insert(
         self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None,
@@ -79,6 +80,7 @@ class Inserter:
         )  # fmt: skip
         entries.insert(txn, label.space, entry, data)
         self._slots.settle(slot, id, now, now if label.validated is None else label.validated, label.space)
+        txn.after_commit.append(lambda: self._keys.note(label.space, entry))
         return entry
 
     def _supersede(self, txn: Txn, old: Entry) -> None:
@@ -104,7 +106,9 @@ class Inserter:
         validated = now if label.validated is None else label.validated
         for entry, _ in rows:
             self._slots.settle(entry.slot, entry.id, now, validated, label.space)
-        return [entry for entry, _ in rows]
+        published = [entry for entry, _ in rows]
+        txn.after_commit.append(lambda: self._keys.note_many(label.space, published))
+        return published
 
 
 class Intent:
@@ -116,7 +120,7 @@ class Intent:
     def begin(self, txn: Txn, ids: range) -> None:
         """Allow the files of these ids to be written; ``txn`` is to commit their rows."""
         self._slots.set_intent(ids)
-        txn.then = self._clear
+        txn.after_commit.append(self._clear)
 
     def _clear(self) -> None:
         self._slots.set_intent(range(0))

@@ -1,0 +1,330 @@
+"""Which slot has this key: asked of mapped memory before the catalog, so that the first read of an entry in a process needs no statement.
+
+``index/table``   a page of header, then buckets: 32 bits of a key's hash, and a slot. Open addressing, after Knuth, volume 3, 6.4
+``index/NNN``     a page of header, then a record of eight words for each of 8,192 slots: whose entry it is, and how to read it
+
+All of it is a *hint that proves itself*. A record is believed if it has the whole hash of the key, if its words belong together, and if the
+table of slots, where only the holder of the writer lock stores an id, still has its id. The hash is keyed with a secret of the table, since
+it alone decides whose bytes are served. A bucket or a record that is stale, torn, full or missing sends the reader to the catalog, and the
+reader writes it again: no protocol depends on it, so any process may store to it without a lock, and it can be deleted at any time.
+
+A record also says that the entry was published or verified since the machine booted: one process of the node verifies it, not each."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from forebay._engine.files.blobs import seal_of
+from forebay._engine.files.layout import PAGE, Root, is_suffix
+from forebay._engine.index.clock import boot_number
+from forebay._engine.index.slots import ID, Slots
+from forebay._kernel import host, locks, mappings
+from forebay._logs import logger
+from forebay._model import Entry
+from forebay.errors import CacheFault
+
+log = logger("forebay.index")
+
+RECORDS = 8192
+"""Records of one file."""
+BUCKETS = 16_384
+"""Buckets of the first table, and of the smallest."""
+PROBES = 64
+"""Buckets that are looked at for a key; the table has so many more, instead of continuing at its beginning."""
+
+_TABLE_MAGIC, _RECORDS_MAGIC = (int.from_bytes(magic, "little") for magic in (b"FBKEYS01", b"FBRECS01"))
+_MAGIC, _ROOT, _SIZE, _USED, _MOVED, _SECRET = 0, 1, 2, 3, 4, 8  # words of a table's header; the secret has four
+_HEADER = PAGE // 8
+_WORDS = 8
+_HASH, _PROOF, _ID, _BYTES, _KIND, _SUFFIX, _SOUND = 0, 1, 2, 3, 4, 5, 7  # words of a record; the suffix has two
+_RECORDS_SIZE = PAGE + RECORDS * _WORDS * 8
+_MASK = (1 << 64) - 1
+_LARGEST = 1 << 30
+_KINDS = {"blob": 1, "value": 2}
+_BLOB = _KINDS["blob"]
+
+_halves = struct.Struct("<QQ").unpack
+_Found = tuple[int, int]
+
+
+class Hint(NamedTuple):
+    """What the index knows of an entry. ``seal``: see `blobs.has_seal`."""
+
+    slot: int
+    id: int
+    size: int
+    is_file: bool
+    seal: int
+    suffix: str
+
+
+class _Table(NamedTuple):
+    words: memoryview
+    mask: int
+    keyed: hashlib.blake2b
+
+
+class Keys:
+    """The index of one root. Callable from any thread and, mappings being inherited, after a fork. Nothing in it is ever missed: a call
+    that meets a fault of the disk does without."""
+
+    def __init__(self, root: Root, slots: Slots) -> None:
+        self._root, self._slots = root, slots
+        self._table: _Table | None = None
+        self._records: dict[int, memoryview] = {}
+        self._suffixes: dict[_Found, str | None] = {(0, 0): ""}
+        self._spaces: dict[int, hashlib.blake2b] = {}
+        self._boot = boot_number()
+
+    def find(self, space: int, key: str) -> Hint | None:
+        """What is known of the current entry of a key, if it is a file or a small value that was sound since the boot."""
+        table = self._table or self._open()
+        if table is None:
+            return None
+        found = self._search(table, *self._hash(table, space, key))
+        if found is None and table.words[_MOVED]:
+            self._forget()
+            table = self._open()
+            found = self._search(table, *self._hash(table, space, key)) if table is not None else None
+        if found is None:
+            return None
+        slot, (_, _, id, size, kind, suffix, more, sound) = found
+        try:
+            name = self._suffixes[suffix, more]
+        except KeyError:
+            name = self._suffix(suffix, more)
+        if sound != self._boot ^ id or name is None:
+            return None
+        return Hint(slot, id, size, kind & 0xFF == _BLOB, kind >> 8, name)
+
+    def note(self, space: int, entry: Entry) -> None:
+        """Let `find` find an entry that was published or verified just now. Caller: its row is committed."""
+        if self._root.read_only or entry.kind not in _KINDS or entry.size >> 60:
+            return
+        try:
+            self._note(space, entry)
+        except (CacheFault, OSError) as error:
+            log.debug("%s is not in the index: %s", entry.name, str(error))
+
+    def note_many(self, space: int, several: Sequence[Entry]) -> None:
+        """`note`, for several entries of one space."""
+        for entry in several:
+            self.note(space, entry)
+
+    def _note(self, space: int, entry: Entry) -> None:
+        table = self._table
+        if table is not None and table.words[_MOVED]:
+            self._forget()
+            table = None
+        table = table or self._open() or self._create()
+        first, second = self._hash(table, space, entry.key)
+        words = self._words_of(entry.slot // RECORDS) or self._extend(entry.slot // RECORDS)
+        suffix, more = _halves(entry.suffix.encode("ascii").ljust(16, b"\0")[:16])
+        seal = seal_of(entry.checksum) if entry.kind == "blob" else 0
+        content = entry.id, entry.size, _KINDS[entry.kind] | seal << 8, suffix, more
+        record = (first, second ^ hash(content) & _MASK, *content, self._boot ^ entry.id)
+        base = _HEADER + entry.slot % RECORDS * _WORDS
+        if tuple(words[base : base + _WORDS]) != record:
+            host.step("note", self._root.index_dir)
+            for at, word in enumerate(record):  # no crash points in between: whatever is left of it is not believed
+                words[base + at] = word
+        if self._place(table, first, entry.slot):
+            self._grow(table)
+
+    # -- buckets ---------------------------------------------------------------------------------------------------
+
+    def _hash(self, table: _Table, space: int, key: str) -> tuple[int, int]:
+        """128 bits that nobody can aim at who does not know the secret: BLAKE2b with a key."""
+        keyed = self._spaces.get(space)
+        if keyed is None:
+            keyed = table.keyed.copy()
+            keyed.update(space.to_bytes(8, "little"))
+            self._spaces[space] = keyed
+        whole = keyed.copy()
+        whole.update(key.encode("utf-8", "surrogatepass"))
+        return _halves(whole.digest())
+
+    def _search(self, table: _Table, first: int, second: int) -> tuple[int, tuple[int, ...]] | None:
+        """The slot of a key, and its record."""
+        words, _, _ = table
+        tag, at = first >> 32, _HEADER + (first & table.mask)
+        for bucket in range(at, at + PROBES):
+            word = words[bucket]
+            if not word:
+                return None
+            if word >> 32 == tag:
+                slot = (word & 0xFFFFFFFF) - 1
+                record = self._read(slot)
+                if record is not None and record[_HASH] == first and record[_PROOF] == second ^ hash(record[_ID:_SOUND]) & _MASK:
+                    return slot, record
+        return None
+
+    def _read(self, slot: int) -> tuple[int, ...] | None:
+        """The record of a slot, if the slot still has its entry."""
+        words = self._words_of(slot // RECORDS)
+        if words is None:
+            return None
+        base = _HEADER + slot % RECORDS * _WORDS
+        record = tuple(words[base : base + _WORDS])
+        return record if self._has(slot, record[_ID]) else None
+
+    def _has(self, slot: int, id: int) -> bool:
+        if not id:
+            return False
+        try:
+            words, base = self._slots.record(slot)
+        except (CacheFault, OSError, IndexError):
+            return False
+        return bool(words[base + ID] == id)
+
+    def _place(self, table: _Table, first: int, slot: int) -> bool:
+        """Let a bucket lead to a slot. Returns whether the table has become too full."""
+        words, _, _ = table
+        tag, at = first >> 32, _HEADER + (first & table.mask)
+        ours, chosen = tag << 32 | slot + 1, -1
+        for bucket in range(at, at + PROBES):
+            word = words[bucket]
+            if word == ours:
+                return False
+            if not word:
+                if chosen < 0:
+                    chosen = bucket
+                    words[_USED] = min(words[_USED] + 1, _MASK)  # two processes may count one: it is corrected when the table is rebuilt
+                break
+            if chosen < 0 and not self._leads_to(word):
+                chosen = bucket
+        host.set_word(words, chosen if chosen >= 0 else at, ours)
+        return bool(words[_USED] > (table.mask + 1) * 5 // 8)
+
+    def _leads_to(self, word: int) -> bool:
+        """Whether a bucket's slot still has an entry with its hash."""
+        record = self._read((word & 0xFFFFFFFF) - 1)
+        return record is not None and record[_HASH] >> 32 == word >> 32
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _path(self) -> Path:
+        return self._root.index_dir / "table"
+
+    def _open(self) -> _Table | None:
+        words = self._map(self._path, None, _TABLE_MAGIC)
+        if words is None or words[_SIZE] & (words[_SIZE] - 1) or len(words) != _HEADER + words[_SIZE] + PROBES:
+            return None
+        secret = b"".join(word.to_bytes(8, "little") for word in words[_SECRET : _SECRET + 4])
+        self._spaces.clear()
+        self._table = _Table(words, words[_SIZE] - 1, hashlib.blake2b(key=secret, digest_size=16))
+        return self._table
+
+    def _create(self) -> _Table:
+        self._root.files.mkdir(self._root.index_dir, self._root.dir_mode)
+        self._root.install(self._path, lambda fd: host.pwrite(fd, self._content(BUCKETS, secrets.token_bytes(32), ()), 0))
+        table = self._open()
+        if table is None:
+            self._root.files.make_way(self._path)
+            raise CacheFault(f"{self._path} was no index: it is created again", path=str(self._path))
+        return table
+
+    def _content(self, size: int, secret: bytes, buckets: Iterator[tuple[int, int]] | tuple[()]) -> bytes:
+        """A table of ``size`` buckets with these in it: hash and slot of each."""
+        words = array("Q", bytes(8 * (_HEADER + size + PROBES)))
+        words[_MAGIC], words[_ROOT], words[_SIZE] = _TABLE_MAGIC, self._root.id, size
+        words[_SECRET : _SECRET + 4] = array("Q", secret)
+        used = 0
+        for first, slot in buckets:
+            at = _HEADER + (first & size - 1)
+            for bucket in range(at, at + PROBES):
+                if not words[bucket]:
+                    words[bucket] = first >> 32 << 32 | slot + 1
+                    used += 1
+                    break
+        words[_USED] = used
+        return words.tobytes()
+
+    def _grow(self, table: _Table) -> None:
+        """Replace the table by one that has the living entries only, and at least twice as many buckets as entries.
+
+        One process does it; what others store into the old table meanwhile is not in the new one, until somebody reads it."""
+        lock = locks.LockFile(self._path, self._root.files.open, writable=True)
+        try:
+            if not lock.try_lock(0, exclusive=True):
+                return
+            if not table.words[_MOVED]:
+                living = list(self._living())
+                size = max(BUCKETS, 1 << (4 * len(living)).bit_length() - 1)
+                secret = b"".join(word.to_bytes(8, "little") for word in table.words[_SECRET : _SECRET + 4])
+                self._root.replace(self._path, self._content(size, secret, iter(living)))
+                host.set_word(table.words, _MOVED, 1)
+            self._forget()
+        finally:
+            lock.close()
+
+    def _living(self) -> Iterator[tuple[int, int]]:
+        """Hash and slot of each entry that has a record."""
+        for name in self._root.files.names_in(self._root.index_dir):
+            number = int(name) if name.isdigit() else -1
+            words = self._words_of(number) if number >= 0 else None
+            if words is not None:
+                hashes, ids = words[_HEADER + _HASH :: _WORDS].tolist(), words[_HEADER + _ID :: _WORDS].tolist()
+                for slot, first, id in zip(range(number * RECORDS, (number + 1) * RECORDS), hashes, ids, strict=True):
+                    if self._has(slot, id):
+                        yield first, slot
+
+    def _words_of(self, number: int) -> memoryview | None:
+        """The records of a file; None if there is none."""
+        try:
+            return self._records[number]
+        except KeyError:
+            words = self._map(self._root.index_dir / f"{number:03d}", _RECORDS_SIZE, _RECORDS_MAGIC)
+            return self._records.setdefault(number, words) if words is not None else None
+
+    def _extend(self, number: int) -> memoryview:
+        path = self._root.index_dir / f"{number:03d}"
+
+        def fill(fd: int) -> None:
+            host.allocate(fd, 0, _RECORDS_SIZE)
+            host.pwrite(fd, _RECORDS_MAGIC.to_bytes(8, "little") + self._root.id.to_bytes(8, "little"), 0)
+
+        self._root.install(path, fill)
+        self._records.pop(number, None)
+        words = self._words_of(number)
+        if words is None:
+            self._root.files.make_way(path)
+            raise CacheFault(f"{path} was no part of an index: it is created again", path=str(path))
+        return words
+
+    def _map(self, path: Path, size: int | None, magic: int) -> memoryview | None:
+        try:
+            fd = self._root.files.open(path, os.O_RDONLY if self._root.read_only else os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            length = os.fstat(fd).st_size
+            if length < PAGE or length % 8 or length > _LARGEST or size not in (None, length):
+                return None
+            words = mappings.words(mappings.map_file(fd, length, writable=not self._root.read_only))
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        return words if (words[_MAGIC], words[_ROOT]) == (magic, self._root.id) else None
+
+    def _forget(self) -> None:
+        """Map everything again when it is next needed."""
+        self._table = None
+        self._records.clear()
+        self._spaces.clear()
+
+    def _suffix(self, suffix: int, more: int) -> str | None:
+        """The suffix in a record; None if no file of ours has it."""
+        name = (suffix.to_bytes(8, "little") + more.to_bytes(8, "little")).rstrip(b"\0").decode("ascii", "replace")
+        if len(self._suffixes) > 1000:
+            self._suffixes = {(0, 0): ""}
+        return self._suffixes.setdefault((suffix, more), name if is_suffix(name) else None)
