@@ -27,8 +27,6 @@ log = logger("forebay.reading")
 
 COPIED = 1 << 20
 """Files up to this size are copied when a process reads them for the first time: that is cheaper than a mapping."""
-FIRST_USE = 1 << 20
-"""Entries up to this size are verified at their first use in a process; all are at their first use after a reboot."""
 _MANY = 1_000_000
 
 
@@ -40,7 +38,6 @@ class Reading:
     ) -> None:  # fmt: skip
         self._root, self._catalog, self._slots, self._keys = root, catalog, slots, keys
         self._leases, self._memo, self._counts = leases, memo, counts
-        self._verified: set[int] = set()
         self._unsealed: dict[int, int] = {}  # by id: the time of a file that has no seal, and was checked
         self._keeps_no_seals = False  # the file system, as a first try showed
         self._trees: dict[int, int] = {}  # by id: the fingerprint of a tree that was checked
@@ -252,7 +249,7 @@ class Reading:
             if status.st_size == member.size:
                 if self._needs_no_look(member, status):
                     return True
-                if blobs.checksum_of(os.read(fd, member.size) if member.size <= FIRST_USE else fd) == member.checksum:
+                if blobs.checksum_of(os.read(fd, member.size) if member.size <= COPIED else fd) == member.checksum:
                     self._note_checked(member, status, fd)
                     return True
             self._set_aside_member(member, status)
@@ -270,10 +267,11 @@ class Reading:
             self._supersede(member)
 
     def _needs_no_look(self, entry: Entry, status: os.stat_result | None) -> bool:
-        """Whether an entry seems unwritten since it was last checked. ``status``: of its file, if it has one."""
-        if entry.boot != host.boot_id() or (entry.size <= FIRST_USE and entry.id not in self._verified):
+        """Whether a file was published or checked since the boot, by any process, and not written to since. ``status``: None for a small
+        value, which is compared whenever it is read: that takes a microsecond."""
+        if status is None or entry.boot != host.boot_id():
             return False
-        return status is None or blobs.is_sealed(status, entry.checksum) or self._unsealed.get(entry.id) == status.st_mtime_ns
+        return blobs.is_sealed(status, entry.checksum) or self._unsealed.get(entry.id) == status.st_mtime_ns
 
     def _is_sound(self, entry: Entry, data: Buffer, status: os.stat_result | None = None) -> bool:
         if self._needs_no_look(entry, status):
@@ -311,10 +309,7 @@ class Reading:
                 os.close(own)
 
     def note_sound(self, entry: Entry) -> None:
-        """Note that an entry need not be checked again in this process."""
-        if len(self._verified) >= _MANY:
-            self._verified.clear()
-        self._verified.add(entry.id)
+        """Note that an entry need not be checked again until the machine boots."""
         if entry.boot != host.boot_id() and not self._root.read_only:
             with contextlib.suppress(errors.WriterBusy, errors.ReadOnly, DiskFull), self._catalog.write(0) as txn:  # else by the next
                 entries.set_boot(txn, entry.id, host.boot_id())
