@@ -6,12 +6,11 @@ import contextvars
 import math
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forebay._dataclass import dataclass
 from forebay._logs import logger
 from forebay.errors import ConfigError
 
@@ -210,11 +209,11 @@ _warned: set[str] = set()  # variables that this process, or one that it was for
 
 
 def _warn_of_unknown(names: Iterable[str]) -> None:
-    import difflib  # seldom needed
-
     for name in names:
         word = name.removeprefix("FOREBAY_")
         if word not in KNOWN and name not in _warned:
+            import difflib
+
             _warned.add(name)
             near = difflib.get_close_matches(word, KNOWN, 1)
             log.warning("the variable %s is unknown and ignored%s", name, f": did you mean FOREBAY_{near[0]}?" if near else "")
@@ -261,6 +260,8 @@ def default_root(*, is_network: Callable[[Path], bool], environ: Mapping[str, st
     If that is on a network file system (``is_network`` is asked about the nearest directory that exists): ``forebay-<uid>`` in
     ``$SLURM_TMPDIR``, else ``$TMPDIR``, else the system's temporary directory; each process logs one warning then.
     """
+    import tempfile
+
     environ = os.environ if environ is None else environ
     usual = _user_cache(environ) / "forebay"
     if not is_network(_nearest(usual)):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import enum
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
 
+from forebay._dataclass import dataclass
 from forebay.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -297,6 +296,8 @@ class Entry:
 def noted(meta: str, **types: type) -> dict[str, Any] | None:
     """Return an entry's ``meta`` as JSON; None where it is not JSON, or lacks a name of ``types`` with a value of exactly that type (an
     int must be a count): another program wrote it."""
+    import json
+
     try:
         content = json.loads(meta)
     except (ValueError, RecursionError):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from forebay._dataclass import dataclass, field
 from forebay._engine.locks.fill import Waiting
 from forebay._model import Entry, Report, Victim
 from forebay.errors import ForebayError
@@ -52,7 +51,9 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and `hit_rate`, for JSON."""
-        return dataclasses.asdict(self) | {"hit_rate": self.hit_rate}
+        from dataclasses import asdict
+
+        return asdict(self) | {"hit_rate": self.hit_rate}
 
 
 @dataclass(frozen=True, slots=True)

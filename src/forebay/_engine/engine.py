@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -156,7 +155,7 @@ class Engine:
         with self._recovering, faults(str(self.root.path)):
             if self.recoveries != recoveries:
                 return
-            log.log(logging.INFO if error.damaged else logging.WARNING, "%s: opening it again", str(error))
+            (log.info if error.damaged else log.warning)("%s: opening it again", str(error))
             root = open_root(self.root.path, shared=self.root.shared)
             if root.id != self.root.id or not self.slots.is_same() or not self.catalog.has_its_lock():
                 for part in (self.fill, self.budget, self.leases, self.catalog):

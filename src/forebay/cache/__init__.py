@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, overload
 
 from forebay import _config, errors, remote
+from forebay._dataclass import replace
 from forebay._engine.index.memo import no_hit
 from forebay._engine.locks.fill import Waiting
 from forebay._engine.locks.leases import Lease

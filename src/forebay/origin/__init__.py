@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import os
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar, cast
 
 from forebay import _config, errors, remote
+from forebay._dataclass import dataclass, field
 from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.passthrough import PassThrough
@@ -416,6 +414,8 @@ class Origin:
         return lease
 
     def _check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
+        import json
+
         if options.sha256 is None:
             return
         digest = writing.sha256()
@@ -465,6 +465,8 @@ class Origin:
 
     def _read_only(self, target: Target, options: FetchOptions, data: bytearray) -> memoryview:
         """The fetched bytes, read-only. Raises `ChecksumMismatch` if they are not what ``options`` expects."""
+        import hashlib
+
         if options.sha256 is not None and (digest := hashlib.sha256(data).hexdigest()) != options.sha256.lower():
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {options.sha256.lower()}", f"sha256 {digest}")
         return memoryview(data).toreadonly()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self
 
 from forebay import _model, errors
+from forebay._dataclass import dataclass
 from forebay._engine.locks.fill import KeyHold, OnWait
 from forebay._engine.write.publish import Writing
 from forebay._model import Buffer, BufferSink, CloningSink, ObjectInfo, Partial, Remote, Span
@@ -132,6 +131,8 @@ def is_same_version(validator: str | None, expected: str) -> bool:
 
 
 def sha256_of(path: str) -> str:
+    import hashlib
+
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

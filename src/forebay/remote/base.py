@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import random
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
 from forebay import errors
+from forebay._dataclass import dataclass, field, replace
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import Span, Transfer
 from forebay.remote.urls import canonical
+
+if TYPE_CHECKING:
+    import socket
 
 log = logger("forebay.remote")
 T = TypeVar("T")
@@ -217,6 +217,8 @@ class Call:
 
     def abort(self) -> None:
         """End the work of all threads of this call. Idempotent."""
+        import socket
+
         with self._lock:
             self._aborted.set()
             sockets, self._sockets = self._sockets, set()
@@ -315,14 +317,16 @@ class Call:
                 pause = self._pause(failed, number)
                 if pause is None:
                     raise self.error_of(failed, number) from failed.__cause__
-                level = logging.WARNING if pause > WARN_ABOVE else logging.DEBUG
-                log.log(level, "%s: %s; attempt %d in %.2f s", self.url, failed.reason, number + 1, pause)
+                announce = log.warning if pause > WARN_ABOVE else log.debug
+                announce("%s: %s; attempt %d in %.2f s", self.url, failed.reason, number + 1, pause)
             self.count(retries=1)
             self._aborted.wait(pause)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _pause(self, failed: AttemptFailed, number: int) -> float | None:
         """Seconds until the next attempt; None if there is none."""
+        import random
+
         if number == self.options.attempts or not failed.retryable:
             return None
         pause = min(MAX_PAUSE, self.options.backoff * 2 ** (number - 1)) * random.uniform(0.5, 1.0)

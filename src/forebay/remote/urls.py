@@ -3,12 +3,10 @@ file."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple, Self
-from urllib.parse import quote, unquote_to_bytes
 
 from forebay.errors import ConfigError
 
@@ -77,6 +75,8 @@ def canonical(url: str | os.PathLike[str]) -> str:
     Scheme and host are in lower case; the default port, the fragment and whole sets of signature parameters are dropped; user info and any
     other query are replaced by their hashes; all other bytes stay as they are. A path becomes an absolute ``file://`` URL. In schemes other
     than HTTP, ``#``, every part of the query, and the case of the host may distinguish objects, and are kept. Raises `ConfigError`."""
+    from urllib.parse import quote
+
     text = os.fspath(url)
     if not text.isascii():
         try:
@@ -130,6 +130,8 @@ def _query(kind: str, query: str) -> str:
 
 def hashed(secret: str | bytes) -> str:
     """The text that stands for a secret in a key: it cannot be reversed."""
+    import hashlib
+
     data = secret.encode("utf-8", "surrogateescape") if isinstance(secret, str) else secret
     return hashlib.blake2s(data, digest_size=16).hexdigest()
 
@@ -164,6 +166,8 @@ def _split_suffix(name: str) -> tuple[str, str]:
 
 def local_path(url: str | os.PathLike[str]) -> str | None:
     """The absolute path that a path or a ``file://`` URL names; None for other URLs. Raises `ConfigError` for a file of another host."""
+    from urllib.parse import unquote_to_bytes
+
     text = os.fspath(url)
     if scheme(text) != "file":
         return None

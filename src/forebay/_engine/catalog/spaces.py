@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from forebay._dataclass import dataclass, replace
 from forebay._engine.catalog import entries
 from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
 from forebay._engine.catalog.schema import DOOMED, LIVE

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from forebay._dataclass import dataclass
 from forebay._kernel import host
 from forebay._kernel.below import Below
 
@@ -212,6 +211,8 @@ class Root:
 
         Any number of processes may install the same file at once. Raises what the disk raises; then nothing is left.
         """
+        import secrets
+
         while not os.path.lexists(path):
             scrap = self.path / f"new-{secrets.randbits(64):016x}"
             fd = self.files.create(scrap, self.file_mode)
@@ -230,6 +231,8 @@ class Root:
     def replace(self, path: Path, content: bytes) -> None:
         """Replace the content of the file ``path``, on the disk too: completely or not at all. Raises what the disk raises; the file is
         unchanged then."""
+        import secrets
+
         while True:
             scrap = self.path / f"new-{secrets.randbits(64):016x}"
             fd = self.files.create(scrap, self.file_mode)

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,6 +58,8 @@ def open_root(path: str | os.PathLike[str], *, shared: bool = False, read_only: 
     ``forebay-g<gid>`` with ``shared``. ``read_only`` creates and changes nothing, and accepts roots of other users and on network file
     systems. A root that a group may write to is opened with ``shared`` only: its files may come from any member of the group. Raises
     `RootRefused`, `NewerFormat`, or OSError."""
+    import secrets
+
     directory = Path(os.path.realpath(path))
     if read_only:
         return _open_read_only(directory, shared)

@@ -10,14 +10,13 @@ A small file is collected in memory, and written in the same transaction that pu
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from forebay import errors
+from forebay._dataclass import replace
 from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.writer import WriterBusy
@@ -379,6 +378,8 @@ class Writing:
 
     def sha256(self) -> str:
         """The SHA-256 of the bytes, for a check before they are published."""
+        import hashlib
+
         if self._small is not None:
             return hashlib.sha256(self._small.data).hexdigest()
         with open(self._publisher.root.files.open(self.stage.path), "rb") as file:
