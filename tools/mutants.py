@@ -745,7 +745,7 @@ MUTANTS = (
     ),
     Mutant(
         10, "what is said shows secrets", "remote/urls.py",
-        '    return _SECRET.sub(r"\\1...", _URL_IN_TEXT.sub(_redacted_url, text))\n', "    return text\n",
+        '    return re.sub(_SECRET, r"\\1...", re.sub(_URL_IN_TEXT, _redacted_url, text))\n', "    return text\n",
         "tests/cli/test_names.py::test_no_output_gives_a_secret_away[warning]",
     ),
     Mutant(
@@ -786,7 +786,7 @@ MUTANTS = (
     ),
     Mutant(
         10, "a suffix of the catalog is believed", "_engine/catalog/checked.py",
-        "        and (not row[12] or _SUFFIX(row[12]))\n", "",
+        "        and (not row[12] or re.fullmatch(_SUFFIX, row[12]))\n", "",
         "tests/engine/catalog/test_forged_rows.py::test_a_forged_row_is_set_aside[a suffix that leads out]",
     ),
     Mutant(

@@ -26,6 +26,17 @@ Content: TypeAlias = Buffer | str | os.PathLike[str]
 """The content of a write: bytes, or the path of a local file."""
 
 
+def as_bytes(data: Buffer) -> memoryview:
+    """A flat view of contiguous bytes. Raises `ConfigError` for anything else."""
+    try:
+        view = memoryview(data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{type(data).__name__} is not bytes-like: give bytes, bytearray, memoryview or a contiguous array", name="data", value=""
+        ) from error
+
+
 def is_text(value: str) -> bool:
     """Whether a str has no lone surrogates: UTF-8, and so a key, cannot hold them."""
     try:

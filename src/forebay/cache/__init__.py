@@ -15,28 +15,21 @@ from forebay._engine.index.memo import no_hit
 from forebay._engine.locks.fill import Waiting
 from forebay._engine.locks.leases import Lease
 from forebay._engine.passthrough import PassThrough
-from forebay._engine.stats import Usage
 from forebay._engine.store import Store
 from forebay._kernel import waits
-from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays, Victim
-from forebay.cache.entries import Entries, Name, find, planned, shown
 from forebay.cache.space import VALUES, Space, checked
 from forebay.origin import FOREVER, URLS, Origin
 from forebay.origin.request import FetchOptions, Target
-from forebay.reports import OnProgress as OnProgress
-from forebay.reports import Plan as Plan
-from forebay.reports import Progress as Progress
-from forebay.reports import ProgressReporter, coldest_until
-from forebay.reports import Stats as Stats
-from forebay.reports import WarmReport as WarmReport
-from forebay.samples import Samples, open_samples
 
 if TYPE_CHECKING:
+    from forebay.cache.entries import Entries, Name
     from forebay.claims import Claim
     from forebay.prefetch import PassThrough as NoPrefetch
     from forebay.prefetch import Prefetcher
+    from forebay.reports import OnProgress, Plan, Stats, WarmReport
+    from forebay.samples import Samples
     from forebay.tasks import Tasks
     from forebay.world import World
 
@@ -149,6 +142,7 @@ class Cache:
         `read`. Raises `NoSpace` where it cannot be stored, `NotFound`, `NotADirectory`, `Incomplete`, `BadListing`, `WaitTimeout`,
         `Offline`, or another `RemoteError`."""
         from forebay.directories.trees import lease  # imported late: many programs never use it
+        from forebay.reports import ProgressReporter
 
         include, exclude = _patterns(include), _patterns(exclude)
         options = self._reporting_options(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force, pin=pin)
@@ -180,6 +174,8 @@ class Cache:
     def _reporting_options(
         self, url: str | os.PathLike[str], max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **arguments: Any
     ) -> FetchOptions:  # fmt: skip
+        from forebay.reports import ProgressReporter
+
         self._check_open()
         reporter = ProgressReporter(remote.shown(url), on_progress)
         return self._options(max_age, refresh, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments)
@@ -189,6 +185,8 @@ class Cache:
         on_progress: OnProgress | None = None, filesystem: Any = None, **arguments: Any,
     ) -> Entry | None:  # fmt: skip
         """Fetch an object into the cache; return its entry, or None where there is no room for it. See `read`."""
+        from forebay.reports import ProgressReporter
+
         target = self._target(url, filesystem)
         reporter = ProgressReporter(target.key, on_progress)
         options = self._options(max_age, refresh, force=True, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments)
@@ -207,6 +205,9 @@ class Cache:
     ) -> WarmReport:  # fmt: skip
         """Fetch many objects into the cache, ``jobs`` at a time. Objects that are there already cost nothing: to continue an interrupted
         call, repeat it."""
+        from forebay._kernel.threads import run_all
+        from forebay.reports import WarmReport
+
         if isinstance(urls, str | os.PathLike):
             raise errors.ConfigError("warm takes several URLs: a list, even of one", name="urls", value=os.fspath(urls))
         done: list[str] = []
@@ -284,6 +285,8 @@ class Cache:
         different one starts a new array. ``quota``: its maximum bytes, for all processes together. ``policy``: ``freeze`` only: samples
         that do not fit are not stored, stored ones stay. ``copy``: `Samples.get` returns writable copies. Without ``length`` the array
         must exist: else `NotCached`. Raises `ConfigError` (a ValueError) where the array has another length or codec."""
+        from forebay.samples import open_samples
+
         if policy != "freeze":
             raise errors.ConfigError(f"policy={policy!r}: samples know 'freeze' only", name="policy", value=policy)
         size = self._size(quota, "quota")
@@ -357,6 +360,8 @@ class Cache:
     def entries(self, space: str | None = None) -> Entries:
         """The entries, the least recently used first; ``leased`` says whether a process holds it now. A sequence that each iteration reads
         from the cache in pages: it takes no more memory for a million entries than for some thousands."""
+        from forebay.cache.entries import Entries
+
         self._check_open()
         return Entries(self._store, space)
 
@@ -369,6 +374,8 @@ class Cache:
 
     def hold(self, name: Name) -> Lease:
         """A lease on the file or the directory stored under a name; nothing is fetched. Raises `NotCached`."""
+        from forebay.cache.entries import shown
+
         space_key = self._find(name)
         lease = self._store.lease(*space_key) if space_key is not None else None
         if lease is None:
@@ -383,6 +390,9 @@ class Cache:
 
     def stats(self) -> Stats:
         """Counters of all processes of the node, and sizes. Where the cache cannot be read: zeros, with one warning."""
+        from forebay._engine.stats import Usage
+        from forebay.reports import Stats
+
         self._check_open()
         try:
             now, counts = self._store.usage(), self._store.counts()
@@ -435,6 +445,8 @@ class Cache:
         self._set_life(name, "cached")
 
     def _set_life(self, name: Name, life: str) -> None:
+        from forebay.cache.entries import shown
+
         space_key = self._find(name)
         with waits.time_limit(self._origin.timeout):
             if space_key is None or not self._store.set_life(*space_key, life):
@@ -443,6 +455,8 @@ class Cache:
     def evict(self, name: Name) -> Report:
         """Remove a name now, if no process uses it; of a directory also its files, except those that another directory has. Raises
         `NotCached`, or `WriterBusy`."""
+        from forebay.cache.entries import shown
+
         entry = self.entry(name)
         if entry is None:
             raise errors.NotCached.of(shown(name))
@@ -462,6 +476,9 @@ class Cache:
     ) -> Plan:  # fmt: skip
         """What an eviction would remove: the coldest entries, until ``need`` bytes are free, of the budget and on the disk above
         ``min_free``; or all that ``where``, ``space`` or ``all`` selects. Pinned entries stay. `Plan.execute` removes them."""
+        from forebay.cache.entries import Entries, planned
+        from forebay.reports import Plan, coldest_until
+
         self._check_open()
         cold = Entries(self._store, space, lambda e: e.life != "pinned" and (where is None or where(e)))
         if need is None and (where is not None or space is not None or all):
@@ -472,6 +489,8 @@ class Cache:
     def prune(self) -> Plan:
         """What exceeds the budget now, or what the disk lacks of ``min_free``. `Plan.execute` removes it, and also the unfinished work of
         dead processes, and files that no entry names; unfinished downloads can be resumed, and stay until their room is needed."""
+        from forebay.reports import Plan
+
         return Plan(self.plan().victims, self._tidy)
 
     def _tidy(self, victims: Sequence[Victim]) -> Report:
@@ -515,6 +534,8 @@ class Cache:
 
     def _find(self, name: Name) -> tuple[str, str] | None:
         """The space and the key of the entry of this name; None if there is none. Raises `Ambiguous`."""
+        from forebay.cache.entries import find
+
         self._check_open()
         return find(self._store, name)
 

@@ -182,12 +182,13 @@ class Origin:
         for a scheme whose package is not installed."""
         text = os.fspath(url)
         if filesystem is not None:
-            return Target(text, *remote.on_filesystem(filesystem, text, self.options))
+            key, suffix, served_by = remote.on_filesystem(filesystem, text, self.options)
+            return Target(text, key, suffix, lambda: served_by)
         known = self._targets.get(text)
         if known is not None:
             return known
         key = remote.canonical(text)
-        target = Target(text, key, remote.suffix_of_key(key), remote.resolve(text, self.options), remote.local_path(text))
+        target = Target(text, key, remote.suffix_of_key(key), remote.resolver(text, self.options), remote.local_path(text))
         if len(self._targets) >= 10_000:
             self._targets.clear()
         self._targets[text] = target

@@ -126,7 +126,7 @@ class RemoteAccess:
             return origin.target(url)
         kind, identity, served_by = self._filesystem()
         key = remote.key_on(kind, url, identity)
-        return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0]), served_by)
+        return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: served_by)
 
     def _filesystem(self) -> tuple[str, str, Remote]:
         """Of the filesystem object: the scheme of its URLs, its identity, and its remote. Computed once: it costs a pickle."""

@@ -20,8 +20,13 @@ class Target:
     url: str
     key: str
     suffix: str
-    remote: Remote
+    resolve: Callable[[], Remote]
     in_place: str | None = None
+
+    @property
+    def remote(self) -> Remote:
+        """What serves the URL."""
+        return self.resolve()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ MAX_PAUSE = 10.0
 MAX_RETRY_AFTER = 120.0
 WARN_ABOVE = 5.0  # seconds: a longer pause between two attempts is logged as a warning
 GRACE = 0.3  # seconds for threads that are still connecting when their call ends
-_SENDABLE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*\Z")
+_SENDABLE = r"[\t\x20-\x7e\xa0-\xff]*\Z"
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class RemoteOptions:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be above 0", name=name, value=value)
             if value is not None and not value < threading.TIMEOUT_MAX:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be below {threading.TIMEOUT_MAX:.0f}", name=name, value=value)
-        for name, text in {**self.headers, "token": self.token or ""}.items():
-            if not _SENDABLE.match(f"{name}{text}"):
+        for name, text in {**self.headers, **({"token": self.token} if self.token else {})}.items():
+            if not re.match(_SENDABLE, f"{name}{text}"):
                 raise errors.ConfigError(
                     f"the value of {name!r} cannot be sent: it contains a line break or characters beyond Latin-1", name=name
                 )

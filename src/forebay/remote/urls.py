@@ -3,24 +3,28 @@ file."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
+from forebay._dataclass import dataclass
 from forebay.errors import ConfigError
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::.*://")
-_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,15}\Z")
-_HASHED = re.compile(r"q=[0-9a-f]{32}\Z")
-_HASHED_USER = re.compile(r"u=[0-9a-f]{32}\Z")
+# Patterns are texts: `re` compiles each when it is first used, and keeps it.
+_SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"
+_CHAIN = r"[A-Za-z][A-Za-z0-9+.-]*::.*://"
+_SUFFIX = r"\.[A-Za-z0-9]{1,15}\Z"
+_HASHED = r"q=[0-9a-f]{32}\Z"
+_HASHED_USER = r"u=[0-9a-f]{32}\Z"
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".z"}
 _PORTS = {"http": ":80", "https": ":443"}
 _KNOWN = {*_PORTS, "s3"}
 
 
-class _Signature(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Signature:
     """The parameters of one way to sign HTTP URLs; URLs that differ only in their values name the same object. ``all_of`` and one of
     ``one_of`` must be present, ``optional`` may be. Only a whole set is a signature: ``sig`` alone may mean anything."""
 
@@ -43,22 +47,26 @@ class _Signature(NamedTuple):
 
 _AMZ = "X-Amz-Algorithm X-Amz-Credential X-Amz-Date X-Amz-Expires X-Amz-SignedHeaders X-Amz-Signature"
 _SAS_OPTIONAL = "st spr sip sdd ses saoid suoid scid skoid sktid skt ske sks skv"
-_SIGNATURES = (
-    _Signature.of(_AMZ, optional="X-Amz-Security-Token X-Amz-Content-Sha256 X-Amz-S3session-Token"),
-    _Signature.of(_AMZ.replace("Amz", "Goog")),
-    _Signature.of("AWSAccessKeyId Signature Expires", optional="x-amz-security-token"),
-    _Signature.of("GoogleAccessId Signature Expires"),
-    _Signature.of("Signature Key-Pair-Id", one_of="Expires Policy", optional="Hash-Algorithm"),  # CloudFront, and so Hugging Face
-    _Signature.of("sv sr sp se sig", optional=_SAS_OPTIONAL),  # Azure: for one service
-    _Signature.of("sv sr si sig", optional=f"sp se {_SAS_OPTIONAL}"),  # for a stored policy
-    _Signature.of("sv ss srt sp se sig", optional=_SAS_OPTIONAL),  # for an account
-)
+
+
+@functools.cache
+def _signatures() -> tuple[_Signature, ...]:
+    return (
+        _Signature.of(_AMZ, optional="X-Amz-Security-Token X-Amz-Content-Sha256 X-Amz-S3session-Token"),
+        _Signature.of(_AMZ.replace("Amz", "Goog")),
+        _Signature.of("AWSAccessKeyId Signature Expires", optional="x-amz-security-token"),
+        _Signature.of("GoogleAccessId Signature Expires"),
+        _Signature.of("Signature Key-Pair-Id", one_of="Expires Policy", optional="Hash-Algorithm"),  # CloudFront, and so Hugging Face
+        _Signature.of("sv sr sp se sig", optional=_SAS_OPTIONAL),  # Azure: for one service
+        _Signature.of("sv sr si sig", optional=f"sp se {_SAS_OPTIONAL}"),  # for a stored policy
+        _Signature.of("sv ss srt sp se sig", optional=_SAS_OPTIONAL),  # for an account
+    )
 
 
 def scheme(url: str) -> str:
     """The scheme in lower case; ``file`` for a path. Raises `ConfigError` for a cache of fsspec's, such as ``simplecache::s3://b/a``."""
-    match = _SCHEME.match(url)
-    if match is None and _CHAIN.match(url):
+    match = re.match(_SCHEME, url)
+    if match is None and re.match(_CHAIN, url):
         outer, inner = url.partition("::")[0], canonical(url.rpartition("::")[2])
         raise ConfigError(f"write {inner}, without the {outer}:: before it: Forebay is the cache", url=inner)
     return match[1].lower() if match else "file"
@@ -66,7 +74,7 @@ def scheme(url: str) -> str:
 
 def is_url(text: str) -> bool:
     """Whether ``text`` begins with a scheme."""
-    return _SCHEME.match(text) is not None
+    return re.match(_SCHEME, text) is not None
 
 
 def canonical(url: str | os.PathLike[str]) -> str:
@@ -90,7 +98,7 @@ def canonical(url: str | os.PathLike[str]) -> str:
     kind = scheme(text)
     if "::" in text and kind not in _KNOWN:  # fsspec's: `zip://a.csv::s3://bucket/a.zip`
         first, *links = text.split("::")
-        return "::".join([_single(kind, first), *(canonical(link) if _SCHEME.match(link) else link for link in links)])
+        return "::".join([_single(kind, first), *(canonical(link) if re.match(_SCHEME, link) else link for link in links)])
     return _single(kind, text)
 
 
@@ -111,18 +119,18 @@ def _host(kind: str, host: str) -> str:
     if not user:
         return host if kind in _KNOWN else f"{at}{host}"
     if kind in _KNOWN:  # other users may get other bytes; a token may stand where the user does
-        return f"{user if _HASHED_USER.match(user) else f'u={hashed(user)}'}@{host}"
+        return f"{user if re.match(_HASHED_USER, user) else f'u={hashed(user)}'}@{host}"
     # in `abfs://container@account` and `github://org:repo@sha` it names the object; it may contain a password too
     return f"{hashed(user) if ':' in user else user}@{host}"
 
 
 def _query(kind: str, query: str) -> str:
-    if _HASHED.match(query):
+    if re.match(_HASHED, query):
         return f"?{query}"
     pairs = query.split("&")
     if kind in _PORTS:  # only HTTP has signatures in queries
         named = [(name, value) for name, _, value in (pair.partition("=") for pair in pairs)]
-        signing = frozenset[str]().union(*(signature.names_in(named) for signature in _SIGNATURES))
+        signing = frozenset[str]().union(*(signature.names_in(named) for signature in _signatures()))
         pairs = [pair for pair, (name, _) in zip(pairs, named, strict=True) if name not in signing]
     rest = "&".join(pairs)
     return f"?q={hashed(rest)}" if rest else ""
@@ -138,7 +146,7 @@ def hashed(secret: str | bytes) -> str:
 
 def key_on(kind: str, path: str, identity: str) -> str:
     """The key of a path on a filesystem object. ``kind``: the scheme of its URLs; ``identity``: distinguishes it from other objects."""
-    if _SCHEME.match(path) and scheme(path) in _PORTS:
+    if re.match(_SCHEME, path) and scheme(path) in _PORTS:
         path = canonical(path)  # other schemes have no secrets in their paths
     return f"{kind}://{(path.partition('://')[2] or path).lstrip('/')}#{identity}"
 
@@ -160,7 +168,7 @@ def suffix_of_key(key: str) -> str:
 
 
 def _split_suffix(name: str) -> tuple[str, str]:
-    match = _SUFFIX.search(name)
+    match = re.search(_SUFFIX, name)
     return (name[: match.start()], match[0]) if match and match.start() else (name, "")
 
 
@@ -171,7 +179,7 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
     text = os.fspath(url)
     if scheme(text) != "file":
         return None
-    if not _SCHEME.match(text):
+    if not re.match(_SCHEME, text):
         return os.path.abspath(text)
     host, _, path = text[len("file://") :].partition("/")
     if host.lower() not in ("", "localhost"):
@@ -182,17 +190,17 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
 
 # -- texts without secrets ---------------------------------------------------------------------------------------------
 
-_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,32}://[^\s'\"<>]+")  # bounded, as a match is tried at each letter of a text
+_URL_IN_TEXT = r"[A-Za-z][A-Za-z0-9+.-]{0,32}://[^\s'\"<>]+"  # bounded, as a match is tried at each letter of a text
 _PUNCTUATION = ":,.;!)]}"
 _ENDS = r"(?:token|password|passwd|secret|signature|credential|(?:access|account|api|secret)[_-]?key(?:[_-]?id)?)"  # of names
 _NAMES = rf"(?:{_ENDS}|(?:\b|%3F|%26)(?:sig|awsaccesskeyid|googleaccessid|key-pair-id|policy))"
-_SECRET = re.compile(rf"(?i)((?:{_NAMES}(?:\W?\s*[=:]|%3D)|\bbearer\b|\bbasic\b)\s*[\"']?)[^\s&'\",;)]+")
+_SECRET = rf"(?i)((?:{_NAMES}(?:\W?\s*[=:]|%3D)|\bbearer\b|\bbasic\b)\s*[\"']?)[^\s&'\",;)]+"
 
 
 def redacted(text: str) -> str:
     """``text`` without its secrets: each URL becomes its key (no password, no signature, the hash of a query), and ``...`` replaces the
     values of headers and settings that contain secrets. Raises nothing. Idempotent."""
-    return _SECRET.sub(r"\1...", _URL_IN_TEXT.sub(_redacted_url, text))
+    return re.sub(_SECRET, r"\1...", re.sub(_URL_IN_TEXT, _redacted_url, text))
 
 
 def shown(url: str | os.PathLike[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from forebay._engine.catalog.transactions import KINDS, NUMBERS, SLOTS, Rows
 from forebay._model import Entry
 
-_SUFFIX = re.compile(r"[A-Za-z0-9.]{0,16}").fullmatch
+_SUFFIX = r"[A-Za-z0-9.]{0,16}"
 _SEGMENTS = 1 << 24
 _NONE = type(None)
 _ENTRY = (int, str, str, str, int, int, int, bytes, str, float, str, str, str, str)
@@ -26,7 +26,7 @@ def is_number(value: object, end: int = NUMBERS) -> bool:
 
 def is_suffix(value: object) -> bool:
     """Whether the name of a blob may end so."""
-    return type(value) is str and _SUFFIX(value) is not None
+    return type(value) is str and re.fullmatch(_SUFFIX, value) is not None
 
 
 def is_member(name: object) -> bool:
@@ -51,7 +51,7 @@ def entry(rows: Rows, row: Sequence[Any]) -> Entry | None:
         and row[4] >= 0
         and row[5] >= 0
         and rows.has_slot(row[6])
-        and (not row[12] or _SUFFIX(row[12]))
+        and (not row[12] or re.fullmatch(_SUFFIX, row[12]))
     ):
         return Entry(*row)
     rows.report_unreadable("entries", (row[0],), f"the row of {row[2]!r}")

@@ -23,9 +23,9 @@ LEASE_FILES = 64
 LOCKS = ("keys", "writer", "owners", "names", *(f"leases-{n:02d}" for n in range(LEASE_FILES)))
 FANS = tuple(f"{n:02x}" for n in range(256))
 
-_BLOB = re.compile(r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})")
-_TMP = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.old|\.tree|\.pack)")
-_SCRAP = re.compile(r"new-[0-9a-f]{16}")
+_BLOB = r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})"
+_TMP = r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.old|\.tree|\.pack)"
+_SCRAP = r"new-[0-9a-f]{16}"
 
 
 class BlobName(NamedTuple):
@@ -45,7 +45,7 @@ class TmpName(NamedTuple):
 
 def parse_blob_name(name: str) -> BlobName | None:
     """The parts of a blob's file name; None if it is not a name of Forebay's."""
-    match = _BLOB.fullmatch(name)
+    match = re.fullmatch(_BLOB, name)
     return BlobName(int(match[1], 16), match[2]) if match else None
 
 
@@ -63,13 +63,13 @@ def parse_directory_name(name: str) -> BlobName | None:
 
 def parse_tmp_name(name: str) -> TmpName | None:
     """The parts of the name of a write in progress; None if it is not a name of Forebay's."""
-    match = _TMP.fullmatch(name)
+    match = re.fullmatch(_TMP, name)
     return TmpName(int(match[1], 16), int(match[2], 16), match[3]) if match else None
 
 
 def is_scrap(name: str) -> bool:
     """Whether `Root.install` makes such names in the root."""
-    return _SCRAP.fullmatch(name) is not None
+    return re.fullmatch(_SCRAP, name) is not None
 
 
 def id_left(directory: Path) -> int | None:

@@ -37,7 +37,7 @@ log = logger("forebay.root")
 
 _WORDS_SIZE = 4096
 _EMPTY = -1
-_FORMAT = re.compile(rb"forebay ([1-9][0-9]{0,8}) ([0-9a-f]{16})\n")
+_FORMAT = rb"forebay ([1-9][0-9]{0,8}) ([0-9a-f]{16})\n"
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This directory is a cache of Forebay: backups need not keep it.\n"
 # The directories of a root, and whether a name in one is Forebay's: used where FORMAT is missing.
 _DIRECTORIES: dict[str, Callable[[str], object]] = {
@@ -48,7 +48,7 @@ _DIRECTORIES: dict[str, Callable[[str], object]] = {
     "slots": str.isdigit,
     "locks": {*LOCKS, "words"}.__contains__,
 }
-_FILES = re.compile(r"FORMAT|CACHEDIR\.TAG|counters|settings\.json|hosts|catalog\..*")
+_FILES = r"FORMAT|CACHEDIR\.TAG|counters|settings\.json|hosts|catalog\..*"
 
 
 def open_root(path: str | os.PathLike[str], *, shared: bool = False, read_only: bool = False) -> Root:
@@ -124,7 +124,7 @@ def _read_format(directory: Path) -> int | None:
         _refuse(directory, "a root of Forebay", "a FORMAT that is not a plain file", "choose another directory, or remove this one")
     if not text.strip(b"\0"):
         return _EMPTY
-    match = _FORMAT.fullmatch(text)
+    match = re.fullmatch(_FORMAT, text)
     if not match:
         _refuse(directory, "a root of Forebay", f"a FORMAT file containing {text[:40]!r}", "choose another directory, or remove this one")
     version = int(match[1])
@@ -247,7 +247,7 @@ def foreign(directory: Path) -> Iterator[str]:
             yield from (f"{name}/{inner}" for inner in os.listdir(directory / name) if not _DIRECTORIES[name](inner))
             if name == "blobs":
                 yield from _foreign_in_fans(directory / name)
-        elif not (_FILES.fullmatch(name) or is_scrap(name)):
+        elif not (re.fullmatch(_FILES, name) or is_scrap(name)):
             yield name
 
 
