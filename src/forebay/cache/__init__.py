@@ -374,12 +374,10 @@ class Cache:
 
     def hold(self, name: Name) -> Lease:
         """A lease on the file or the directory stored under a name; nothing is fetched. Raises `NotCached`."""
-        from forebay.cache.entries import shown
-
         space_key = self._find(name)
         lease = self._store.lease(*space_key) if space_key is not None else None
         if lease is None:
-            raise errors.NotCached.of(shown(name))
+            raise _not_cached(name)
         return self._reopened_by(lease, "hold", name, {})
 
     @property
@@ -445,21 +443,17 @@ class Cache:
         self._set_life(name, "cached")
 
     def _set_life(self, name: Name, life: str) -> None:
-        from forebay.cache.entries import shown
-
         space_key = self._find(name)
         with waits.time_limit(self._origin.timeout):
             if space_key is None or not self._store.set_life(*space_key, life):
-                raise errors.NotCached.of(shown(name))
+                raise _not_cached(name)
 
     def evict(self, name: Name) -> Report:
         """Remove a name now, if no process uses it; of a directory also its files, except those that another directory has. Raises
         `NotCached`, or `WriterBusy`."""
-        from forebay.cache.entries import shown
-
         entry = self.entry(name)
         if entry is None:
-            raise errors.NotCached.of(shown(name))
+            raise _not_cached(name)
         files = [file for _, file in self._store.members(entry)] if entry.kind == "tree" else []
         report = self._remove([Victim.of(entry)])
         if report.spared or not files:
@@ -578,6 +572,12 @@ def fault_of(cache: Cache) -> str | None:
     """Why a cache cannot be used, so that calls are served from the source; None if it works."""
     store = cache._store
     return None if store.keeps else store.why
+
+
+def _not_cached(name: Name) -> errors.NotCached:
+    from forebay.cache.entries import shown
+
+    return errors.NotCached.of(shown(name))
 
 
 def _patterns(given: str | Iterable[str] | None) -> str | tuple[str, ...] | None:
