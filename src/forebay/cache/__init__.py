@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from forebay.claims import Claim
     from forebay.prefetch import PassThrough as NoPrefetch
     from forebay.prefetch import Prefetcher
-    from forebay.reports import OnProgress, Plan, Stats, WarmReport
+    from forebay.reports import OnProgress, Plan, ProgressReporter, Stats, WarmReport
     from forebay.samples import Samples
     from forebay.tasks import Tasks
     from forebay.world import World
@@ -142,17 +142,16 @@ class Cache:
         `read`. Raises `NoSpace` where it cannot be stored, `NotFound`, `NotADirectory`, `Incomplete`, `BadListing`, `WaitTimeout`,
         `Offline`, or another `RemoteError`."""
         from forebay.directories.trees import lease  # imported late: many programs never use it
-        from forebay.reports import ProgressReporter
 
         include, exclude = _patterns(include), _patterns(exclude)
-        options = self._reporting_options(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force, pin=pin)
+        label, arguments = remote.shown(url), {"timeout": timeout, "offline": offline, "force": force, "pin": pin}
+        options, reporter = self._reporting_options(label, max_age, refresh, on_progress, **arguments)
         tree = lease(self._origin, url, filesystem, include, exclude, options)
         if on_progress is not None:
             size = sum(file.size for _, file in self._store.members(tree.entry))
-            ProgressReporter(remote.shown(url), on_progress).say("done", size, size)
-        part = {"include": include, "exclude": exclude, "filesystem": filesystem}
-        arguments = {**part, "max_age": "forever", "timeout": timeout, "offline": offline, "force": force, "pin": pin}
-        return self._reopened_by(tree, "directory", url, arguments)
+            reporter.say("done", size, size)
+        part = {"include": include, "exclude": exclude, "filesystem": filesystem, "max_age": "forever"}
+        return self._reopened_by(tree, "directory", url, part | arguments)
 
     def copy_directory(
         self, url: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, overwrite: bool = False,
@@ -168,28 +167,26 @@ class Cache:
         Where the cache has no room, the files are fetched straight to ``path``."""
         from forebay.directories.trees import copy
 
-        options = self._reporting_options(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force)
+        label, arguments = remote.shown(url), {"timeout": timeout, "offline": offline, "force": force}
+        options, _ = self._reporting_options(label, max_age, refresh, on_progress, **arguments)
         return copy(self._origin, url, filesystem, include, exclude, options, path, overwrite=overwrite)
 
     def _reporting_options(
-        self, url: str | os.PathLike[str], max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **arguments: Any
-    ) -> FetchOptions:  # fmt: skip
+        self, label: str, max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **arguments: Any
+    ) -> tuple[FetchOptions, ProgressReporter]:  # fmt: skip
         from forebay.reports import ProgressReporter
 
         self._check_open()
-        reporter = ProgressReporter(remote.shown(url), on_progress)
-        return self._options(max_age, refresh, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments)
+        reporter = ProgressReporter(label, on_progress)
+        return self._options(max_age, refresh, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments), reporter
 
     def pull(
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False,
         on_progress: OnProgress | None = None, filesystem: Any = None, **arguments: Any,
     ) -> Entry | None:  # fmt: skip
         """Fetch an object into the cache; return its entry, or None where there is no room for it. See `read`."""
-        from forebay.reports import ProgressReporter
-
         target = self._target(url, filesystem)
-        reporter = ProgressReporter(target.key, on_progress)
-        options = self._options(max_age, refresh, force=True, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments)
+        options, reporter = self._reporting_options(target.key, max_age, refresh, on_progress, force=True, **arguments)
         try:
             lease = self._origin.lease(target, options)
             with lease:

@@ -466,9 +466,7 @@ class Origin:
 
     def _read_only(self, target: Target, options: FetchOptions, data: bytearray) -> memoryview:
         """The fetched bytes, read-only. Raises `ChecksumMismatch` if they are not what ``options`` expects."""
-        import hashlib
-
-        if options.sha256 is not None and (digest := hashlib.sha256(data).hexdigest()) != options.sha256.lower():
+        if options.sha256 is not None and (digest := sha256_of(data)) != options.sha256.lower():
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {options.sha256.lower()}", f"sha256 {digest}")
         return memoryview(data).toreadonly()
 

@@ -10,7 +10,7 @@ from forebay import _model, errors
 from forebay._dataclass import dataclass
 from forebay._engine.locks.fill import KeyHold, OnWait
 from forebay._engine.write.publish import Writing
-from forebay._model import Buffer, BufferSink, CloningSink, ObjectInfo, Partial, Remote, Span
+from forebay._model import Buffer, BufferSink, CloningSink, Content, ObjectInfo, Partial, Remote, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +135,13 @@ def is_same_version(validator: str | None, expected: str) -> bool:
     return (validator or "").removeprefix("W/").strip('"') == expected.removeprefix("W/").strip('"')
 
 
-def sha256_of(path: str) -> str:
+def sha256_of(content: Content) -> str:
+    """The digest of bytes, or of the content of a file."""
     import hashlib
 
-    with open(path, "rb") as file:
+    if isinstance(content, (bytes, bytearray, memoryview)):
+        return hashlib.sha256(content).hexdigest()
+    with open(content, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
