@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from forebay import _dataclass
+from forebay import _dataclass, errors
 from forebay._model import Entry, Span, Transfer
 from forebay.remote import RemoteOptions
 
@@ -112,6 +112,20 @@ def test_the_options_of_fields_hold() -> None:
     assert hash(RemoteOptions(headers={"a": "b"})) == hash(RemoteOptions())
     assert RemoteOptions(headers={"a": "b"}) != RemoteOptions()
     assert RemoteOptions().headers is not RemoteOptions().headers
+
+
+def test_many_instances_are_made_as_the_first_ones_are() -> None:
+    """The first ones are made without compiling an ``__init__``."""
+    _, ours = pair(frozen=True, slots=True)
+    assert {repr(ours(1)) for _ in range(9)} == {repr(ours(number=1, text="none"))}
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'number'"):
+        ours(text="a")
+    options = [RemoteOptions(attempts=2) for _ in range(9)]
+    assert len({id(one.headers) for one in options}) == 9
+    assert {one.attempts for one in options} == {2}
+    for _ in range(2):
+        with pytest.raises(errors.ConfigError):
+            RemoteOptions(attempts=0)
 
 
 def test_a_subclass_adds_attributes_to_a_frozen_class() -> None:

@@ -8,10 +8,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
 
 from forebay._dataclass import dataclass
 from forebay._logs import logger
+from forebay._typing import Any, TypeVar
 from forebay.errors import ConfigError
 
 log = logger("forebay.config")

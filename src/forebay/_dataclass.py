@@ -1,9 +1,9 @@
 """`dataclass`, `field` and `replace` of the standard library for the classes that every process creates when it starts.
 
 Importing `dataclasses` and `inspect` takes 5 ms, and each frozen class 0.5 ms more, as its methods are compiled one by one. Here a class
-is created with nothing compiled: ``__init__`` is compiled by the first call, and what is rarely needed (``repr``, an order, the fields
-for `dataclasses.replace`) is taken then from a *twin*, a class with the same fields that the standard library makes. To type checkers it
-is the standard library's own.
+is created with nothing compiled: ``__init__`` is compiled when there are more than a few instances, and what is rarely needed (``repr``,
+an order, the fields for `dataclasses.replace`) is taken then from a *twin*, a class with the same fields that the standard library makes.
+To type checkers it is the standard library's own.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ else:
             for name, value in defaults.items():
                 if isinstance(value, field):
                     delattr(cls, name)
+        cls.__forebay_made__ = 0
         cls.__forebay_fields__ = names, defaults, {"frozen": frozen, "slots": slots, "eq": eq, "order": order}
         return cls
 
@@ -82,28 +83,44 @@ else:
         return next(base for base in cls.__mro__ if "__forebay_fields__" in base.__dict__)
 
     def _first_init(self, *args, **kwargs):
+        """Set the fields of one of the first instances, as the compiled ``__init__`` will; it also raises for arguments that do not fit."""
         cls = _decorated(type(self))
-        cls.__init__ = _compiled_init(cls)
-        cls.__init__(self, *args, **kwargs)
+        names, defaults, _ = cls.__forebay_fields__
+        cls.__forebay_made__ += 1
+        values = dict(zip(names, args, strict=False)) | kwargs
+        required = {name for name in names if not _has_default(defaults.get(name, _REQUIRED))}
+        fits = len(args) + len(kwargs) == len(values) and {*names} >= values.keys() >= required
+        if not fits or cls.__forebay_made__ > _FEW:
+            cls.__init__ = _compiled_init(cls)
+            cls.__init__(self, *args, **kwargs)
+            return
+        for name in names:
+            object.__setattr__(self, name, values[name] if name in values else _default(defaults[name]))
+        if hasattr(self, "__post_init__"):
+            self.__post_init__()
+
+    def _has_default(value):
+        return not isinstance(value, field) or not value.options.keys().isdisjoint(("default", "default_factory"))
+
+    def _default(value):
+        if not isinstance(value, field):
+            return value
+        return value.options["default_factory"]() if "default_factory" in value.options else value.options["default"]
 
     def _compiled_init(cls):
         names, defaults, options = cls.__forebay_fields__
         scope = {"_set": object.__setattr__, "_absent": _ABSENT}
         parameters, lines = ["self"], []
         for name in names:
-            value = name
-            if name in defaults:
-                given = defaults[name].options if isinstance(defaults[name], field) else {"default": defaults[name]}
-                if "default_factory" in given:
-                    scope[f"_new_{name}"] = given["default_factory"]
-                    value = f"_new_{name}() if {name} is _absent else {name}"
-                if "default" in given or "default_factory" in given:
-                    scope[f"_default_{name}"] = given.get("default", _ABSENT)
-                    parameters.append(f"{name}=_default_{name}")
-                else:
-                    parameters.append(name)
-            else:
+            default, value = defaults.get(name, _REQUIRED), name
+            if not _has_default(default):
                 parameters.append(name)
+            else:
+                parameters.append(f"{name}=_default_{name}")
+                factory = default.options.get("default_factory") if isinstance(default, field) else None
+                scope[f"_default_{name}"] = _default(default) if factory is None else _ABSENT
+                if factory is not None:
+                    scope[f"_new_{name}"], value = factory, f"_new_{name}() if {name} is _absent else {name}"
             if not options["frozen"]:
                 lines.append(f"self.{name} = {value}")
             elif options["slots"]:
@@ -196,4 +213,5 @@ else:
             cls.__forebay_twin__ = twin
         return twin
 
-    _ABSENT = object()
+    _ABSENT, _REQUIRED = object(), field()
+    _FEW = 4  # to compile takes as long as 50 instances without

@@ -6,9 +6,9 @@ import enum
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from forebay._dataclass import dataclass
+from forebay._typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeGuard
 from forebay.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Item = TypeVar("Item", default=Any)
     Item_co = TypeVar("Item_co", default=Any, covariant=True)
 else:
-    from typing import TypeVar
+    from forebay._typing import TypeVar
 
     Item, Item_co = TypeVar("Item"), TypeVar("Item_co", covariant=True)
 
@@ -186,13 +186,17 @@ class Sink(Protocol):
         """Store ``data`` at ``offset``. Called from several threads at once for different spans; in order within a span."""
 
 
-@runtime_checkable
 class CloningSink(Sink, Protocol):
     """A sink that may share the blocks of a local file instead of receiving its bytes."""
 
     def clone(self, fd: int) -> bool:
         """Take all bytes of the open file ``fd``, which has the size that `begin` was given. Returns False where that is impossible: the
         caller writes them."""
+
+
+def can_clone(sink: Sink) -> TypeGuard[CloningSink]:
+    """Whether a sink is a `CloningSink`."""
+    return hasattr(sink, "clone")
 
 
 class BufferSink:

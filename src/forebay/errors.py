@@ -49,7 +49,8 @@ import contextlib
 import errno
 import threading
 from collections.abc import Sequence
-from typing import Any
+
+from forebay._typing import Any
 
 EXTRAS = {
     "s3": ("botocore",),

@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from forebay._dataclass import dataclass, field
-from forebay._engine.locks.fill import Waiting
 from forebay._model import Entry, Report, Victim
 from forebay.errors import ForebayError
+
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from forebay._engine.locks.fill import Waiting
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,23 +7,23 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, overload
 
 from forebay import _config, errors, remote
 from forebay._dataclass import replace
 from forebay._engine.index.memo import no_hit
-from forebay._engine.locks.fill import Waiting
 from forebay._engine.locks.leases import Lease
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays, Victim
+from forebay._typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, overload
 from forebay.cache.space import VALUES, Space, checked
 from forebay.origin import FOREVER, URLS, Origin
 from forebay.origin.request import FetchOptions, Target
 
 if TYPE_CHECKING:
+    from forebay._engine.locks.fill import Waiting
     from forebay.cache.entries import Entries, Name
     from forebay.claims import Claim
     from forebay.prefetch import PassThrough as NoPrefetch

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar, cast
 
 from forebay import _config, errors, remote
 from forebay._dataclass import dataclass, field
@@ -17,13 +17,16 @@ from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
-from forebay._engine.write.publish import Writing
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, noted
+from forebay._typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast
 from forebay.origin.files import RANGE, LeasedFile, RangeFile
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, others_can_write
 from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, in_memory, is_same_version, sha256_of
+
+if TYPE_CHECKING:
+    from forebay._engine.write.publish import Writing
 
 log = logger("forebay.origin")
 T = TypeVar("T")
@@ -415,8 +418,6 @@ class Origin:
         return lease
 
     def _check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
-        import json
-
         if options.sha256 is None:
             return
         digest = writing.sha256()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Self
 
 from forebay import _model, errors
 from forebay._dataclass import dataclass
-from forebay._engine.locks.fill import KeyHold, OnWait
-from forebay._engine.write.publish import Writing
-from forebay._model import Buffer, BufferSink, CloningSink, Content, ObjectInfo, Partial, Remote, Span
+from forebay._model import Buffer, BufferSink, Content, ObjectInfo, Partial, Remote, Span, can_clone
+from forebay._typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from forebay._engine.locks.fill import KeyHold, OnWait
+    from forebay._engine.write.publish import Writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class SpillingSink:
 
     def clone(self, fd: int) -> bool:
         """See `CloningSink.clone`."""
-        return isinstance(self._sink, CloningSink) and self._sink.clone(fd)
+        return can_clone(self._sink) and self._sink.clone(fd)
 
 
 def is_same_version(validator: str | None, expected: str) -> bool:

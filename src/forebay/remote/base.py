@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
 from forebay import errors
 from forebay._dataclass import dataclass, field, replace
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import Span, Transfer
+from forebay._typing import TYPE_CHECKING, Protocol, Self, TypeVar
 from forebay.remote.urls import canonical
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ class Hosts(Protocol):
         """Note that a request which began at ``began`` (monotonic) received no byte in ``waited`` seconds."""
 
 
-class _HostAccess(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _HostAccess:
     hosts: Hosts
     ask_silent: bool = False
 

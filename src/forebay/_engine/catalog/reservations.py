@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from forebay._dataclass import dataclass
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Rows, Txn
+from forebay._typing import Any
 
 
 @dataclass(frozen=True, slots=True)

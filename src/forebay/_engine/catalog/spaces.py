@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
 
 from forebay._dataclass import dataclass, replace
 from forebay._engine.catalog import entries
@@ -12,6 +11,7 @@ from forebay._engine.catalog.schema import DOOMED, LIVE
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.settings_file import Kept, SpaceLimits
 from forebay._model import Policy
+from forebay._typing import Any
 
 NEWEST = 1 << 62
 ALLOWANCE = 8 << 20
@@ -38,7 +38,8 @@ class SpaceRow:
         return (self.quota is not None and self.bytes > self.quota) or (self.max_count is not None and self.entries > self.max_count)
 
 
-class Totals(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Totals:
     """What is used and what limits it, in bytes. ``entries``: charge of all entries; ``leaving``: of these, doomed ones that are being
     unlinked; ``granted`` and ``pending``: of reservations; ``over``: of the catalog beside small values, above `ALLOWANCE`; ``rows``:
     of entries and reservations; ``space``: of the live entries of one space, ``rows_here`` their number, ``quota`` and

@@ -8,7 +8,6 @@ import stat
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from forebay._dataclass import dataclass
 from forebay._kernel import host
@@ -28,14 +27,16 @@ _TMP = r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.old|\.tree|\.pack)"
 _SCRAP = r"new-[0-9a-f]{16}"
 
 
-class BlobName(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BlobName:
     """The parts of the name of a file under ``blobs/``."""
 
     id: int
     suffix: str
 
 
-class TmpName(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TmpName:
     """The parts of a name under ``tmp/``. ``suffix``: ``""`` (the bytes), ``.map``, ``.old`` (of another user), ``.tree`` or ``.pack``."""
 
     keyhash: int
@@ -211,10 +212,8 @@ class Root:
 
         Any number of processes may install the same file at once. Raises what the disk raises; then nothing is left.
         """
-        import secrets
-
         while not os.path.lexists(path):
-            scrap = self.path / f"new-{secrets.randbits(64):016x}"
+            scrap = self.path / f"new-{os.urandom(8).hex()}"
             fd = self.files.create(scrap, self.file_mode)
             try:
                 host.chmod(fd, self.file_mode)
@@ -231,10 +230,8 @@ class Root:
     def replace(self, path: Path, content: bytes) -> None:
         """Replace the content of the file ``path``, on the disk too: completely or not at all. Raises what the disk raises; the file is
         unchanged then."""
-        import secrets
-
         while True:
-            scrap = self.path / f"new-{secrets.randbits(64):016x}"
+            scrap = self.path / f"new-{os.urandom(8).hex()}"
             fd = self.files.create(scrap, self.file_mode)
             try:
                 host.pwrite(fd, content, 0)

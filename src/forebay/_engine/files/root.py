@@ -9,7 +9,6 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import xxhash
 
@@ -29,6 +28,7 @@ from forebay._engine.files.layout import (
 )
 from forebay._kernel import host
 from forebay._logs import logger
+from forebay._typing import NoReturn
 from forebay.errors import NewerFormat, RootRefused
 
 __all__ = ["LEASE_FILES", "LOCKS", "VERSION", "Root", "open_root", "parse_blob_name", "parse_tmp_name"]
@@ -39,14 +39,16 @@ _WORDS_SIZE = 4096
 _EMPTY = -1
 _FORMAT = rb"forebay ([1-9][0-9]{0,8}) ([0-9a-f]{16})\n"
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This directory is a cache of Forebay: backups need not keep it.\n"
+_FANS = frozenset(FANS)
+_LOCK_FILES = frozenset({*LOCKS, "words"})
 # The directories of a root, and whether a name in one is Forebay's: used where FORMAT is missing.
 _DIRECTORIES: dict[str, Callable[[str], object]] = {
-    "blobs": FANS.__contains__,
+    "blobs": _FANS.__contains__,
     "trees": parse_directory_name,
     "packs": parse_directory_name,
     "tmp": parse_tmp_name,
     "slots": str.isdigit,
-    "locks": {*LOCKS, "words"}.__contains__,
+    "locks": _LOCK_FILES.__contains__,
 }
 _FILES = r"FORMAT|CACHEDIR\.TAG|counters|settings\.json|hosts|catalog\..*"
 
@@ -58,8 +60,6 @@ def open_root(path: str | os.PathLike[str], *, shared: bool = False, read_only: 
     ``forebay-g<gid>`` with ``shared``. ``read_only`` creates and changes nothing, and accepts roots of other users and on network file
     systems. A root that a group may write to is opened with ``shared`` only: its files may come from any member of the group. Raises
     `RootRefused`, `NewerFormat`, or OSError."""
-    import secrets
-
     directory = Path(os.path.realpath(path))
     if read_only:
         return _open_read_only(directory, shared)
@@ -72,7 +72,7 @@ def open_root(path: str | os.PathLike[str], *, shared: bool = False, read_only: 
         return _open_read_only(directory, shared)
     id = _read_format(directory)
     if id is None:
-        id = _create(Root(directory, id_left(directory) or secrets.randbits(62), shared=shared))
+        id = _create(Root(directory, id_left(directory) or int.from_bytes(os.urandom(8)) >> 2, shared=shared))
     elif id == _EMPTY:
         id = _restore_format(directory)
     root = Root(directory, id, shared=_is_a_groups(directory.stat()))
@@ -252,7 +252,7 @@ def foreign(directory: Path) -> Iterator[str]:
 
 
 def _foreign_in_fans(blobs: Path) -> Iterator[str]:
-    for fan in sorted({*FANS} & set(os.listdir(blobs))):
+    for fan in sorted(_FANS & set(os.listdir(blobs))):
         directory = blobs / fan
         if not stat.S_ISDIR(directory.lstat().st_mode):
             yield f"blobs/{fan}"
@@ -303,7 +303,7 @@ def _complete(root: Root) -> None:
             _refuse(path, "a directory of the root's own", "something else", "remove it; symbolic links are not followed")
     _remove_links(root)
     _refuse_foreign_locks(root)
-    expected = {"": _DIRECTORIES.keys(), "blobs": {*FANS}, "locks": {*LOCKS, "words"}}
+    expected = {"": _DIRECTORIES.keys(), "blobs": _FANS, "locks": _LOCK_FILES}
     if any(not names <= _names_in(root, directory) for directory, names in expected.items()):
         _lay_out(root)
     if not root.path.stat().st_mode & 0o007:  # else its owner opened it up to readers, these files among the rest
@@ -317,7 +317,7 @@ def _remove_links(root: Root) -> None:
     """Remove links that replaced directories of blobs: Forebay does not follow them, so nothing could be stored there."""
     try:
         with root.files.listing(root.blobs_dir) as fd, os.scandir(fd) as scan:
-            links = [entry.name for entry in scan if entry.name in FANS and not entry.is_dir(follow_symlinks=False)]
+            links = [entry.name for entry in scan if entry.name in _FANS and not entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return
     for name in links:
@@ -329,7 +329,7 @@ def _remove_links(root: Root) -> None:
 def _refuse_foreign_locks(root: Root) -> None:
     try:
         with root.files.listing(root.path / "locks") as fd, os.scandir(fd) as scan:
-            strange = [entry.name for entry in scan if entry.name in {*LOCKS, "words"} and not entry.is_file(follow_symlinks=False)]
+            strange = [entry.name for entry in scan if entry.name in _LOCK_FILES and not entry.is_file(follow_symlinks=False)]
     except FileNotFoundError:
         return
     for name in strange:

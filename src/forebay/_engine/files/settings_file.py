@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import xxhash
 
@@ -16,6 +15,7 @@ from forebay._engine.files.layout import Root
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Policy
+from forebay._typing import Any
 from forebay.errors import ConfigError
 
 log = logger("forebay.settings")
