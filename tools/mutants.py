@@ -712,8 +712,8 @@ MUTANTS = (
     ),
     Mutant(
         9, "a fork does not wait for the catalog", "_engine/engine.py",
-        "        for part in self._forking:  # the catalog first: a thread inside a transaction takes the mutexes of the others\n",
-        "        for part in reversed(self._forking):\n",
+        "        for part in self._forking:\n            part.before_fork()\n",
+        "        for part in reversed(self._forking):\n            part.before_fork()\n",
         f"{FORKS}test_s17_a_fork_waits_for_a_transaction_that_takes_locks",
     ),
     Mutant(
