@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay._engine.files import root as roots
+from forebay._engine.files.layout import BlobName, TmpName
 from forebay._engine.files.root import LOCKS, Root, open_root, parse_blob_name, parse_tmp_name
 from forebay._kernel import host
 from forebay.errors import NewerFormat, RootRefused
@@ -277,10 +278,10 @@ def test_a_root_goes_by_pickle(root: Root) -> None:
 
 def test_names_are_parsed_as_they_are_made(root: Root) -> None:
     id, keyhash = 0x123456789ABCDEF, 2**64 - 1
-    assert parse_blob_name(root.blob(id, ".tar.gz").name) == (id, ".tar.gz")
+    assert parse_blob_name(root.blob(id, ".tar.gz").name) == BlobName(id, ".tar.gz")
     assert root.blob(id).parent.name == "ef"
-    assert parse_tmp_name(root.tmp(keyhash, id).name) == (keyhash, id, "")
-    assert parse_tmp_name(root.tmp(keyhash, id, ".map").name) == (keyhash, id, ".map")
+    assert parse_tmp_name(root.tmp(keyhash, id).name) == TmpName(keyhash, id, "")
+    assert parse_tmp_name(root.tmp(keyhash, id, ".map").name) == TmpName(keyhash, id, ".map")
     assert root.leases(id) == root.lock(f"leases-{id % 64:02d}")
     assert root.leases(id).exists()
 

@@ -34,7 +34,7 @@ def pieces(spans: tuple[Span, ...], size: int = 300_000) -> list[tuple[int, byte
 
 
 def files(root: Root) -> set[str]:
-    return {suffix for _, _, suffix in filter(None, map(parse_tmp_name, os.listdir(root.tmp_dir)))}
+    return {parsed.suffix for parsed in map(parse_tmp_name, os.listdir(root.tmp_dir)) if parsed}
 
 
 def marked(root: Root) -> list[int]:
