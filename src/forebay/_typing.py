@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from typing import ParamSpec as ParamSpec
     from typing import Protocol as Protocol
     from typing import Self as Self
-    from typing import SupportsIndex as SupportsIndex
     from typing import TypeAlias as TypeAlias
     from typing import TypeGuard as TypeGuard
     from typing import TypeVar as TypeVar
@@ -52,4 +51,4 @@ else:
         return function
 
     ParamSpec = TypeVar
-    Any = BinaryIO = ClassVar = Concatenate = Literal = NoReturn = Self = SupportsIndex = TypeAlias = TypeGuard = None
+    Any = BinaryIO = ClassVar = Concatenate = Literal = NoReturn = Self = TypeAlias = TypeGuard = None
