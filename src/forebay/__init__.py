@@ -6,9 +6,9 @@ Importing this package loads the standard library only; the engine comes with th
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 from forebay import errors as errors
-from forebay._typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forebay._engine.locks.leases import Lease as Lease

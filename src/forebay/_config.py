@@ -7,11 +7,11 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from forebay._dataclass import dataclass
 from forebay._logs import logger
-from forebay._typing import Any, TypeVar
 from forebay.errors import ConfigError
 
 log = logger("forebay.config")

@@ -6,9 +6,9 @@ import enum
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeGuard
 
-from forebay._dataclass import dataclass
-from forebay._typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeGuard
 from forebay.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Item = TypeVar("Item", default=Any)
     Item_co = TypeVar("Item_co", default=Any, covariant=True)
 else:
-    from forebay._typing import TypeVar
+    from typing import TypeVar
 
     Item, Item_co = TypeVar("Item"), TypeVar("Item_co", covariant=True)
 

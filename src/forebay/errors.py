@@ -49,8 +49,7 @@ import contextlib
 import errno
 import threading
 from collections.abc import Sequence
-
-from forebay._typing import Any
+from typing import Any
 
 EXTRAS = {
     "s3": ("botocore",),

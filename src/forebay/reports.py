@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from forebay._dataclass import dataclass, field
 from forebay._model import Entry, Report, Victim
 from forebay.errors import ForebayError
 

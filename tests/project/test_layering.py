@@ -16,7 +16,7 @@ PACKAGE = SRC / "forebay"
 
 # A room may import what stands to its left, in its own line or through another one. Rooms between two "<" do not import each other.
 ORDER = """
-    _dataclass _typing _logs < errors < _model _config
+    _logs < errors < _model _config
     _model < _kernel.host < _kernel.locks _kernel.mappings < _kernel.waits
     _model < _kernel.threads < remote
     _kernel.host < _kernel.below

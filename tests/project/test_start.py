@@ -13,8 +13,8 @@ from forebay.testing import ScriptedServer
 
 NOT_NEEDED = {
     # of the standard library
-    "asyncio", "concurrent", "dataclasses", "hashlib", "importlib.metadata", "inspect", "logging", "pickle", "random", "secrets", "shutil",
-    "socket", "ssl", "subprocess", "tempfile", "traceback", "typing",
+    "asyncio", "concurrent", "hashlib", "importlib.metadata", "logging", "pickle", "random", "secrets", "shutil",
+    "socket", "ssl", "subprocess", "tempfile", "traceback",
     # of others
     "botocore", "click", "cloudpickle", "fsspec", "numpy", "pyarrow", "pydantic", "rich", "typer", "urllib3", "yaml",
     # our own

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, processes, spaces
@@ -23,7 +24,6 @@ from forebay._engine.space.settings import Settings, apply, keep
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
 from forebay._model import Entry, Problem
-from forebay._typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from forebay._engine.locks.fill import Fill

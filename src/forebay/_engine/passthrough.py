@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from forebay import errors
 from forebay._engine.index.counters import NAMES
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
 from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
-from forebay._typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from forebay._engine.locks.fill import KeyHold, OnWait

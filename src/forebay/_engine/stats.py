@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forebay._dataclass import dataclass, replace
 from forebay._engine.catalog import Catalog, entries, spaces
 from forebay._engine.catalog.wal import Wal
 from forebay._engine.files.root import Root

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forebay import errors
 from forebay._engine.catalog import CatalogBroken, DiskFull, entries
@@ -26,7 +27,6 @@ from forebay._engine.spaces import Spaces
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
-from forebay._typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from forebay._engine.key_locks import KeyLocks

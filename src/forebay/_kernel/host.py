@@ -16,11 +16,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from forebay._dataclass import dataclass
 from forebay._logs import logger
 from forebay._model import Buffer
-from forebay._typing import Protocol
 
 log = logger("forebay.kernel")
 Path = str | os.PathLike[str]

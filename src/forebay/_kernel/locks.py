@@ -17,10 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from forebay._kernel import host
 from forebay._logs import logger
-from forebay._typing import TypeAlias
 
 log = logger("forebay.locks")
 

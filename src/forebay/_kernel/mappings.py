@@ -11,9 +11,9 @@ import functools
 import mmap
 import os
 import weakref
+from typing import Any, cast
 
 from forebay._kernel.host import libc
-from forebay._typing import Any, cast
 
 _map = libc.mmap
 _map.restype = ctypes.c_void_p

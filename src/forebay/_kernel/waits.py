@@ -12,13 +12,13 @@ import os
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 from forebay import errors
 from forebay._kernel import mappings
 from forebay._kernel.host import libc
 from forebay._kernel.locks import Opener, open_plainly
 from forebay._logs import logger
-from forebay._typing import TypeVar
 
 log = logger("forebay.wait")
 T = TypeVar("T")

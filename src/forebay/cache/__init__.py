@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, overload
 
 from forebay import _config, errors, remote
-from forebay._dataclass import replace
 from forebay._engine.index.memo import no_hit
 from forebay._engine.locks.leases import Lease
 from forebay._engine.passthrough import PassThrough
@@ -17,7 +18,6 @@ from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays, Victim
-from forebay._typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, overload
 from forebay.cache.space import VALUES, Space, checked
 from forebay.origin import FOREVER, URLS, Origin
 from forebay.origin.request import FetchOptions, Target

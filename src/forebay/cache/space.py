@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from forebay import errors
 from forebay._engine.index.memo import Remembered
@@ -10,7 +11,6 @@ from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Buffer, Victim, as_bytes, is_text
-from forebay._typing import Any
 from forebay.origin import Origin
 
 VALUES = "values"

@@ -10,12 +10,12 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from forebay import _config, errors
-from forebay._dataclass import dataclass
 from forebay.claims import conflicts, records
 from forebay.claims.conflicts import ClaimRequest
 from forebay.claims.inspect import ClaimState

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 
-from forebay._dataclass import dataclass
 from forebay.claims import processes
 from forebay.errors import ConfigError
 from forebay.world import World, launchers

@@ -14,11 +14,11 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 from forebay import errors
-from forebay._dataclass import dataclass
 from forebay._kernel import host, locks, mappings
 from forebay._logs import logger
 from forebay.claims import claim_files, processes

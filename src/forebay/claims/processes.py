@@ -11,9 +11,9 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
-from forebay._dataclass import dataclass
 from forebay._kernel import host, locks
 
 T = TypeVar("T")

@@ -8,13 +8,13 @@ import re
 import resource
 import sqlite3
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import forebay
 from forebay import errors
 from forebay._config import KNOWN, LEAST_BUDGET, EnvironmentSettings, format_size, parse_budget, without_limits
-from forebay._dataclass import dataclass
 from forebay._kernel import host, mappings
 
 ENOUGH_FILES = 4096

@@ -7,13 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
 import typer
 
-from forebay._dataclass import dataclass, replace
 from forebay._logs import logger
 from forebay.cli.hints import OK, is_expected, shared_code
 from forebay.cli.options import JobsOption, JsonOption, RootOption, argument, filled, option

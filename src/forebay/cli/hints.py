@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from forebay import errors
-from forebay._dataclass import dataclass, replace
 
 OK = 0
 FAILED = 1

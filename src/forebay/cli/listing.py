@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from enum import StrEnum
 from operator import attrgetter
 from typing import Annotated
@@ -10,7 +11,6 @@ from typing import Annotated
 import typer
 
 from forebay._config import format_size
-from forebay._dataclass import replace
 from forebay.cli.filters import parse_filters
 from forebay.cli.options import FilterOption, JsonOption, RootOption, SpaceOption, argument, check_space, existing, matching, opened, option
 from forebay.cli.render import Output, shown, shown_name

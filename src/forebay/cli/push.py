@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from forebay._config import EnvironmentSettings, format_size
-from forebay._dataclass import dataclass
 from forebay.cli.hints import NoCache
 from forebay.cli.options import DryRunOption, JobsOption, JsonOption, RootOption, argument, filled, opened, option
 from forebay.cli.render import Output, note, shown_name

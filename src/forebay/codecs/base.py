@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, Self
 
 from forebay import errors
 from forebay._model import Buffer, Item
-from forebay._typing import Any, ClassVar, Protocol, Self
 
 ALIGNMENT = 64
 

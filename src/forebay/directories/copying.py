@@ -15,11 +15,11 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from forebay import errors, remote
-from forebay._dataclass import dataclass
 from forebay._engine.files.trees import remove_whole
 from forebay._kernel import host
 from forebay._kernel.threads import run_all

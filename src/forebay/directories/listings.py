@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
 
 from forebay import errors
-from forebay._dataclass import dataclass
 from forebay._logs import logger
 from forebay._model import Buffer, BufferSink, ObjectInfo, Span, Transfer
 from forebay.directories.location import RemoteDirectory

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from forebay import errors, remote
-from forebay._dataclass import dataclass
 from forebay._model import ObjectInfo, Remote
 from forebay.origin import Origin
 from forebay.origin.prefix import Prefix

@@ -10,13 +10,13 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import xxhash
 
 from forebay import errors
-from forebay._dataclass import dataclass
 from forebay._engine.files.blobs import checksum_of
 from forebay._model import Buffer
 from forebay.remote.local import is_unfinished

@@ -14,10 +14,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forebay import errors
-from forebay._dataclass import dataclass, replace
 from forebay._logs import logger
 from forebay._model import BufferSink, ObjectInfo
 from forebay.directories.copying import LARGE, each

@@ -9,10 +9,11 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast
 
 from forebay import _config, errors, remote
-from forebay._dataclass import dataclass, field
 from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.passthrough import PassThrough
@@ -20,7 +21,6 @@ from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, noted
-from forebay._typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast
 from forebay.origin.files import RANGE, LeasedFile, RangeFile
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, others_can_write
 from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, in_memory, is_same_version, sha256_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import os
 from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._model import ObjectInfo, Remote, Span, Transfer
-from forebay._typing import Any, Protocol
 
 RANGE = 4 << 20
 """Bytes of one read ahead where an object is not cached."""

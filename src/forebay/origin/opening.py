@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, Self
 
 from forebay import _config, errors
-from forebay._dataclass import dataclass
 from forebay._engine.files.faults import FULL
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Settings, Store
 from forebay._kernel import host, waits
 from forebay._kernel.below import LinkInTheWay
 from forebay._logs import logger
-from forebay._typing import Protocol, Self
 
 log = logger("forebay.cache")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 from forebay import _model, errors
-from forebay._dataclass import dataclass
 from forebay._model import Buffer, BufferSink, Content, ObjectInfo, Partial, Remote, Span, can_clone
-from forebay._typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from forebay._engine.locks.fill import KeyHold, OnWait

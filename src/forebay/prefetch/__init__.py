@@ -8,13 +8,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import xxhash
 
 from forebay import codecs, errors
-from forebay._dataclass import dataclass
 from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._kernel import waits

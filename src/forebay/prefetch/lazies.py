@@ -6,13 +6,13 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 from forebay import errors
 from forebay._engine.locks.leases import Lease
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Item_co
-from forebay._typing import Any, Generic, Self, TypeVar
 from forebay.prefetch.loads import Load
 from forebay.reports import OnProgress, WarmReport
 from forebay.sources import DecodedSource, Source, SourceInfo, source_of

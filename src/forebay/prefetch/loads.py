@@ -9,9 +9,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from forebay._dataclass import dataclass, field
 from forebay._engine.locks.fill import KeyHold
 from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store

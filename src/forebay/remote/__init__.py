@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from forebay._model import Remote
-from forebay._typing import Any
 from forebay.remote.base import RemoteOptions as RemoteOptions
 from forebay.remote.base import tracking_hosts as tracking_hosts
 from forebay.remote.urls import canonical as canonical

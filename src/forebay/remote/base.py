@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from forebay import errors
-from forebay._dataclass import dataclass, field, replace
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import Span, Transfer
-from forebay._typing import TYPE_CHECKING, Protocol, Self, TypeVar
 from forebay.remote.urls import canonical
 
 if TYPE_CHECKING:

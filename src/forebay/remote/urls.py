@@ -7,9 +7,9 @@ import functools
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
-from forebay._dataclass import dataclass
-from forebay._typing import Self
 from forebay.errors import ConfigError
 
 # Patterns are texts: `re` compiles each when it is first used, and keeps it.

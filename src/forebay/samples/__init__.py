@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import SupportsIndex
+from typing import Any, Generic, NoReturn, Self, SupportsIndex
 
 from forebay import codecs, errors
 from forebay._engine.packs.pack import NoPack, Pack, Unencodable
@@ -16,7 +16,6 @@ from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Item
-from forebay._typing import Any, Generic, NoReturn, Self
 from forebay.origin import Origin
 from forebay.samples.arrays import SPACE, Shape, checked_name, digest_of, find, find_or_make
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from dataclasses import dataclass
 
 from forebay import errors
-from forebay._dataclass import dataclass
 from forebay._engine.locks.leases import Lease
 from forebay._engine.packs.pack import NoPack, Pack
 from forebay._engine.passthrough import PassThrough

@@ -8,11 +8,11 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from forebay import errors
-from forebay._dataclass import dataclass
 from forebay._logs import logger
 from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of

@@ -8,12 +8,12 @@ import string
 import types
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import xxhash
 
 from forebay import errors
-from forebay._dataclass import dataclass
 from forebay._logs import logger
 from forebay.tasks.hashing import Unstable, as_own, encoded, kind_of
 from forebay.tasks.identity import Code, Use, code_of

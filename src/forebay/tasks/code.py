@@ -21,11 +21,11 @@ import types
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
-from forebay._dataclass import dataclass
 from forebay._kernel import host
 
 _FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # cells of notebooks have it; elsewhere it changes nothing

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from forebay import errors
-from forebay._dataclass import dataclass, field
 from forebay._logs import logger
 
 log = logger("forebay.tasks")

@@ -6,11 +6,11 @@ import functools
 import importlib.util
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
-from forebay._dataclass import dataclass
 from forebay.tasks.code import codes_in, definition_of, is_installed, names_read_by, shape_of
 from forebay.tasks.hashing import DigestWriter, brought, cells_of, lasting, lasting_within, text
 

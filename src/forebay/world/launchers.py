@@ -9,9 +9,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from forebay._dataclass import dataclass, field
 from forebay.errors import ConfigError
 
 TORCH, ENVIRONMENT = "torch.distributed", "the environment"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from forebay._engine.catalog.transactions import KINDS, NUMBERS, SLOTS, Rows
 from forebay._model import Entry
-from forebay._typing import Any
 
 _SUFFIX = r"[A-Za-z0-9.]{0,16}"
 _SEGMENTS = 1 << 24

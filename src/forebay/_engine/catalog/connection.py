@@ -12,6 +12,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema
@@ -27,7 +28,6 @@ from forebay._engine.files.layout import PAGE
 from forebay._engine.files.root import Root
 from forebay._kernel import host, waits
 from forebay._logs import logger
-from forebay._typing import Any, TypeVar
 
 log = logger("forebay.catalog")
 T = TypeVar("T")

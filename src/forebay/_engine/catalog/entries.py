@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
@@ -10,7 +11,6 @@ from forebay._engine.catalog.schema import COUNT_SLOTS, DOOMED, LIVE, SUPERSEDED
 from forebay._engine.catalog.transactions import SLOTS, next_slot, number_below
 from forebay._engine.index.slots import RECORDS
 from forebay._model import Entry
-from forebay._typing import Any, NoReturn, TypeAlias, TypeVar
 
 T = TypeVar("T")
 

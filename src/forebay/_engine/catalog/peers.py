@@ -11,9 +11,9 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from forebay._kernel import locks
-from forebay._typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forebay._engine.catalog.connection import Catalog

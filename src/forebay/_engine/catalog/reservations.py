@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from forebay._dataclass import dataclass
+from dataclasses import dataclass
+from typing import Any
+
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Rows, Txn
-from forebay._typing import Any
 
 
 @dataclass(frozen=True, slots=True)

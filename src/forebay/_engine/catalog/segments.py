@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from forebay._dataclass import dataclass
 from forebay._engine.catalog import checked
 from forebay._engine.catalog.connection import Rows, Txn
 

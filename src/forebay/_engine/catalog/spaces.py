@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from forebay._dataclass import dataclass, replace
 from forebay._engine.catalog import entries
 from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
 from forebay._engine.catalog.schema import DOOMED, LIVE
 from forebay._engine.files.layout import PAGE
 from forebay._engine.files.settings_file import Kept, SpaceLimits
 from forebay._model import Policy
-from forebay._typing import Any
 
 NEWEST = 1 << 62
 ALLOWANCE = 8 << 20

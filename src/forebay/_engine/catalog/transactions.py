@@ -6,11 +6,11 @@ import errno
 import sqlite3
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any, Protocol
 
 from forebay import errors
 from forebay._engine.index.slots import RECORDS
 from forebay._logs import logger
-from forebay._typing import Any, Protocol
 
 log = logger("forebay.catalog")
 

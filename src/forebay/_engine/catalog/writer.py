@@ -14,11 +14,11 @@ import os
 import threading
 import time
 from types import TracebackType
+from typing import ClassVar
 
 from forebay import errors
 from forebay._engine.files.root import Root
 from forebay._kernel import locks, waits
-from forebay._typing import ClassVar
 from forebay.errors import WriterBusy as WriterBusy
 
 LONGEST_WAIT = 10.0

@@ -10,11 +10,11 @@ import os
 import struct
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from forebay._dataclass import dataclass
 from forebay._engine.files.layout import Root
 from forebay._kernel import host, mappings
 from forebay._kernel.below import NoPlainFile

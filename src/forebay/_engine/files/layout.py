@@ -6,10 +6,10 @@ import os
 import re
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from forebay._dataclass import dataclass
 from forebay._kernel import host
 from forebay._kernel.below import Below
 

@@ -9,6 +9,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import xxhash
 
@@ -28,7 +29,6 @@ from forebay._engine.files.layout import (
 )
 from forebay._kernel import host
 from forebay._logs import logger
-from forebay._typing import NoReturn
 from forebay.errors import NewerFormat, RootRefused
 
 __all__ = ["LEASE_FILES", "LOCKS", "VERSION", "Root", "open_root", "parse_blob_name", "parse_tmp_name"]

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import xxhash
 
-from forebay._dataclass import dataclass, field_values, replace
 from forebay._engine.files.layout import Root
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Policy
-from forebay._typing import Any
 from forebay.errors import ConfigError
 
 log = logger("forebay.settings")
@@ -65,13 +65,13 @@ def read(root: Root) -> Kept | None:
 
 def says(root: Root, kept: Kept) -> bool:
     """Whether the file contains ``kept``."""
-    return read(root) == replace(kept, spaces=_sane([field_values(space) for space in kept.spaces]))
+    return read(root) == replace(kept, spaces=_sane([asdict(space) for space in kept.spaces]))
 
 
 def write(root: Root, kept: Kept) -> None:
     """Write ``kept`` to the file. Caller: holds the writer lock. A disk error is not raised: the next open writes it again."""
-    spaces = _sane([field_values(space) for space in kept.spaces])
-    body = {"root": f"{root.id:016x}", **field_values(kept), "spaces": [field_values(space) for space in spaces]}
+    spaces = _sane([asdict(space) for space in kept.spaces])
+    body = {"root": f"{root.id:016x}", **asdict(kept), "spaces": [asdict(space) for space in spaces]}
     text = json.dumps({**body, "checksum": _checksum(body)}, indent=1) + "\n"
     try:
         root.replace(root.settings, text.encode())

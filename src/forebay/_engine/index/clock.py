@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterable
+from typing import Protocol
 
 from forebay._kernel import host
-from forebay._typing import Protocol
 from forebay.errors import CacheFault
 
 LOOK_AGAIN = 1_000_000_000

@@ -11,13 +11,13 @@ import itertools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
 import xxhash
 
 from forebay import errors
-from forebay._dataclass import dataclass
 from forebay._engine.catalog import Catalog, CatalogBroken, Txn, processes, reservations
 from forebay._engine.files.root import Root
 from forebay._engine.files.stages import progress_of

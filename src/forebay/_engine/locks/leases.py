@@ -11,6 +11,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
+from typing import Any, Self
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, entries
@@ -18,7 +19,6 @@ from forebay._engine.files.root import Root
 from forebay._engine.index.slots import Slots
 from forebay._kernel import locks
 from forebay._model import Entry
-from forebay._typing import Any, Self
 
 FILES = 64
 HEAL_WITHIN = 1.0

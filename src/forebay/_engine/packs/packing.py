@@ -11,10 +11,10 @@ says whether it is alive.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from forebay import errors
-from forebay._dataclass import replace
 from forebay._engine.catalog import Catalog, Txn, entries, reservations, segments
 from forebay._engine.catalog.segments import Segment
 from forebay._engine.files import pack_files, pack_records

@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from forebay import errors
-from forebay._dataclass import dataclass, field, replace
 from forebay._engine.catalog import Catalog, DiskFull, Rows, Txn, entries, reservations, spaces
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.files import blobs, pack_files, stages, trees

@@ -13,9 +13,9 @@ would empty the slot of the next entry that uses it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 
-from forebay._dataclass import dataclass
 from forebay._engine.catalog import Catalog, Txn, entries
 from forebay._engine.files import blobs, pack_files, trees
 from forebay._engine.files.root import Root

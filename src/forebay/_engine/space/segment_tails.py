@@ -7,9 +7,9 @@ next process that needs room.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from forebay import errors
-from forebay._dataclass import replace
 from forebay._engine.catalog import Catalog, Txn, segments
 from forebay._engine.catalog.segments import Segment
 from forebay._engine.files import pack_files

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 
 from forebay._config import format_size
-from forebay._dataclass import dataclass, field_values
 from forebay._engine.catalog import Catalog, spaces
 from forebay._engine.files import settings_file
 from forebay._engine.files.layout import Root
@@ -28,7 +28,7 @@ class Settings:
 
     def over(self, earlier: Settings) -> Settings:
         """These settings, with those of an earlier call where these are None."""
-        return Settings(**{name: value if value is not None else getattr(earlier, name) for name, value in field_values(self).items()})
+        return Settings(**{name: value if value is not None else getattr(earlier, name) for name, value in asdict(self).items()})
 
 
 def apply(
@@ -39,15 +39,15 @@ def apply(
     A new root gets three quarters of the free space as its budget, and leaves a twentieth of the disk free. A root whose catalog was lost
     gets the limits in the file beside it, else those that were in force ``before`` for this process. A lower limit is applied at once;
     False: the catalog was too busy, and ``make_room`` is due. Raises `WriterBusy` if a limit must be changed and cannot be."""
-    given = {name: value for name, value in field_values(settings).items() if value is not None}
+    given = {name: value for name, value in asdict(settings).items() if value is not None}
     if spaces.setting(catalog, "budget") is not None and all(spaces.setting(catalog, name) == value for name, value in given.items()):
         totals = spaces.totals(catalog)
         return Settings(totals.budget, totals.min_free, totals.max_entries), True
     with catalog.write() as txn:
         totals = spaces.totals(txn)
         first = spaces.setting(txn, "budget") is None
-        kept = (settings_file.read(root) or Kept(**field_values(before or Settings()))) if first else Kept()
-        limits = {name: value if value is not None else getattr(kept, name) for name, value in field_values(settings).items()}
+        kept = (settings_file.read(root) or Kept(**asdict(before or Settings()))) if first else Kept()
+        limits = {name: value if value is not None else getattr(kept, name) for name, value in asdict(settings).items()}
         if first:
             disk = host.disk(root.path)
             limits["budget"] = disk.free * 3 // 4 if limits["budget"] is None else limits["budget"]

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from forebay._dataclass import dataclass
 from forebay._engine.catalog import Catalog, Txn, entries
 from forebay._engine.files import blobs
 from forebay._engine.files.root import Root

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from forebay import errors
-from forebay._dataclass import replace
 from forebay._engine.catalog import Catalog, Rows, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.writer import WriterBusy

@@ -9,10 +9,10 @@ So a loader need not ask before each read, and one transaction publishes what se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from forebay import errors
-from forebay._dataclass import replace
 from forebay._engine.catalog import Catalog, Txn, entries, reservations
 from forebay._engine.catalog.reservations import Reservation
 from forebay._engine.catalog.spaces import SpaceRow

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
 from email.utils import formatdate
 from functools import partial
 
 from forebay import errors
-from forebay._dataclass import dataclass
 from forebay._model import Buffer, Content, ObjectInfo, Partial, Sink, Span, Transfer
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
 from forebay.remote.http.exchange import (

@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from forebay._dataclass import dataclass, field
 from forebay._logs import logger
 from forebay.errors import AccessDenied, ConfigError, MissingExtra
 from forebay.remote.urls import redacted
