@@ -86,7 +86,7 @@ def calls_of_logging(path: Path) -> list[str]:
 def test_every_room_takes_its_logger_from_one_place() -> None:
     found = {path.relative_to(PACKAGE).as_posix(): calls_of_logging(path) for path in PACKAGE.rglob("*.py")}
     assert {name: calls for name, calls in found.items() if calls} == {
-        "_logs.py": ["logging.getLogger(name)"],
+        "_logs.py": ["logging.getLogger(self._name)"],
         "cli/main.py": ["logging.getLogger('forebay')"],  # its level and its handler
         "remote/http/connections.py": ["logging.getLogger(_name)"],  # urllib3's
     }

@@ -748,8 +748,8 @@ MUTANTS = (
     ),
     Mutant(
         9, "a fork does not wait for the catalog", "_engine/engine.py",
-        "        for part in self._forking:  # the catalog first: a thread inside a transaction takes the mutexes of the others\n",
-        "        for part in reversed(self._forking):\n",
+        "        for part in self._forking:\n            part.before_fork()\n",
+        "        for part in reversed(self._forking):\n            part.before_fork()\n",
         f"{FORKS}test_s17_a_fork_waits_for_a_transaction_that_takes_locks",
     ),
     Mutant(
@@ -781,7 +781,7 @@ MUTANTS = (
     ),
     Mutant(
         10, "what is said shows secrets", "remote/urls.py",
-        '    return _SECRET.sub(r"\\1...", _URL_IN_TEXT.sub(_redacted_url, text))\n', "    return text\n",
+        '    return re.sub(_SECRET, r"\\1...", re.sub(_URL_IN_TEXT, _redacted_url, text))\n', "    return text\n",
         "tests/cli/test_names.py::test_no_output_gives_a_secret_away[warning]",
     ),
     Mutant(

@@ -5,6 +5,7 @@ Importing this package loads the standard library only; the engine comes with th
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from forebay import errors as errors
@@ -75,6 +76,5 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'forebay' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_PLACES[name]), name)
+    __import__(_PLACES[name])  # `importlib` would take as long as three modules of this package
+    return getattr(sys.modules[_PLACES[name]], name)

@@ -6,7 +6,6 @@ import contextvars
 import math
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ DEFAULT_MAX_AGE = 300.0
 LEAST_BUDGET = 64 << 20
 """A smaller budget, given as text, is taken for a typing error."""
 
-_SIZE = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%|[a-z]*)", re.IGNORECASE)
+_SIZE = r"(?i)([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%|[a-z]*)"
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _UNITS: dict[str, int] = {
     f"{letter}{end}": int(base**power)
@@ -31,10 +30,10 @@ _UNITS: dict[str, int] = {
     for end, base in (("", 1000), ("b", 1000), ("i", 1024), ("ib", 1024))
 }
 
-_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
+_AGE = r"(?i)([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)"
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
 
-_SHA256 = re.compile("[0-9a-fA-F]{64}")
+_SHA256 = "[0-9a-fA-F]{64}"
 
 T = TypeVar("T")
 _limits_ignored: contextvars.ContextVar[bool] = contextvars.ContextVar("forebay_limits_ignored", default=False)
@@ -53,7 +52,7 @@ def parse_size(value: int | str, *, total: int | None = None, name: str = "size"
         if value < 0:
             raise _wrong(name, value, "a size must not be negative")
         return value
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    match = re.fullmatch(_SIZE, value.strip()) if isinstance(value, str) else None
     unit = match[2].lower() if match else ""
     if match is None or (unit != "%" and unit not in _UNITS):
         raise _wrong(name, value, 'a size is bytes as an int, or text such as "500GB" (10^9), "500GiB" (2^30) or "80%"')
@@ -111,7 +110,7 @@ def parse_age(value: float | str, *, name: str = "age") -> float:
     text = value.strip().lower() if isinstance(value, str) else ""
     if text in ("forever", "inf"):
         return math.inf
-    match = _AGE.fullmatch(text)
+    match = re.fullmatch(_AGE, text)
     if match is None or match[2] not in _SECONDS:
         raise _wrong(name, value, 'an age is seconds, or text such as "90s", "15m", "12h", "30d" or "forever"')
     return float(match[1]) * _SECONDS[match[2]]
@@ -126,7 +125,7 @@ def parse_timeout(value: float | None, *, name: str = "timeout") -> float | None
 
 def parse_sha256(value: str, *, name: str = "sha256") -> str:
     """A SHA-256 as 64 lower-case hexadecimal digits. Raises `ConfigError` for anything else."""
-    if isinstance(value, str) and _SHA256.fullmatch(value):
+    if isinstance(value, str) and re.fullmatch(_SHA256, value):
         return value.lower()
     raise _wrong(name, value, "a SHA-256 is 64 hexadecimal digits")
 
@@ -210,11 +209,11 @@ _warned: set[str] = set()  # variables that this process, or one that it was for
 
 
 def _warn_of_unknown(names: Iterable[str]) -> None:
-    import difflib  # seldom needed
-
     for name in names:
         word = name.removeprefix("FOREBAY_")
         if word not in KNOWN and name not in _warned:
+            import difflib
+
             _warned.add(name)
             near = difflib.get_close_matches(word, KNOWN, 1)
             log.warning("the variable %s is unknown and ignored%s", name, f": did you mean FOREBAY_{near[0]}?" if near else "")
@@ -261,6 +260,8 @@ def default_root(*, is_network: Callable[[Path], bool], environ: Mapping[str, st
     If that is on a network file system (``is_network`` is asked about the nearest directory that exists): ``forebay-<uid>`` in
     ``$SLURM_TMPDIR``, else ``$TMPDIR``, else the system's temporary directory; each process logs one warning then.
     """
+    import tempfile
+
     environ = os.environ if environ is None else environ
     usual = _user_cache(environ) / "forebay"
     if not is_network(_nearest(usual)):

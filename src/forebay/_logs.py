@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-import logging
-import traceback
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    import logging
+    import traceback
+
+    def logger(name: str) -> logging.Logger:
+        """Return the logger of this name; its messages are escaped for every handler. Each module of Forebay gets its logger here."""
+else:
+
+    def logger(name):
+        return _Logger(name)
 
 
-def logger(name: str) -> logging.Logger:
-    """Return the logger of this name; its messages are escaped for every handler. Each module of Forebay gets its logger here."""
-    result = logging.getLogger(name)
-    result.addFilter(_ESCAPING)  # idempotent
-    return result
+class _Logger:
+    """Stands for the logger of a module until the module first logs: a process that logs nothing does not import `logging`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> object:
+        import logging
+
+        result = logging.getLogger(self._name)
+        result.addFilter(_ESCAPING)  # idempotent
+        return getattr(result, attribute)
 
 
 def escaped(text: str) -> str:
@@ -18,7 +35,7 @@ def escaped(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-class _Escaping(logging.Filter):
+class _Escaping:
     """Escapes messages. A printable one keeps its template and arguments, for handlers that use those."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -35,6 +52,8 @@ class _Escaping(logging.Filter):
 
 def _formatted(error: BaseException) -> str:
     """The traceback of an error; no message in it can add lines."""
+    import traceback
+
     formatted = traceback.TracebackException.from_exception(error)
     left, seen = [formatted], set[int]()
     while left:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeGuard
 
 from forebay.errors import ConfigError
 
@@ -25,6 +24,17 @@ else:
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Content: TypeAlias = Buffer | str | os.PathLike[str]
 """The content of a write: bytes, or the path of a local file."""
+
+
+def as_bytes(data: Buffer) -> memoryview:
+    """A flat view of contiguous bytes. Raises `ConfigError` for anything else."""
+    try:
+        view = memoryview(data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{type(data).__name__} is not bytes-like: give bytes, bytearray, memoryview or a contiguous array", name="data", value=""
+        ) from error
 
 
 def is_text(value: str) -> bool:
@@ -176,13 +186,17 @@ class Sink(Protocol):
         """Store ``data`` at ``offset``. Called from several threads at once for different spans; in order within a span."""
 
 
-@runtime_checkable
 class CloningSink(Sink, Protocol):
     """A sink that may share the blocks of a local file instead of receiving its bytes."""
 
     def clone(self, fd: int) -> bool:
         """Take all bytes of the open file ``fd``, which has the size that `begin` was given. Returns False where that is impossible: the
         caller writes them."""
+
+
+def can_clone(sink: Sink) -> TypeGuard[CloningSink]:
+    """Whether a sink is a `CloningSink`."""
+    return hasattr(sink, "clone")
 
 
 class BufferSink:
@@ -297,6 +311,8 @@ class Entry:
 def noted(meta: str, **types: type) -> dict[str, Any] | None:
     """Return an entry's ``meta`` as JSON; None where it is not JSON, or lacks a name of ``types`` with a value of exactly that type (an
     int must be a count): another program wrote it."""
+    import json
+
     try:
         content = json.loads(meta)
     except (ValueError, RecursionError):

@@ -47,8 +47,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
-import pickle
-import shlex
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -163,6 +161,8 @@ class _Carried:
         self._data, self._text, self._history = data, text, history
 
     def rebuilt(self) -> BaseException:
+        import pickle
+
         error: BaseException = RemoteCause(self._text)
         try:
             known = pickle.loads(self._data)
@@ -185,6 +185,8 @@ def _carried(data: bytes, text: str, history: _History | None) -> BaseException:
 def _stand_in(reason: BaseException | None, visited: set[int]) -> Any:
     """``reason`` itself where it can be pickled and comes back unchanged, else its text. None where it was visited before: causes may form
     a cycle."""
+    import pickle
+
     if reason is None or id(reason) in visited or len(visited) > _DEEPEST:
         return None
     history = _history_of(reason, visited)
@@ -203,6 +205,8 @@ def _stand_in(reason: BaseException | None, visited: set[int]) -> Any:
 
 def _portable(facts: dict[str, Any]) -> dict[str, Any]:
     """The facts that survive pickling; the others are replaced by their ``repr``."""
+    import pickle
+
     portable = {}
     for name, value in facts.items():
         try:
@@ -228,6 +232,8 @@ class MissingExtra(ForebayError, ImportError):
 
     @classmethod
     def of(cls, what: str, extra: str) -> MissingExtra:
+        import shlex
+
         packages = " ".join(map(shlex.quote, EXTRAS.get(extra, (extra,))))  # a shell may expand brackets
         return cls(f"{what} needs the extra {extra!r} of Forebay, which is not installed: pip install {packages}", extra=extra)
 

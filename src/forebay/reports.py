@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay._engine.locks.fill import Waiting
 from forebay._model import Entry, Report, Victim
 from forebay.errors import ForebayError
+
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from forebay._engine.locks.fill import Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,9 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and `hit_rate`, for JSON."""
-        return dataclasses.asdict(self) | {"hit_rate": self.hit_rate}
+        from dataclasses import asdict
+
+        return asdict(self) | {"hit_rate": self.hit_rate}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from forebay import errors
-from forebay._engine import check
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, processes, spaces
 from forebay._engine.files import settings_file
 from forebay._engine.files.faults import faults
@@ -20,23 +18,24 @@ from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.keys import Keys
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.slots import RECORDS, Slots, SlotsBroken, SlotsReplaced
-from forebay._engine.locks.fill import Fill
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
-from forebay._engine.packs.packing import Packing
 from forebay._engine.reading import Reading
-from forebay._engine.space.budget import Budget
-from forebay._engine.space.eviction import Eviction
-from forebay._engine.space.inline_eviction import InlineEviction
-from forebay._engine.space.ranking import Ranking
-from forebay._engine.space.segment_tails import SegmentTails
 from forebay._engine.space.settings import Settings, apply, keep
-from forebay._engine.stats import StatsReader
-from forebay._engine.write.insert import Intent
-from forebay._engine.write.publish import Linker, Publisher
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
 from forebay._model import Entry, Problem
+
+if TYPE_CHECKING:
+    from forebay._engine.locks.fill import Fill
+    from forebay._engine.packs.packing import Packing
+    from forebay._engine.space.budget import Budget
+    from forebay._engine.space.eviction import Eviction
+    from forebay._engine.space.ranking import Ranking
+    from forebay._engine.stats import StatsReader
+    from forebay._engine.write.insert import Intent
+    from forebay._engine.write.publish import Linker, Publisher
+    from forebay._engine.writers import Writers
 
 log = logger("forebay.engine")
 P = ParamSpec("P")
@@ -96,8 +95,9 @@ class Engine:
     def close(self) -> None:
         """Fold the counters and close all files. Leases and buffers that were handed out stay valid."""
         self.memo.restart(self.slots)
-        for part in (self.owners, self.fill, self.budget, self.leases, self.catalog, self.counters):
-            part.close()
+        for part in (self.owners, self._writers, self.leases, self.catalog, self.counters):
+            if part is not None:
+                part.close()
         self._format.close()
 
     def retry(self, call: Callable[[], R], error: Exception, recoveries: int) -> R:
@@ -157,11 +157,12 @@ class Engine:
         with self._recovering, faults(str(self.root.path)):
             if self.recoveries != recoveries:
                 return
-            log.log(logging.INFO if error.damaged else logging.WARNING, "%s: opening it again", str(error))
+            (log.info if error.damaged else log.warning)("%s: opening it again", str(error))
             root = open_root(self.root.path, shared=self.root.shared)
             if root.id != self.root.id or not self.slots.is_same() or not self.catalog.has_its_lock():
-                for part in (self.fill, self.budget, self.leases, self.catalog):
-                    part.close()
+                for part in (self._writers, self.leases, self.catalog):
+                    if part is not None:
+                        part.close()
                 self._wire(root)
             elif error.damaged:
                 self.catalog.rebuild(str(error))
@@ -187,23 +188,63 @@ class Engine:
         self.leases = Leases(root, self.catalog, self.slots)
         self.memo.restart(self.slots)
         self.owners = Owners(root, self.catalog)
-        self.fill = Fill(root, self.catalog, self.owners, self.words, self.counters)
-        self.eviction = Eviction(root, self.catalog, self.slots, self.leases, self.words)
-        self.ranking = Ranking(self.catalog, self.slots)
-        self._tails = SegmentTails(root, self.catalog, self.owners)
-        self.budget = Budget(
-            root, self.catalog, self.owners, self.eviction, self.ranking, self.words, self.counters, self.memo, self._tails
-        )  # fmt: skip
-        inline = InlineEviction(self.budget, self.eviction, self.ranking, self.counters)
-        self.intent = Intent(root, self.catalog, self.slots)
-        self.publisher = Publisher(root, self.catalog, self.slots, self.keys, self.owners, self.budget, inline, self.intent)
-        self.linker = Linker(root, self.catalog, self.slots, self.publisher)
-        self.packing = Packing(root, self.catalog, self.leases, self.owners, self.budget, self.publisher, self._tails)
         self.reading = Reading(root, self.catalog, self.slots, self.keys, self.leases, self.memo, self.counters)
-        self.stats = StatsReader(root, self.catalog, self.slots, self.counters, self.leases)
+        self._writers: Writers | None = None
+        self._forking: tuple[Catalog, Writers, Owners, Leases] | tuple[()] = ()
         self._format = locks.LockFile(root.path / "FORMAT", root.files.open, writable=False)
-        self._forking = (self.catalog, self.budget, self.fill, self.owners, self.leases)
         self.known_spaces.clear()
+
+    @property
+    def stats(self) -> StatsReader:
+        from forebay._engine.stats import StatsReader
+
+        return StatsReader(self.root, self.catalog, self.slots, self.counters, self.leases)
+
+    def writers(self) -> Writers:
+        """The parts that change the root, created by the first call."""
+        writers = self._writers
+        if writers is None:
+            from forebay._engine.writers import Writers
+
+            with self._recovering:
+                if self._writers is None:
+                    self._writers = Writers(
+                        self.root, self.catalog, self.slots, self.keys, self.memo, self.counters, self.leases, self.owners, self.words
+                    )  # fmt: skip
+                writers = self._writers
+        return writers
+
+    @property
+    def fill(self) -> Fill:
+        return self.writers().fill
+
+    @property
+    def eviction(self) -> Eviction:
+        return self.writers().eviction
+
+    @property
+    def ranking(self) -> Ranking:
+        return self.writers().ranking
+
+    @property
+    def budget(self) -> Budget:
+        return self.writers().budget
+
+    @property
+    def intent(self) -> Intent:
+        return self.writers().intent
+
+    @property
+    def publisher(self) -> Publisher:
+        return self.writers().publisher
+
+    @property
+    def linker(self) -> Linker:
+        return self.writers().linker
+
+    @property
+    def packing(self) -> Packing:
+        return self.writers().packing
 
     def _start(self, settings: Settings, before: Settings | None = None) -> None:
         """Open the catalog, recreating it where it is broken. ``before``: what was in force for this process, for a root that was
@@ -251,6 +292,8 @@ class Engine:
 
     def rebuild_slots(self) -> None:
         """Recreate what is lost or damaged of the table of slots from the catalog."""
+        from forebay._engine import check
+
         with self.catalog.writer(), faults(str(self.root.slots_dir)):
             for chunk in check.chunks_of(self.catalog, self.slots):
                 if self.slots.is_whole(chunk):
@@ -279,6 +322,8 @@ class Engine:
         """Before the first reservation after a reboot: remove files that the machine's crash left without a row."""
         if spaces.setting(self.catalog, "boot") == host.boot_id():
             return
+        from forebay._engine import check
+
         check.remove_strays(self.root, self.catalog, self.eviction, self.fill)
         with self.catalog.write() as txn:
             processes.forget_failures(txn)
@@ -291,7 +336,7 @@ class Engine:
         if given and self._unset is not None:
             settings = settings.over(self._unset)
         try:
-            self._in_force, applied = apply(settings, self.root, self.catalog, self.budget, self.counters, before)
+            self._in_force, applied = apply(settings, self.root, self.catalog, self._make_room, self.counters, before)
             self._lower = self._lower or not applied
             if given:
                 self._unset = None
@@ -303,6 +348,9 @@ class Engine:
             if given or self._unset is None:
                 self._unset = settings
             log.warning("%s: budget, min_free and max_entries are not set yet, and will be by a later call: %s", self.root.path, str(error))
+
+    def _make_room(self) -> bool:
+        return self.budget.make_room()
 
     def configure(self, settings: Settings) -> None:
         """Set the given limits for every process; a lower one is applied at once. Where the catalog is busy, the next call that writes
@@ -340,7 +388,7 @@ class Engine:
             unset, self._unset, lower, self._lower = self._unset, None, self._lower, False
             try:
                 if unset is not None:
-                    self._in_force, applied = apply(unset, self.root, self.catalog, self.budget, self.counters)
+                    self._in_force, applied = apply(unset, self.root, self.catalog, self._make_room, self.counters)
                     unset, lower = None, lower or not applied
                 if lower:
                     self.budget.make_room()
@@ -351,7 +399,10 @@ class Engine:
     # -- forks -----------------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        for part in self._forking:  # the catalog first: a thread inside a transaction takes the mutexes of the others
+        # The catalog first: a thread inside a transaction takes the mutexes of the others. The writers are created, lest another thread
+        # does it between here and the fork.
+        self._forking = (self.catalog, self.writers(), self.owners, self.leases)
+        for part in self._forking:
             part.before_fork()
         self._format.before_fork(keep=True)
 
@@ -362,6 +413,7 @@ class Engine:
 
     def after_fork_child(self) -> None:
         self._recovering = threading.RLock()
-        for part in (*self._forking, self.memo, self.ranking, self.publisher, self._tails):
+        for part in self._forking:
             part.after_fork_child()
+        self.memo.after_fork_child()
         self._format.after_fork_child(keep=True)

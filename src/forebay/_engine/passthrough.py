@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from forebay import errors
 from forebay._engine.index.counters import NAMES
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
-from forebay._engine.locks.fill import KeyHold, OnWait
-from forebay._engine.packs.pack import NoPack
-from forebay._engine.stats import Facts, Usage
 from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
+
+if TYPE_CHECKING:
+    from forebay._engine.locks.fill import KeyHold, OnWait
+    from forebay._engine.packs.pack import NoPack
+    from forebay._engine.stats import Facts, Usage
 
 T = TypeVar("T")
 
@@ -72,6 +74,8 @@ class NullPacks:
     """The packs of a store that keeps nothing."""
 
     def make(self, space: str, key: str, length: int, **label: Any) -> NoPack:
+        from forebay._engine.packs.pack import NoPack
+
         return NoPack(length)
 
     def find(self, space: str, key: str) -> None:
@@ -205,6 +209,8 @@ class PassThrough:
         return {}
 
     def usage(self) -> Usage:
+        from forebay._engine.stats import Usage
+
         return Usage(0, 0, 0)
 
     def repair(self, *, deep: bool = True) -> list[Problem]:

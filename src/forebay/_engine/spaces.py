@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from forebay import errors
-from forebay._config import format_size
 from forebay._engine.catalog import entries
 from forebay._engine.catalog import spaces as rows
 from forebay._engine.catalog.spaces import SpaceRow
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
 from forebay._engine.index import counters
-from forebay._engine.space.budget import SpaceRequest
-from forebay._engine.space.eviction import EvictionVictim
-from forebay._engine.space.settings import keep
 from forebay._logs import logger
 from forebay._model import Policy
 
@@ -67,6 +63,8 @@ class Spaces:
 
     @recover_and_retry
     def _ensure(self, name: str, kind: str, policy: str | None, quota: int | None, max_count: int | None) -> SpaceRow:
+        from forebay._engine.space.settings import keep
+
         engine = self.engine
         row = rows.find(engine.catalog, name)
         if engine.root.read_only:
@@ -88,6 +86,9 @@ class Spaces:
 
     def _shrink(self, space: SpaceRow) -> None:
         """Evict what is above a lower limit, as far as it is not in use."""
+        from forebay._config import format_size
+        from forebay._engine.space.budget import SpaceRequest
+
         engine = self.engine
         bytes_before, count_before = rows.live(engine.catalog, space.name)
         try:
@@ -118,6 +119,8 @@ class Spaces:
     @recover_and_retry
     def clear(self, name: str) -> int:
         """Remove all entries of a space but those that are pinned or in use; returns how many were removed."""
+        from forebay._engine.space.eviction import EvictionVictim
+
         engine = self.engine
         engine.check_usable(writing=True)
         space, removed = self.lookup(name).id, 0

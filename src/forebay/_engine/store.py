@@ -6,14 +6,14 @@ the caller as a `CacheFault`.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forebay import errors
-from forebay._engine import check
 from forebay._engine.catalog import CatalogBroken, DiskFull, entries
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import SCARCE, faults
@@ -21,20 +21,20 @@ from forebay._engine.files.root import Root, foreign, open_root
 from forebay._engine.index import counters
 from forebay._engine.index.hosts import SilentHosts
 from forebay._engine.index.memo import Find, Hit, Remembered, finds_nothing, no_hit
-from forebay._engine.key_locks import KeyLocks
-from forebay._engine.loading import Reservations
 from forebay._engine.locks.leases import Lease
-from forebay._engine.pack_handles import Packs
-from forebay._engine.space.budget import SpaceRequest
-from forebay._engine.space.eviction import EvictionVictim
 from forebay._engine.space.settings import Settings as Settings
 from forebay._engine.spaces import Spaces
-from forebay._engine.stats import Facts, Usage
-from forebay._engine.write.insert import Label
-from forebay._engine.write.publish import Writing
 from forebay._kernel import host
 from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
+
+if TYPE_CHECKING:
+    from forebay._engine.key_locks import KeyLocks
+    from forebay._engine.loading import Reservations
+    from forebay._engine.pack_handles import Packs
+    from forebay._engine.stats import Facts, Usage
+    from forebay._engine.write.insert import Label
+    from forebay._engine.write.publish import Writing
 
 log = logger("forebay.store")
 REMOVED_AT_ONCE = 128
@@ -55,9 +55,25 @@ class Store:
     def __init__(self, engine: Engine) -> None:
         self.engine, self._users = engine, 0
         self.spaces = Spaces(engine)
-        self.locks, self.packs = KeyLocks(engine, self.spaces), Packs(engine, self.spaces)
-        self.reservations = Reservations(engine, self.spaces)
         host.at_fork(self)
+
+    @functools.cached_property
+    def locks(self) -> KeyLocks:
+        from forebay._engine.key_locks import KeyLocks
+
+        return KeyLocks(self.engine, self.spaces)
+
+    @functools.cached_property
+    def packs(self) -> Packs:
+        from forebay._engine.pack_handles import Packs
+
+        return Packs(self.engine, self.spaces)
+
+    @functools.cached_property
+    def reservations(self) -> Reservations:
+        from forebay._engine.loading import Reservations
+
+        return Reservations(self.engine, self.spaces)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], settings: Settings, *, shared: bool = False, read_only: bool = False) -> Store:
@@ -228,6 +244,8 @@ class Store:
         """Store bytes. Raises `NoSpace` or another `CacheFault`; then the previous entry stays. ``validated``: see `Label`.
 
         In a space whose policy is ``wait`` the call waits up to ``timeout`` seconds while all bytes are in use, then raises `NoSpace`."""
+        from forebay._engine.write.insert import Label
+
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
         label = Label(row.id, row.name, key, life=life, meta=meta, validated=validated)
@@ -245,6 +263,8 @@ class Store:
     @recover_and_retry
     def put_pieces(self, space: str, key: str, pieces: Sequence[Buffer], *, life: str = "cached", meta: str = "") -> Entry:
         """Store bytes that are given in consecutive pieces. Raises `NoSpace` or another `CacheFault`; then the previous entry stays."""
+        from forebay._engine.write.insert import Label
+
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
         entry = self.engine.publisher.put_pieces(Label(row.id, row.name, key, life=life, meta=meta), pieces)
@@ -252,6 +272,8 @@ class Store:
         return entry
 
     def _wait_for_room(self, label: Label, size: int, timeout: float | None, error: errors.NoSpace) -> None:
+        from forebay._engine.space.budget import SpaceRequest
+
         began = time.monotonic_ns()
         try:
             self.engine.budget.wait_for_room(SpaceRequest(label.space, label.key, 0, size), timeout)
@@ -266,6 +288,9 @@ class Store:
         resume: bool = True, on_progress: Callable[[int, int | None], None] | None = None,
     ) -> Writing:  # fmt: skip
         """A write for a remote to fill that is asked not before ``validated``. Caller: holds the key's lock if ``resume``."""
+        from forebay._engine.write.insert import Label
+        from forebay._engine.write.publish import Writing
+
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
         label = Label(row.id, row.name, key, suffix, life, meta, validated)
@@ -274,6 +299,8 @@ class Store:
     @recover_and_retry
     def put_many(self, space: str, items: Sequence[tuple[str, Buffer]], *, life: str = "cached") -> list[Entry]:
         """Store several values, the small ones in one transaction. Raises what `put` raises; the values before the first failure stay."""
+        from forebay._engine.write.insert import Label
+
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
         return self.engine.publisher.put_many([(Label(row.id, row.name, key, life=life), data) for key, data in items])
@@ -295,6 +322,8 @@ class Store:
 
         Caller: no other process writes this key. The files are not evicted while the tree exists. Raises ValueError for names that lead out
         of the directory."""
+        from forebay._engine.write.insert import Label
+
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
         label = Label(row.id, row.name, key, life=life, meta=meta)
@@ -312,6 +341,8 @@ class Store:
         """Publish the bytes of a leased file under another name too; returns a lease. Nothing is copied, and both entries are charged.
 
         Caller: holds the key's lock. Raises `NoSpace` or another `CacheFault`."""
+        from forebay._engine.write.insert import Label
+
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
         return self.engine.linker.link(Label(row.id, row.name, key, suffix, life), lease, self.engine.leases, validator)
@@ -370,6 +401,8 @@ class Store:
 
     @recover_and_retry
     def _remove(self, victims: Sequence[Victim], trees: bool) -> set[int]:
+        from forebay._engine.space.eviction import EvictionVictim
+
         rows = entries.by_ids(self.engine.catalog, [victim.id for victim in victims])
         mine = [(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in rows if (e.kind == "tree") is trees]
         with faults("entries to remove"):
@@ -379,6 +412,8 @@ class Store:
 
     def drop(self, unheld: Sequence[Entry]) -> int:
         """Remove entries that no process holds any more; returns how many were removed."""
+        from forebay._engine.space.eviction import EvictionVictim
+
         with faults("what nobody holds"):
             return len(self.engine.eviction.remove([(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in unheld]))
 
@@ -480,6 +515,8 @@ class Store:
     @recover_and_retry
     def check(self, *, deep: bool = False) -> list[Problem]:
         """All problems of this root; empty if it is sound. ``deep`` reads every byte. A damaged catalog is reported, not recreated."""
+        from forebay._engine import check
+
         try:
             problem = self.engine.catalog.problem()
             if problem is None:
@@ -495,11 +532,15 @@ class Store:
     @recover_and_retry
     def strays(self) -> Strays:
         """The files in the root that no row counts."""
+        from forebay._engine import check
+
         return check.count_strays(self.root, self.engine.catalog, self.engine.slots)
 
     @recover_and_retry
     def remove_strays(self) -> Strays:
         """Remove files of Forebay that no entry names; returns what was removed. Files that are leased or being written stay."""
+        from forebay._engine import check
+
         self.engine.check_usable(writing=True)
         before = check.count_strays(self.root, self.engine.catalog, self.engine.slots)
         if not before.files:
@@ -532,6 +573,8 @@ class Store:
 
     @recover_and_retry
     def _repair(self, problems: list[Problem]) -> None:
+        from forebay._engine import check
+
         check.repair(self.root, self.engine.catalog, self.engine.eviction, self.engine.fill, self.engine.reading, problems)
 
 

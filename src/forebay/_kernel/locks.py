@@ -10,7 +10,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import socket
 import struct
 import sys
 import threading
@@ -431,6 +430,8 @@ def posix_holders(path: str | os.PathLike[str], offset: int) -> tuple[int, ...]:
 
 def describe_process(pid: int) -> str:
     """A process in words for people, without its arguments, which may hold secrets."""
+    import socket
+
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

@@ -12,31 +12,24 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, overload
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import no_hit
-from forebay._engine.locks.fill import Waiting
 from forebay._engine.locks.leases import Lease
 from forebay._engine.passthrough import PassThrough
-from forebay._engine.stats import Usage
 from forebay._engine.store import Store
 from forebay._kernel import waits
-from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays, Victim
-from forebay.cache.entries import Entries, Name, find, planned, shown
 from forebay.cache.space import VALUES, Space, checked
 from forebay.origin import FOREVER, URLS, Origin
 from forebay.origin.request import FetchOptions, Target
-from forebay.reports import OnProgress as OnProgress
-from forebay.reports import Plan as Plan
-from forebay.reports import Progress as Progress
-from forebay.reports import ProgressReporter, coldest_until
-from forebay.reports import Stats as Stats
-from forebay.reports import WarmReport as WarmReport
-from forebay.samples import Samples, open_samples
 
 if TYPE_CHECKING:
+    from forebay._engine.locks.fill import Waiting
+    from forebay.cache.entries import Entries, Name
     from forebay.claims import Claim
     from forebay.prefetch import PassThrough as NoPrefetch
     from forebay.prefetch import Prefetcher
+    from forebay.reports import OnProgress, Plan, ProgressReporter, Stats, WarmReport
+    from forebay.samples import Samples
     from forebay.tasks import Tasks
     from forebay.world import World
 
@@ -164,14 +157,14 @@ class Cache:
         from forebay.directories.trees import lease  # imported late: many programs never use it
 
         include, exclude = _patterns(include), _patterns(exclude)
-        options = self._reporting_options(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force, pin=pin)
+        label, arguments = remote.shown(url), {"timeout": timeout, "offline": offline, "force": force, "pin": pin}
+        options, reporter = self._reporting_options(label, max_age, refresh, on_progress, **arguments)
         tree = lease(self._origin, url, filesystem, include, exclude, options)
         if on_progress is not None:
             size = sum(file.size for _, file in self._store.members(tree.entry))
-            ProgressReporter(remote.shown(url), on_progress).say("done", size, size)
-        part = {"include": include, "exclude": exclude, "filesystem": filesystem}
-        arguments = {**part, "max_age": "forever", "timeout": timeout, "offline": offline, "force": force, "pin": pin}
-        return self._reopened_by(tree, "directory", url, arguments)
+            reporter.say("done", size, size)
+        part = {"include": include, "exclude": exclude, "filesystem": filesystem, "max_age": "forever"}
+        return self._reopened_by(tree, "directory", url, part | arguments)
 
     def copy_directory(
         self, url: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, overwrite: bool = False,
@@ -187,15 +180,18 @@ class Cache:
         Where the cache has no room, the files are fetched straight to ``path``."""
         from forebay.directories.trees import copy
 
-        options = self._reporting_options(url, max_age, refresh, on_progress, timeout=timeout, offline=offline, force=force)
+        label, arguments = remote.shown(url), {"timeout": timeout, "offline": offline, "force": force}
+        options, _ = self._reporting_options(label, max_age, refresh, on_progress, **arguments)
         return copy(self._origin, url, filesystem, include, exclude, options, path, overwrite=overwrite)
 
     def _reporting_options(
-        self, url: str | os.PathLike[str], max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **arguments: Any
-    ) -> FetchOptions:  # fmt: skip
+        self, label: str, max_age: float | str | None, refresh: bool, on_progress: OnProgress | None, **arguments: Any
+    ) -> tuple[FetchOptions, ProgressReporter]:  # fmt: skip
+        from forebay.reports import ProgressReporter
+
         self._check_open()
-        reporter = ProgressReporter(remote.shown(url), on_progress)
-        return self._options(max_age, refresh, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments)
+        reporter = ProgressReporter(label, on_progress)
+        return self._options(max_age, refresh, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments), reporter
 
     def pull(
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False,
@@ -203,8 +199,7 @@ class Cache:
     ) -> Entry | None:  # fmt: skip
         """Fetch an object into the cache; return its entry, or None where there is no room for it. See `read`."""
         target = self._target(url, filesystem)
-        reporter = ProgressReporter(target.key, on_progress)
-        options = self._options(max_age, refresh, force=True, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments)
+        options, reporter = self._reporting_options(target.key, max_age, refresh, on_progress, force=True, **arguments)
         try:
             lease = self._origin.lease(target, options)
             with lease:
@@ -220,6 +215,9 @@ class Cache:
     ) -> WarmReport:  # fmt: skip
         """Fetch many objects into the cache, ``jobs`` at a time. Objects that are there already cost nothing: to continue an interrupted
         call, repeat it."""
+        from forebay._kernel.threads import run_all
+        from forebay.reports import WarmReport
+
         if isinstance(urls, str | os.PathLike):
             raise errors.ConfigError("warm takes several URLs: a list, even of one", name="urls", value=os.fspath(urls))
         done: list[str] = []
@@ -297,6 +295,8 @@ class Cache:
         different one starts a new array. ``quota``: its maximum bytes, for all processes together. ``policy``: ``freeze`` only: samples
         that do not fit are not stored, stored ones stay. ``copy``: `Samples.get` returns writable copies. Without ``length`` the array
         must exist: else `NotCached`. Raises `ConfigError` (a ValueError) where the array has another length or codec."""
+        from forebay.samples import open_samples
+
         if policy != "freeze":
             raise errors.ConfigError(f"policy={policy!r}: samples know 'freeze' only", name="policy", value=policy)
         size = self._size(quota, "quota")
@@ -370,6 +370,8 @@ class Cache:
     def entries(self, space: str | None = None) -> Entries:
         """The entries, the least recently used first; ``leased`` says whether a process holds it now. A sequence that each iteration reads
         from the cache in pages: it takes no more memory for a million entries than for some thousands."""
+        from forebay.cache.entries import Entries
+
         self._check_open()
         return Entries(self._store, space)
 
@@ -385,7 +387,7 @@ class Cache:
         space_key = self._find(name)
         lease = self._store.lease(*space_key) if space_key is not None else None
         if lease is None:
-            raise errors.NotCached.of(shown(name))
+            raise _not_cached(name)
         return self._reopened_by(lease, "hold", name, {})
 
     @property
@@ -396,6 +398,9 @@ class Cache:
 
     def stats(self) -> Stats:
         """Counters of all processes of the node, and sizes. Where the cache cannot be read: zeros, with one warning."""
+        from forebay._engine.stats import Usage
+        from forebay.reports import Stats
+
         self._check_open()
         try:
             now, counts = self._store.usage(), self._store.counts()
@@ -451,14 +456,14 @@ class Cache:
         space_key = self._find(name)
         with waits.time_limit(self._origin.timeout):
             if space_key is None or not self._store.set_life(*space_key, life):
-                raise errors.NotCached.of(shown(name))
+                raise _not_cached(name)
 
     def evict(self, name: Name) -> Report:
         """Remove a name now, if no process uses it; of a directory also its files, except those that another directory has. Raises
         `NotCached`, or `WriterBusy`."""
         entry = self.entry(name)
         if entry is None:
-            raise errors.NotCached.of(shown(name))
+            raise _not_cached(name)
         files = [file for _, file in self._store.members(entry)] if entry.kind == "tree" else []
         report = self._remove([Victim.of(entry)])
         if report.spared or not files:
@@ -475,6 +480,9 @@ class Cache:
     ) -> Plan:  # fmt: skip
         """What an eviction would remove: the coldest entries, until ``need`` bytes are free, of the budget and on the disk above
         ``min_free``; or all that ``where``, ``space`` or ``all`` selects. Pinned entries stay. `Plan.execute` removes them."""
+        from forebay.cache.entries import Entries, planned
+        from forebay.reports import Plan, coldest_until
+
         self._check_open()
         cold = Entries(self._store, space, lambda e: e.life != "pinned" and (where is None or where(e)))
         if need is None and (where is not None or space is not None or all):
@@ -485,6 +493,8 @@ class Cache:
     def prune(self) -> Plan:
         """What exceeds the budget now, or what the disk lacks of ``min_free``. `Plan.execute` removes it, and also the unfinished work of
         dead processes, and files that no entry names; unfinished downloads can be resumed, and stay until their room is needed."""
+        from forebay.reports import Plan
+
         return Plan(self.plan().victims, self._tidy)
 
     def _tidy(self, victims: Sequence[Victim]) -> Report:
@@ -528,6 +538,8 @@ class Cache:
 
     def _find(self, name: Name) -> tuple[str, str] | None:
         """The space and the key of the entry of this name; None if there is none. Raises `Ambiguous`."""
+        from forebay.cache.entries import find
+
         self._check_open()
         return find(self._store, name)
 
@@ -570,6 +582,12 @@ def fault_of(cache: Cache) -> str | None:
     """Why a cache cannot be used, so that calls are served from the source; None if it works."""
     store = cache._store
     return None if store.keeps else store.why
+
+
+def _not_cached(name: Name) -> errors.NotCached:
+    from forebay.cache.entries import shown
+
+    return errors.NotCached.of(shown(name))
 
 
 def _patterns(given: str | Iterable[str] | None) -> str | tuple[str, ...] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from itertools import chain, islice
 from operator import attrgetter, itemgetter
 from typing import TypeVar, overload
@@ -25,7 +24,7 @@ Name = str | os.PathLike[str] | Entry
 """How a caller names an entry: a URL, ``space:key``, the key of a value of `Cache.put`, or an entry of `Cache.entries`."""
 
 IN_MEMORY = 20_000
-_FIELDS = attrgetter(*(field.name for field in fields(Entry)))
+_FIELDS = attrgetter(*Entry.__match_args__)
 
 
 class _Listing(Sequence[T]):

@@ -10,8 +10,7 @@ from forebay._engine.index.memo import Remembered
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import waits
-from forebay._model import Buffer, Victim, is_text
-from forebay.codecs import as_bytes
+from forebay._model import Buffer, Victim, as_bytes, is_text
 from forebay.origin import Origin
 
 VALUES = "values"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import secrets
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +15,6 @@ from urllib.parse import unquote, urlsplit
 import typer
 
 from forebay._logs import logger
-from forebay.cli.bars import Bars
 from forebay.cli.hints import OK, is_expected, shared_code
 from forebay.cli.options import JobsOption, JsonOption, RootOption, argument, filled, option
 from forebay.cli.render import Output, note, print_error, shown_name
@@ -26,6 +23,7 @@ from forebay.errors import ConfigError, ForebayError, Foreign, NoSpace, NotFound
 if TYPE_CHECKING:
     from forebay._model import Entry
     from forebay.cache import Cache
+    from forebay.cli.bars import Bars
     from forebay.reports import OnProgress, Progress
 
 Fetch = Callable[[str, "OnProgress"], "Entry | None"]
@@ -54,6 +52,7 @@ def fetch_all(urls: Sequence[str], fetch: Fetch, *, jobs: int, quiet: bool) -> l
     Ctrl-C ends the call at once; the threads are daemons and end with the process.
     """
     from forebay._kernel.threads import run_all  # here, so that `forebay --help` need not load it
+    from forebay.cli.bars import Bars
 
     outcomes: list[Outcome] = []
     bars = Bars(len(urls), quiet=quiet)
@@ -238,6 +237,9 @@ def _file_name(url: str) -> str:
 
 def _copy(cache: Cache, url: str, target: Path, *, overwrite: bool, sha256: str | None) -> None:
     """Copy the object so that ``target`` is complete at any time. Raises `Foreign` if a file with other bytes exists."""
+    import secrets
+    import shutil
+
     if os.path.lexists(target) and not overwrite:
         with cache.open(url, sha256=sha256) as source:
             _check_same(source, target)

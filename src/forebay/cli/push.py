@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from forebay._config import EnvironmentSettings, format_size
-from forebay.cli.bars import Bars
 from forebay.cli.hints import NoCache
 from forebay.cli.options import DryRunOption, JobsOption, JsonOption, RootOption, argument, filled, opened, option
 from forebay.cli.render import Output, note, shown_name
@@ -42,6 +41,8 @@ def push(
     as_json: JsonOption = False,
 ) -> None:
     """Upload a directory, such as a checkpoint: only missing files are sent, and no reader takes an incomplete upload for the whole."""
+    from forebay.cli.bars import Bars
+
     began = time.monotonic()
     with _origin(root, keep=keep and not dry_run) as origin, Bars(1, quiet=as_json) as bars:
 

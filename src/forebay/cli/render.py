@@ -7,21 +7,21 @@ import functools
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from forebay._config import EnvironmentSettings, format_age, format_size
 from forebay._logs import escaped
 from forebay.cli.hints import hint_for
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
     from forebay._engine.stats import Facts
     from forebay._model import Entry, Problem, Report, Strays, Victim
     from forebay.claims import ClaimInfo
@@ -34,15 +34,26 @@ UNLIMITED = 100_000  # columns without a terminal: nothing is cut or folded in a
 MOST_PIDS = 4  # of a claim, in a table
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich would end the process here, with 1
+# rich is imported where something is drawn: a list in a pipe needs none of it.
 
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console on the current ``sys.stdout`` or ``sys.stderr``. rich decides on colour: ``NO_COLOR``, ``TERM``, a terminal."""
+    from rich.console import Console
+
+    class PipeAwareConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would end the process here, with 1
+
     stream = sys.stderr if stderr else sys.stdout
-    return _Console(stderr=stderr, width=None if stream.isatty() else UNLIMITED, highlight=False, markup=False, emoji=False)
+    return PipeAwareConsole(stderr=stderr, width=None if stream.isatty() else UNLIMITED, highlight=False, markup=False, emoji=False)
+
+
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """Return a line of text for a console; a part may be a text with its style."""
+    from rich.text import Text
+
+    return Text.assemble(*parts)
 
 
 def plain(text: object) -> str:
@@ -79,13 +90,13 @@ def print_error(error: BaseException, *, about: str = "") -> None:
 
 def print_two_lines(what: str, todo: str) -> None:
     err = console(stderr=True)
-    err.print(Text.assemble(("error: ", "bold red"), plain(shown(what))), soft_wrap=True)
-    err.print(Text.assemble((" hint: ", "bold"), plain(todo)), soft_wrap=True)
+    err.print(styled(("error: ", "bold red"), plain(shown(what))), soft_wrap=True)
+    err.print(styled((" hint: ", "bold"), plain(todo)), soft_wrap=True)
 
 
 def note(text: str) -> None:
     """Print a note on standard error."""
-    console(stderr=True).print(Text(plain(shown(text))), soft_wrap=True)
+    console(stderr=True).print(styled(plain(shown(text))), soft_wrap=True)
 
 
 class LogLines(logging.Handler):
@@ -101,7 +112,7 @@ class LogLines(logging.Handler):
             lines += logging.Formatter().formatException(record.exc_info).splitlines()
         try:
             for line in lines:
-                (self.target or console(stderr=True)).print(Text(plain(shown(line)), style="yellow"), soft_wrap=True)
+                (self.target or console(stderr=True)).print(styled((plain(shown(line)), "yellow")), soft_wrap=True)
         except OSError:  # the reader is gone, which must not fail the code that logs
             self.handleError(record)
 
@@ -114,7 +125,14 @@ class Output:
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
-        self._out = console()
+
+    @functools.cached_property
+    def _out(self) -> Console:
+        return console()
+
+    def _is_terminal(self) -> bool:
+        """Whether rich takes standard output for a terminal, which these variables can make it do."""
+        return (sys.stdout.isatty() or not {"FORCE_COLOR", "TTY_COMPATIBLE"}.isdisjoint(os.environ)) and self._out.is_terminal
 
     def document(self, value: object) -> None:
         """Print ``value`` if the output is JSON."""
@@ -123,7 +141,7 @@ class Output:
 
     def line(self, text: object, *, style: str = "") -> None:
         if style and not self.as_json:
-            self._out.print(Text(plain(text), style=style), soft_wrap=True)
+            self._out.print(styled((plain(text), style)), soft_wrap=True)
         else:
             self.raw(plain(text))
 
@@ -134,7 +152,7 @@ class Output:
 
     def path(self, path: str) -> None:
         """Print a path: unchanged for a program, with escaped control characters for a terminal."""
-        if self._out.is_terminal or self.as_json:
+        if self.as_json or self._is_terminal():
             self.line(path)
         else:
             sys.stdout.write(path + "\n")
@@ -145,12 +163,15 @@ class Output:
             return
         rest = iter(rows)
         rows = list(islice(rest, PAGE_ROWS))
-        if not self._out.is_terminal or len(rows) == PAGE_ROWS:
+        if not self._is_terminal() or len(rows) == PAGE_ROWS:
             widths = None
             for page in chain([rows], _pages(rest)):
                 lines, widths = _aligned(columns, page, widths)
                 self.raw("\n".join(lines))
             return
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=any(columns))
         for name in columns:
             right = name.endswith(">")
@@ -249,7 +270,7 @@ class Output:
     def findings(self, findings: Sequence[Any]) -> None:
         """Print the findings of `doctor`: each with ``state``, ``name``, ``found`` and ``todo``."""
         style = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
-        rows = [(Text(f.state, style=style[f.state]), f.name, f.found) for f in findings]
+        rows = [(styled((f.state, style[f.state])), f.name, f.found) for f in findings]
         self.table(("", "CHECK", "FOUND"), rows)
         for f in findings:
             if f.todo:
@@ -339,5 +360,5 @@ def confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
         note("no terminal to ask on: pass --yes")
         return False
-    console(stderr=True).print(Text(f"{question} [y/N] "), end="")
+    console(stderr=True).print(styled(f"{question} [y/N] "), end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from forebay import errors
-from forebay._model import Buffer
+from forebay._model import Buffer, as_bytes
 from forebay.codecs import arrays, by_value
 from forebay.codecs.arrays import MAPPED_FROM as MAPPED_FROM
 from forebay.codecs.base import ALIGNMENT as ALIGNMENT
@@ -53,17 +53,6 @@ def codec(which: str | object) -> Codec:
 def default_codec(*, others_can_write: bool) -> Codec:
     """``pickle``, which stores any value; ``pytree`` in a root that other users can write to: their pickles would run as this user."""
     return _NAMED["pytree" if others_can_write else "pickle"]
-
-
-def as_bytes(data: Buffer) -> memoryview:
-    """A flat view of contiguous bytes. Raises `ConfigError` for anything else."""
-    try:
-        view = memoryview(data)
-        return view.cast("B") if view.nbytes else memoryview(b"")
-    except (TypeError, ValueError) as error:
-        raise errors.ConfigError(
-            f"{type(data).__name__} is not bytes-like: give bytes, bytearray, memoryview or a contiguous array", name="data", value=""
-        ) from error
 
 
 class _Raw(Named):

@@ -38,7 +38,7 @@ class RemoteDirectory:
         url = self.object(name)
         key = remote.key_on(self.kind, url, self.identity) if self.identity else remote.canonical(url)
         in_place = None if self.local is None else os.path.join(self.local, name)
-        return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0] if self.identity else key), self.remote, in_place)
+        return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0] if self.identity else key), lambda: self.remote, in_place)
 
     def list(self) -> Iterator[tuple[str, ObjectInfo]]:
         """All objects below: relative names as the remote lists them, unchecked. Raises `RemoteError`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -12,20 +11,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast
 
 from forebay import _config, errors, remote
 from forebay._engine.index.memo import Remembered
 from forebay._engine.locks.leases import Lease, in_place
 from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
-from forebay._engine.write.publish import Writing
 from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, noted
 from forebay.origin.files import RANGE, LeasedFile, RangeFile
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, others_can_write
 from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, in_memory, is_same_version, sha256_of
+
+if TYPE_CHECKING:
+    from forebay._engine.write.publish import Writing
 
 log = logger("forebay.origin")
 T = TypeVar("T")
@@ -184,12 +185,13 @@ class Origin:
         for a scheme whose package is not installed."""
         text = os.fspath(url)
         if filesystem is not None:
-            return Target(text, *remote.on_filesystem(filesystem, text, self.options))
+            key, suffix, served_by = remote.on_filesystem(filesystem, text, self.options)
+            return Target(text, key, suffix, lambda: served_by)
         known = self._targets.get(text)
         if known is not None:
             return known
         key = remote.canonical(text)
-        target = Target(text, key, remote.suffix_of_key(key), remote.resolve(text, self.options), remote.local_path(text))
+        target = Target(text, key, remote.suffix_of_key(key), remote.resolver(text, self.options), remote.local_path(text))
         if len(self._targets) >= 10_000:
             self._targets.clear()
         self._targets[text] = target
@@ -465,7 +467,7 @@ class Origin:
 
     def _read_only(self, target: Target, options: FetchOptions, data: bytearray) -> memoryview:
         """The fetched bytes, read-only. Raises `ChecksumMismatch` if they are not what ``options`` expects."""
-        if options.sha256 is not None and (digest := hashlib.sha256(data).hexdigest()) != options.sha256.lower():
+        if options.sha256 is not None and (digest := sha256_of(data)) != options.sha256.lower():
             raise errors.ChecksumMismatch.of(target.key, f"sha256 {options.sha256.lower()}", f"sha256 {digest}")
         return memoryview(data).toreadonly()
 

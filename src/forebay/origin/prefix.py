@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from urllib.parse import quote
 
 from forebay import errors, remote
 from forebay._engine.locks.leases import Lease
@@ -66,6 +65,8 @@ class Prefix:
 
     def join(self, name: str) -> str:
         """The URL, or path, of this name below the prefix. Raises `ConfigError` where fsspec would take it for several URLs."""
+        from urllib.parse import quote
+
         if self._chained and "::" in name:
             message = f"{name!r} cannot be read by a URL, where :: has a meaning: give the filesystem, UrlSource(path, filesystem=...)"
             raise errors.ConfigError(message, name="key", value=name)
@@ -125,7 +126,7 @@ class RemoteAccess:
             return origin.target(url)
         kind, identity, served_by = self._filesystem()
         key = remote.key_on(kind, url, identity)
-        return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0]), served_by)
+        return Target(url, key, remote.suffix_of_key(key.rpartition("#")[0]), lambda: served_by)
 
     def _filesystem(self) -> tuple[str, str, Remote]:
         """Of the filesystem object: the scheme of its URLs, its identity, and its remote. Computed once: it costs a pickle."""

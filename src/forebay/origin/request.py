@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from forebay import _model, errors
-from forebay._engine.locks.fill import KeyHold, OnWait
-from forebay._engine.write.publish import Writing
-from forebay._model import Buffer, BufferSink, CloningSink, ObjectInfo, Partial, Remote, Span
+from forebay._model import Buffer, BufferSink, Content, ObjectInfo, Partial, Remote, Span, can_clone
+
+if TYPE_CHECKING:
+    from forebay._engine.locks.fill import KeyHold, OnWait
+    from forebay._engine.write.publish import Writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,13 @@ class Target:
     url: str
     key: str
     suffix: str
-    remote: Remote
+    resolve: Callable[[], Remote]
     in_place: str | None = None
+
+    @property
+    def remote(self) -> Remote:
+        """What serves the URL."""
+        return self.resolve()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,7 @@ class SpillingSink:
 
     def clone(self, fd: int) -> bool:
         """See `CloningSink.clone`."""
-        return isinstance(self._sink, CloningSink) and self._sink.clone(fd)
+        return can_clone(self._sink) and self._sink.clone(fd)
 
 
 def is_same_version(validator: str | None, expected: str) -> bool:
@@ -131,8 +137,13 @@ def is_same_version(validator: str | None, expected: str) -> bool:
     return (validator or "").removeprefix("W/").strip('"') == expected.removeprefix("W/").strip('"')
 
 
-def sha256_of(path: str) -> str:
-    with open(path, "rb") as file:
+def sha256_of(content: Content) -> str:
+    """The digest of bytes, or of the content of a file."""
+    import hashlib
+
+    if isinstance(content, (bytes, bytearray, memoryview)):
+        return hashlib.sha256(content).hexdigest()
+    with open(content, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

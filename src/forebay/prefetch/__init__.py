@@ -19,8 +19,7 @@ from forebay._engine.locks.leases import Lease
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Buffer, Item_co, Noted
-from forebay.codecs import as_bytes
+from forebay._model import Buffer, Item_co, Noted, as_bytes
 from forebay.origin import Origin
 from forebay.prefetch.lazies import Lazy, Pool, Spilled, wrapped
 from forebay.prefetch.lazies import PassThrough as PassThrough

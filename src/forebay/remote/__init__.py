@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from forebay._model import Remote
@@ -36,6 +38,15 @@ def resolve(url: str, options: RemoteOptions | None = None) -> Remote:
     remote = _remotes.get(key)
     # two threads may both create one: setdefault keeps the first, and the other holds no resources yet
     return remote if remote is not None else _remotes.setdefault(key, _create(*key))
+
+
+def resolver(url: str, options: RemoteOptions) -> Callable[[], Remote]:
+    """Return a function that returns the remote of ``url``. Those for HTTP and S3 are imported by its first call, so that a hit does not
+    wait for them. For any other scheme the remote is created now: raises what `resolve` raises."""
+    if scheme(url) in ("http", "https", "s3"):
+        return functools.partial(resolve, url, options)
+    remote = resolve(url, options)
+    return lambda: remote
 
 
 def on_filesystem(filesystem: Any, path: str, options: RemoteOptions | None = None) -> tuple[str, str, Remote]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import random
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,13 +13,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from forebay import errors
 from forebay._kernel.threads import run_all
 from forebay._logs import logger
 from forebay._model import Span, Transfer
 from forebay.remote.urls import canonical
+
+if TYPE_CHECKING:
+    import socket
 
 log = logger("forebay.remote")
 T = TypeVar("T")
@@ -32,7 +32,7 @@ MAX_PAUSE = 10.0
 MAX_RETRY_AFTER = 120.0
 WARN_ABOVE = 5.0  # seconds: a longer pause between two attempts is logged as a warning
 GRACE = 0.3  # seconds for threads that are still connecting when their call ends
-_SENDABLE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*\Z")
+_SENDABLE = r"[\t\x20-\x7e\xa0-\xff]*\Z"
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class RemoteOptions:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be above 0", name=name, value=value)
             if value is not None and not value < threading.TIMEOUT_MAX:
                 raise errors.ConfigError(f"{name} is {value!r}: it must be below {threading.TIMEOUT_MAX:.0f}", name=name, value=value)
-        for name, text in {**self.headers, "token": self.token or ""}.items():
-            if not _SENDABLE.match(f"{name}{text}"):
+        for name, text in {**self.headers, **({"token": self.token} if self.token else {})}.items():
+            if not re.match(_SENDABLE, f"{name}{text}"):
                 raise errors.ConfigError(
                     f"the value of {name!r} cannot be sent: it contains a line break or characters beyond Latin-1", name=name
                 )
@@ -144,7 +144,8 @@ class Hosts(Protocol):
         """Note that a request which began at ``began`` (monotonic) received no byte in ``waited`` seconds."""
 
 
-class _HostAccess(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _HostAccess:
     hosts: Hosts
     ask_silent: bool = False
 
@@ -217,6 +218,8 @@ class Call:
 
     def abort(self) -> None:
         """End the work of all threads of this call. Idempotent."""
+        import socket
+
         with self._lock:
             self._aborted.set()
             sockets, self._sockets = self._sockets, set()
@@ -315,14 +318,16 @@ class Call:
                 pause = self._pause(failed, number)
                 if pause is None:
                     raise self.error_of(failed, number) from failed.__cause__
-                level = logging.WARNING if pause > WARN_ABOVE else logging.DEBUG
-                log.log(level, "%s: %s; attempt %d in %.2f s", self.url, failed.reason, number + 1, pause)
+                announce = log.warning if pause > WARN_ABOVE else log.debug
+                announce("%s: %s; attempt %d in %.2f s", self.url, failed.reason, number + 1, pause)
             self.count(retries=1)
             self._aborted.wait(pause)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _pause(self, failed: AttemptFailed, number: int) -> float | None:
         """Seconds until the next attempt; None if there is none."""
+        import random
+
         if number == self.options.attempts or not failed.retryable:
             return None
         pause = min(MAX_PAUSE, self.options.backoff * 2 ** (number - 1)) * random.uniform(0.5, 1.0)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from forebay import errors
 from forebay._kernel import host, locks
 from forebay._logs import logger
-from forebay._model import Buffer, CloningSink, Content, ObjectInfo, Sink, Span, Transfer
+from forebay._model import Buffer, Content, ObjectInfo, Sink, Span, Transfer, can_clone
 from forebay.remote.urls import canonical, local_path, redacted
 
 log = logger("forebay.remote.local")
@@ -91,7 +91,7 @@ class LocalRemote:
             transfer = Transfer(info=info)
             spans = sink.begin(info)
             transfer.resumed = (info.size or 0) - sum(span.length for span in spans)
-            if not (transfer.resumed == 0 and isinstance(sink, CloningSink) and sink.clone(fd)):
+            if not (transfer.resumed == 0 and can_clone(sink) and sink.clone(fd)):
                 buffer = memoryview(bytearray(BLOCK))
                 for span in spans:
                     _copy(url, fd, span, buffer, sink, transfer)

@@ -3,26 +3,28 @@ file."""
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import os
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Self
-from urllib.parse import quote, unquote_to_bytes
+from dataclasses import dataclass
+from typing import Self
 
 from forebay.errors import ConfigError
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::.*://")
-_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,15}\Z")
-_HASHED = re.compile(r"q=[0-9a-f]{32}\Z")
-_HASHED_USER = re.compile(r"u=[0-9a-f]{32}\Z")
+# Patterns are texts: `re` compiles each when it is first used, and keeps it.
+_SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"
+_CHAIN = r"[A-Za-z][A-Za-z0-9+.-]*::.*://"
+_SUFFIX = r"\.[A-Za-z0-9]{1,15}\Z"
+_HASHED = r"q=[0-9a-f]{32}\Z"
+_HASHED_USER = r"u=[0-9a-f]{32}\Z"
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".z"}
 _PORTS = {"http": ":80", "https": ":443"}
 _KNOWN = {*_PORTS, "s3"}
 
 
-class _Signature(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Signature:
     """The parameters of one way to sign HTTP URLs; URLs that differ only in their values name the same object. ``all_of`` and one of
     ``one_of`` must be present, ``optional`` may be. Only a whole set is a signature: ``sig`` alone may mean anything."""
 
@@ -45,22 +47,26 @@ class _Signature(NamedTuple):
 
 _AMZ = "X-Amz-Algorithm X-Amz-Credential X-Amz-Date X-Amz-Expires X-Amz-SignedHeaders X-Amz-Signature"
 _SAS_OPTIONAL = "st spr sip sdd ses saoid suoid scid skoid sktid skt ske sks skv"
-_SIGNATURES = (
-    _Signature.of(_AMZ, optional="X-Amz-Security-Token X-Amz-Content-Sha256 X-Amz-S3session-Token"),
-    _Signature.of(_AMZ.replace("Amz", "Goog")),
-    _Signature.of("AWSAccessKeyId Signature Expires", optional="x-amz-security-token"),
-    _Signature.of("GoogleAccessId Signature Expires"),
-    _Signature.of("Signature Key-Pair-Id", one_of="Expires Policy", optional="Hash-Algorithm"),  # CloudFront, and so Hugging Face
-    _Signature.of("sv sr sp se sig", optional=_SAS_OPTIONAL),  # Azure: for one service
-    _Signature.of("sv sr si sig", optional=f"sp se {_SAS_OPTIONAL}"),  # for a stored policy
-    _Signature.of("sv ss srt sp se sig", optional=_SAS_OPTIONAL),  # for an account
-)
+
+
+@functools.cache
+def _signatures() -> tuple[_Signature, ...]:
+    return (
+        _Signature.of(_AMZ, optional="X-Amz-Security-Token X-Amz-Content-Sha256 X-Amz-S3session-Token"),
+        _Signature.of(_AMZ.replace("Amz", "Goog")),
+        _Signature.of("AWSAccessKeyId Signature Expires", optional="x-amz-security-token"),
+        _Signature.of("GoogleAccessId Signature Expires"),
+        _Signature.of("Signature Key-Pair-Id", one_of="Expires Policy", optional="Hash-Algorithm"),  # CloudFront, and so Hugging Face
+        _Signature.of("sv sr sp se sig", optional=_SAS_OPTIONAL),  # Azure: for one service
+        _Signature.of("sv sr si sig", optional=f"sp se {_SAS_OPTIONAL}"),  # for a stored policy
+        _Signature.of("sv ss srt sp se sig", optional=_SAS_OPTIONAL),  # for an account
+    )
 
 
 def scheme(url: str) -> str:
     """The scheme in lower case; ``file`` for a path. Raises `ConfigError` for a cache of fsspec's, such as ``simplecache::s3://b/a``."""
-    match = _SCHEME.match(url)
-    if match is None and _CHAIN.match(url):
+    match = re.match(_SCHEME, url)
+    if match is None and re.match(_CHAIN, url):
         outer, inner = url.partition("::")[0], canonical(url.rpartition("::")[2])
         raise ConfigError(f"write {inner}, without the {outer}:: before it: Forebay is the cache", url=inner)
     return match[1].lower() if match else "file"
@@ -68,7 +74,7 @@ def scheme(url: str) -> str:
 
 def is_url(text: str) -> bool:
     """Whether ``text`` begins with a scheme."""
-    return _SCHEME.match(text) is not None
+    return re.match(_SCHEME, text) is not None
 
 
 def canonical(url: str | os.PathLike[str]) -> str:
@@ -77,6 +83,8 @@ def canonical(url: str | os.PathLike[str]) -> str:
     Scheme and host are in lower case; the default port, the fragment and whole sets of signature parameters are dropped; user info and any
     other query are replaced by their hashes; all other bytes stay as they are. A path becomes an absolute ``file://`` URL. In schemes other
     than HTTP, ``#``, every part of the query, and the case of the host may distinguish objects, and are kept. Raises `ConfigError`."""
+    from urllib.parse import quote
+
     text = os.fspath(url)
     if not text.isascii():
         try:
@@ -90,7 +98,7 @@ def canonical(url: str | os.PathLike[str]) -> str:
     kind = scheme(text)
     if "::" in text and kind not in _KNOWN:  # fsspec's: `zip://a.csv::s3://bucket/a.zip`
         first, *links = text.split("::")
-        return "::".join([_single(kind, first), *(canonical(link) if _SCHEME.match(link) else link for link in links)])
+        return "::".join([_single(kind, first), *(canonical(link) if re.match(_SCHEME, link) else link for link in links)])
     return _single(kind, text)
 
 
@@ -111,18 +119,18 @@ def _host(kind: str, host: str) -> str:
     if not user:
         return host if kind in _KNOWN else f"{at}{host}"
     if kind in _KNOWN:  # other users may get other bytes; a token may stand where the user does
-        return f"{user if _HASHED_USER.match(user) else f'u={hashed(user)}'}@{host}"
+        return f"{user if re.match(_HASHED_USER, user) else f'u={hashed(user)}'}@{host}"
     # in `abfs://container@account` and `github://org:repo@sha` it names the object; it may contain a password too
     return f"{hashed(user) if ':' in user else user}@{host}"
 
 
 def _query(kind: str, query: str) -> str:
-    if _HASHED.match(query):
+    if re.match(_HASHED, query):
         return f"?{query}"
     pairs = query.split("&")
     if kind in _PORTS:  # only HTTP has signatures in queries
         named = [(name, value) for name, _, value in (pair.partition("=") for pair in pairs)]
-        signing = frozenset[str]().union(*(signature.names_in(named) for signature in _SIGNATURES))
+        signing = frozenset[str]().union(*(signature.names_in(named) for signature in _signatures()))
         pairs = [pair for pair, (name, _) in zip(pairs, named, strict=True) if name not in signing]
     rest = "&".join(pairs)
     return f"?q={hashed(rest)}" if rest else ""
@@ -130,13 +138,15 @@ def _query(kind: str, query: str) -> str:
 
 def hashed(secret: str | bytes) -> str:
     """The text that stands for a secret in a key: it cannot be reversed."""
+    import hashlib
+
     data = secret.encode("utf-8", "surrogateescape") if isinstance(secret, str) else secret
     return hashlib.blake2s(data, digest_size=16).hexdigest()
 
 
 def key_on(kind: str, path: str, identity: str) -> str:
     """The key of a path on a filesystem object. ``kind``: the scheme of its URLs; ``identity``: distinguishes it from other objects."""
-    if _SCHEME.match(path) and scheme(path) in _PORTS:
+    if re.match(_SCHEME, path) and scheme(path) in _PORTS:
         path = canonical(path)  # other schemes have no secrets in their paths
     return f"{kind}://{(path.partition('://')[2] or path).lstrip('/')}#{identity}"
 
@@ -158,16 +168,18 @@ def suffix_of_key(key: str) -> str:
 
 
 def _split_suffix(name: str) -> tuple[str, str]:
-    match = _SUFFIX.search(name)
+    match = re.search(_SUFFIX, name)
     return (name[: match.start()], match[0]) if match and match.start() else (name, "")
 
 
 def local_path(url: str | os.PathLike[str]) -> str | None:
     """The absolute path that a path or a ``file://`` URL names; None for other URLs. Raises `ConfigError` for a file of another host."""
+    from urllib.parse import unquote_to_bytes
+
     text = os.fspath(url)
     if scheme(text) != "file":
         return None
-    if not _SCHEME.match(text):
+    if not re.match(_SCHEME, text):
         return os.path.abspath(text)
     host, _, path = text[len("file://") :].partition("/")
     if host.lower() not in ("", "localhost"):
@@ -178,17 +190,17 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
 
 # -- texts without secrets ---------------------------------------------------------------------------------------------
 
-_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,32}://[^\s'\"<>]+")  # bounded, as a match is tried at each letter of a text
+_URL_IN_TEXT = r"[A-Za-z][A-Za-z0-9+.-]{0,32}://[^\s'\"<>]+"  # bounded, as a match is tried at each letter of a text
 _PUNCTUATION = ":,.;!)]}"
 _ENDS = r"(?:token|password|passwd|secret|signature|credential|(?:access|account|api|secret)[_-]?key(?:[_-]?id)?)"  # of names
 _NAMES = rf"(?:{_ENDS}|(?:\b|%3F|%26)(?:sig|awsaccesskeyid|googleaccessid|key-pair-id|policy))"
-_SECRET = re.compile(rf"(?i)((?:{_NAMES}(?:\W?\s*[=:]|%3D)|\bbearer\b|\bbasic\b)\s*[\"']?)[^\s&'\",;)]+")
+_SECRET = rf"(?i)((?:{_NAMES}(?:\W?\s*[=:]|%3D)|\bbearer\b|\bbasic\b)\s*[\"']?)[^\s&'\",;)]+"
 
 
 def redacted(text: str) -> str:
     """``text`` without its secrets: each URL becomes its key (no password, no signature, the hash of a query), and ``...`` replaces the
     values of headers and settings that contain secrets. Raises nothing. Idempotent."""
-    return _SECRET.sub(r"\1...", _URL_IN_TEXT.sub(_redacted_url, text))
+    return re.sub(_SECRET, r"\1...", re.sub(_URL_IN_TEXT, _redacted_url, text))
 
 
 def shown(url: str | os.PathLike[str]) -> str:

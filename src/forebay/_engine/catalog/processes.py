@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +64,8 @@ def by_id(rows: Rows, id: int) -> Owner | None:
 
 def failure(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | None:
     """The last failure of a key: when, and the error as `errors.to_wire` wrote it."""
+    import json
+
     row = rows.one("SELECT at, error FROM failures WHERE space = ? AND key = ?", space, key)
     if row is None:
         return None
@@ -81,6 +82,8 @@ def failure(rows: Rows, space: int, key: str) -> tuple[int, dict[str, Any]] | No
 
 def record_failure(txn: Txn, space: int, key: str, error: dict[str, Any], at: int) -> None:
     """Record that an attempt failed, for the processes that wait. ``at``: nanoseconds of the node's monotonic clock."""
+    import json
+
     txn.run(
         "INSERT INTO failures VALUES (?1, ?2, ?3, ?4) ON CONFLICT(space, key) DO UPDATE SET error = ?3, at = ?4",
         space, key, json.dumps(error), at,

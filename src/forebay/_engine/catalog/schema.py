@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sqlite3
 
 from forebay._engine.index.slots import RECORDS
@@ -79,6 +78,8 @@ def create(con: sqlite3.Connection, root_id: int) -> None:
     """Fill an empty database. Caller: holds the writer lock and no transaction.
 
     Ids start at a random number, so that an id that an older catalog of this root gave is not given again."""
+    import random
+
     first = random.SystemRandom().randrange(1 << 32, 1 << 61)
     con.executescript(f"BEGIN IMMEDIATE; {TABLES}")
     con.executemany(

@@ -11,7 +11,6 @@ has changed."""
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from types import TracebackType
@@ -88,6 +87,8 @@ class WriterLock:
             raise WriterBusy(message, waited=waited, holder=locks.describe_process(os.getpid()))
 
     def _wait(self, timeout: float) -> None:
+        import random
+
         stuck = self._stuck.get(self._path)
         if stuck is not None:
             if self._ask_hungry():

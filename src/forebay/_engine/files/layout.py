@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ LEASE_FILES = 64
 LOCKS = ("keys", "writer", "owners", "names", *(f"leases-{n:02d}" for n in range(LEASE_FILES)))
 FANS = tuple(f"{n:02x}" for n in range(256))
 
-_BLOB = re.compile(r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})")
-_SUFFIX = re.compile(r"[A-Za-z0-9.]{0,16}")
-_TMP = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.old|\.tree|\.pack)")
-_SCRAP = re.compile(r"new-[0-9a-f]{16}")
+_BLOB = r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})"
+_SUFFIX = r"[A-Za-z0-9.]{0,16}"
+_TMP = r"([0-9a-f]{16})-([0-9a-f]{16})(|\.map|\.old|\.tree|\.pack)"
+_SCRAP = r"new-[0-9a-f]{16}"
 
 
 class BlobName(NamedTuple):
@@ -47,7 +46,7 @@ class TmpName(NamedTuple):
 
 def parse_blob_name(name: str) -> BlobName | None:
     """The parts of a blob's file name; None if it is not a name of Forebay's."""
-    match = _BLOB.fullmatch(name)
+    match = re.fullmatch(_BLOB, name)
     return BlobName(int(match[1], 16), match[2]) if match else None
 
 
@@ -65,13 +64,13 @@ def parse_directory_name(name: str) -> BlobName | None:
 
 def parse_tmp_name(name: str) -> TmpName | None:
     """The parts of the name of a write in progress; None if it is not a name of Forebay's."""
-    match = _TMP.fullmatch(name)
+    match = re.fullmatch(_TMP, name)
     return TmpName(int(match[1], 16), int(match[2], 16), match[3]) if match else None
 
 
 def is_suffix(value: object) -> bool:
     """Whether the name of a blob may end so."""
-    return type(value) is str and _SUFFIX.fullmatch(value) is not None
+    return type(value) is str and re.fullmatch(_SUFFIX, value) is not None
 
 
 def is_index_name(name: str) -> bool:
@@ -81,7 +80,7 @@ def is_index_name(name: str) -> bool:
 
 def is_scrap(name: str) -> bool:
     """Whether `Root.install` makes such names in the root."""
-    return _SCRAP.fullmatch(name) is not None
+    return re.fullmatch(_SCRAP, name) is not None
 
 
 def id_left(directory: Path) -> int | None:
@@ -228,7 +227,7 @@ class Root:
         Any number of processes may install the same file at once. Raises what the disk raises; then nothing is left.
         """
         while not os.path.lexists(path):
-            scrap = self.path / f"new-{secrets.randbits(64):016x}"
+            scrap = self.path / f"new-{os.urandom(8).hex()}"
             fd = self.files.create(scrap, self.file_mode)
             try:
                 host.chmod(fd, self.file_mode)
@@ -246,7 +245,7 @@ class Root:
         """Replace the content of the file ``path``, on the disk too: completely or not at all. Raises what the disk raises; the file is
         unchanged then."""
         while True:
-            scrap = self.path / f"new-{secrets.randbits(64):016x}"
+            scrap = self.path / f"new-{os.urandom(8).hex()}"
             fd = self.files.create(scrap, self.file_mode)
             try:
                 host.pwrite(fd, content, 0)

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,19 +38,21 @@ log = logger("forebay.root")
 
 _WORDS_SIZE = 4096
 _EMPTY = -1
-_FORMAT = re.compile(rb"forebay ([1-9][0-9]{0,8}) ([0-9a-f]{16})\n")
+_FORMAT = rb"forebay ([1-9][0-9]{0,8}) ([0-9a-f]{16})\n"
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This directory is a cache of Forebay: backups need not keep it.\n"
+_FANS = frozenset(FANS)
+_LOCK_FILES = frozenset({*LOCKS, "words"})
 # The directories of a root, and whether a name in one is Forebay's: used where FORMAT is missing.
 _DIRECTORIES: dict[str, Callable[[str], object]] = {
-    "blobs": FANS.__contains__,
+    "blobs": _FANS.__contains__,
     "trees": parse_directory_name,
     "packs": parse_directory_name,
     "tmp": parse_tmp_name,
     "slots": str.isdigit,
     "index": is_index_name,
-    "locks": {*LOCKS, "words"}.__contains__,
+    "locks": _LOCK_FILES.__contains__,
 }
-_FILES = re.compile(r"FORMAT|CACHEDIR\.TAG|counters|settings\.json|hosts|catalog\..*")
+_FILES = r"FORMAT|CACHEDIR\.TAG|counters|settings\.json|hosts|catalog\..*"
 
 
 def open_root(path: str | os.PathLike[str], *, shared: bool = False, read_only: bool = False) -> Root:
@@ -73,7 +74,7 @@ def open_root(path: str | os.PathLike[str], *, shared: bool = False, read_only: 
         return _open_read_only(directory, shared)
     id = _read_format(directory)
     if id is None:
-        id = _create(Root(directory, id_left(directory) or secrets.randbits(62), shared=shared))
+        id = _create(Root(directory, id_left(directory) or int.from_bytes(os.urandom(8)) >> 2, shared=shared))
     elif id == _EMPTY:
         id = _restore_format(directory)
     root = Root(directory, id, shared=_is_a_groups(directory.stat()))
@@ -125,7 +126,7 @@ def _read_format(directory: Path) -> int | None:
         _refuse(directory, "a root of Forebay", "a FORMAT that is not a plain file", "choose another directory, or remove this one")
     if not text.strip(b"\0"):
         return _EMPTY
-    match = _FORMAT.fullmatch(text)
+    match = re.fullmatch(_FORMAT, text)
     if not match:
         _refuse(directory, "a root of Forebay", f"a FORMAT file containing {text[:40]!r}", "choose another directory, or remove this one")
     version = int(match[1])
@@ -248,12 +249,12 @@ def foreign(directory: Path) -> Iterator[str]:
             yield from (f"{name}/{inner}" for inner in os.listdir(directory / name) if not _DIRECTORIES[name](inner))
             if name == "blobs":
                 yield from _foreign_in_fans(directory / name)
-        elif not (_FILES.fullmatch(name) or is_scrap(name)):
+        elif not (re.fullmatch(_FILES, name) or is_scrap(name)):
             yield name
 
 
 def _foreign_in_fans(blobs: Path) -> Iterator[str]:
-    for fan in sorted({*FANS} & set(os.listdir(blobs))):
+    for fan in sorted(_FANS & set(os.listdir(blobs))):
         directory = blobs / fan
         if not stat.S_ISDIR(directory.lstat().st_mode):
             yield f"blobs/{fan}"
@@ -304,7 +305,7 @@ def _complete(root: Root) -> None:
             _refuse(path, "a directory of the root's own", "something else", "remove it; symbolic links are not followed")
     _remove_links(root)
     _refuse_foreign_locks(root)
-    expected = {"": _DIRECTORIES.keys(), "blobs": {*FANS}, "locks": {*LOCKS, "words"}}
+    expected = {"": _DIRECTORIES.keys(), "blobs": _FANS, "locks": _LOCK_FILES}
     if any(not names <= _names_in(root, directory) for directory, names in expected.items()):
         _lay_out(root)
     if not root.path.stat().st_mode & 0o007:  # else its owner opened it up to readers, these files among the rest
@@ -318,7 +319,7 @@ def _remove_links(root: Root) -> None:
     """Remove links that replaced directories of blobs: Forebay does not follow them, so nothing could be stored there."""
     try:
         with root.files.listing(root.blobs_dir) as fd, os.scandir(fd) as scan:
-            links = [entry.name for entry in scan if entry.name in FANS and not entry.is_dir(follow_symlinks=False)]
+            links = [entry.name for entry in scan if entry.name in _FANS and not entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return
     for name in links:
@@ -330,7 +331,7 @@ def _remove_links(root: Root) -> None:
 def _refuse_foreign_locks(root: Root) -> None:
     try:
         with root.files.listing(root.path / "locks") as fd, os.scandir(fd) as scan:
-            strange = [entry.name for entry in scan if entry.name in {*LOCKS, "words"} and not entry.is_file(follow_symlinks=False)]
+            strange = [entry.name for entry in scan if entry.name in _LOCK_FILES and not entry.is_file(follow_symlinks=False)]
     except FileNotFoundError:
         return
     for name in strange:

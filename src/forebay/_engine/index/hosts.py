@@ -6,7 +6,6 @@ says."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import stat
@@ -115,5 +114,7 @@ class SilentHosts:
 
 def _place_of(host_name: str) -> tuple[int, int]:
     """The hash of a host's name, and the offset of its record: a later host with the same offset replaces it."""
+    import hashlib
+
     name = int.from_bytes(hashlib.blake2s(host_name.encode("utf-8", "replace"), digest_size=8).digest(), "little") or 1
     return name, name % _COUNT * _RECORD.size

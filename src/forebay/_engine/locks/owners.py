@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import socket
 import sys
 import threading
 import time
@@ -42,6 +40,8 @@ class Owners:
             return self._id
 
     def _register(self) -> None:
+        import random
+
         id = random.SystemRandom().randrange(1, 1 << 62)
         self._mine.try_lock(id, exclusive=True)  # before the row: a row whose byte is free would be reaped
         try:
@@ -124,6 +124,8 @@ class Owners:
 
 
 def _describe_self(id: int) -> processes.Owner:
+    import socket
+
     try:
         pidns = os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from forebay._config import format_size
@@ -12,7 +11,6 @@ from forebay._engine.files import settings_file
 from forebay._engine.files.layout import Root
 from forebay._engine.files.settings_file import Kept
 from forebay._engine.index.counters import Counters
-from forebay._engine.space.budget import Budget
 from forebay._kernel import host, locks
 from forebay._logs import logger
 from forebay.errors import WriterBusy
@@ -34,13 +32,13 @@ class Settings:
 
 
 def apply(
-    settings: Settings, root: Root, catalog: Catalog, budget: Budget, counters: Counters, before: Settings | None = None
+    settings: Settings, root: Root, catalog: Catalog, make_room: Callable[[], bool], counters: Counters, before: Settings | None = None
 ) -> tuple[Settings, bool]:  # fmt: skip
     """Set the given limits; returns those in force now, and whether lower ones were met.
 
     A new root gets three quarters of the free space as its budget, and leaves a twentieth of the disk free. A root whose catalog was lost
     gets the limits in the file beside it, else those that were in force ``before`` for this process. A lower limit is applied at once;
-    False: the catalog was too busy, and `Budget.make_room` is due. Raises `WriterBusy` if a limit must be changed and cannot be."""
+    False: the catalog was too busy, and ``make_room`` is due. Raises `WriterBusy` if a limit must be changed and cannot be."""
     given = {name: value for name, value in asdict(settings).items() if value is not None}
     if spaces.setting(catalog, "budget") is not None and all(spaces.setting(catalog, name) == value for name, value in given.items()):
         totals = spaces.totals(catalog)
@@ -67,12 +65,12 @@ def apply(
         changes = ", ".join(f"{name} {_number(getattr(totals, name))} -> {value:,}" for name, value in changed.items())
         messages = [f"{root.path}: changed for everybody: {changes}"]
         try:
-            messages += _shrink(catalog, budget)
+            messages += _shrink(catalog, make_room)
         except WriterBusy as error:
             applied = False
             messages.append(f"it is not met yet, a later call that writes evicts for it: {error}")
         messages += _others(counters)
-        log.log(logging.WARNING if len(messages) > 1 else logging.INFO, "%s", "; ".join(messages))
+        (log.warning if len(messages) > 1 else log.info)("%s", "; ".join(messages))
     in_force = {"budget": totals.budget, "min_free": totals.min_free, "max_entries": totals.max_entries} | changed
     return Settings(**in_force), applied
 
@@ -99,10 +97,10 @@ def _log_lost(root: Root, catalog: Catalog, kept: Kept, now: dict[str, int | Non
     )  # fmt: skip
 
 
-def _shrink(catalog: Catalog, budget: Budget) -> Iterator[str]:
+def _shrink(catalog: Catalog, make_room: Callable[[], bool]) -> Iterator[str]:
     """Evict for a lower limit; yields messages that say what that cost."""
     before, there = spaces.usage(catalog)[0], sum(space.entries for space in spaces.every(catalog))
-    fits = budget.make_room()
+    fits = make_room()
     after, left = spaces.usage(catalog)[0], sum(space.entries for space in spaces.every(catalog))
     if there > left:
         yield f"{there - left:,} entries were evicted for it, {format_size(max(before - after, 0))}"

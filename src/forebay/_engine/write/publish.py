@@ -10,7 +10,6 @@ A small file is collected in memory, and written in the same transaction that pu
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -381,6 +380,8 @@ class Writing:
 
     def sha256(self) -> str:
         """The SHA-256 of the bytes, for a check before they are published."""
+        import hashlib
+
         if self._small is not None:
             return hashlib.sha256(self._small.data).hexdigest()
         with open(self._publisher.root.files.open(self.stage.path), "rb") as file:

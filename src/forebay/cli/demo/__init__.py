@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +31,8 @@ def demo(
     The data are the library files of this Python, packed into shards. The cache and the data are in a temporary folder that is removed
     at the end.
     """
+    import tempfile
+
     from forebay.cli.demo.play import Scene, Screen, play  # here, since it loads the engine
 
     scene = Scene(size=parse_size(size, name="--size"), rate=parse_size(rate, name="--rate"), workers=workers)

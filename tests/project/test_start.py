@@ -1,0 +1,58 @@
+"""What a new process imports on its way to a first hit: each module more is time in every worker that starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay.testing import ScriptedServer
+
+NOT_NEEDED = {
+    # of the standard library
+    "asyncio", "concurrent", "hashlib", "importlib.metadata", "logging", "pickle", "random", "secrets", "shutil",
+    "socket", "ssl", "subprocess", "tempfile", "traceback",
+    # of others
+    "botocore", "click", "cloudpickle", "fsspec", "numpy", "pyarrow", "pydantic", "rich", "typer", "urllib3", "yaml",
+    # our own
+    "forebay._engine.check", "forebay._engine.locks.fill", "forebay._engine.packs", "forebay._engine.space.budget",
+    "forebay._engine.stats", "forebay._engine.write", "forebay._engine.writers", "forebay.cache.entries", "forebay.claims",
+    "forebay.codecs", "forebay.directories", "forebay.prefetch", "forebay.remote.filesystems", "forebay.remote.http",
+    "forebay.remote.local", "forebay.remote.s3", "forebay.reports", "forebay.samples", "forebay.sources", "forebay.tasks", "forebay.world",
+}  # fmt: skip
+
+CODE = """
+import sys
+before = set(sys.modules)
+import forebay
+{body}
+print(*(set(sys.modules) - before))
+"""
+READ = "assert bytes(forebay.Cache({root!r}, max_age='forever').read({url!r})) == b'object'"
+GET = "assert bytes(forebay.Cache({root!r}).get('key')) == b'value'"
+
+
+@pytest.mark.parametrize("body", [READ, GET], ids=["read", "get"])
+def test_a_first_hit_imports_nothing_that_it_does_not_use(tmp_path: Path, body: str) -> None:
+    root = str(tmp_path / "root")
+    with ScriptedServer() as server, forebay.Cache(root, budget="100MB") as cache:
+        url = server.put("/object", b"object")
+        cache.read(url)
+        cache.put("key", b"value")
+    code = CODE.format(body=body.format(root=root, url=url))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert "forebay.cache" in loaded
+    assert NOT_NEEDED.intersection(loaded) == set()
+
+
+def test_the_version_is_printed_without_a_parser() -> None:
+    code = "import sys; sys.argv = ['forebay', '--version']; from forebay.cli.__main__ import main; main(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    version, loaded = done.stdout.splitlines()
+    assert version == f"forebay {forebay.__version__}"
+    assert NOT_NEEDED.intersection(loaded.split()).isdisjoint({"typer", "rich", "click"})
