@@ -96,8 +96,11 @@ class Receiver(Protocol):
 class Handle:
     """One easy handle of libcurl, for one transfer after another. All of it belongs to the thread of the loop.
 
-    ``began``, ``heard``: when the transfer began, and when it last made progress that counts, by the monotonic clock. ``error``: what ends
-    the transfer, where that is not libcurl's. ``sockets``: descriptor -> inode of each socket that libcurl opens."""
+    ``began``, ``heard``: when the transfer began, and when it last made progress that counts, by the monotonic clock. ``until``: when it
+    has to be done. ``error``: what ends it, where that is not libcurl's. ``sockets``: descriptor -> inode of each socket of libcurl."""
+
+    until: float | None
+    error: Exception | None
 
     def __init__(self, sockets: dict[int, int]) -> None:
         self.curl = pycurl.Curl()
@@ -120,7 +123,7 @@ class Handle:
         """Set all that the request wants. Raises `ValueError` or `pycurl.error` if it cannot be sent."""
         self.request, self.receiver, curl, proxy = request, receiver, self.curl, request.proxy or ""
         self.began = self.heard = time.monotonic()
-        self.error: Exception | None = None
+        self.until, self.error = request.until, None
         self.connected = self.answered = self.has_head = self.paused = False
         self._size = self._sent = 0
         self._lines.clear()
@@ -144,8 +147,8 @@ class Handle:
             curl.setopt(pycurl.NOBODY, 1)
         elif request.method != "GET" or request.body is not None:
             self._is_basic = False
-            if request.body is not None:
-                curl.setopt(pycurl.POSTFIELDS, request.body)
+            if request.body is not None or request.method in ("POST", "PUT"):  # whose length is stated even if there is no body
+                curl.setopt(pycurl.POSTFIELDS, request.body or b"")
             curl.setopt(pycurl.CUSTOMREQUEST, request.method)
 
     def release(self) -> None:
@@ -173,7 +176,7 @@ class Handle:
             limit = now + min(1.0, request.read_timeout, request.connect_timeout)
         elif not self.paused:
             limit = self.heard + request.read_timeout
-        return limit if request.until is None else min(limit, request.until)
+        return limit if self.until is None else min(limit, self.until)
 
     def _note_progress(self, now: float) -> None:
         """Until the head of the response: whether the request is being sent, and how much of it."""
@@ -300,13 +303,16 @@ def _failure(handle: Handle, code: int, text: str) -> AttemptFailed:
         return AttemptFailed(f"its certificate is not trusted: {why}", retryable=False)
     if code == pycurl.E_SSL_CACERT_BADFILE:
         return AttemptFailed("the file of trusted certificates cannot be read", retryable=False)
+    if code == pycurl.E_URL_MALFORMAT:
+        return AttemptFailed("a host that cannot be", retryable=False)
     if code == pycurl.E_COULDNT_RESOLVE_PROXY:
         return AttemptFailed(_NO_PROXY)
     if code == pycurl.E_COULDNT_RESOLVE_HOST:
         return AttemptFailed(_NO_NAME)
     if code == pycurl.E_OPERATION_TIMEDOUT:
-        kind = NotConnected if not curl.getinfo(pycurl.CONNECT_TIME) else AttemptFailed
-        return kind(_NO_PROXY if proxied and not handle.connected else _SILENCE, RemoteTimeout, no_answer=no_answer)
+        if curl.getinfo(pycurl.CONNECT_TIME):
+            return AttemptFailed(_SILENCE, RemoteTimeout, no_answer=no_answer)
+        return NotConnected(_NO_PROXY if proxied else _SILENCE, RemoteTimeout, no_answer=no_answer)
     if proxied and not handle.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
         return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
     if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):

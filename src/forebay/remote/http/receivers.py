@@ -13,6 +13,8 @@ from forebay.remote.base import AttemptFailed, CallAborted
 from forebay.remote.http.handles import Headers, Receiver, TransferRequest
 from forebay.remote.http.transfers import Transfer, start
 
+LAST_MOMENT = 0.2  # seconds
+
 
 class Incoming:
     """A `Receiver` for one thread that waits for the response: its head first, then its body piece by piece.
@@ -61,13 +63,31 @@ class Incoming:
             if not self._has_head and self._error is not None:
                 raise self._error
 
+    @property
+    def waiting(self) -> int:
+        """How many bytes of the body may be read at once."""
+        with self._changed:
+            return self._size
+
+    def wait_for(self, size: int) -> int:
+        """Wait until ``size`` bytes of the body may be read at once, or as many as this receiver holds, or the body has ended: how many may
+        be read then. Raises `AttemptFailed` where it is cut before, and `CallAborted` after `close`."""
+        with self._changed:
+            self._wait_for(size)
+            if self._size < self._wanted and self._error is not None:
+                raise self._error
+            return self._size
+
+    def _wait_for(self, size: int) -> None:
+        self._wanted = min(size, self._limit)
+        while self._size < self._wanted and not self._ended:
+            self._changed.wait()
+
     def read(self, size: int, at_least: int = 1) -> bytes:
         """At most ``size`` bytes of the body; waits for ``at_least`` so many, or for its end. Empty: the body has ended. Raises
         `AttemptFailed` where it is cut, after all bytes that came, and `CallAborted` after `close`."""
         with self._changed:
-            self._wanted = min(at_least, size, self._limit)
-            while self._size < self._wanted and not self._ended:
-                self._changed.wait()
+            self._wait_for(min(at_least, size))
             if self._ended and self._error is not None and not self._size:
                 raise self._error
             pieces, count = [], 0
@@ -94,6 +114,15 @@ class Incoming:
             self._size = 0
             self._changed.notify_all()
         self._transfer.cancel()
+
+    def abort(self) -> None:
+        """As `close`; but a head that is due gets a moment to come, so that the server's work on it and the connection are not wasted."""
+        with self._changed:
+            has_head = self._has_head
+        if has_head:
+            self.close()
+        else:
+            self._transfer.end_within(LAST_MOMENT)
 
 
 class Collected:

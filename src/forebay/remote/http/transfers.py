@@ -47,6 +47,11 @@ class Transfer:
         was forked meanwhile."""
         self._loop.submit(lambda: self._loop.finish(self, CallAborted()))
 
+    def end_within(self, seconds: float) -> None:
+        """End it after ``seconds``, if no response has begun by then."""
+        until = time.monotonic() + seconds
+        self._loop.submit(lambda: self._loop.end_by(self, until))
+
     def resume(self) -> None:
         """Offer the receiver again what it refused."""
         self._loop.submit(lambda: self._loop.resume(self))
@@ -197,6 +202,11 @@ class _Loop:
         self._running[handle.curl] = transfer
         self._multi.add_handle(handle.curl)
         self._check_at(handle.due(handle.began))
+
+    def end_by(self, transfer: Transfer, until: float) -> None:
+        if transfer.handle is not None and not transfer.handle.has_head:
+            transfer.handle.until = until
+            self._check_at(until)
 
     def resume(self, transfer: Transfer) -> None:
         if transfer.handle is not None:
