@@ -220,6 +220,34 @@ def test_a_child_that_runs_no_fork_hook(base: str, monkeypatch: pytest.MonkeyPat
     assert ended(child) == 0
 
 
+def test_a_child_waits_for_no_thread_of_its_parent(server: ScriptedServer) -> None:
+    """The loop may be about to hand over bytes when another thread forks."""
+    incoming, held, done = Incoming(request(server.put("/a", bytes(1 << 20), stall_after=1000))), threading.Event(), threading.Event()
+    incoming.wait_for_head()
+
+    def hold() -> None:
+        with incoming._changed:
+            held.set()
+            done.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(60)
+
+    def work() -> bool:
+        incoming.abort()
+        incoming.close()
+        with pytest.raises(AttemptFailed, match="parent"):
+            incoming.read(1)
+        return True
+
+    child = forked(work)
+    assert ended(child) == 0
+    done.set()
+    holder.join()
+    incoming.close()
+
+
 def test_libcurls_objects_of_the_parent_are_never_freed_in_a_child() -> None:
     def work() -> bool:
         loop = transfers._Loop()
@@ -298,11 +326,14 @@ import resource, sys
 from forebay.remote.http.handles import TransferRequest
 from forebay.remote.http.receivers import Collected, Incoming, run_many
 asked = TransferRequest("GET", sys.argv[1], "/0", {"X": "y"})
+sent = TransferRequest("PUT", sys.argv[1], "/0", {}, bytes(1 << 16))
 gone = TransferRequest("GET", "http://127.0.0.1:1", "/", {})
 def run(count):
     wrong = [1 for response, error in run_many(((asked, Collected()) for _ in range(count)), 16) if error or len(response.body) != 10000]
     for response, error in run_many(((gone, Collected()) for _ in range(count // 10)), 16):
         assert error is not None
+    for response, error in run_many(((sent, Collected()) for _ in range(count // 100)), 16):
+        assert response.status == 405
     for _ in range(count // 10):
         incoming = Incoming(asked)
         incoming.wait_for_head()

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import pycurl
@@ -32,27 +32,32 @@ class Headers(Mapping[str, str]):
     """The headers of a response, looked up in any case; the values of a repeated one are joined by commas."""
 
     def __init__(self, lines: Iterable[bytes] = ()) -> None:
-        self._values: dict[str, str] = {}
-        self._names: dict[str, str] = {}
+        self._lines = lines
+
+    @cached_property
+    def _values(self) -> dict[str, tuple[str, str]]:
+        """Name in lower case -> name as sent, value. Of many responses no header is looked at."""
+        values: dict[str, tuple[str, str]] = {}
         last = ""
-        for line in lines:
+        for line in self._lines:
             text = line.decode("latin-1")
-            if text[:1] in " \t" and last:  # an obsolete continuation
-                self._values[last] += " " + text.strip()
+            if text[0] in " \t" and last:  # an obsolete continuation
+                values[last] = (values[last][0], f"{values[last][1]} {text.strip()}")
                 continue
             name, _, value = text.partition(":")
-            last, value = name.strip().lower(), value.strip()
-            self._names.setdefault(last, name.strip())
-            self._values[last] = f"{self._values[last]}, {value}" if last in self._values else value
+            last = name.strip().lower()
+            first = values.get(last)
+            values[last] = (name.strip(), value.strip()) if first is None else (first[0], f"{first[1]}, {value.strip()}")
+        return values
 
     def __getitem__(self, name: str) -> str:
-        return self._values[name.lower()]
+        return self._values[name.lower()][1]
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.lower() in self._values
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names.values())
+        return (name for name, _ in self._values.values())
 
     def __len__(self) -> int:
         return len(self._values)
@@ -77,6 +82,9 @@ class TransferRequest:
     connect_timeout: float = 10.0
     read_timeout: float = 30.0
     until: float | None = None
+
+
+_NOTHING = TransferRequest("GET", "", "", {})
 
 
 class Receiver(Protocol):
@@ -107,6 +115,7 @@ class Handle:
         self._sockets = sockets
         self._lines: list[bytes] = []
         self._size = 0
+        self.request = _NOTHING
         self._set_basics()
 
     def _set_basics(self) -> None:
@@ -153,7 +162,7 @@ class Handle:
 
     def release(self) -> None:
         """After a transfer: keep nothing of it."""
-        self.receiver = None
+        self.request, self.receiver = _NOTHING, None
         if not self._is_basic:
             self.curl.reset()
             self._set_basics()

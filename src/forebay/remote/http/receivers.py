@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections import deque
@@ -19,7 +20,8 @@ LAST_MOMENT = 0.2  # seconds
 class Incoming:
     """A `Receiver` for one thread that waits for the response: its head first, then its body piece by piece.
 
-    ``limit``: bytes of the body to hold before the transfer pauses. Unless all of it is read, `close` has to be called."""
+    ``limit``: bytes of the body to hold before the transfer pauses. Unless all of it is read, `close` has to be called. In a process that
+    was forked meanwhile, `close` and `abort` do nothing, and nothing can be read."""
 
     def __init__(self, request: TransferRequest, limit: int = 1 << 20) -> None:
         self.status, self.reason, self.headers = 0, "", Headers()
@@ -28,7 +30,8 @@ class Incoming:
         self._size = 0
         self._refused = self._has_head = self._ended = False
         self._error: Exception | None = None
-        self._changed = threading.Condition()  # guards all of the above
+        self._changed = threading.Condition()  # guards all of the above; a thread that is not in a forked child may hold it
+        self._pid = os.getpid()
         self._transfer = start(request, self)
 
     def head(self, status: int, reason: str, headers: Headers) -> None:
@@ -57,6 +60,7 @@ class Incoming:
 
     def wait_for_head(self) -> None:
         """Raises `AttemptFailed` where none comes, and `CallAborted` after `close`."""
+        self._check_process()
         with self._changed:
             while not (self._has_head or self._ended):
                 self._changed.wait()
@@ -72,11 +76,16 @@ class Incoming:
     def wait_for(self, size: int) -> int:
         """Wait until ``size`` bytes of the body may be read at once, or as many as this receiver holds, or the body has ended: how many may
         be read then. Raises `AttemptFailed` where it is cut before, and `CallAborted` after `close`."""
+        self._check_process()
         with self._changed:
             self._wait_for(size)
             if self._size < self._wanted and self._error is not None:
                 raise self._error
             return self._size
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise AttemptFailed("its response comes to the parent process")
 
     def _wait_for(self, size: int) -> None:
         self._wanted = min(size, self._limit)
@@ -86,6 +95,7 @@ class Incoming:
     def read(self, size: int, at_least: int = 1) -> bytes:
         """At most ``size`` bytes of the body; waits for ``at_least`` so many, or for its end. Empty: the body has ended. Raises
         `AttemptFailed` where it is cut, after all bytes that came, and `CallAborted` after `close`."""
+        self._check_process()
         with self._changed:
             self._wait_for(min(at_least, size))
             if self._ended and self._error is not None and not self._size:
@@ -106,6 +116,8 @@ class Incoming:
 
     def close(self) -> None:
         """End the transfer, and what waits for it in another thread. Idempotent."""
+        if self._pid != os.getpid():
+            return
         with self._changed:
             if self._ended:
                 return
@@ -117,6 +129,8 @@ class Incoming:
 
     def abort(self) -> None:
         """As `close`; but a head that is due gets a moment to come, so that the server's work on it and the connection are not wasted."""
+        if self._pid != os.getpid():
+            return
         with self._changed:
             has_head = self._has_head
         if has_head:
