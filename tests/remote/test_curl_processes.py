@@ -241,11 +241,12 @@ def test_a_child_waits_for_no_thread_of_its_parent(server: ScriptedServer) -> No
             incoming.read(1)
         return True
 
-    child = forked(work)
-    assert ended(child) == 0
-    done.set()
-    holder.join()
-    incoming.close()
+    try:
+        assert ended(forked(work), limit=10) == 0
+    finally:
+        done.set()
+        holder.join()
+        incoming.close()
 
 
 def test_libcurls_objects_of_the_parent_are_never_freed_in_a_child() -> None:

@@ -43,10 +43,10 @@ class RemoteOptions:
     to which it redirects. Credentials of a single host belong into ``~/.netrc`` (or ``$NETRC``). ``connect_timeout``, ``read_timeout``:
     seconds; the latter counts from the last byte received. ``total_timeout``: seconds for one call with all its retries; None: no limit.
     ``attempts``: of one request or range. ``backoff``: seconds before the second attempt, doubled from attempt to attempt up to 10 s, with
-    jitter; a Retry-After header replaces it. ``connections``: kept per process; more are opened only while more threads need one.
-    ``streams``: parallel ranges of one object. ``part``: bytes of a range. ``buffer``: bytes read from a socket at once. ``proxies``: use
-    ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the netrc file. ``anonymous``, ``requester_pays``: for
-    ``s3://``.
+    jitter; a Retry-After header replaces it. ``connections``: that ranges may use at once in a process; more are opened only while more
+    calls need one. ``streams``: parallel ranges of one object. ``part``: bytes of a range. ``buffer``: bytes of a body that are held in
+    memory until its reader takes them. ``proxies``: use ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the
+    netrc file. ``anonymous``, ``requester_pays``: for ``s3://``.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
