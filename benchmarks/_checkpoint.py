@@ -159,7 +159,7 @@ def _obstore(spec: Spec, bucket: str) -> Any:
 
 WAYS: dict[str, Way] = {each.__name__: each for each in (forebay, ray, ray_to_directory, arrow, s3fs, obstore, obstore_ranges)}
 IMPORTS = {
-    "forebay": "forebay forebay.cache forebay.checkpoint urllib3 sqlite3",
+    "forebay": "forebay forebay.cache forebay.checkpoint forebay.remote.http sqlite3",
     "ray": "ray.train pyarrow.fs",
     "ray_to_directory": "ray.train pyarrow.fs",
     "arrow": "pyarrow.fs",

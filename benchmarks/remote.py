@@ -95,7 +95,7 @@ def tell(began, cpu, *more):
 _ONE_OURS = (
     _CLOCK
     + """
-import forebay.cache, forebay.remote, forebay.remote.http, urllib3, sqlite3
+import forebay.cache, forebay.remote, forebay.remote.http, sqlite3
 before = resident("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
 with forebay.Cache(place, budget="4GB") as cache:
@@ -161,7 +161,7 @@ def one(folder: Path, quick: bool) -> list[Line]:
 _MANY_OURS = (
     _CLOCK
     + """
-import forebay.cache, forebay.remote, forebay.remote.http, urllib3, sqlite3
+import forebay.cache, forebay.remote, forebay.remote.http, sqlite3
 urls = [f"{url}/{n}" for n in range(count)]
 with forebay.Cache(place, budget="4GB") as cache:
     began, cpu = time.perf_counter(), used()
@@ -253,7 +253,7 @@ with ScriptedServer() as server:
         said = server.sent
 """
 _MEMBER = """
-import sys, time, forebay.cache, forebay.remote, forebay.remote.http, urllib3, sqlite3
+import sys, time, forebay.cache, forebay.remote, forebay.remote.http, sqlite3
 with forebay.Cache(sys.argv[1], max_age="forever") as cache:
     print("ready", flush=True)
     url = sys.stdin.readline().strip()

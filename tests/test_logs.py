@@ -88,7 +88,6 @@ def test_every_room_takes_its_logger_from_one_place() -> None:
     assert {name: calls for name, calls in found.items() if calls} == {
         "_logs.py": ["logging.getLogger(self._name)"],
         "cli/main.py": ["logging.getLogger('forebay')"],  # its level and its handler
-        "remote/http/connections.py": ["logging.getLogger(_name)"],  # urllib3's
     }
 
 

@@ -49,6 +49,7 @@ DAMAGE = "tests/engine/test_damage.py::"
 STRANGE = "tests/engine/files/test_strange_files.py::"
 FAULTS = "tests/engine/test_faults.py::"
 FORKS = "tests/engine/test_forks.py::"
+CURL = "tests/remote/test_curl_processes.py::"
 BUDGET = "tests/engine/space/test_budget.py::"
 TASKS = "tests/tasks/test_tasks.py::"
 IDENTITY = "tests/tasks/test_identity.py::"
@@ -773,6 +774,28 @@ MUTANTS = (
         "        self._peers.stop_apart()\n        self._close_locked()\n", "        self._close_locked()\n",
         f"{WAL}test_a_check_of_all_pages_stops_and_begins_again[a fork]",
     ),
+    Mutant(
+        9, "a forked child keeps the connections of its parent open", "remote/http/transfers.py",
+        "                        os.dup2(nothing.fileno(), descriptor, inheritable=False)\n",
+        "                        continue\n",
+        f"{CURL}test_a_child_holds_no_connection_of_its_parent",
+    ),
+    Mutant(
+        9, "a forked child drops a file whose number a connection had", "remote/http/transfers.py",
+        "if os.fstat(descriptor).st_ino == inode:", "if os.fstat(descriptor).st_ino:",
+        f"{CURL}test_a_descriptor_that_libcurl_closed_is_not_touched",
+    ),
+    Mutant(
+        9, "a forked child frees what libcurl has of its parent", "remote/http/transfers.py",
+        "        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))\n", "",
+        f"{CURL}test_libcurls_objects_of_the_parent_are_never_freed_in_a_child",
+    ),
+    Mutant(
+        9, "a forked child waits for a thread that reads for its parent", "remote/http/receivers.py",
+        "        if self._pid != os.getpid():\n            raise AttemptFailed",
+        "        if not self._pid:\n            raise AttemptFailed",
+        f"{CURL}test_a_child_waits_for_no_thread_of_its_parent",
+    ),
     # 10. Nobody else's bytes
     Mutant(
         10, "who looks writes into the journal's index", "_engine/catalog/connection.py",
@@ -875,6 +898,17 @@ MUTANTS = (
         10, "a lease of another root is linked by its number", "_engine/write/publish.py",
         'source.kind != "blob" or leased.path != str(self._root.blob(source.id, source.suffix))', 'source.kind != "blob"',
         "tests/engine/test_doors.py::test_what_is_leased_in_another_root_is_not_linked",
+    ),
+    Mutant(
+        10, "the value of a header begins another one", "remote/http/handles.py",
+        "    if not _NAME.fullmatch(name) or any(", "    if not _NAME.fullmatch(name) and any(",
+        "tests/remote/test_curl_wire.py::test_a_header_that_would_begin_another_is_not_sent",
+    ),
+    Mutant(
+        10, "a request goes through a proxy that was not chosen for it", "remote/http/handles.py",
+        """        curl.setopt(pycurl.PROXY, proxy)  # "": none, not that of the environment\n""",
+        "        curl.setopt(pycurl.PROXY, proxy or None)\n",
+        "tests/remote/test_curl_wire.py::test_the_environment_names_no_proxy_here",
     ),
     # 11. Nobody waits in silence
     Mutant(
@@ -1031,6 +1065,12 @@ MUTANTS = (
         11, "who waits until an item is stored is not told that it will not be", "prefetch/load_queue.py",
         "                    self._drop(load, fault, load.data)\n", "                    continue\n",
         "tests/prefetch/test_prefetch.py::test_warm_ends_though_the_cache_fails_while_it_stores",
+    ),
+    Mutant(
+        11, "a head that comes byte by byte has no end", "remote/http/handles.py",
+        "        self.connected = self.answered = True\n",
+        "        self.connected, self.answered, self.heard = True, True, time.monotonic()\n",
+        "tests/remote/test_time_limits.py::test_a_head_has_the_read_timeout_in_all[continue]",
     ),
     # 12. A call gets its own output
     Mutant(

@@ -209,6 +209,6 @@ def test_doctor_tells_of_a_registry_that_cannot_be(run: Run, home: Path, tmp_pat
 
 
 def test_the_verb_starts_without_the_engine(home: Path) -> None:
-    code = "import sys; from forebay.cli import main; main.run(['claims']); print(*sys.modules.keys() & {'numpy', 'sqlite3', 'urllib3'})"
+    code = "import sys; from forebay.cli import main; main.run(['claims']); print(*sys.modules.keys() & {'numpy', 'sqlite3', 'pycurl'})"
     done = subprocess.run([COMMAND[0], "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

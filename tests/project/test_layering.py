@@ -48,7 +48,7 @@ STREAMING = ("adapters.streaming", "adapters.streaming.shared", "adapters.stream
 
 # Packages that are not ours, and the rooms that may use them. At the head of a module only where LOADED_WITH says so.
 THIRD_PARTY = {
-    "urllib3": ("remote",),
+    "pycurl": ("remote.http.handles", "remote.http.transfers"),
     "xxhash": ("_engine", "directories", "remote", "origin", "cache", "prefetch", "tasks"),
     "typer": ("cli",),
     "typing_extensions": ("_model",),  # for type checkers only
@@ -70,7 +70,7 @@ LOADED_WITH = {
     "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),
-    "urllib3": ("remote.http.connections", "remote.http.exchange"),
+    "pycurl": ("remote.http.handles", "remote.http.transfers"),
     "torch": ("adapters.torch",),
     "megatron": ("adapters.energon",),
     "ray": RAY,

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
 import pickle
 import socket
-import ssl
 import threading
 from types import SimpleNamespace
 
 import pytest
-from urllib3 import exceptions
 
 from forebay import errors, remote
 from forebay.remote import RemoteOptions, base
 from forebay.remote.base import AttemptFailed, Call, CallAborted
-from forebay.remote.http.connections import network_errors
 
 URL = "https://me:5ec3e7@host/a?token=5ec3e7"
 
@@ -67,31 +63,6 @@ def test_one_remote_for_each_scheme_and_options() -> None:
     assert first is remote.resolve("HTTPS://other/b", RemoteOptions())
     assert first is not remote.resolve("http://h/a", RemoteOptions(attempts=1))
     assert type(remote.resolve("/a")) is type(remote.resolve("file:///a"))
-
-
-@pytest.mark.parametrize(
-    ("raised", "becomes"),
-    [
-        (exceptions.ReadTimeoutError(None, "/", "x"), errors.RemoteTimeout),  # type: ignore[arg-type]
-        (ConnectionRefusedError(111, "Connection refused"), errors.RemoteUnavailable),
-        (exceptions.IncompleteRead(3, 7), errors.RemoteUnavailable),
-        (exceptions.ProtocolError("x", http.client.IncompleteRead(b"", 7)), errors.RemoteUnavailable),
-        (exceptions.ProtocolError("x", http.client.RemoteDisconnected("x")), errors.RemoteUnavailable),
-        (exceptions.ProtocolError("x", http.client.BadStatusLine("x")), errors.RemoteProtocolError),
-        (exceptions.SSLError(ssl.SSLError(1, "wrong version")), errors.RemoteUnavailable),
-    ],
-)
-def test_the_edge(raised: Exception, becomes: type[errors.RemoteError]) -> None:
-    with pytest.raises(AttemptFailed) as caught, network_errors:
-        raise raised
-    assert caught.value.error is becomes
-
-
-def test_our_own_errors_and_those_of_programs_pass_the_edge() -> None:
-    for error in (errors.NoSpace.of("a", 1, 0, 0), errors.RemoteTimeout("x"), RuntimeError("x"), KeyboardInterrupt()):
-        with pytest.raises(type(error)) as caught, network_errors:
-            raise error
-        assert caught.value is error
 
 
 class Failing:
@@ -177,6 +148,24 @@ def test_aborting_wakes_who_reads_a_socket() -> None:
             call.add_socket(theirs)
         with pytest.raises(CallAborted):
             call.check()
+
+
+def test_aborting_ends_the_responses_of_a_call() -> None:
+    class Response:
+        ends = 0
+
+        def abort(self) -> None:
+            self.ends += 1
+
+    ours, removed, late = Response(), Response(), Response()
+    with Call(URL, RemoteOptions()) as call:
+        call.add_response(ours)
+        call.add_response(removed)
+        call.remove_response(removed)
+        call.abort()
+        with pytest.raises(CallAborted):
+            call.add_response(late)
+    assert (ours.ends, removed.ends, late.ends) == (1, 0, 0)
 
 
 def test_a_call_that_begins_again_keeps_its_counts_and_deadline() -> None:

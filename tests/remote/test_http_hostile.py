@@ -196,7 +196,7 @@ def test_a_host_that_cannot_be(small: forebay.Cache, raw: RawServer, server: Scr
         f"HTTP/1.1 302 Found\r\nLocation: http://{host}/\r\nContent-Length: 0\r\n\r\n".encode()
     )
     with small:
-        with pytest.raises(errors.RemoteProtocolError, match="redirects to what is no HTTP URL"):
+        with pytest.raises(errors.RemoteProtocolError, match="redirects to what is no HTTP URL" if "\0" not in host else "not HTTP"):
             small.read(f"{raw.url}/a")
         good = server.put("/a", b"12345")
         report = small.warm([f"http://{host}/a", good])
@@ -247,10 +247,16 @@ def test_a_length_that_cannot_be_beside_a_coding_that_does_nothing(raw: RawServe
 
 
 def test_a_length_beside_chunks_does_not_count(raw: RawServer) -> None:
-    raw.says("Transfer-Encoding: Chunked", "Content-Length: five", body=b"5\r\n12345\r\n0\r\n\r\n")
+    raw.says("Transfer-Encoding: Chunked", "Content-Length: 3", body=b"5\r\n12345\r\n0\r\n\r\n")
     sink = MemorySink()
     HttpRemote(QUICK).fetch(f"{raw.url}/a", sink)
     assert sink.data == b"12345"
+
+
+def test_a_length_that_cannot_be_beside_chunks_is_refused(raw: RawServer) -> None:
+    raw.says("Transfer-Encoding: Chunked", "Content-Length: five", body=b"5\r\n12345\r\n0\r\n\r\n")
+    with pytest.raises(errors.RemoteProtocolError, match="not HTTP"):
+        HttpRemote(QUICK).fetch(f"{raw.url}/a", MemorySink())
 
 
 MODIFIED = "Last-Modified: Thu, 01 Jan 2015 00:00:00 GMT"

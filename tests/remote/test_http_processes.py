@@ -18,7 +18,7 @@ import pytest
 from forebay import remote
 from forebay._model import Span
 from forebay.remote import RemoteOptions
-from forebay.remote.http import HttpRemote
+from forebay.remote.http import HttpRemote, transfers
 from forebay.testing import MemorySink, ScriptedServer
 
 PART = 64 << 10
@@ -79,8 +79,14 @@ def test_s17_a_child_that_runs_no_fork_hook(server: ScriptedServer, monkeypatch:
     urls = [server.put(f"/{n}", body) for n, body in enumerate(BODIES)]
     http = HttpRemote(OPTIONS)
     assert read_all(http, urls, 1)
-    monkeypatch.setattr("forebay.remote.http.connections._all_connections", set())
-    child = forked(lambda: read_all(http, urls, 3))
+    inherited = transfers._current
+    monkeypatch.setattr("forebay.remote.http.transfers._Loop.leave_to_parent", lambda loop: None)
+
+    def work() -> bool:
+        transfers._current = inherited  # which the hook has dropped
+        return read_all(http, urls, 3)
+
+    child = forked(work)
     assert read_all(http, urls, 3)
     assert ended(child) == 0
 
@@ -114,7 +120,7 @@ SOON = 20.0
 INTERRUPTED = """
 import sys, threading
 from forebay.remote import RemoteOptions, base
-from forebay.remote.http import HttpRemote
+from forebay.remote.http import HttpRemote, transfers
 from forebay.testing import MemorySink
 base.MAX_PAUSE = 60
 http = HttpRemote(RemoteOptions(part=65536, read_timeout=60, streams=int(sys.argv[2]), backoff=60))
@@ -171,7 +177,7 @@ def test_ctrl_c_ends_a_pause_between_attempts(server: ScriptedServer) -> None:
 
 SMALL_MEMORY = """
 import os, resource, sys
-from forebay.remote.http import HttpRemote
+from forebay.remote.http import HttpRemote, transfers
 from forebay._model import Span
 class Sink:
     partial = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import socket
 import threading
@@ -11,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from urllib3 import exceptions
-from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from forebay import errors
 from forebay._engine.index import hosts
@@ -21,10 +18,11 @@ from forebay._model import Span
 from forebay.remote import RemoteOptions, filesystems, tracking_hosts
 from forebay.remote.base import AttemptFailed
 from forebay.remote.filesystems import FilesystemRemote, helper
-from forebay.remote.http import HttpRemote, connections
-from forebay.testing import MemorySink
+from forebay.remote.http import HttpRemote
+from forebay.testing import MemorySink, ScriptedServer
 from tests.servers.raw import RawServer
 from tests.servers.raw import raw as raw
+from tests.servers.tls import both as both
 
 SOON = 20.0
 """Seconds: much less than it would take without the limit, on a machine that is crowded."""
@@ -233,27 +231,50 @@ def test_a_name_server_that_gives_no_answer_is_silence(monkeypatch: pytest.Monke
         assert noted.told == told
 
 
+REFUSING, UNREACHABLE = "127.0.0.1", ("255.255.255.255", "224.0.0.1")
+"""Addresses at which nobody listens, and to which Linux never connects."""
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "told"),
+    ("addresses", "told"),
     [
-        (errno.ECONNREFUSED, errno.ENETUNREACH, []),
-        (errno.ENETUNREACH, errno.ECONNREFUSED, []),
-        (errno.ENETUNREACH, errno.EHOSTUNREACH, ["no way to http://two.example"]),
+        ((REFUSING, UNREACHABLE[0]), []),
+        ((UNREACHABLE[0], REFUSING), []),
+        (UNREACHABLE, ["no way to http://two.example:{}"]),
     ],
 )
 def test_there_is_no_way_to_a_host_only_if_no_address_has_one(
-    monkeypatch: pytest.MonkeyPatch, first: int, second: int, told: list[str]
+    monkeypatch: pytest.MonkeyPatch, free_port: int, addresses: tuple[str, str], told: list[str]
 ) -> None:
-    ends = {"192.0.2.1": first, "192.0.2.2": second}
-
-    def no(self: HTTPConnection) -> socket.socket:
-        raise exceptions.NewConnectionError(self, "no") from OSError(ends[self._dns_host], "no")
-
-    monkeypatch.setattr(HTTPConnection, "_new_conn", no)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [(0, 0, 0, "", (name, 80)) for name in ends])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [(0, 0, 0, "", (name, 80)) for name in addresses])
     with tracking_hosts(noted := Noted()), pytest.raises(errors.RemoteUnavailable):
-        HttpRemote(ONCE).stat("http://two.example/a")
-    assert noted.told == told
+        HttpRemote(ONCE).stat(f"http://two.example:{free_port}/a")
+    assert noted.told == [text.format(free_port) for text in told]
+
+
+def test_addresses_are_looked_up_again_where_none_can_be_connected_to(
+    raw: RawServer, monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    addresses, asked = [UNREACHABLE[0]], []
+
+    def look_up(name: str, *args: object, **kwargs: object) -> list[object]:
+        asked.append(name)
+        return [(0, 0, 0, "", (address, 80)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    raw.says("Content-Length: 5", body=b"12345")
+    remote, url = HttpRemote(ONCE), raw.url.replace("127.0.0.1", "moved.example") + "/a"
+    with pytest.raises(errors.RemoteUnavailable):
+        remote.read(url, Span(0, 5))
+    addresses[:] = ["127.0.0.1"]
+    assert [remote.read(url, Span(0, 5)) for _ in range(3)] == [b"12345"] * 3
+    assert asked == ["moved.example"] * 2
 
 
 def test_without_another_thread_a_name_is_resolved_in_this_one(raw: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,46 +290,31 @@ def test_without_another_thread_a_name_is_resolved_in_this_one(raw: RawServer, m
     assert HttpRemote(ONCE).read(raw.url.replace("127.0.0.1", "localhost") + "/a", Span(0, 5)) == b"12345"
 
 
-@pytest.mark.parametrize(
-    ("kind", "parent"), [(connections._TimedConnection, HTTPConnection), (connections._TimedTLSConnection, HTTPSConnection)]
-)
-def test_what_connecting_left_of_its_time_does_not_bound_a_body(
-    monkeypatch: pytest.MonkeyPatch, kind: type[HTTPConnection], parent: type[HTTPConnection]
-) -> None:
-    ours, theirs = socket.socketpair()
-
-    def connect(self: HTTPConnection) -> None:
-        ours.settimeout(0.001)
-        self.sock = ours
-
-    monkeypatch.setattr(parent, "connect", connect)
-    with ours, theirs:
-        kind("host", timeout=7.0).connect()
-        assert ours.gettimeout() == 7.0
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_the_time_for_connecting_does_not_bound_a_response(both: ScriptedServer, scheme: str) -> None:
+    url = both.put("/a", b"12345", latency=2.5).replace("http:", f"{scheme}:")
+    assert HttpRemote(RemoteOptions(connect_timeout=2, attempts=1)).read(url, Span(0, 5)) == b"12345"
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize(
     ("why", "error", "told"),
     [
-        (None, errors.RemoteTimeout, "silent"),
-        (errno.EHOSTUNREACH, errors.RemoteUnavailable, "no way to"),
-        (errno.ECONNREFUSED, errors.RemoteUnavailable, None),
+        ("silent", errors.RemoteTimeout, "silent"),
+        (UNREACHABLE[0], errors.RemoteUnavailable, "no way to"),
+        (REFUSING, errors.RemoteUnavailable, None),
     ],
 )
 def test_a_proxy_that_is_dead_is_silence(
-    monkeypatch: pytest.MonkeyPatch, scheme: str, why: int | None, error: type[errors.RemoteError], told: str | None
+    monkeypatch: pytest.MonkeyPatch, free_port: int, scheme: str, why: str, error: type[errors.RemoteError], told: str | None
 ) -> None:
-    def no(self: HTTPConnection) -> socket.socket:
-        if why is None:
-            raise exceptions.ConnectTimeoutError(self, "no") from TimeoutError("no")
-        raise exceptions.NewConnectionError(self, "no") from OSError(why, "no")
-
-    monkeypatch.setattr(HTTPConnection, "_new_conn", no)
-    monkeypatch.setenv(f"{scheme}_proxy", "http://me:SIKRIT@192.0.2.1:3128")
-    with tracking_hosts(noted := Noted()), pytest.raises(error, match="its proxy cannot be reached"):
-        HttpRemote(RemoteOptions(attempts=1)).stat(f"{scheme}://host.example/a")
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
+        address = f"127.0.0.1:{full.getsockname()[1]}" if why == "silent" else f"{why}:{free_port}"
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://me:SIKRIT@{address}")
+        with tracking_hosts(noted := Noted()), pytest.raises(error, match="its proxy cannot be reached") as caught:
+            HttpRemote(RemoteOptions(attempts=1, connect_timeout=1)).stat(f"{scheme}://host.example/a")
     assert noted.told == ([f"{told} {scheme}://host.example"] if told else [])
+    assert "SIKRIT" not in str(caught.value)
 
 
 def test_who_goes_through_no_proxy_does_not_mind_one_that_is_silent(raw: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ def test_every_rank_of_slurm_finds_its_place(variables: pytest.MonkeyPatch, num_
 
 
 def test_no_framework_is_loaded() -> None:
-    foreign = "{'torch', 'ray', 'numpy', 'xxhash', 'urllib3'}"
+    foreign = "{'torch', 'ray', 'numpy', 'xxhash', 'pycurl'}"
     code = f"import sys; from forebay import World; World.detect(); print(*sys.modules.keys() & {foreign})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

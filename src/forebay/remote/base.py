@@ -43,10 +43,10 @@ class RemoteOptions:
     to which it redirects. Credentials of a single host belong into ``~/.netrc`` (or ``$NETRC``). ``connect_timeout``, ``read_timeout``:
     seconds; the latter counts from the last byte received. ``total_timeout``: seconds for one call with all its retries; None: no limit.
     ``attempts``: of one request or range. ``backoff``: seconds before the second attempt, doubled from attempt to attempt up to 10 s, with
-    jitter; a Retry-After header replaces it. ``connections``: kept per process; more are opened only while more threads need one.
-    ``streams``: parallel ranges of one object. ``part``: bytes of a range. ``buffer``: bytes read from a socket at once. ``proxies``: use
-    ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the netrc file. ``anonymous``, ``requester_pays``: for
-    ``s3://``.
+    jitter; a Retry-After header replaces it. ``connections``: that ranges may use at once in a process; more are opened only while more
+    calls need one. ``streams``: parallel ranges of one object. ``part``: bytes of a range. ``buffer``: bytes of a body that are held in
+    memory until its reader takes them. ``proxies``: use ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. ``netrc``: use the
+    netrc file. ``anonymous``, ``requester_pays``: for ``s3://``.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
@@ -174,6 +174,12 @@ def tracking_hosts(hosts: Hosts | None, *, ask_silent: bool = False) -> Iterator
         _host_access.reset(token)
 
 
+class Abortable(Protocol):
+    """A response that is under way. `abort` wakes the thread that waits for it, soon; it does not wait itself."""
+
+    def abort(self) -> None: ...
+
+
 class CallAborted(Exception):
     """The call was aborted: another of its threads failed, or its caller was interrupted."""
 
@@ -195,8 +201,9 @@ class Call:
         self._asked_hosts: set[str] = set()
         self._connecting: set[int] = set()  # thread idents; `add`, `discard` and `in` are atomic
         self._aborted = threading.Event()
-        self._lock = threading.Lock()  # guards _sockets and the counters
+        self._lock = threading.Lock()  # guards _sockets, _responses and the counters
         self._sockets: set[socket.socket] = set()
+        self._responses: set[Abortable] = set()
 
     @cached_property
     def url(self) -> str:
@@ -223,6 +230,9 @@ class Call:
         with self._lock:
             self._aborted.set()
             sockets, self._sockets = self._sockets, set()
+            responses, self._responses = self._responses, set()
+        for response in responses:
+            response.abort()
         for sock in sockets:
             try:
                 # not SSLSocket.shutdown(): it removes TLS under a reader, which would go on with bytes that are still encrypted
@@ -305,6 +315,17 @@ class Call:
     def remove_socket(self, sock: socket.socket) -> None:
         with self._lock:
             self._sockets.discard(sock)
+
+    def add_response(self, response: Abortable) -> None:
+        """`abort` ends ``response`` from now on. Raises `CallAborted` after `abort`."""
+        with self._lock:
+            if self._aborted.is_set():
+                raise CallAborted
+            self._responses.add(response)
+
+    def remove_response(self, response: Abortable) -> None:
+        with self._lock:
+            self._responses.discard(response)
 
     def retry(self, attempt: Callable[[], T]) -> T:
         """``attempt()``, repeated after each `AttemptFailed` until it succeeds, no attempt is left, or the deadline is over."""

@@ -14,13 +14,12 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias
 from urllib.parse import unquote, urljoin, urlsplit
 
-from urllib3 import BaseHTTPResponse
-
 from forebay import errors
 from forebay._logs import escaped, logger
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions
-from forebay.remote.http.connections import PORTS, Connections, Endpoint, basic_auth, endpoint_of, network_errors
+from forebay.remote.http.connections import PORTS, Connections, Endpoint, basic_auth, endpoint_of
+from forebay.remote.http.receivers import Incoming
 
 log = logger("forebay.remote")
 
@@ -78,11 +77,9 @@ class Exchange:
             if first is None:
                 first, first_user = (endpoint, user) if self._sign or target is url else _parsed(call, url)[:2]
             defaults = self._default_headers(endpoint, user or (first_user if endpoint == first else ""), first)
-            if endpoint.scheme == "http" and self.connections.proxy(endpoint) is not None:
-                path = f"http://{endpoint.name}{path}"
             call.count(requests=1)
-            raw = self.connections.send(call, endpoint, method, path, {**defaults, **signed}, body)
-            response = Response(raw, self.connections, call, raw=self._raw)
+            incoming = self.connections.send(call, endpoint, method, path, {**defaults, **signed}, body)
+            response = Response(incoming, call, has_body=method != "HEAD", raw=self._raw)
             if response.status in ok:
                 if hop and self._sign is None:
                     call.redirects[url] = address
@@ -193,26 +190,17 @@ class Response:
 
     A context manager: at its end the connection is kept if the body was read to its end, else closed."""
 
-    def __init__(self, response: BaseHTTPResponse, connections: Connections, call: Call, *, raw: bool = False) -> None:
-        self.status, self.reason, self.headers = response.status, response.reason or "", response.headers
+    def __init__(self, incoming: Incoming, call: Call, *, has_body: bool = True, raw: bool = False) -> None:
+        self.status, self.reason, self.headers = incoming.status, incoming.reason, incoming.headers
+        self._incoming, self.call = incoming, call
         try:
-            content_length(self.headers)
+            length = content_length(self.headers)
         except AttemptFailed:
-            response.close()
+            self.close()
             raise
-        self.length = response.length_remaining
-        self._received = b""  # by `wait_for`, for `blocks`
+        self.length = length if has_body and self.status not in (204, 304) else 0
         encoding = self.headers.get("Content-Encoding", "").strip().lower()
         self.encoding = "" if raw or encoding == "identity" else encoding
-        self._response, self._connections, self.call, self._open = response, connections, call, True
-        connections.count_in_use(1)
-        self._sock = getattr(response.connection, "sock", None)  # None: there is no body, and the connection is free again
-        if self._sock is not None:
-            try:
-                call.add_socket(self._sock)
-            except BaseException:
-                self.close()
-                raise
 
     def __enter__(self) -> Self:
         return self
@@ -222,63 +210,33 @@ class Response:
 
     def close(self) -> None:
         """Idempotent."""
-        if not self._open:
-            return
-        self._open = False
-        try:
-            if self._response.connection is not None:  # None: reading the body to its end gave it back
-                if self._response.length_remaining == 0:
-                    self._response.drain_conn()  # nothing is left, as after a HEAD: the connection can be kept
-                else:
-                    self._response.close()  # a connection with an unread body cannot be used again
-        finally:
-            self._connections.count_in_use(-1)
-            if self._sock is not None:
-                self.call.remove_socket(self._sock)
+        self._incoming.close()
+        self.call.remove_response(self._incoming)
 
     def blocks(self, limit: int | None = None, *, count: bool = True) -> Iterator[bytes]:
         """The body as sent, as it arrives; at most ``limit`` bytes. ``count``: add them to the call's received bytes.
         Raises `AttemptFailed` where it ends too early, after all bytes that arrived."""
-        left, failed = 1 << 62 if limit is None else limit, None
-        while left > 0 and failed is None:
-            pieces, size, room = [], 0, min(left, self.call.options.buffer)
-            try:
-                while size < min(room, JOIN_UP_TO) and (piece := self._read(room - size)):
-                    pieces.append(piece)
-                    size += len(piece)
-            except AttemptFailed as error:
-                failed = error
-            if pieces:
-                if count:
-                    self.call.count(received=size)
-                left -= size
-                yield b"".join(pieces)
-            elif failed is None:
+        left, buffer = 1 << 62 if limit is None else limit, self.call.options.buffer
+        while left > 0:
+            self.call.check()
+            block = self._incoming.read(min(left, buffer), JOIN_UP_TO)
+            if not block:
                 return
-        if failed is not None:
-            raise failed
+            if count:
+                self.call.count(received=len(block))
+            left -= len(block)
+            yield block
 
     def wait_for(self, count: int) -> None:
         """Wait for the first ``count`` bytes of the body, which `blocks` then yields. Raises `AttemptFailed` if fewer arrive."""
-        received = bytearray()
-        try:
-            for block in self.blocks(count, count=False):
-                received += block
-            if len(received) < count:
-                raise AttemptFailed(f"the connection was cut {(self.length or count) - len(received):,} bytes before the end")
-        except AttemptFailed:
-            self.call.count(received=len(received))
-            raise
-        self._received = bytes(received)
-
-    def _read(self, size: int) -> bytes:
-        """At most ``size`` bytes that have arrived; waits for the first one. Empty: the body has ended."""
-        if self._received:
-            piece, self._received = self._received[:size], self._received[size:]
-            return piece
         self.call.check()
-        with network_errors:
-            return self._response.read1(size, decode_content=False)
+        try:
+            arrived = self._incoming.wait_for(count)
+            if arrived < min(count, self.call.options.buffer):
+                raise AttemptFailed(f"the connection was cut {(self.length or count) - arrived:,} bytes before the end")
+        except AttemptFailed:
+            self.call.count(received=self._incoming.waiting)
+            raise
 
     def skip(self, count: int) -> None:
         """Read and drop ``count`` bytes, or all where there are fewer."""

@@ -1,0 +1,211 @@
+"""Receivers of responses: for a thread that waits, and for many small transfers at once."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from forebay.errors import RemoteProtocolError
+from forebay.remote.base import AttemptFailed, CallAborted
+from forebay.remote.http.handles import Headers, Receiver, TransferRequest
+from forebay.remote.http.transfers import Transfer, start
+
+LAST_MOMENT = 0.2  # seconds
+
+
+class Incoming:
+    """A `Receiver` for one thread that waits for the response: its head first, then its body piece by piece.
+
+    ``limit``: bytes of the body to hold before the transfer pauses. Unless all of it is read, `close` has to be called. In a process that
+    was forked meanwhile, `close` and `abort` do nothing, and nothing can be read."""
+
+    def __init__(self, request: TransferRequest, limit: int = 1 << 20) -> None:
+        self.status, self.reason, self.headers = 0, "", Headers()
+        self._limit, self._wanted = limit, 1
+        self._pieces: deque[bytes] = deque()
+        self._size = 0
+        self._refused = self._has_head = self._ended = False
+        self._error: Exception | None = None
+        self._changed = threading.Condition()  # guards all of the above; a thread that is not in a forked child may hold it
+        self._pid = os.getpid()
+        self._transfer = start(request, self)
+
+    def head(self, status: int, reason: str, headers: Headers) -> None:
+        with self._changed:
+            self.status, self.reason, self.headers, self._has_head = status, reason, headers, True
+            self._changed.notify()
+
+    def data(self, piece: bytes) -> bool:
+        with self._changed:
+            if self._ended:
+                raise CallAborted
+            if self._size >= self._limit:
+                self._refused = True
+                return False
+            self._pieces.append(piece)
+            self._size += len(piece)
+            if self._size >= self._wanted:
+                self._changed.notify()
+            return True
+
+    def end(self, error: Exception | None) -> None:
+        with self._changed:
+            if not self._ended:
+                self._ended, self._error = True, error
+                self._changed.notify()
+
+    def wait_for_head(self) -> None:
+        """Raises `AttemptFailed` where none comes, and `CallAborted` after `close`."""
+        self._check_process()
+        with self._changed:
+            while not (self._has_head or self._ended):
+                self._changed.wait()
+            if not self._has_head and self._error is not None:
+                raise self._error
+
+    @property
+    def waiting(self) -> int:
+        """How many bytes of the body may be read at once."""
+        with self._changed:
+            return self._size
+
+    def wait_for(self, size: int) -> int:
+        """Wait until ``size`` bytes of the body may be read at once, or as many as this receiver holds, or the body has ended: how many may
+        be read then. Raises `AttemptFailed` where it is cut before, and `CallAborted` after `close`."""
+        self._check_process()
+        with self._changed:
+            self._wait_for(size)
+            if self._size < self._wanted and self._error is not None:
+                raise self._error
+            return self._size
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise AttemptFailed("its response comes to the parent process")
+
+    def _wait_for(self, size: int) -> None:
+        self._wanted = min(size, self._limit)
+        while self._size < self._wanted and not self._ended:
+            self._changed.wait()
+
+    def read(self, size: int, at_least: int = 1) -> bytes:
+        """At most ``size`` bytes of the body; waits for ``at_least`` so many, or for its end. Empty: the body has ended. Raises
+        `AttemptFailed` where it is cut, after all bytes that came, and `CallAborted` after `close`."""
+        self._check_process()
+        with self._changed:
+            self._wait_for(min(at_least, size))
+            if self._ended and self._error is not None and not self._size:
+                raise self._error
+            pieces, count = [], 0
+            while self._pieces and count + len(self._pieces[0]) <= size:
+                pieces.append(self._pieces.popleft())
+                count += len(pieces[-1])
+            if self._pieces and count < size:
+                rest, self._pieces[0] = self._pieces[0][: size - count], self._pieces[0][size - count :]
+                pieces.append(rest)
+                count += len(rest)
+            self._size -= count
+            resume, self._refused = self._refused, False
+        if resume:
+            self._transfer.resume()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        """End the transfer, and what waits for it in another thread. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        with self._changed:
+            if self._ended:
+                return
+            self._ended, self._error = True, CallAborted()
+            self._pieces.clear()
+            self._size = 0
+            self._changed.notify_all()
+        self._transfer.cancel()
+
+    def abort(self) -> None:
+        """As `close`; but a head that is due gets a moment to come, so that the server's work on it and the connection are not wasted."""
+        if self._pid != os.getpid():
+            return
+        with self._changed:
+            has_head = self._has_head
+        if has_head:
+            self.close()
+        else:
+            self._transfer.end_within(LAST_MOMENT)
+
+
+class Collected:
+    """A `Receiver` that keeps a whole response in memory, up to ``limit`` bytes."""
+
+    def __init__(self, limit: int = 64 << 20) -> None:
+        self.status, self.reason, self.headers = 0, "", Headers()
+        self.error: Exception | None = None
+        self._limit, self._size = limit, 0
+        self._pieces: list[bytes] = []
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self._pieces)
+
+    def head(self, status: int, reason: str, headers: Headers) -> None:
+        self.status, self.reason, self.headers = status, reason, headers
+
+    def data(self, piece: bytes) -> bool:
+        self._size += len(piece)
+        if self._size > self._limit:
+            raise AttemptFailed(f"an answer of more than {self._limit:,} bytes", RemoteProtocolError, retryable=False)
+        self._pieces.append(piece)
+        return True
+
+    def end(self, error: Exception | None) -> None:
+        self.error = error
+
+
+R = TypeVar("R", bound=Receiver)
+
+
+class _Reported:
+    """Passes a response on to a receiver, and reports its end."""
+
+    def __init__(self, receiver: Receiver, report: Callable[[Exception | None], None]) -> None:
+        self.head, self.data = receiver.head, receiver.data
+        self._end, self._report = receiver.end, report
+
+    def end(self, error: Exception | None) -> None:
+        try:
+            self._end(error)
+        finally:
+            self._report(error)
+
+
+def run_many(work: Iterable[tuple[TransferRequest, R]], side_by_side: int) -> Iterator[tuple[R, Exception | None]]:
+    """Run transfers, ``side_by_side`` at a time, and yield each receiver when its response has ended, with the error that its `end` got.
+
+    ``work`` is advanced in the calling thread, as places become free. Closing the iterator cancels what is under way."""
+    ended: queue.SimpleQueue[tuple[int, R, Exception | None]] = queue.SimpleQueue()
+    running: dict[int, Transfer] = {}
+    remaining, number = iter(work), 0
+    try:
+        while True:
+            while len(running) < side_by_side and (item := next(remaining, None)) is not None:
+                request, receiver = item
+                number += 1
+                report = _report_to(ended, number, receiver)
+                running[number] = start(request, _Reported(receiver, report))
+            if not running:
+                return
+            key, receiver, error = ended.get()
+            del running[key]
+            yield receiver, error
+    finally:
+        for transfer in running.values():
+            transfer.cancel()
+
+
+def _report_to(ended: queue.SimpleQueue[tuple[int, R, Exception | None]], number: int, receiver: R) -> Callable[[Exception | None], None]:
+    return lambda error: ended.put((number, receiver, error))

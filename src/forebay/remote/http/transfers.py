@@ -1,0 +1,299 @@
+"""HTTP transfers of one process, side by side in one thread: libcurl's multi interface, driven by epoll.
+
+`start` begins a transfer from any thread; a `Receiver` gets its response. Nothing here follows redirects, adds credentials, or tries again:
+that is up to the caller.
+
+One loop a process, started by the first transfer. libcurl keeps connections, for all transfers of the process. A forked child starts
+without any: it never uses, ends or shuts down a connection of its parent, not even one whose transfer is under way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import pycurl
+
+from forebay._logs import logger
+from forebay.remote.base import AttemptFailed, CallAborted
+from forebay.remote.http.handles import Handle, Receiver, TransferRequest, too_late
+
+log = logger("forebay.remote")
+
+MAX_IDLE = 128  # connections that are kept
+SPARE_HANDLES = 64
+_MASKS = {
+    pycurl.POLL_NONE: 0, pycurl.POLL_IN: select.EPOLLIN, pycurl.POLL_OUT: select.EPOLLOUT,
+    pycurl.POLL_INOUT: select.EPOLLIN | select.EPOLLOUT,
+}  # fmt: skip
+
+
+class Transfer:
+    """A transfer that was begun. Callable from any thread."""
+
+    def __init__(self, loop: _Loop, request: TransferRequest, receiver: Receiver) -> None:
+        self._loop, self.request, self.receiver = loop, request, receiver
+        self.handle: Handle | None = None  # in the thread of the loop only
+        self.ended = False
+
+    def cancel(self) -> None:
+        """End it: its connection is closed unless its response is complete. Idempotent; returns at once. Does nothing in a process that
+        was forked meanwhile."""
+        self._loop.submit(lambda: self._loop.finish(self, CallAborted()))
+
+    def end_within(self, seconds: float) -> None:
+        """End it after ``seconds``, if no response has begun by then."""
+        until = time.monotonic() + seconds
+        self._loop.submit(lambda: self._loop.end_by(self, until))
+
+    def resume(self) -> None:
+        """Offer the receiver again what it refused."""
+        self._loop.submit(lambda: self._loop.resume(self))
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+class _Loop:
+    """The thread that runs all transfers of this process. `submit` is callable from any thread, all else in that of the loop only."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._watched: set[int] = set()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._awake = False  # whether the loop will look at the commands without being woken; a needless wake-up does no harm
+        self.sockets: dict[int, int] = {}  # descriptor -> inode of every socket that libcurl opened; it may have closed it since
+        self._timer: float | None = None  # when libcurl wants to be called
+        self._next_check: float | None = None  # when the time of a transfer may be over
+        self._running: dict[pycurl.Curl, Transfer] = {}
+        self._spare: list[Handle] = []
+        self._multi = pycurl.CurlMulti()
+        self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
+        self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
+        self._multi.setopt(pycurl.M_MAXCONNECTS, MAX_IDLE)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="http-transfers")
+
+    def start_thread(self) -> None:
+        self._thread.start()
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Have the loop run ``command`` soon. Drops it in a process that was forked meanwhile, and after the end of the loop."""
+        if self._pid != os.getpid() or self._stopping:
+            return
+        self._commands.append(command)
+        if not self._awake:
+            self._awake = True
+            os.eventfd_write(self._wake, 1)
+
+    @property
+    def size(self) -> int:
+        return len(self._running)
+
+    def is_of_this_process(self) -> bool:
+        return self._pid == os.getpid()
+
+    def usable(self) -> bool:
+        return self.is_of_this_process() and not self._stopping
+
+    def stop(self) -> None:
+        """At the exit of the process: end the thread, and all transfers."""
+        if self._pid != os.getpid():
+            return
+        self.submit(self._stop)
+        self._thread.join(1.0)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for transfer in list(self._running.values()):
+            self.finish(transfer, CallAborted())
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: replace this process's copies of the parent's sockets, and keep libcurl's objects for ever.
+
+        To free them would send a TLS goodbye on the parent's connections, and wait for resolver threads that are not in this process. To
+        close their descriptors would let other files get those numbers, which libcurl still has. So /dev/null has the numbers."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        with open(os.devnull, "r+b", buffering=0) as nothing:
+            for descriptor, inode in self.sockets.items():
+                try:
+                    if os.fstat(descriptor).st_ino == inode:
+                        os.dup2(nothing.fileno(), descriptor, inheritable=False)
+                except OSError:
+                    continue  # libcurl had closed it
+        self._epoll.close()
+        os.close(self._wake)
+
+    # -- in the thread of the loop -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as error:
+            log.exception("the loop of HTTP transfers failed")
+            self._stopping = True
+            for transfer in self._running.values():
+                transfer.receiver.end(AttemptFailed(f"the client failed: {type(error).__name__}"))
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and let libcurl and the commands have it."""
+        self._awake = False
+        events = self._epoll.poll(0 if self._commands else self._until_next())
+        self._awake = True
+        for descriptor, event in events:
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+            elif descriptor in self._watched:
+                mask = (event & select.EPOLLIN and pycurl.CSELECT_IN) | (event & select.EPOLLOUT and pycurl.CSELECT_OUT)
+                mask |= pycurl.CSELECT_ERR if event & (select.EPOLLERR | select.EPOLLHUP) else 0
+                self._multi.socket_action(descriptor, mask)
+        while self._commands:
+            self._commands.popleft()()
+        now = time.monotonic()
+        if self._timer is not None and self._timer <= now:
+            self._timer = None
+            self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)
+        self._collect()
+        if self._next_check is not None and self._next_check <= now:
+            self._check_limits(now)
+
+    def _until_next(self) -> float | None:
+        """Seconds until a time limit or libcurl's timer."""
+        due = min((each for each in (self._timer, self._next_check) if each is not None), default=None)
+        return None if due is None else max(0.0, due - time.monotonic())
+
+    def _watch(self, what: int, descriptor: int, multi: object, data: object) -> None:
+        """libcurl wants to know when a socket can be read or written."""
+        if what == pycurl.POLL_REMOVE:
+            if descriptor in self._watched:
+                self._watched.discard(descriptor)
+                self._epoll.unregister(descriptor)
+        elif descriptor in self._watched:
+            self._epoll.modify(descriptor, _MASKS[what])
+        else:
+            self._epoll.register(descriptor, _MASKS[what])
+            self._watched.add(descriptor)
+
+    def _set_timer(self, milliseconds: int) -> None:
+        self._timer = None if milliseconds < 0 else time.monotonic() + milliseconds / 1000
+
+    def begin(self, transfer: Transfer) -> None:
+        if transfer.ended:
+            return
+        handle = self._spare.pop() if self._spare else Handle(self.sockets)
+        try:
+            handle.prepare(transfer.request, transfer.receiver)
+        except (pycurl.error, TypeError, ValueError) as error:
+            handle.curl.close()
+            transfer.ended = True
+            transfer.receiver.end(AttemptFailed(f"a request that cannot be sent: {type(error).__name__}", retryable=False))
+            return
+        transfer.handle = handle
+        self._running[handle.curl] = transfer
+        self._multi.add_handle(handle.curl)
+        self._check_at(handle.due(handle.began))
+
+    def end_by(self, transfer: Transfer, until: float) -> None:
+        if transfer.handle is not None and not transfer.handle.has_head:
+            transfer.handle.until = until
+            self._check_at(until)
+
+    def resume(self, transfer: Transfer) -> None:
+        if transfer.handle is not None:
+            transfer.handle.resume()
+
+    def finish(self, transfer: Transfer, error: Exception | None) -> None:
+        """Take a transfer out of the loop, and tell its receiver."""
+        if transfer.ended:
+            return
+        transfer.ended = True
+        handle, transfer.handle = transfer.handle, None
+        if handle is not None:
+            del self._running[handle.curl]
+            self._multi.remove_handle(handle.curl)
+            handle.release()
+            if len(self._spare) < SPARE_HANDLES:
+                self._spare.append(handle)
+            else:
+                handle.curl.close()
+        transfer.receiver.end(error)
+
+    def _collect(self) -> None:
+        """Finish what libcurl has done."""
+        left = 1
+        while left:
+            left, done, failed = self._multi.info_read()
+            for curl, code, text in [*((curl, 0, "") for curl in done), *failed]:
+                transfer = self._running[curl]
+                if transfer.handle is not None:
+                    self.finish(transfer, transfer.handle.failure(code, text))
+
+    def _check_limits(self, now: float) -> None:
+        """Finish transfers whose time is over."""
+        self._next_check = None
+        for transfer in list(self._running.values()):
+            if transfer.handle is not None:
+                due = transfer.handle.due(now)
+                if due > now:
+                    self._check_at(due)
+                else:
+                    self.finish(transfer, too_late(transfer.handle))
+
+    def _check_at(self, moment: float) -> None:
+        self._next_check = moment if self._next_check is None else min(self._next_check, moment)
+
+
+_current: _Loop | None = None
+_lock = threading.Lock()  # guards the start of a loop
+
+
+def start(request: TransferRequest, receiver: Receiver) -> Transfer:
+    """Begin a transfer. Returns at once; callable from any thread, also from a receiver."""
+    loop = _loop()
+    transfer = Transfer(loop, request, receiver)
+    loop.submit(lambda: loop.begin(transfer))
+    return transfer
+
+
+def running() -> int:
+    """How many transfers of this process are under way."""
+    loop = _current
+    return 0 if loop is None or not loop.usable() else loop.size
+
+
+def _loop() -> _Loop:
+    global _current
+    loop = _current
+    if loop is not None and loop.usable():
+        return loop
+    with _lock:
+        loop = _current
+        if loop is None or not loop.usable():
+            if loop is not None and not loop.is_of_this_process():  # forked by C code, which runs no fork hook
+                loop.leave_to_parent()
+            loop = _Loop()
+            loop.start_thread()
+            atexit.register(loop.stop)
+            _current = loop
+    return loop
+
+
+def _leave_to_parent() -> None:
+    global _current, _lock
+    loop, _current, _lock = _current, None, threading.Lock()
+    if loop is not None:
+        atexit.unregister(loop.stop)
+        loop.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
