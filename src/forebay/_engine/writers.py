@@ -27,7 +27,8 @@ class Writers:
     that only reads what is there starts without."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, keys: Keys, memo: Memo, counters: Counters, leases: Leases, owners: Owners, words: waits.Words
+        self, root: Root, catalog: Catalog, slots: Slots, keys: Keys, memo: Memo, counters: Counters, leases: Leases, owners: Owners,
+        words: waits.Words,
     ) -> None:  # fmt: skip
         self.fill = Fill(root, catalog, owners, words, counters)
         self.eviction = Eviction(root, catalog, slots, leases, words)

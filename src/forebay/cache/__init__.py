@@ -19,8 +19,9 @@ from forebay._kernel import waits
 from forebay._logs import logger
 from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays, Victim
 from forebay.cache.space import VALUES, Space, checked
-from forebay.origin import FOREVER, URLS, Origin
-from forebay.origin.request import FetchOptions, Target
+from forebay.origin import Origin
+from forebay.origin.request import FetchOptions, Target, first_touch
+from forebay.origin.spaces import FOREVER, URLS
 
 if TYPE_CHECKING:
     from forebay._engine.locks.fill import Waiting
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from forebay.world import World
 
 log = logger("forebay.cache")
-
 _SECOND = 1_000_000_000
 
 
@@ -103,23 +103,11 @@ class Cache:
         filesystem object, of which ``url`` is a path. Raises `RemoteError`. A hit takes no lock and no system call."""
         if max_age is None and not (refresh or sha256 or etag or bypass or pin or filesystem):
             view = self._hit(url, self._max_age)  # type: ignore[arg-type]  # a path misses
-            if view is None and not self.closed:
-                view = self._first_touch(os.fspath(url))
+            view = first_touch(self._store, os.fspath(url), self._max_age) if view is None and not self.closed else view
             if view is not None:
                 return view
         options = self._options(max_age, refresh, sha256=sha256, etag=etag, timeout=timeout, bypass=bypass, force=force, pin=pin)
         return self._origin.read(self._target(url, filesystem), options)
-
-    def _first_touch(self, url: str) -> memoryview | None:
-        """The bytes of an object that this process has not met, if the index of keys leads to them: without options and a target."""
-        key = remote.canonical(url) if url else ""
-        if not key or key.startswith("file:"):  # a local file is its own
-            return None
-        store = self._store
-        try:
-            return store.first_touch(URLS, key, store.now() - self._max_age, alias=url)
-        except errors.CacheFault:
-            return None  # the long way reports it
 
     def open(
         self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None,

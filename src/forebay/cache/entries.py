@@ -16,8 +16,8 @@ from forebay._engine.stats import Facts
 from forebay._engine.store import Store
 from forebay._model import Entry, Victim, is_text
 from forebay.cache.space import VALUES
-from forebay.origin import DIRECTORIES, URLS
 from forebay.origin.request import folder_of
+from forebay.origin.spaces import DIRECTORIES, URLS
 
 T = TypeVar("T")
 Name = str | os.PathLike[str] | Entry

@@ -14,8 +14,9 @@ from forebay._logs import logger
 from forebay._model import Buffer, BufferSink, ObjectInfo, Span, Transfer
 from forebay.directories.location import RemoteDirectory
 from forebay.directories.manifests import MARK, File, Manifest
-from forebay.origin import LISTINGS, Origin
+from forebay.origin import Origin
 from forebay.origin.request import FetchOptions, is_same_version
+from forebay.origin.spaces import LISTINGS
 
 log = logger("forebay.directories")
 

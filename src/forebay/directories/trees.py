@@ -29,8 +29,9 @@ from forebay.directories.copying import each
 from forebay.directories.listings import Listing, Listings
 from forebay.directories.location import RemoteDirectory, locate
 from forebay.directories.manifests import File, Manifest, Part, Patterns
-from forebay.origin import DIRECTORIES, POSTPONED, URLS, Origin
+from forebay.origin import Origin
 from forebay.origin.request import FetchOptions, is_same_version
+from forebay.origin.spaces import DIRECTORIES, POSTPONED, URLS
 
 _DISK_FULL = "the disk is full: free some of it, or lower min_free"
 JOBS = 16

@@ -24,21 +24,13 @@ from forebay._model import BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, 
 from forebay.origin.files import RANGE, LeasedFile, RangeFile
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, others_can_write
 from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, in_memory, is_same_version, sha256_of
+from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS
 
 if TYPE_CHECKING:
     from forebay._engine.write.publish import Writing
 
 log = logger("forebay.origin")
 T = TypeVar("T")
-
-URLS, DIRECTORIES, LISTINGS = "urls", "directories", "listings"
-"""The spaces of entries that have a URL: objects, trees of links to objects, and listings of directories."""
-
-FOREVER = 1 << 60
-"""Nanoseconds: 36 years. An invalidated entry (validated in 1970) is older even than this."""
-
-POSTPONED = 30_000_000_000
-"""Nanoseconds until a remote that could not be reached is asked again whether an object has changed."""
 
 
 @dataclass(slots=True, eq=False)

@@ -10,8 +10,9 @@ from typing import Any
 from forebay import errors, remote
 from forebay._engine.locks.leases import Lease
 from forebay._model import BufferSink, ObjectInfo, Remote, SourceInfo, Span, Transfer
-from forebay.origin import URLS, Origin
+from forebay.origin import Origin
 from forebay.origin.request import Target, in_memory
+from forebay.origin.spaces import URLS
 from forebay.remote import RemoteOptions
 
 

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Self
 
 from forebay import _model, errors
 from forebay._model import Buffer, BufferSink, Content, ObjectInfo, Partial, Remote, Span, can_clone
+from forebay.origin.spaces import URLS
+from forebay.remote import urls
 
 if TYPE_CHECKING:
     from forebay._engine.locks.fill import KeyHold, OnWait
+    from forebay._engine.passthrough import PassThrough
+    from forebay._engine.store import Store
     from forebay._engine.write.publish import Writing
 
 
@@ -130,6 +134,18 @@ class SpillingSink:
     def clone(self, fd: int) -> bool:
         """See `CloningSink.clone`."""
         return can_clone(self._sink) and self._sink.clone(fd)
+
+
+def first_touch(store: Store | PassThrough, url: str, max_age: int) -> memoryview | None:
+    """The bytes of an object that was validated at most ``max_age`` nanoseconds ago, if the index of keys leads to them: a hit of a process
+    that has not met the object, without a `Target`, a time limit or a lease. None: the long way tells. Raises `ConfigError`."""
+    key = urls.canonical(url) if url else ""
+    if not key or key.startswith("file:"):  # a local file is its own
+        return None
+    try:
+        return store.first_touch(URLS, key, max(1, store.now() - max_age), alias=url)
+    except errors.CacheFault:
+        return None
 
 
 def is_same_version(validator: str | None, expected: str) -> bool:

@@ -16,7 +16,8 @@ from forebay import errors
 from forebay._logs import logger
 from forebay.codecs import Codec, default_codec
 from forebay.codecs import codec as codec_of
-from forebay.origin import DIRECTORIES, LISTINGS, URLS, Origin
+from forebay.origin import Origin
+from forebay.origin.spaces import DIRECTORIES, LISTINGS, URLS
 from forebay.tasks.config import Bypass, Config, from_cache, if_cached, load, reads_cache
 from forebay.tasks.values import Values
 

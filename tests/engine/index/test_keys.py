@@ -180,8 +180,8 @@ def test_a_record_with_one_word_of_another_is_not_believed(store: Store, word: i
 
 
 def test_no_mixture_of_two_records_of_a_slot_is_believed(store: Store) -> None:
-    """P1 publishes an entry, and is stopped before it has written the record / P2 evicts it, and publishes another one in its slot / P1 goes
-    on: each word may be of either."""
+    """P1 publishes an entry, and is stopped before it has written the record / P2 evicts it, and publishes another one in its slot / P1
+    goes on: each word may be of either."""
     base, former = base_of(store, "large"), store.entry("v", "large")
     whole = list(records(store)[base : base + WORDS])
     assert former is not None
