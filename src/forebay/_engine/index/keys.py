@@ -12,10 +12,9 @@ A record also says that the entry was published or verified since the machine bo
 
 from __future__ import annotations
 
-import hashlib
 import os
-import secrets
 import struct
+from _blake2 import blake2b  # of hashlib, which would load OpenSSL into every process
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,7 +67,7 @@ class Hint(NamedTuple):
 class _Table(NamedTuple):
     words: memoryview
     mask: int
-    keyed: hashlib.blake2b
+    keyed: blake2b
 
 
 class Keys:
@@ -80,7 +79,7 @@ class Keys:
         self._table: _Table | None = None
         self._records: dict[int, memoryview] = {}
         self._suffixes: dict[_Found, str | None] = {(0, 0): ""}
-        self._spaces: dict[int, hashlib.blake2b] = {}
+        self._spaces: dict[int, blake2b] = {}
         self._boot = boot_number()
 
     def find(self, space: int, key: str) -> Hint | None:
@@ -220,12 +219,12 @@ class Keys:
             return None
         secret = b"".join(word.to_bytes(8, "little") for word in words[_SECRET : _SECRET + 4])
         self._spaces.clear()
-        self._table = _Table(words, words[_SIZE] - 1, hashlib.blake2b(key=secret, digest_size=16))
+        self._table = _Table(words, words[_SIZE] - 1, blake2b(key=secret, digest_size=16))
         return self._table
 
     def _create(self) -> _Table:
         self._root.files.mkdir(self._root.index_dir, self._root.dir_mode)
-        self._root.install(self._path, lambda fd: host.pwrite(fd, self._content(BUCKETS, secrets.token_bytes(32), ()), 0))
+        self._root.install(self._path, lambda fd: host.pwrite(fd, self._content(BUCKETS, os.urandom(32), ()), 0))
         table = self._open()
         if table is None:
             self._root.files.make_way(self._path)
