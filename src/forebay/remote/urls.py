@@ -7,8 +7,7 @@ import functools
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from forebay.errors import ConfigError
 
@@ -23,8 +22,7 @@ _PORTS = {"http": ":80", "https": ":443"}
 _KNOWN = {*_PORTS, "s3"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Signature:
+class _Signature(NamedTuple):
     """The parameters of one way to sign HTTP URLs; URLs that differ only in their values name the same object. ``all_of`` and one of
     ``one_of`` must be present, ``optional`` may be. Only a whole set is a signature: ``sig`` alone may mean anything."""
 
@@ -83,8 +81,6 @@ def canonical(url: str | os.PathLike[str]) -> str:
     Scheme and host are in lower case; the default port, the fragment and whole sets of signature parameters are dropped; user info and any
     other query are replaced by their hashes; all other bytes stay as they are. A path becomes an absolute ``file://`` URL. In schemes other
     than HTTP, ``#``, every part of the query, and the case of the host may distinguish objects, and are kept. Raises `ConfigError`."""
-    from urllib.parse import quote
-
     text = os.fspath(url)
     if not text.isascii():
         try:
@@ -92,10 +88,11 @@ def canonical(url: str | os.PathLike[str]) -> str:
         except UnicodeEncodeError as error:
             readable = text.encode("utf-8", "backslashreplace").decode().partition("?")[0]
             raise ConfigError(f"{readable} is no URL and no path: it contains half a character, at {error.start}") from None
-    path = local_path(text)
-    if path is not None:
-        return "file://" + quote(os.fsencode(path))
     kind = scheme(text)
+    if kind == "file":
+        from urllib.parse import quote
+
+        return "file://" + quote(os.fsencode(local_path(text) or ""))
     if "::" in text and kind not in _KNOWN:  # fsspec's: `zip://a.csv::s3://bucket/a.zip`
         first, *links = text.split("::")
         return "::".join([_single(kind, first), *(canonical(link) if re.match(_SCHEME, link) else link for link in links)])
@@ -174,11 +171,11 @@ def _split_suffix(name: str) -> tuple[str, str]:
 
 def local_path(url: str | os.PathLike[str]) -> str | None:
     """The absolute path that a path or a ``file://`` URL names; None for other URLs. Raises `ConfigError` for a file of another host."""
-    from urllib.parse import unquote_to_bytes
-
     text = os.fspath(url)
     if scheme(text) != "file":
         return None
+    from urllib.parse import unquote_to_bytes
+
     if not re.match(_SCHEME, text):
         return os.path.abspath(text)
     host, _, path = text[len("file://") :].partition("/")
