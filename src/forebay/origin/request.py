@@ -136,11 +136,11 @@ class SpillingSink:
         return can_clone(self._sink) and self._sink.clone(fd)
 
 
-def first_touch(store: Store | PassThrough, url: str, max_age: int) -> memoryview | None:
+def first_touch(store: Store | PassThrough, url: str, max_age: int, *, force: bool) -> memoryview | None:
     """The bytes of an object that was validated at most ``max_age`` nanoseconds ago, if the index of keys leads to them: a hit of a process
     that has not met the object, without a `Target`, a time limit or a lease. None: the long way tells. Raises `ConfigError`."""
     key = urls.canonical(url) if url else ""
-    if not key or key.startswith("file:"):  # a local file is its own
+    if not key or (key.startswith("file:") and not force):  # a local file is its own copy
         return None
     try:
         return store.first_touch(URLS, key, max(1, store.now() - max_age), alias=url)
