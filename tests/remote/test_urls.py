@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import ConfigError
+from forebay.remote import urls
 from forebay.remote.urls import canonical, key_on, local_path, scheme, suffix
 
 SIGNED_S3 = (
@@ -200,3 +201,20 @@ def test_a_chain_of_fsspec_is_no_path(ask: Callable[[str], object]) -> None:
 
 def test_the_scheme_of_a_url() -> None:
     assert [scheme(u) for u in ("HTTP://h", "s3://b", "/a", "c:/a", "a")] == ["http", "s3", "file", "file", "file"]
+
+
+@given(
+    st.from_regex(r"\A(https?|s3)://[a-z0-9.:@-]{1,12}/[A-Za-z0-9_./=~%+,:?#-]{0,20}\Z")
+    | st.from_regex(r"\A(/{0,2}[a.]{0,3}[A-Za-z0-9_.%~-]{0,3}){1,4}\Z")
+)
+def test_the_quick_way_to_a_key_gives_the_same_key(url: str) -> None:
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(urls, "_PLAIN", r"(?!)()")
+        try:
+            expected = urls.canonical(url)
+        except ConfigError:
+            expected = None
+    try:
+        assert urls.canonical(url) == expected
+    except ConfigError:
+        assert expected is None

@@ -102,7 +102,7 @@ class PassThrough:
     def view(self, space: str, key: str) -> None:
         return None
 
-    def first_touch(self, space: str, key: str, since: int = 0, *, alias: str = "") -> None:
+    def first_touch(self, space: str, key: str, max_age: int, *, alias: str = "") -> None:
         """See `Store.first_touch`."""
 
     def view_leased(self, space: str, key: str, lease: Any) -> None:

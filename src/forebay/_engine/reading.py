@@ -42,9 +42,10 @@ class Reading:
         self._keeps_no_seals = False  # the file system, as a first try showed
         self._trees: dict[int, int] = {}  # by id: the fingerprint of a tree that was checked
 
-    def first_touch(self, space: str, space_id: int, key: str, since: int, alias: str) -> memoryview | None:
-        """The bytes of a key that was validated at ``since`` or later, by the index of keys: without a statement if it is a file. None
-        where the index does not know it, or anything about it is not as it should be: then `view` tells. A hit: touched and counted.
+    def first_touch(self, space: str, space_id: int, key: str, max_age: int, alias: str) -> memoryview | None:
+        """The bytes of a key that was validated in the last ``max_age`` nanoseconds, by the index of keys: without a statement if it is a
+        file. None where the index does not know it, or anything about it is not as it should be: then `view` tells. A hit: touched and
+        counted.
 
         ``alias``: another name under which the next call will ask. Raises `SlotsReplaced`."""
         self._memo.let_go()
@@ -53,7 +54,7 @@ class Reading:
             return None
         words, base = self._slots.record(hint.slot)
         now = self._slots.clock.now()
-        if not since <= words[base + VALIDATED] <= now:
+        if not 0 <= now - words[base + VALIDATED] < max_age:
             return None
         read = self._file_of if hint.is_file else self._value_of
         data = read(space, (key, alias) if alias != key else (key,), hint)
@@ -61,8 +62,9 @@ class Reading:
             return None
         if not self._root.read_only:
             words[base + USED] = now
-        self._counts.add(counters.HITS)
-        self._counts.add(counters.BYTES_HIT, hint.size)
+        counts, at = self._counts.block()
+        counts[at + counters.HITS] += 1
+        counts[at + counters.BYTES_HIT] += hint.size
         return data
 
     def _file_of(self, space: str, names: tuple[str, ...], hint: Hint) -> memoryview | None:

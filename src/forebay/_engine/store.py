@@ -139,13 +139,13 @@ class Store:
         return self.engine.memo.finder(space) if not self.root.read_only else finds_nothing
 
     @recover_and_retry
-    def first_touch(self, space: str, key: str, since: int = 0, *, alias: str = "") -> memoryview | None:
+    def first_touch(self, space: str, key: str, max_age: int, *, alias: str = "") -> memoryview | None:
         """See `Reading.first_touch`."""
         engine = self.engine
         row = engine.known_spaces.get(space)
         if row is None:
             return None
-        return engine.reading.first_touch(space, row.id, key, since, alias or key)
+        return engine.reading.first_touch(space, row.id, key, max_age, alias or key)
 
     @recover_and_retry
     def view(self, space: str, key: str) -> Remembered | None:

@@ -44,7 +44,7 @@ class Space:
         checked(key)
         try:
             with waits.time_limit(self._origin.timeout):
-                quick = store.first_touch(self.name, key)
+                quick = store.first_touch(self.name, key, FOREVER)
                 if quick is not None:
                     return quick
                 hit = store.view(self.name, key)

@@ -143,7 +143,7 @@ def first_touch(store: Store | PassThrough, url: str, max_age: int, *, force: bo
     if not key or (key.startswith("file:") and not force):  # a local file is its own copy
         return None
     try:
-        return store.first_touch(URLS, key, max(1, store.now() - max_age), alias=url)
+        return store.first_touch(URLS, key, max_age, alias=url)
     except errors.CacheFault:
         return None
 

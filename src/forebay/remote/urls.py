@@ -17,6 +17,8 @@ _CHAIN = r"[A-Za-z][A-Za-z0-9+.-]*::.*://"
 _SUFFIX = r"\.[A-Za-z0-9]{1,15}\Z"
 _HASHED = r"q=[0-9a-f]{32}\Z"
 _HASHED_USER = r"u=[0-9a-f]{32}\Z"
+# What is its own key, or an absolute path whose key is it: most URLs of a training job, which are made canonical once an epoch each.
+_PLAIN = r"(?:https?|s3)://[a-z0-9-][a-z0-9.-]*/[A-Za-z0-9_./=~%+,-]*|((?:/(?!\.\.?(?:/|\Z))[A-Za-z0-9_.-]+)+)"
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".z"}
 _PORTS = {"http": ":80", "https": ":443"}
 _KNOWN = {*_PORTS, "s3"}
@@ -82,6 +84,9 @@ def canonical(url: str | os.PathLike[str]) -> str:
     other query are replaced by their hashes; all other bytes stay as they are. A path becomes an absolute ``file://`` URL. In schemes other
     than HTTP, ``#``, every part of the query, and the case of the host may distinguish objects, and are kept. Raises `ConfigError`."""
     text = os.fspath(url)
+    plain = re.fullmatch(_PLAIN, text)
+    if plain is not None:
+        return text if plain[1] is None else f"file://{text}"
     if not text.isascii():
         try:
             text.encode("utf-8", "surrogateescape")

@@ -37,7 +37,7 @@ def store(quick_path: Path) -> Iterator[Store]:
 
 
 def touched(store: Store, key: str) -> bytes | None:
-    data = store.first_touch("v", key)
+    data = store.first_touch("v", key, 1 << 63)
     return None if data is None else bytes(data)
 
 
@@ -76,7 +76,7 @@ def test_no_statement_is_needed_for_a_file(store: Store, monkeypatch: pytest.Mon
 def test_the_second_read_of_a_process_maps_the_file_and_the_third_is_remembered(store: Store) -> None:
     hit = store.hot_lookup("v")
     assert hit("large", 1 << 63) is None
-    first, second = store.first_touch("v", "large"), store.first_touch("v", "large")
+    first, second = store.first_touch("v", "large", 1 << 63), store.first_touch("v", "large", 1 << 63)
     assert first is not None
     assert second is not None
     assert isinstance(first.obj, bytes)
@@ -101,11 +101,12 @@ def test_a_first_touch_is_a_hit_and_a_use(store: Store) -> None:
 def test_what_was_validated_too_long_ago_is_not_served(store: Store) -> None:
     entry = store.entry("v", "large")
     assert entry is not None
-    validated = store.engine.slots.validated(entry.slot)
-    assert store.first_touch("v", "large", validated) is not None
-    assert store.first_touch("v", "large", validated + 1) is None
+    for age, is_served in ((1 << 40, True), (1, False)):
+        assert (store.first_touch("v", "large", age) is not None) is is_served
     store.engine.slots.set_validated(entry.slot, store.now() + 10**15)
-    assert store.first_touch("v", "large", 1) is None  # a time of the future was damaged
+    assert store.first_touch("v", "large", 1 << 63) is None  # a time of the future was damaged
+    store.engine.slots.set_validated(entry.slot, 0)
+    assert store.first_touch("v", "large", 1 << 60) is None  # it was invalidated
 
 
 def test_what_is_evicted_is_not_led_to(store: Store) -> None:
@@ -126,9 +127,9 @@ def test_a_new_version_is_led_to_at_once_in_every_process(store: Store) -> None:
 def test_a_key_of_another_space_is_another_key(store: Store) -> None:
     store.put("w", "large", b"w" * 60_000)
     store.spaces.lookup("w")
-    assert bytes(store.first_touch("w", "large") or b"") == b"w" * 60_000
+    assert bytes(store.first_touch("w", "large", 1 << 63) or b"") == b"w" * 60_000
     assert touched(store, "large") == LARGE
-    assert store.first_touch("w", "small") is None
+    assert store.first_touch("w", "small", 1 << 63) is None
 
 
 def test_what_is_replaced_while_it_is_read_is_not_served(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

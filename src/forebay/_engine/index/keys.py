@@ -156,18 +156,18 @@ class Keys:
         tag, at = first >> 32, _HEADER + (first & table.mask)
         for bucket in range(at, at + PROBES):
             word = words[bucket]
-            if not word:
-                return None
-            if word >> 32 == tag:
+            if word >> 32 == tag and word:
                 slot = (word & 0xFFFFFFFF) - 1
                 record = self._read(slot)
                 if record is not None and record[_HASH] == first and record[_PROOF] == second ^ hash(record[_ID:_SOUND]) & _MASK:
                     return slot, record
+            elif not word:
+                return None
         return None
 
     def _read(self, slot: int) -> tuple[int, ...] | None:
         """The record of a slot, if the slot still has its entry."""
-        words = self._words_of(slot // RECORDS)
+        words = self._records.get(slot // RECORDS) or self._words_of(slot // RECORDS)
         if words is None:
             return None
         base = _HEADER + slot % RECORDS * _WORDS
