@@ -119,6 +119,7 @@ def test_s06_what_rotted_between_the_kill_and_the_next_read_is_fetched_again(
 
     downloader = children(rank)
     assert server.stalled.wait(60)
+    until(lambda: any((root / "tmp").glob("*.map")))
     left = min(path for path in (root / "tmp").iterdir() if not path.suffix)
     until(lambda: sum(left.with_suffix(".map").read_bytes()[512:524]) >= 5)  # chunks that are marked
     downloader.kill()

@@ -15,7 +15,7 @@ from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.counters import Counters
 from forebay._engine.index.hosts import SilentHosts
-from forebay._engine.index.keys import Keys
+from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.slots import RECORDS, Slots, SlotsBroken, SlotsReplaced
 from forebay._engine.locks.leases import Leases
@@ -183,7 +183,7 @@ class Engine:
             recover=self._finish_intent, sweep=self._sweep,
         )  # fmt: skip
         self.slots = Slots(root)
-        self.keys = Keys(root, self.slots)
+        self.keys = KeyIndex(root, self.slots)
         self.counters.detach()
         self.leases = Leases(root, self.catalog, self.slots)
         self.memo.restart(self.slots)

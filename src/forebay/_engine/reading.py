@@ -14,7 +14,7 @@ from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.index import counters
 from forebay._engine.index.counters import Counters
-from forebay._engine.index.keys import Hint, Keys
+from forebay._engine.index.keys import EntryHint, KeyIndex
 from forebay._engine.index.memo import Memo, Remembered
 from forebay._engine.index.slots import ID, USED, VALIDATED, Slots
 from forebay._engine.locks.leases import Lease, Leases
@@ -34,7 +34,7 @@ class Reading:
     """Reads entries of one root. Callable from any thread, and in a forked child."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, keys: Keys, leases: Leases, memo: Memo, counts: Counters
+        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, leases: Leases, memo: Memo, counts: Counters
     ) -> None:  # fmt: skip
         self._root, self._catalog, self._slots, self._keys = root, catalog, slots, keys
         self._leases, self._memo, self._counts = leases, memo, counts
@@ -67,7 +67,7 @@ class Reading:
         counts[at + counters.BYTES_HIT] += hint.size
         return data
 
-    def _file_of(self, space: str, names: tuple[str, ...], hint: Hint) -> memoryview | None:
+    def _file_of(self, space: str, names: tuple[str, ...], hint: EntryHint) -> memoryview | None:
         """The bytes of a file: a copy when the process reads a small one for the first time, else mapped. None where the file is gone,
         or is not as it was published."""
         path, size = self._root.blob_name(hint.id, hint.suffix), hint.size
@@ -94,7 +94,7 @@ class Reading:
             self._memo.add_mapped(space, names, hint.slot, hint.id, view)
         return view
 
-    def _value_of(self, space: str, names: tuple[str, ...], hint: Hint) -> memoryview | None:
+    def _value_of(self, space: str, names: tuple[str, ...], hint: EntryHint) -> memoryview | None:
         """The bytes of a small value; None where it is gone, or damaged."""
         row = entries.value(self._catalog, hint.id)
         if row is None or len(row[0]) != hint.size or blobs.checksum_of(row[0]) != row[1]:

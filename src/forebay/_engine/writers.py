@@ -5,7 +5,7 @@ from __future__ import annotations
 from forebay._engine.catalog import Catalog
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import Counters
-from forebay._engine.index.keys import Keys
+from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.memo import Memo
 from forebay._engine.index.slots import Slots
 from forebay._engine.locks.fill import Fill
@@ -27,7 +27,7 @@ class Writers:
     that only reads what is there starts without."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, keys: Keys, memo: Memo, counters: Counters, leases: Leases, owners: Owners,
+        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, memo: Memo, counters: Counters, leases: Leases, owners: Owners,
         words: waits.Words,
     ) -> None:  # fmt: skip
         self.fill = Fill(root, catalog, owners, words, counters)

@@ -14,7 +14,7 @@ import pytest
 import forebay
 from forebay import errors
 from forebay._engine.index import keys
-from forebay._engine.index.keys import PROBES, RECORDS, Keys
+from forebay._engine.index.keys import PROBES, RECORDS, KeyIndex
 from forebay._engine.store import Store
 from forebay._kernel import host
 from forebay._model import Entry
@@ -152,7 +152,7 @@ def test_nothing_is_led_to_before_its_commit(store: Store, kind: str) -> None:
     body = LARGE if kind == "large" else b"x"
 
     space, seen = store.spaces.lookup("v").id, []
-    others = Keys(store.root, store.engine.slots)
+    others = KeyIndex(store.root, store.engine.slots)
 
     def stop_at_commit(call: str, subject: str) -> None:
         if call == "commit":
@@ -323,7 +323,7 @@ def test_the_table_grows_and_other_processes_go_on_with_the_new_one(store: Store
     monkeypatch.setattr(keys, "BUCKETS", 256)
     shutil.rmtree(store.root.index_dir)
     store.engine.keys._forget()
-    other = Keys(store.root, store.engine.slots)
+    other = KeyIndex(store.root, store.engine.slots)
     few = entries_of(store, 20)
     assert all(other.find(1, entry.key) for entry in few)
     size = (store.root.index_dir / "table").stat().st_size

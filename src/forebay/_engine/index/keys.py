@@ -53,7 +53,7 @@ _halves = struct.Struct("<QQ").unpack
 _Found = tuple[int, int]
 
 
-class Hint(NamedTuple):
+class EntryHint(NamedTuple):
     """What the index knows of an entry. ``seal``: see `blobs.has_seal`."""
 
     slot: int
@@ -70,7 +70,7 @@ class _Table(NamedTuple):
     keyed: blake2b
 
 
-class Keys:
+class KeyIndex:
     """The index of one root. Callable from any thread and, mappings being inherited, after a fork. Nothing in it is ever missed: a call
     that meets a fault of the disk does without."""
 
@@ -82,7 +82,7 @@ class Keys:
         self._spaces: dict[int, blake2b] = {}
         self._boot = boot_number()
 
-    def find(self, space: int, key: str) -> Hint | None:
+    def find(self, space: int, key: str) -> EntryHint | None:
         """What is known of the current entry of a key, if it is a file or a small value that was sound since the boot."""
         table = self._table or self._open()
         if table is None:
@@ -101,7 +101,7 @@ class Keys:
             name = self._suffix(suffix, more)
         if sound != self._boot ^ id or name is None:
             return None
-        return Hint(slot, id, size, kind & 0xFF == _BLOB, kind >> 8, name)
+        return EntryHint(slot, id, size, kind & 0xFF == _BLOB, kind >> 8, name)
 
     def note(self, space: int, entry: Entry) -> None:
         """Let `find` find an entry that was published or verified just now. Caller: its row is committed."""

@@ -21,7 +21,7 @@ _MANY = 1_000_000
 _NO_WINDOW = 0, 0, 0
 
 
-class Mapped:
+class MappedEntry:
     """The bytes of an entry, and its record in the table of slots: all that a hit needs."""
 
     __slots__ = ("id", "names", "size", "slot", "view")
@@ -38,7 +38,7 @@ class Mapped:
         self.slot[USED] = now
 
 
-class Remembered(Mapped):
+class Remembered(MappedEntry):
     """An entry with its row, and its bytes."""
 
     __slots__ = ("entry",)
@@ -65,7 +65,7 @@ def finds_nothing(name: str) -> Remembered | None:
 
 
 class Memo:
-    """Per process: (space, name) to `Mapped`. Several names may lead to one entry: a URL as written, and its key.
+    """Per process: (space, name) to `MappedEntry`. Several names may lead to one entry: a URL as written, and its key.
 
     It keeps two things apart: which entries the process has read, a number each; and their mappings, of which it keeps ``max_bytes``."""
 
@@ -73,7 +73,7 @@ class Memo:
         self._slots, self._max_bytes = slots, max_bytes
         self._max_count = max_count or max(mappings.max_maps() // 4, 64)
         self._mutex = threading.Lock()  # guards what follows; the hit path reads the dicts without it
-        self._known: dict[str, dict[str, Mapped]] = {}
+        self._known: dict[str, dict[str, MappedEntry]] = {}
         self._read: set[int] = set()
         self._passed = 0
         self._bytes = 0
@@ -87,7 +87,7 @@ class Memo:
         known = self._of(space).get(name)
         return known if isinstance(known, Remembered) and known.is_current() else None
 
-    def _of(self, space: str) -> dict[str, Mapped]:
+    def _of(self, space: str) -> dict[str, MappedEntry]:
         return self._known.setdefault(space, {})
 
     def hot_lookup(self, space: str, counters: Counters) -> Hit:
@@ -154,12 +154,12 @@ class Memo:
     def add_mapped(self, space: str, names: tuple[str, ...], slot: int, id: int, view: memoryview) -> None:
         """Remember the bytes of an entry whose row was not read."""
         words, base = self._slots.record(slot)
-        item = Mapped(id, view, words[base : base + 4])
+        item = MappedEntry(id, view, words[base : base + 4])
         self._add(space, names[0], item)
         for name in names[1:]:
             self.alias(space, name, item)
 
-    def _add(self, space: str, name: str, item: Mapped) -> None:
+    def _add(self, space: str, name: str, item: MappedEntry) -> None:
         if item.size > self._max_bytes // 2:
             return
         with self._mutex:
@@ -171,7 +171,7 @@ class Memo:
             self._bytes += item.size
             self._count += 1
 
-    def alias(self, space: str, name: str, item: Mapped) -> None:
+    def alias(self, space: str, name: str, item: MappedEntry) -> None:
         """Let another name lead to what is remembered."""
         with self._mutex:
             if item.names and name not in self._of(space):
@@ -221,10 +221,10 @@ class Memo:
         self._mutex = threading.Lock()
         self._window = _NO_WINDOW  # the first hit takes the slow path
 
-    def _all_locked(self) -> Iterator[Mapped]:
+    def _all_locked(self) -> Iterator[MappedEntry]:
         return iter({id(item): item for known in self._known.values() for item in known.values()}.values())
 
-    def _forget_locked(self, item: Mapped | None) -> None:
+    def _forget_locked(self, item: MappedEntry | None) -> None:
         if item is None or not item.names:
             return
         for space, name in item.names:

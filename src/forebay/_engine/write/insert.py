@@ -21,7 +21,7 @@ from typing import NamedTuple
 from forebay._engine.catalog import Catalog, Txn, entries
 from forebay._engine.files import blobs
 from forebay._engine.files.root import Root
-from forebay._engine.index.keys import Keys
+from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.slots import Slots
 from forebay._engine.space.budget import Budget, SpaceRequest
 from forebay._kernel import host
@@ -57,7 +57,7 @@ class New(NamedTuple):
 class Inserter:
     """Inserts the rows of entries into one root. Callable from any thread that is inside a transaction."""
 
-    def __init__(self, slots: Slots, keys: Keys, budget: Budget) -> None:
+    def __init__(self, slots: Slots, keys: KeyIndex, budget: Budget) -> None:
         self._slots, self._keys, self.budget = slots, keys, budget
 
     def insert(

@@ -25,7 +25,7 @@ from forebay._engine.files.chunkmaps import CHUNK
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root
 from forebay._engine.files.stages import MemoryStage, Stage
-from forebay._engine.index.keys import Keys
+from forebay._engine.index.keys import KeyIndex
 from forebay._engine.index.slots import Slots
 from forebay._engine.locks.fill import hash_of
 from forebay._engine.locks.leases import Lease, Leases
@@ -62,7 +62,7 @@ class Publisher:
     """Writes entries into one root. Callable from any thread."""
 
     def __init__(
-        self, root: Root, catalog: Catalog, slots: Slots, keys: Keys, owners: Owners, budget: Budget, inline_eviction: InlineEviction,
+        self, root: Root, catalog: Catalog, slots: Slots, keys: KeyIndex, owners: Owners, budget: Budget, inline_eviction: InlineEviction,
         intent: Intent,
     ) -> None:  # fmt: skip
         self.root, self.rows, self._catalog, self.budget = root, catalog, catalog, budget

@@ -101,7 +101,7 @@ class Receiver(Protocol):
         """Called once, last. None: the response is complete. `AttemptFailed`: it is not, and why; `CallAborted`: it was cancelled."""
 
 
-class Handle:
+class CurlHandle:
     """One easy handle of libcurl, for one transfer after another. All of it belongs to the thread of the loop.
 
     ``began``, ``heard``: when the transfer began, and when it last made progress that counts, by the monotonic clock. ``until``: when it
@@ -301,7 +301,7 @@ class NotConnected(AttemptFailed):
     """No connection to the server, or to its proxy, came about: another address may be tried."""
 
 
-def _failure(handle: Handle, code: int, text: str) -> AttemptFailed:
+def _failure(handle: CurlHandle, code: int, text: str) -> AttemptFailed:
     """In our words: libcurl's text may name the whole URL, secrets included."""
     curl, proxied, no_answer = handle.curl, handle.request.proxy is not None, not handle.answered
     number = curl.getinfo(pycurl.OS_ERRNO)
@@ -343,6 +343,6 @@ _SILENCE, _CUT = "nothing came for too long", "the connection was cut"
 _NO_PROXY, _NO_NAME = "its proxy cannot be reached", "its host name cannot be resolved"
 
 
-def too_late(handle: Handle) -> AttemptFailed:
-    """The failure of a transfer that made no progress until it was `Handle.due`."""
+def too_late(handle: CurlHandle) -> AttemptFailed:
+    """The failure of a transfer that made no progress until it was `CurlHandle.due`."""
     return AttemptFailed(_SILENCE, RemoteTimeout, no_answer=not handle.answered)

@@ -12,7 +12,7 @@ from typing import TypeVar
 from forebay.errors import RemoteProtocolError
 from forebay.remote.base import AttemptFailed, CallAborted
 from forebay.remote.http.handles import Headers, Receiver, TransferRequest
-from forebay.remote.http.transfers import Transfer, start
+from forebay.remote.http.transfers import HttpTransfer, start
 
 LAST_MOMENT = 0.2  # seconds
 
@@ -188,7 +188,7 @@ def run_many(work: Iterable[tuple[TransferRequest, R]], side_by_side: int) -> It
 
     ``work`` is advanced in the calling thread, as places become free. Closing the iterator cancels what is under way."""
     ended: queue.SimpleQueue[tuple[int, R, Exception | None]] = queue.SimpleQueue()
-    running: dict[int, Transfer] = {}
+    running: dict[int, HttpTransfer] = {}
     remaining, number = iter(work), 0
     try:
         while True:

@@ -22,7 +22,7 @@ import pycurl
 
 from forebay._logs import logger
 from forebay.remote.base import AttemptFailed, CallAborted
-from forebay.remote.http.handles import Handle, Receiver, TransferRequest, too_late
+from forebay.remote.http.handles import CurlHandle, Receiver, TransferRequest, too_late
 
 log = logger("forebay.remote")
 
@@ -34,12 +34,12 @@ _MASKS = {
 }  # fmt: skip
 
 
-class Transfer:
+class HttpTransfer:
     """A transfer that was begun. Callable from any thread."""
 
     def __init__(self, loop: _Loop, request: TransferRequest, receiver: Receiver) -> None:
         self._loop, self.request, self.receiver = loop, request, receiver
-        self.handle: Handle | None = None  # in the thread of the loop only
+        self.handle: CurlHandle | None = None  # in the thread of the loop only
         self.ended = False
 
     def cancel(self) -> None:
@@ -74,8 +74,8 @@ class _Loop:
         self.sockets: dict[int, int] = {}  # descriptor -> inode of every socket that libcurl opened; it may have closed it since
         self._timer: float | None = None  # when libcurl wants to be called
         self._next_check: float | None = None  # when the time of a transfer may be over
-        self._running: dict[pycurl.Curl, Transfer] = {}
-        self._spare: list[Handle] = []
+        self._running: dict[pycurl.Curl, HttpTransfer] = {}
+        self._spare: list[CurlHandle] = []
         self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
@@ -187,10 +187,10 @@ class _Loop:
     def _set_timer(self, milliseconds: int) -> None:
         self._timer = None if milliseconds < 0 else time.monotonic() + milliseconds / 1000
 
-    def begin(self, transfer: Transfer) -> None:
+    def begin(self, transfer: HttpTransfer) -> None:
         if transfer.ended:
             return
-        handle = self._spare.pop() if self._spare else Handle(self.sockets)
+        handle = self._spare.pop() if self._spare else CurlHandle(self.sockets)
         try:
             handle.prepare(transfer.request, transfer.receiver)
         except (pycurl.error, TypeError, ValueError) as error:
@@ -203,16 +203,16 @@ class _Loop:
         self._multi.add_handle(handle.curl)
         self._check_at(handle.due(handle.began))
 
-    def end_by(self, transfer: Transfer, until: float) -> None:
+    def end_by(self, transfer: HttpTransfer, until: float) -> None:
         if transfer.handle is not None and not transfer.handle.has_head:
             transfer.handle.until = until
             self._check_at(until)
 
-    def resume(self, transfer: Transfer) -> None:
+    def resume(self, transfer: HttpTransfer) -> None:
         if transfer.handle is not None:
             transfer.handle.resume()
 
-    def finish(self, transfer: Transfer, error: Exception | None) -> None:
+    def finish(self, transfer: HttpTransfer, error: Exception | None) -> None:
         """Take a transfer out of the loop, and tell its receiver."""
         if transfer.ended:
             return
@@ -257,10 +257,10 @@ _current: _Loop | None = None
 _lock = threading.Lock()  # guards the start of a loop
 
 
-def start(request: TransferRequest, receiver: Receiver) -> Transfer:
+def start(request: TransferRequest, receiver: Receiver) -> HttpTransfer:
     """Begin a transfer. Returns at once; callable from any thread, also from a receiver."""
     loop = _loop()
-    transfer = Transfer(loop, request, receiver)
+    transfer = HttpTransfer(loop, request, receiver)
     loop.submit(lambda: loop.begin(transfer))
     return transfer
 
