@@ -15,6 +15,7 @@ import pytest
 
 from forebay.errors import RemoteProtocolError, RemoteTimeout
 from forebay.remote.base import AttemptFailed, CallAborted
+from forebay.remote.http import transfers
 from forebay.remote.http.handles import Headers, TransferRequest
 from forebay.remote.http.receivers import Collected, Incoming, run_many
 from forebay.remote.http.transfers import start
@@ -316,6 +317,33 @@ def test_read_waits_for_as_much_as_is_wanted(server: ScriptedServer) -> None:
     while piece := incoming.read(100_000, at_least=100_000):
         sizes.append(len(piece))
     assert sizes == [100_000] * (len(BODY) // 100_000) + [len(BODY) % 100_000]
+
+
+def test_a_receiver_that_fails_when_it_is_offered_the_rest_ends_its_own_transfer_only(server: ScriptedServer) -> None:
+    class Failing(Collected):
+        def __init__(self) -> None:
+            super().__init__()
+            self.refused, self.ended = threading.Event(), threading.Event()
+
+        def data(self, piece: bytes) -> bool:
+            if not self.refused.is_set():
+                self.refused.set()
+                return False
+            raise ValueError("no more")
+
+        def end(self, error: Exception | None) -> None:
+            super().end(error)
+            self.ended.set()
+
+    url, receiver = server.put("/a", BODY), Failing()
+    transfer = start(request(url), receiver)
+    assert receiver.refused.wait(60)
+    loop = transfers._current
+    transfer.resume()
+    assert receiver.ended.wait(60)
+    assert isinstance(receiver.error, ValueError)
+    assert get(url).body == BODY
+    assert transfers._current is loop
 
 
 def test_close_wakes_the_thread_that_waits(server: ScriptedServer) -> None:

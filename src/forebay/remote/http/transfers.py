@@ -209,8 +209,12 @@ class _Loop:
             self._check_at(until)
 
     def resume(self, transfer: HttpTransfer) -> None:
-        if transfer.handle is not None:
-            transfer.handle.resume()
+        handle = transfer.handle
+        if handle is not None:
+            try:
+                handle.resume()
+            except pycurl.error as error:  # the receiver raised when it was offered the rest, or the transfer failed meanwhile
+                self.finish(transfer, handle.failure(*error.args))
 
     def finish(self, transfer: HttpTransfer, error: Exception | None) -> None:
         """Take a transfer out of the loop, and tell its receiver."""
