@@ -144,6 +144,8 @@ class _Loop:
             self._stopping = True
             for transfer in self._running.values():
                 transfer.receiver.end(AttemptFailed(f"the client failed: {type(error).__name__}"))
+        while self._commands:  # what was begun meanwhile ends at once, instead of waiting for a loop that is gone
+            self._commands.popleft()()
 
     def _turn(self) -> None:
         """Wait for something to happen, and let libcurl and the commands have it."""
@@ -189,6 +191,9 @@ class _Loop:
 
     def begin(self, transfer: HttpTransfer) -> None:
         if transfer.ended:
+            return
+        if self._stopping:
+            self.finish(transfer, CallAborted())
             return
         handle = self._spare.pop() if self._spare else CurlHandle(self.sockets)
         try:
