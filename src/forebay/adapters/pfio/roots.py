@@ -119,14 +119,18 @@ def _abandoned_in(directory: str) -> list[str]:
         if _GONE.fullmatch(name):
             abandoned.append(path)  # the process that was to remove it ended before
         elif _NAME.fullmatch(name) and _is_abandoned(path):
-            abandoned.append(f"{path}.gone")
-            os.rename(path, abandoned[-1])
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path, f"{path}.gone")
+                abandoned.append(f"{path}.gone")
     return abandoned
 
 
 def _is_abandoned(path: str) -> bool:
     """Whether a root of this user is open in no process: each holds a lock on its FORMAT file, which a half created root lacks."""
-    status = os.lstat(path)
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:  # P1 lists it / P2 closes its cache, which removes it / P1 looks
+        return False
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return False
     lock = LockFile(os.path.join(path, "FORMAT"))
