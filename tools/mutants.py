@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         1, "the index leads to what is not committed", "_engine/write/insert.py",
-        "        txn.after_commit.append(lambda: self._keys.note(label.space, entry))\n", "        self._keys.note(label.space, entry)\n",
+        "        txn.after_release.append(lambda: self._keys.note(label.space, entry))\n", "        self._keys.note(label.space, entry)\n",
         f"{KEYS}test_nothing_is_led_to_before_its_commit[large]",
     ),
     Mutant(

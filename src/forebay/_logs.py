@@ -19,15 +19,19 @@ else:
 class _Logger:
     """Stands for the logger of a module until the module first logs: a process that logs nothing does not import `logging`."""
 
+    _logger: logging.Logger
+
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> object:
+        if attribute != "_logger":
+            return getattr(self._logger, attribute)
         import logging
 
-        result = logging.getLogger(self._name)
-        result.addFilter(_ESCAPING)  # idempotent
-        return getattr(result, attribute)
+        self._logger = logging.getLogger(self._name)
+        self._logger.addFilter(_ESCAPING)  # idempotent
+        return self._logger
 
 
 def escaped(text: str) -> str:

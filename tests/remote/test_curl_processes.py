@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from forebay.remote.http import transfers
 from forebay.remote.http.handles import TransferRequest
 from forebay.remote.http.receivers import Collected, Incoming, run_many
 from forebay.testing import ScriptedServer
+from tests.processes import ended, forked
 from tests.servers.nginx import Nginx
 from tests.servers.nginx import nginx as running
 
@@ -57,28 +58,6 @@ def read_all(base: str, rounds: int) -> bool:
         if sorted(response.body for response, _ in run_many(work, 4)) != sorted(BODIES):
             return False
     return True
-
-
-def forked(work: Callable[[], object]) -> int:
-    """The pid of a child that runs ``work``: it ends with 0 if that returns True."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        status = 0 if work() is True else 2
-    finally:
-        os._exit(status)
-
-
-def ended(pid: int, limit: float = 60) -> int:
-    """The exit status of a child; killed if it hangs."""
-    killer = threading.Timer(limit, os.kill, (pid, signal.SIGKILL))
-    killer.start()
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    finally:
-        killer.cancel()
 
 
 @pytest.fixture(params=["http", "https"])

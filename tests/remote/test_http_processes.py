@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,32 +19,11 @@ from forebay._model import Span
 from forebay.remote import RemoteOptions
 from forebay.remote.http import HttpRemote, transfers
 from forebay.testing import MemorySink, ScriptedServer
+from tests.processes import ended, forked
 
 PART = 64 << 10
 BODIES = [random.Random(n).randbytes(PART * 3 + n) for n in range(8)]
 OPTIONS = RemoteOptions(part=PART, backoff=0.01)
-
-
-def forked(work: Callable[[], object]) -> int:
-    """The pid of a child that runs ``work``: it ends with 0 if that returns True."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        status = 0 if work() is True else 2
-    finally:
-        os._exit(status)
-
-
-def ended(pid: int, limit: float = 30) -> int:
-    """The exit status of a child; killed if it hangs."""
-    killer = threading.Timer(limit, os.kill, (pid, signal.SIGKILL))
-    killer.start()
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    finally:
-        killer.cancel()
 
 
 def read_all(http: remote.Remote, urls: list[str], rounds: int) -> bool:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
 from forebay import errors
 from forebay._kernel.threads import run_all
@@ -144,8 +144,7 @@ class Hosts(Protocol):
         """Note that a request which began at ``began`` (monotonic) received no byte in ``waited`` seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class _HostAccess:
+class _HostAccess(NamedTuple):
     hosts: Hosts
     ask_silent: bool = False
 

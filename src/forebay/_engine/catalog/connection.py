@@ -451,7 +451,9 @@ class Catalog:
             txn.run("ROLLBACK")
 
     def _tidy(self, txn: Txn) -> None:
-        """After a commit, with no lock held: what has to be done from time to time."""
+        """After a commit, with no lock held."""
+        for call in txn.after_release:
+            call()
         if self.ballast.owed:
             self.ballast.restore()
         if txn.leftovers:

@@ -151,6 +151,8 @@ class Txn:
         """Set by a writer that saw something to sweep: done once the lock is free."""
         self.after_commit: list[Callable[[], object]] = []
         """Called after the commit, still under the writer lock."""
+        self.after_release: list[Callable[[], object]] = []
+        """Called after the commit, with no lock held. A crash before it is of no consequence."""
 
     def all(self, sql: str, *values: Any) -> list[Any]:
         return fetched(self._con, sql, values)

@@ -50,7 +50,6 @@ _KINDS = {"blob": 1, "value": 2}
 _BLOB = _KINDS["blob"]
 
 _halves = struct.Struct("<QQ").unpack
-_Found = tuple[int, int]
 
 
 class EntryHint(NamedTuple):
@@ -78,7 +77,7 @@ class KeyIndex:
         self._root, self._slots = root, slots
         self._table: _Table | None = None
         self._records: dict[int, memoryview] = {}
-        self._suffixes: dict[_Found, str | None] = {(0, 0): ""}
+        self._suffixes: dict[tuple[int, int], str | None] = {(0, 0): ""}
         self._spaces: dict[int, blake2b] = {}
         self._boot = boot_number()
 
@@ -87,14 +86,14 @@ class KeyIndex:
         table = self._table or self._open()
         if table is None:
             return None
-        found = self._search(table, *self._hash(table, space, key))
-        if found is None and table.words[_MOVED]:
+        match = self._search(table, *self._hash(table, space, key))
+        if match is None and table.words[_MOVED]:
             self._forget()
             table = self._open()
-            found = self._search(table, *self._hash(table, space, key)) if table is not None else None
-        if found is None:
+            match = self._search(table, *self._hash(table, space, key)) if table is not None else None
+        if match is None:
             return None
-        slot, (_, _, id, size, kind, suffix, more, sound) = found
+        slot, (_, _, id, size, kind, suffix, more, sound) = match
         try:
             name = self._suffixes[suffix, more]
         except KeyError:

@@ -80,7 +80,7 @@ class Inserter:
         )  # fmt: skip
         entries.insert(txn, label.space, entry, data)
         self._slots.settle(slot, id, now, now if label.validated is None else label.validated, label.space)
-        txn.after_commit.append(lambda: self._keys.note(label.space, entry))
+        txn.after_release.append(lambda: self._keys.note(label.space, entry))
         return entry
 
     def _supersede(self, txn: Txn, old: Entry) -> None:
@@ -107,7 +107,7 @@ class Inserter:
         for entry, _ in rows:
             self._slots.settle(entry.slot, entry.id, now, validated, label.space)
         published = [entry for entry, _ in rows]
-        txn.after_commit.append(lambda: self._keys.note_many(label.space, published))
+        txn.after_release.append(lambda: self._keys.note_many(label.space, published))
         return published
 
 

@@ -95,7 +95,7 @@ class Receiver(Protocol):
         """The status line and the headers are complete."""
 
     def data(self, piece: bytes) -> bool:
-        """The next bytes of the body, as sent. False: not now; the transfer pauses until `Transfer.resume`, and offers them again."""
+        """The next bytes of the body, as sent. False: not now; the transfer pauses until `HttpTransfer.resume`, and offers them again."""
 
     def end(self, error: Exception | None) -> None:
         """Called once, last. None: the response is complete. `AttemptFailed`: it is not, and why; `CallAborted`: it was cancelled."""
