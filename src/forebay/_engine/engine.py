@@ -27,14 +27,7 @@ from forebay._logs import logger
 from forebay._model import Entry, Problem
 
 if TYPE_CHECKING:
-    from forebay._engine.locks.fill import Fill
-    from forebay._engine.packs.packing import Packing
-    from forebay._engine.space.budget import Budget
-    from forebay._engine.space.eviction import Eviction
-    from forebay._engine.space.ranking import Ranking
     from forebay._engine.stats import StatsReader
-    from forebay._engine.write.insert import Intent
-    from forebay._engine.write.publish import Linker, Publisher
     from forebay._engine.writers import Writers
 
 log = logger("forebay.engine")
@@ -200,6 +193,7 @@ class Engine:
 
         return StatsReader(self.root, self.catalog, self.slots, self.counters, self.leases)
 
+    @property
     def writers(self) -> Writers:
         """The parts that change the root, created by the first call."""
         writers = self._writers
@@ -213,38 +207,6 @@ class Engine:
                     )  # fmt: skip
                 writers = self._writers
         return writers
-
-    @property
-    def fill(self) -> Fill:
-        return self.writers().fill
-
-    @property
-    def eviction(self) -> Eviction:
-        return self.writers().eviction
-
-    @property
-    def ranking(self) -> Ranking:
-        return self.writers().ranking
-
-    @property
-    def budget(self) -> Budget:
-        return self.writers().budget
-
-    @property
-    def intent(self) -> Intent:
-        return self.writers().intent
-
-    @property
-    def publisher(self) -> Publisher:
-        return self.writers().publisher
-
-    @property
-    def linker(self) -> Linker:
-        return self.writers().linker
-
-    @property
-    def packing(self) -> Packing:
-        return self.writers().packing
 
     def _start(self, settings: Settings, before: Settings | None = None) -> None:
         """Open the catalog, recreating it where it is broken. ``before``: what was in force for this process, for a root that was
@@ -284,7 +246,7 @@ class Engine:
             self._clean_after_reboot()
             if entries.held(self.catalog, 0, 1):  # perhaps of processes that are dead
                 with waits.time_limit(0):
-                    self.eviction.sweep()
+                    self.writers.eviction.sweep()
         except errors.WriterBusy as error:  # it can be read from all the same; the next process that opens it sweeps
             log.info("%s: not swept: %s", self.root.path, str(error))
         self._apply(settings, before)
@@ -313,10 +275,10 @@ class Engine:
             return
         if not self.slots.are_same():
             raise CatalogBroken(f"the table of slots in {self.root.slots_dir} was replaced")
-        self.intent.recover()
+        self.writers.intent.recover()
 
     def _sweep(self) -> None:
-        self.eviction.sweep()
+        self.writers.eviction.sweep()
 
     def _clean_after_reboot(self) -> None:
         """Before the first reservation after a reboot: remove files that the machine's crash left without a row."""
@@ -324,7 +286,7 @@ class Engine:
             return
         from forebay._engine import check
 
-        check.remove_strays(self.root, self.catalog, self.eviction, self.fill)
+        check.remove_strays(self.root, self.catalog, self.writers.eviction, self.writers.fill)
         with self.catalog.write() as txn:
             processes.forget_failures(txn)
             spaces.set_setting(txn, "boot", host.boot_id())
@@ -341,7 +303,7 @@ class Engine:
             if given:
                 self._unset = None
             if self._lower and applied:
-                self.budget.make_room()
+                self.writers.budget.make_room()
                 self._lower = False
         except errors.WriterBusy as error:
             self._in_force = settings
@@ -350,7 +312,7 @@ class Engine:
             log.warning("%s: budget, min_free and max_entries are not set yet, and will be by a later call: %s", self.root.path, str(error))
 
     def _make_room(self) -> bool:
-        return self.budget.make_room()
+        return self.writers.budget.make_room()
 
     def configure(self, settings: Settings) -> None:
         """Set the given limits for every process; a lower one is applied at once. Where the catalog is busy, the next call that writes
@@ -391,7 +353,7 @@ class Engine:
                     self._in_force, applied = apply(unset, self.root, self.catalog, self._make_room, self.counters)
                     unset, lower = None, lower or not applied
                 if lower:
-                    self.budget.make_room()
+                    self.writers.budget.make_room()
             except BaseException:
                 self._unset, self._lower = unset, lower
                 raise
@@ -401,7 +363,7 @@ class Engine:
     def before_fork(self) -> None:
         # The catalog first: a thread inside a transaction takes the mutexes of the others. The writers are created, lest another thread
         # does it between here and the fork.
-        self._forking = (self.catalog, self.writers(), self.owners, self.leases)
+        self._forking = (self.catalog, self.writers, self.owners, self.leases)
         for part in self._forking:
             part.before_fork()
         self._format.before_fork(keep=True)

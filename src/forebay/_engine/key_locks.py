@@ -31,7 +31,7 @@ class KeyLocks:
         self.engine.check_usable(writing=True)
         number = self._spaces.ensure(space).id
         with self.engine.reopening():
-            return self.engine.fill.single(number, key, look, make, timeout=timeout, on_wait=on_wait, on_hold=on_hold)
+            return self.engine.writers.fill.single(number, key, look, make, timeout=timeout, on_wait=on_wait, on_hold=on_hold)
 
     async def single_async(
         self, space: str, key: str, look: Callable[[], T | None], make: Callable[[], Awaitable[T]], *, timeout: float | None = None
@@ -40,23 +40,23 @@ class KeyLocks:
         self.engine.check_usable(writing=True)
         number = self._spaces.ensure(space).id
         with self.engine.reopening():
-            return await self.engine.fill.single_async(number, key, look, make, timeout=timeout)
+            return await self.engine.writers.fill.single_async(number, key, look, make, timeout=timeout)
 
     @recover_and_retry
     def hold(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
         """Take the lock of a key, waiting up to ``timeout`` seconds. Any thread may release it."""
-        return self.engine.fill.hold(self._spaces.ensure(space).id, key, timeout=timeout)
+        return self.engine.writers.fill.hold(self._spaces.ensure(space).id, key, timeout=timeout)
 
     def try_hold(self, space: str, key: str) -> KeyHold | None:
         """Take the lock of a key if it is free."""
         self.engine.check_usable(writing=True)
         with faults(key):
-            return self.engine.fill.try_hold(self._spaces.ensure(space).id, key)
+            return self.engine.writers.fill.try_hold(self._spaces.ensure(space).id, key)
 
     async def hold_async(self, space: str, key: str, *, timeout: float | None = None) -> KeyHold:
         """`hold` for a coroutine: the event loop goes on."""
         self.engine.check_usable(writing=True)
-        return await self.engine.fill.hold_async(self._spaces.ensure(space).id, key, timeout=timeout)
+        return await self.engine.writers.fill.hold_async(self._spaces.ensure(space).id, key, timeout=timeout)
 
     @recover_and_retry
     def named(self, name: str, *, timeout: float | None = None, on_wait: OnWait | None = None) -> KeyHold:
@@ -64,22 +64,22 @@ class KeyLocks:
 
         It may be waited for inside a function that makes a key's value too, so its holder must run nothing that waits for such a key."""
         self.engine.check_usable(writing=True)
-        with self.engine.fill.working(False):
-            return self.engine.fill.hold(NAMED, name, timeout=timeout, on_wait=on_wait)
+        with self.engine.writers.fill.working(False):
+            return self.engine.writers.fill.hold(NAMED, name, timeout=timeout, on_wait=on_wait)
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """Around what makes a value while its key is held: inside, no other key is waited for."""
-        return self.engine.fill.working()
+        return self.engine.writers.fill.working()
 
     def wait_turn(self, space: str, key: str, seconds: float) -> None:
         """Sleep until the lock of a key may have been released, at most ``seconds``."""
-        self.engine.fill.sleep(self._spaces.ensure(space).id, key, seconds)
+        self.engine.writers.fill.sleep(self._spaces.ensure(space).id, key, seconds)
 
     @recover_and_retry
     def failure(self, space: str, key: str, since: int) -> Exception | None:
         """What the work on a key failed with after ``since`` (nanoseconds of the monotonic clock), in any process."""
-        return self.engine.fill.failure(self._spaces.ensure(space).id, key, since)
+        return self.engine.writers.fill.failure(self._spaces.ensure(space).id, key, since)
 
     def note_failure(self, space: str, key: str, error: Exception) -> None:
         """Record a failure for those that wait for this key."""
-        self.engine.fill.note_failure(self._spaces.ensure(space).id, key, error)
+        self.engine.writers.fill.note_failure(self._spaces.ensure(space).id, key, error)

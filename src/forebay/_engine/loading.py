@@ -27,7 +27,7 @@ class Reservations:
         engine = self.engine
         engine.check_usable(writing=True)
         row = self._spaces.ensure(space)
-        return SpaceReservation(engine.catalog, engine.budget, engine.publisher, engine.leases, engine.intent, row)
+        return SpaceReservation(engine.catalog, engine.writers.budget, engine.writers.publisher, engine.leases, engine.writers.intent, row)
 
     def spill(self, space: str, key: str, data: Buffer) -> Lease:
         """Keep bytes for as long as the returned lease, or a copy of it after a fork, is held. Raises `CacheFault`."""
@@ -52,7 +52,7 @@ class Reservations:
         lease = engine.leases.take(row.id, key)
         if lease is not None:
             return lease
-        with engine.fill.holding(row.id, key):
+        with engine.writers.fill.holding(row.id, key):
             # P1 and P2 find none / P1 holds the key, begins one, lets go / P2 holds the key: we are here.
             return engine.leases.take(row.id, key) or self._begin_session(Label(row.id, row.name, key, life="held"))
 
@@ -63,7 +63,7 @@ class Reservations:
                 id = txn.new_id()
                 if engine.leases.hold(id):
                     held.append(id)
-                entry = engine.publisher.inserter.insert(txn, label, id, "session", 0, b"", None)
+                entry = engine.writers.publisher.inserter.insert(txn, label, id, "session", 0, b"", None)
                 txn.leftovers = True
         except BaseException:
             for id in held:

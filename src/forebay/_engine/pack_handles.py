@@ -25,7 +25,7 @@ class Packs:
         """An empty pack of ``length`` slots, open and leased; it replaces the pack of this name. Caller: holds the key."""
         self.engine.check_usable(writing=True)
         row = self._spaces.ensure(space, kind="packs")
-        lease = self.engine.packing.create(Label(row.id, row.name, key, life=life, meta=meta), length, fingerprint=fingerprint)
+        lease = self.engine.writers.packing.create(Label(row.id, row.name, key, life=life, meta=meta), length, fingerprint=fingerprint)
         return self._open(lease, length)
 
     @recover_and_retry
@@ -65,19 +65,19 @@ class Packs:
         """Give a pack that lived as long as it was held a name, under which it stays. False if the name is taken, unless ``overwrite``."""
         self.engine.check_usable(writing=True)
         row = self._spaces.ensure(space)
-        return self.engine.linker.name(pack.id, Label(row.id, row.name, key), overwrite=overwrite)
+        return self.engine.writers.linker.name(pack.id, Label(row.id, row.name, key), overwrite=overwrite)
 
     @recover_and_retry
     def take_segment(self, room: SegmentRequest, need: int, words: memoryview, full: tuple[int, int] | None) -> TakenSegment:
         """See `Packing.take`."""
         self.engine.check_usable(writing=True)
-        return self.engine.packing.take(room, need, words, full)
+        return self.engine.writers.packing.take(room, need, words, full)
 
     @recover_and_retry
     def leave_segment(self, pack: int, number: int, tail: int) -> None:
         """See `Packing.leave`."""
-        self.engine.packing.leave(pack, number, tail)
+        self.engine.writers.packing.leave(pack, number, tail)
 
     def forget_segment(self, ticket: int) -> None:
         """See `Packing.forget`."""
-        self.engine.packing.forget(ticket)
+        self.engine.writers.packing.forget(ticket)

@@ -92,7 +92,7 @@ class Spaces:
         engine = self.engine
         bytes_before, count_before = rows.live(engine.catalog, space.name)
         try:
-            engine.budget.cancel(engine.budget.reserve(SpaceRequest(space.id, "", 0, 0, entries=0)).id)
+            engine.writers.budget.cancel(engine.writers.budget.reserve(SpaceRequest(space.id, "", 0, 0, entries=0)).id)
         except (errors.NoSpace, errors.WriterBusy) as error:
             log.info("the space %s stays above its limit for now: %s", space.name, str(error))
         bytes_after, count_after = rows.live(engine.catalog, space.name)
@@ -129,7 +129,7 @@ class Spaces:
             while page:
                 unpinned = [(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in page if e.life != "pinned"]
                 for at in range(0, len(unpinned), _AT_ONCE):
-                    removed += len(engine.eviction.remove(unpinned[at : at + _AT_ONCE]))
+                    removed += len(engine.writers.eviction.remove(unpinned[at : at + _AT_ONCE]))
                 page = engine.stats.page(space, page[-1].key)
         engine.counters.add(counters.EVICTIONS, removed)
         return removed

@@ -251,7 +251,7 @@ class Store:
         label = Label(row.id, row.name, key, life=life, meta=meta, validated=validated)
         while True:
             try:
-                entry = self.engine.publisher.put(label, data, validator=validator)
+                entry = self.engine.writers.publisher.put(label, data, validator=validator)
             except errors.NoSpace as error:
                 if row.policy != Policy.WAIT or error.hopeless:
                     raise
@@ -267,7 +267,7 @@ class Store:
 
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
-        entry = self.engine.publisher.put_pieces(Label(row.id, row.name, key, life=life, meta=meta), pieces)
+        entry = self.engine.writers.publisher.put_pieces(Label(row.id, row.name, key, life=life, meta=meta), pieces)
         self.engine.counters.add(counters.BYTES_STORED, entry.size)
         return entry
 
@@ -276,7 +276,7 @@ class Store:
 
         began = time.monotonic_ns()
         try:
-            self.engine.budget.wait_for_room(SpaceRequest(label.space, label.key, 0, size), timeout)
+            self.engine.writers.budget.wait_for_room(SpaceRequest(label.space, label.key, 0, size), timeout)
         except errors.WaitTimeout as late:
             raise error from late
         finally:
@@ -294,7 +294,7 @@ class Store:
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
         label = Label(row.id, row.name, key, suffix, life, meta, validated)
-        return Writing(self.engine.publisher, label, resume=resume, on_progress=on_progress)
+        return Writing(self.engine.writers.publisher, label, resume=resume, on_progress=on_progress)
 
     @recover_and_retry
     def put_many(self, space: str, items: Sequence[tuple[str, Buffer]], *, life: str = "cached") -> list[Entry]:
@@ -303,12 +303,12 @@ class Store:
 
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
-        return self.engine.publisher.put_many([(Label(row.id, row.name, key, life=life), data) for key, data in items])
+        return self.engine.writers.publisher.put_many([(Label(row.id, row.name, key, life=life), data) for key, data in items])
 
     def publish_many(self, writings: Sequence[Writing]) -> list[Entry]:
         """Publish several writes in one transaction: all or none."""
         with faults("several writes"):
-            entries = self.engine.publisher.publish(writings)
+            entries = self.engine.writers.publisher.publish(writings)
         for writing in writings:
             writing.published()
         return entries
@@ -327,7 +327,8 @@ class Store:
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
         label = Label(row.id, row.name, key, life=life, meta=meta)
-        tree = self.engine.linker.publish_tree(label, [(name, lease.entry) for name, lease in members], self.engine.leases, validator)
+        entries_of = [(name, lease.entry) for name, lease in members]
+        tree = self.engine.writers.linker.publish_tree(label, entries_of, self.engine.leases, validator)
         self.engine.reading.note_tree(tree)
         return tree
 
@@ -345,7 +346,7 @@ class Store:
 
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
-        return self.engine.linker.link(Label(row.id, row.name, key, suffix, life), lease, self.engine.leases, validator)
+        return self.engine.writers.linker.link(Label(row.id, row.name, key, suffix, life), lease, self.engine.leases, validator)
 
     def publish_leased(self, writing: Writing, *, validator: str | None = None) -> Lease:
         """Publish a write; returns a lease that exists before anybody can see the entry."""
@@ -363,7 +364,7 @@ class Store:
         with self.engine.catalog.write() as txn:
             is_set = entries.set_life(txn, self.spaces.lookup(space).id, key, life)
         if life != "pinned":
-            self.engine.ranking.forget_spared()
+            self.engine.writers.ranking.forget_spared()
         return is_set
 
     # -- leaving ---------------------------------------------------------------------------------------------------
@@ -406,7 +407,7 @@ class Store:
         rows = entries.by_ids(self.engine.catalog, [victim.id for victim in victims])
         mine = [(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in rows if (e.kind == "tree") is trees]
         with faults("entries to remove"):
-            removed = {doomed.id for doomed in self.engine.eviction.remove(mine)} if mine else set()
+            removed = {doomed.id for doomed in self.engine.writers.eviction.remove(mine)} if mine else set()
         self.engine.counters.add(counters.EVICTIONS, len(removed))
         return removed
 
@@ -415,7 +416,7 @@ class Store:
         from forebay._engine.space.eviction import EvictionVictim
 
         with faults("what nobody holds"):
-            return len(self.engine.eviction.remove([(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in unheld]))
+            return len(self.engine.writers.eviction.remove([(e.id, e.slot, EvictionVictim(e.id, e.kind, e.suffix)) for e in unheld]))
 
     @recover_and_retry
     def discard(self, entry: Entry) -> bool:
@@ -435,14 +436,14 @@ class Store:
         Raises `NoSpace`, so that a caller learns before the first byte that its files cannot be kept."""
         self.engine.check_usable(writing=True)
         with faults(space):
-            self.engine.publisher.ensure_room(self.spaces.ensure(space).id, files)
+            self.engine.writers.publisher.ensure_room(self.spaces.ensure(space).id, files)
 
     @recover_and_retry
     def make_room(self) -> bool:
         """Evict until the root is within its limits. False if the rest is in use."""
         with faults("a smaller cache"):
-            self.engine.eviction.sweep()
-            return self.engine.budget.make_room()
+            self.engine.writers.eviction.sweep()
+            return self.engine.writers.budget.make_room()
 
     # -- seeing ----------------------------------------------------------------------------------------------------
 
@@ -490,7 +491,7 @@ class Store:
     @recover_and_retry
     def lacking(self, need: int) -> int:
         """Bytes that must be freed before ``need`` more fit into the budget, and onto the disk beside what must stay free of it."""
-        return self.engine.budget.room.short(self.engine.catalog, None).bytes + need
+        return self.engine.writers.budget.room.short(self.engine.catalog, None).bytes + need
 
     def count_hit(self, size: int) -> None:
         """Count a hit of ``size`` bytes."""
@@ -546,7 +547,7 @@ class Store:
         if not before.files:
             return Strays()
         with faults("files that no entry names"):
-            check.remove_strays(self.root, self.engine.catalog, self.engine.eviction, self.engine.fill)
+            check.remove_strays(self.root, self.engine.catalog, self.engine.writers.eviction, self.engine.writers.fill)
         left = check.count_strays(self.root, self.engine.catalog, self.engine.slots)
         return Strays(max(before.files - left.files, 0), max(before.bytes - left.bytes, 0))
 
@@ -575,7 +576,7 @@ class Store:
     def _repair(self, problems: list[Problem]) -> None:
         from forebay._engine import check
 
-        check.repair(self.root, self.engine.catalog, self.engine.eviction, self.engine.fill, self.engine.reading, problems)
+        check.repair(self.root, self.engine.catalog, self.engine.writers.eviction, self.engine.writers.fill, self.engine.reading, problems)
 
 
 def _batches(victims: Iterable[Victim]) -> Iterator[list[Victim]]:

@@ -157,10 +157,10 @@ def test_a_sweeper_leaves_a_file_alone_that_is_about_to_be_published(quick_path:
         with monkeypatch.context() as patch:
             patch.setattr(module, "LONGEST_WAIT", 0.2)
             with pytest.raises(errors.CacheFault, match="busy"):
-                store.engine.eviction.remove_orphans()
+                store.engine.writers.eviction.remove_orphans()
         os.kill(child.pid, signal.SIGCONT)
         child.result()
-        assert store.engine.eviction.remove_orphans() == 0
+        assert store.engine.writers.eviction.remove_orphans() == 0
         assert bytes_of(store, "k") == body
         assert store.check(deep=True) == []
     said.close()

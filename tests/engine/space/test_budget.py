@@ -238,7 +238,7 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
     """The writer is taken by another process between the two transactions."""
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
-    unlink = store.engine.budget._unlink
+    unlink = store.engine.writers.budget._unlink
 
     def and_then(attempt: budget._Reserving) -> None:
         unlink(attempt)
@@ -247,7 +247,7 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
             raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.engine.budget, "_unlink", and_then)
+        patch.setattr(store.engine.writers.budget, "_unlink", and_then)
         with pytest.raises(error or errors.WriterBusy):
             store.put("v", "new", bytes(300 * KiB))
     assert len(reserved_ids(store)) == 1
@@ -259,35 +259,35 @@ def test_what_was_asked_for_is_given_back_once_the_catalog_is_free(
 
 def test_a_reservation_is_given_back_once_the_catalog_is_free(store: Store, other: writer.WriterLock) -> None:
     store.put("v", "k", b"x")
-    reserved = store.engine.budget.reserve(SpaceRequest(1, "a", 7, 100 * KiB))
+    reserved = store.engine.writers.budget.reserve(SpaceRequest(1, "a", 7, 100 * KiB))
     other.take(0)
-    store.engine.budget.cancel(reserved.id)
+    store.engine.writers.budget.cancel(reserved.id)
     other.release()
     assert reserved_ids(store) == [reserved.id]
-    store.engine.budget.cancel(store.engine.budget.reserve(SpaceRequest(1, "b", 8, 100 * KiB)).id)
+    store.engine.writers.budget.cancel(store.engine.writers.budget.reserve(SpaceRequest(1, "b", 8, 100 * KiB)).id)
     assert reserved_ids(store) == []
 
 
 def test_what_was_rolled_back_withdraws_nothing_of_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1 enters a reservation, and fails: no id was given / P2 gets that id / P1 withdraws."""
     store.put("v", "k", bytes(600 * KiB))
-    withdraw, others = store.engine.budget._withdraw, []
+    withdraw, others = store.engine.writers.budget._withdraw, []
 
     def fail(*args: object) -> None:
         raise OSError(24, "Too many open files")
 
     def and_another_first(attempt: budget._Reserving, fresh: bool) -> None:
-        others.append(store.engine.budget.reserve(SpaceRequest(1, "b", 8, KiB)))
+        others.append(store.engine.writers.budget.reserve(SpaceRequest(1, "b", 8, KiB)))
         withdraw(attempt, fresh)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.engine.budget, "_find_room", fail)
-        patch.setattr(store.engine.budget, "_withdraw", and_another_first)
+        patch.setattr(store.engine.writers.budget, "_find_room", fail)
+        patch.setattr(store.engine.writers.budget, "_withdraw", and_another_first)
         with pytest.raises(OSError, match="Too many"):
-            store.engine.budget.reserve(SpaceRequest(1, "a", 7, 600 * KiB))
+            store.engine.writers.budget.reserve(SpaceRequest(1, "a", 7, 600 * KiB))
     (reserved,) = others
     assert reserved_ids(store) == [reserved.id]
-    store.engine.budget.cancel(reserved.id)
+    store.engine.writers.budget.cancel(reserved.id)
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["said again", "the next call that writes"])
@@ -296,14 +296,14 @@ def test_a_lower_limit_that_met_a_busy_catalog_is_applied_later(
 ) -> None:
     for n in range(9):
         store.put("v", f"k{n}", bytes(100 * KiB))
-    make_room = store.engine.budget.make_room
+    make_room = store.engine.writers.budget.make_room
 
     def while_another_writes() -> bool:
         other.take(0)
         return make_room()
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.engine.budget, "make_room", while_another_writes)
+        patch.setattr(store.engine.writers.budget, "make_room", while_another_writes)
         store.configure(Settings(budget=300 * KiB))
     assert len(store.entries("v")) == 9
     other.release()
@@ -321,11 +321,11 @@ def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
         store.spaces.ensure("q", quota=100 * KiB)
         store.put("q", "other", bytes(40 * KiB), life="pinned")
         store.put("q", "k", bytes(60 * KiB))
-        asked = store.engine.publisher.request(store.engine.catalog, Label(store.spaces.ensure("q").id, "q", "k"), 60 * KiB)
+        asked = store.engine.writers.publisher.request(store.engine.catalog, Label(store.spaces.ensure("q").id, "q", "k"), 60 * KiB)
         assert asked.replaced == 60 * KiB
         (old,) = [entry for entry in store.entries("q") if entry.key == "k"]
         assert store.remove([Victim(old.name, old.size, old.charge, old.used, old.id)]).removed
         store.put("q", "third", bytes(60 * KiB), life="pinned")
         with pytest.raises(errors.NoSpace):
-            store.engine.budget.reserve(asked)
+            store.engine.writers.budget.reserve(asked)
         assert store.spaces.usage("q") == (100 * KiB, 2)

@@ -78,7 +78,7 @@ def test_exactly_the_coldest_go_once_all_were_looked_at(store: Store) -> None:
     full(store)
     scope = Scope()
     for _ in range(STRIPES):
-        store.engine.ranking.pick(scope)
+        store.engine.writers.ranking.pick(scope)
     for n in range(300):
         store.put("v", f"new{n}", b"y" * 100)
     gone = COUNT - sum(key in keys(store) for key in used)
@@ -128,7 +128,7 @@ def test_what_was_passed_by_is_not_read_again_at_each_look(store: Store, monkeyp
     store.put("v", "first", b"y" * 100)
     asked = count_rows(monkeypatch)
     for n in range(50):
-        store.engine.ranking.pick(Scope())
+        store.engine.writers.ranking.pick(Scope())
         store.put("v", f"new{n}", b"y" * 100)
     assert len(keys(store) & set(used[:-60])) == COUNT - 60
     assert sum(asked) < 4 * COUNT  # of 50 looks, with 60 each that may go
@@ -154,18 +154,18 @@ def test_what_was_unpinned_goes_in_its_turn(store: Store, by_us: bool, monkeypat
     for key in used[:-600]:
         store.set_life("v", key, "pinned")
     for _ in range(STRIPES):
-        store.engine.ranking.pick(Scope())
+        store.engine.writers.ranking.pick(Scope())
     if by_us:
         store.set_life("v", used[0], "cached")
     else:
         in_child(lambda: store.set_life("v", used[0], "cached"))
-        store.engine.ranking.pick(Scope())
-        assert used[0] not in {key_of(store, cold.id) for cold in store.engine.ranking.coldest(Scope())}
+        store.engine.writers.ranking.pick(Scope())
+        assert used[0] not in {key_of(store, cold.id) for cold in store.engine.writers.ranking.coldest(Scope())}
         later = time.monotonic() + ranking.SPARED_FOR
         monkeypatch.setattr(ranking.time, "monotonic", lambda: later)
     for _ in range(STRIPES):
-        store.engine.ranking.pick(Scope())
-    assert used[0] in {key_of(store, cold.id) for cold in store.engine.ranking.coldest(Scope())}
+        store.engine.writers.ranking.pick(Scope())
+    assert used[0] in {key_of(store, cold.id) for cold in store.engine.writers.ranking.coldest(Scope())}
 
 
 def key_of(store: Store, id: int) -> str:

@@ -137,7 +137,7 @@ def together(store: Store, keys: Sequence[str], body: bytes = BODY) -> list[Any]
     """Put all of them: the first alone, while the others wait; then these in one transaction."""
     queue, began = Queue(), threading.Event()
     store.spaces.ensure("v")
-    store.engine.publisher._together._waiting = queue
+    store.engine.writers.publisher._together._waiting = queue
     writer = store.engine.catalog.writer()
     take, caller = store.engine.catalog._writer.take, threading.get_ident()
 
@@ -195,7 +195,7 @@ def test_a_busy_writer_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.Mo
         store.put("v", "before", BODY)
         monkeypatch.setattr(writer, "LONGEST_WAIT", 0.3)
         other = writer.WriterLock(store.root, store.engine.words)
-        queue = store.engine.publisher._together._waiting = Queue()
+        queue = store.engine.writers.publisher._together._waiting = Queue()
         other.take(1)
         found: list[BaseException] = []
 
@@ -219,7 +219,7 @@ def test_a_busy_writer_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_child_that_was_forked_while_others_waited(tmp_path: Path) -> None:
     with opened(tmp_path / "root", 8 * MiB) as store:
-        lead = store.engine.publisher._together._lead
+        lead = store.engine.writers.publisher._together._lead
         with lead:
             child = fork(lambda: store.put("v", "child", BODY).key)
             assert child.result() == "child"

@@ -139,7 +139,7 @@ def test_a_small_value_that_is_leased_makes_no_way(store: Store) -> None:
     (lease,) = credit.keep(items(1, 10 * KiB))
     for n in range(90):
         store.put("v", f"v{n}", bytes(10 * KiB))
-    store.engine.ranking.pick(Scope())  # it is the coldest of those that are picked
+    store.engine.writers.ranking.pick(Scope())  # it is the coldest of those that are picked
     for n in range(100, 200):
         store.put("v", f"v{n}", bytes(10 * KiB))
     assert store.bytes_leased(lease) == items(1, 10 * KiB)[0].data
@@ -174,7 +174,7 @@ def test_a_session_takes_its_entries_along(store: Store) -> None:
 
 def test_entries_made_together_keep_the_time_of_their_validation(store: Store) -> None:
     """As one that is made alone does: it was seen to be the remote's before it was published."""
-    space, inserter = store.spaces.ensure("v"), store.engine.publisher.inserter
+    space, inserter = store.spaces.ensure("v"), store.engine.writers.publisher.inserter
     earlier = store.now() - 10**12
     with store.engine.catalog.write() as txn:
         label = Label(space.id, space.name, "", validated=earlier)
