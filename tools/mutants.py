@@ -64,6 +64,36 @@ STREAMING = "tests/adapters/streaming/test_streaming_prefix.py::"
 MUTANTS = (
     # 1. Atomic publish
     Mutant(
+        2, "many objects are fetched without a second look", "origin/bulk.py",
+        "for request in self._look(wanted, stale):", "for request in self._look({}, stale):",
+        "tests/origin/test_bulk.py::test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again",
+    ),
+    Mutant(
+        2, "a call for many that is given up keeps its keys", "origin/bulk.py",
+        "                    fetch.give_up()", "                    pass",
+        "tests/cache/test_many.py::test_a_call_that_is_given_up_releases_its_keys",
+    ),
+    Mutant(
+        1, "a range that came is taken for the whole object", "remote/http/__init__.py",
+        """incoming.headers.get("Content-Range") == whole""", """incoming.headers.get("Content-Range") != \"\"""",
+        "tests/origin/test_bulk.py::test_a_range_that_says_there_is_more_is_not_the_whole",
+    ),
+    Mutant(
+        4, "objects that are published together are not charged", "_engine/write/publish.py",
+        "key, 0, size, charged=charged, entries=len(ready)", "key, 0, 0, charged=0, entries=0",
+        "tests/cache/test_many.py::test_together_they_may_exceed_the_budget",
+    ),
+    Mutant(
+        5, "many local copies are not leased", "_engine/write/publish.py",
+        "            one.writing.prepare(leases)", "            one.writing.validator = None",
+        "tests/cache/test_many.py::test_local_many_gives_paths_that_stay",
+    ),
+    Mutant(
+        2, "a call that is cancelled cancels the function of all", "cache/space.py",
+        "return await asyncio.shield(task)", "return await task",
+        "tests/cache/test_aio.py::test_a_cancelled_maker_makes_it_for_the_others",
+    ),
+    Mutant(
         1, "a hint of the index is believed though its slot has another entry", "_engine/index/keys.py",
         "        return record if self._has(slot, record[_ID]) else None\n", "        return record\n",
         f"{KEYS}test_a_new_version_is_led_to_at_once_in_every_process",
@@ -298,12 +328,12 @@ MUTANTS = (
         f"{FORKS}test_s17_a_dead_parents_locks_do_not_live_on_in_the_child",
     ),
     Mutant(
-        3, "an object is as new as its last byte", "origin/__init__.py", "life=life, validated=now, on_progress", "life=life, on_progress",
+        3, "an object is as new as its last byte", "origin/__init__.py", "validated=began, resume=resume", "resume=resume",
         "tests/scenarios/test_s23_freshness.py::test_s23_refresh_does_not_take_what_was_asked_for_before",
     ),
     Mutant(
-        3, "refresh by a clock that was not looked at", "cache/__init__.py",
-        "now = self._store.now(exact=refresh)", "now = self._store.now()",
+        3, "refresh by a clock that was not looked at", "origin/request.py",
+        "now = origin.store.now(exact=refresh)", "now = origin.store.now()",
         "tests/scenarios/test_clocks.py::test_refresh_asks_although_its_process_has_not_seen_the_clock_jump",
     ),
     Mutant(
@@ -467,9 +497,9 @@ MUTANTS = (
         "tests/engine/test_no_more_files.py::test_each_call_without_files[True-0]",
     ),
     Mutant(
-        6, "statistics that cannot be read are an error", "cache/__init__.py",
-        "        except OSError as error:\n            if self._store.keeps",
-        "        except ZeroDivisionError as error:\n            if self._store.keeps",
+        6, "statistics that cannot be read are an error", "cache/statistics.py",
+        "    except OSError as error:\n        if store.keeps",
+        "    except ZeroDivisionError as error:\n        if store.keeps",
         "tests/engine/test_no_more_files.py::test_statistics_that_cannot_be_read_are_zeros",
     ),
     Mutant(

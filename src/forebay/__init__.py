@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from forebay._model import Report as Report
     from forebay._model import Victim as Victim
     from forebay.cache import Cache as Cache
+    from forebay.cache.aio import AsyncLocal as AsyncLocal
     from forebay.cache.entries import Entries as Entries
+    from forebay.cache.many import LocalFiles as LocalFiles
     from forebay.cache.space import Space as Space
     from forebay.checkpoint import Checkpoint as Checkpoint
     from forebay.claims import Claim as Claim
@@ -39,12 +41,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cache", "Checkpoint", "Claim", "Codec", "Entries", "Entry", "ForebayError", "Lazy", "Lease", "Plan", "Prefetcher", "Problem",
-    "Progress", "RemoteOptions", "Report", "Samples", "Space", "Stats", "Tasks", "Victim", "WarmReport", "World", "__version__", "claim",
-    "errors", "list_claims", "prune_claims",
+    "AsyncLocal", "Cache", "Checkpoint", "Claim", "Codec", "Entries", "Entry", "ForebayError", "Lazy", "Lease", "LocalFiles", "Plan",
+    "Prefetcher", "Problem", "Progress", "RemoteOptions", "Report", "Samples", "Space", "Stats", "Tasks", "Victim", "WarmReport", "World",
+    "__version__", "claim", "errors", "list_claims", "prune_claims",
 ]  # fmt: skip
 
 _PLACES = {
+    "AsyncLocal": "forebay.cache.aio",
     "Cache": "forebay.cache",
     "Checkpoint": "forebay.checkpoint",
     "Claim": "forebay.claims",
@@ -54,6 +57,7 @@ _PLACES = {
     "ForebayError": "forebay.errors",
     "Lazy": "forebay.prefetch.lazies",
     "Lease": "forebay._engine.locks.leases",
+    "LocalFiles": "forebay.cache.many",
     "Plan": "forebay.reports",
     "Prefetcher": "forebay.prefetch",
     "Problem": "forebay._model",

@@ -226,6 +226,19 @@ class BufferSink:
             self.data[offset : offset + len(data)] = data
 
 
+class BegunFetch(Protocol):
+    """A `Remote.fetch` whose first request was sent. For one thread at a time; ends by `fetch` or `close`."""
+
+    def is_here(self, most: int) -> bool:
+        """Whether the whole object has come, of at most ``most`` bytes and as it is stored: then `fetch` waits for nothing."""
+
+    def fetch(self, sink: Sink) -> Transfer:
+        """See `Remote.fetch`. A second call fetches again."""
+
+    def close(self) -> None:
+        """Give the request up, if it was not used. Idempotent."""
+
+
 class Remote(Protocol):
     """A kind of storage that objects are fetched from. Callable from several threads and after a fork."""
 
@@ -261,6 +274,19 @@ class Remote(Protocol):
 
     def delete(self, url: str) -> None:
         """Remove the object, if there is one. Raises `RemoteError`."""
+
+
+class BeginningRemote(Remote, Protocol):
+    """A remote that can have many fetches under way without a thread for each."""
+
+    def begin(self, url: str, on_ready: Callable[[], None]) -> BegunFetch | None:
+        """Send the first request of a `fetch`, without waiting for anything; None where it has to wait, or to fail. ``on_ready`` is called
+        once, from any thread, when the response has ended or as much of it has come as is held in memory: it must not wait."""
+
+
+def can_begin(remote: Remote) -> TypeGuard[BeginningRemote]:
+    """Whether a remote is a `BeginningRemote`."""
+    return hasattr(remote, "begin")
 
 
 class Noted(bytes):

@@ -110,6 +110,31 @@ def test_publish_small_through_a_writing(scene: NewScene, room: int) -> None:
     scene(room).play(before, lambda store: write_whole(store, "a", NEWER), after)
 
 
+@pytest.mark.parametrize("room", [MiB, 448 * KiB], ids=["ample", "short"])
+def test_publish_several_that_were_collected(scene: NewScene, room: int) -> None:
+    """All in one transaction, over an older version of one; where there is no room, victims go first, once for all."""
+
+    def before(store: Store) -> None:
+        store.put("v", "victim", NEWER)
+        store.put("v", "a", OTHER)
+
+    def publish(store: Store) -> None:
+        writings = []
+        for key in ("a", "b"):
+            writing = store.writing("v", key, resume=False, collect=True)
+            writing.begin(ObjectInfo(key, len(NEWER), '"1"', strong=True))
+            writing.write(0, NEWER)
+            writings.append(writing)
+        for lease in store.publish_collected(writings):
+            with lease as path:
+                assert open(path, "rb").read() == NEWER
+
+    def after(store: Store) -> None:
+        assert (bytes_of(store, "a"), bytes_of(store, "b")) in ((OTHER, None), (None, None), (NEWER, NEWER))
+
+    scene(room).play(before, publish, after)
+
+
 def test_publish_through_a_writing(scene: NewScene) -> None:
     found: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
@@ -14,8 +15,10 @@ from forebay._model import Buffer, Entry, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
     from forebay._engine.locks.fill import KeyHold, OnWait
+    from forebay._engine.locks.leases import Lease
     from forebay._engine.packs.pack import NoPack
     from forebay._engine.stats import Facts, Usage
+    from forebay._engine.write.publish import Writing
 
 T = TypeVar("T")
 
@@ -66,6 +69,15 @@ class NullLocks:
     def hold(self, space: str, key: str, *, timeout: float | None = None) -> NullHold:
         return NullHold()
 
+    async def hold_async(self, space: str, key: str, *, timeout: float | None = None) -> NullHold:
+        return NullHold()
+
+    def try_hold(self, space: str, key: str) -> NoReturn:
+        raise _refusal(self._why, key)
+
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def note_failure(self, space: str, key: str, error: Exception) -> None:
         """Nobody waits."""
 
@@ -114,6 +126,9 @@ class PassThrough:
     def lease(self, space: str, key: str) -> None:
         return None
 
+    def take_many(self, space: str, keys: Sequence[str]) -> dict[str, Lease]:
+        return {}
+
     def entry(self, space: str, key: str) -> None:
         return None
 
@@ -158,6 +173,9 @@ class PassThrough:
 
     def discard(self, entry: Entry) -> bool:
         return False
+
+    def publish_collected(self, writings: Sequence[Writing]) -> NoReturn:
+        raise _refusal(self.why, "what was fetched")
 
     def publish_leased(self, writing: Any, *, validator: str | None = None) -> NoReturn:
         raise _refusal(self.why, str(writing))

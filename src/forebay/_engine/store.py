@@ -285,16 +285,17 @@ class Store:
     @recover_and_retry
     def writing(
         self, space: str, key: str, *, suffix: str = "", life: str = "cached", meta: str = "", validated: int | None = None,
-        resume: bool = True, on_progress: Callable[[int, int | None], None] | None = None,
+        resume: bool = True, on_progress: Callable[[int, int | None], None] | None = None, collect: bool = False,
     ) -> Writing:  # fmt: skip
-        """A write for a remote to fill that is asked not before ``validated``. Caller: holds the key's lock if ``resume``."""
+        """A write for a remote to fill that is asked not before ``validated``. Caller: holds the key's lock if ``resume``. ``collect``:
+        see `publish_collected`."""
         from forebay._engine.write.insert import Label
         from forebay._engine.write.publish import Writing
 
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
         label = Label(row.id, row.name, key, suffix, life, meta, validated)
-        return Writing(self.engine.writers.publisher, label, resume=resume, on_progress=on_progress)
+        return Writing(self.engine.writers.publisher, label, resume=resume, on_progress=on_progress, collect=collect)
 
     @recover_and_retry
     def put_many(self, space: str, items: Sequence[tuple[str, Buffer]], *, life: str = "cached") -> list[Entry]:
@@ -347,6 +348,11 @@ class Store:
         self.engine.check_usable(writing=True)
         row = self.spaces.ensure(space)
         return self.engine.writers.linker.link(Label(row.id, row.name, key, suffix, life), lease, self.engine.leases, validator)
+
+    def publish_collected(self, writings: Sequence[Writing]) -> list[Lease]:
+        """Publish writes with ``collect`` in one transaction, all or none; returns leases that exist before anybody can see the entries."""
+        with self.engine.reopening():
+            return self.engine.writers.publisher.publish_collected(writings, self.engine.leases)
 
     def publish_leased(self, writing: Writing, *, validator: str | None = None) -> Lease:
         """Publish a write; returns a lease that exists before anybody can see the entry."""

@@ -1,10 +1,15 @@
-"""The one fan-out: work done by several threads that live as long as one call."""
+"""Work done by several threads that live as long as one call: `run_all` for a whole, `Threads` for items that turn up meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 TURN = 0.1  # seconds
 GRACE = 1.0  # seconds
@@ -55,6 +60,42 @@ def _join(run: _Run, threads: list[threading.Thread], on_turn: Callable[[], None
             thread.join(TURN)
             if on_turn is not None and thread.is_alive():
                 on_turn()
+
+
+class Threads(Generic[T]):
+    """Up to ``most`` daemon threads, started as they are needed, which call ``work`` with each submitted item. For one thread."""
+
+    def __init__(self, work: Callable[[T], None], most: int, *, name: str) -> None:
+        """``work`` must not raise. A thread is called ``forebay-<name>-<n>``."""
+        self._work, self._most, self._name = work, most, name
+        self._items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
+
+    def submit(self, item: T) -> None:
+        """Have a thread work on an item, in the order of these calls."""
+        self._items.put(item)
+        if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
+            thread = threading.Thread(target=self._run, name=f"forebay-{self._name}-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> list[T]:
+        """Begin no more work. Returns at once, with the items that no thread has begun to work on."""
+        left: list[T] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._items.get_nowait()
+                if item is not None:
+                    left.append(item)
+        for _ in self._threads:
+            self._items.put(None)
+        return left
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            self._work(item)
+            self._idle.release()
 
 
 class _Run:

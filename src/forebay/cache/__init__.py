@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,15 +17,18 @@ from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays, Victim
-from forebay.cache.space import VALUES, Space, checked
+from forebay._model import Buffer, Codec, Entry, Item, Problem, Report, Strays
+from forebay.cache import unpickling
+from forebay.cache.space import VALUES, Space, checked_name
 from forebay.origin import Origin
 from forebay.origin.request import FetchOptions, Target, first_touch
-from forebay.origin.spaces import FOREVER, URLS
+from forebay.origin.spaces import URLS
+from forebay.remote.urls import Url
 
 if TYPE_CHECKING:
-    from forebay._engine.locks.fill import Waiting
+    from forebay.cache.aio import AsyncFetches, AsyncLocal
     from forebay.cache.entries import Entries, Name
+    from forebay.cache.many import LocalFiles
     from forebay.claims import Claim
     from forebay.prefetch import PassThrough as NoPrefetch
     from forebay.prefetch import Prefetcher
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
     from forebay.world import World
 
 log = logger("forebay.cache")
-_SECOND = 1_000_000_000
 
 
 class Cache:
@@ -92,7 +94,7 @@ class Cache:
     # -- objects of remotes ----------------------------------------------------------------------------------------
 
     def read(
-        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, sha256: str | None = None,
+        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, sha256: str | None = None,
         etag: str | None = None, timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False,
         filesystem: Any = None,
     ) -> memoryview:  # fmt: skip
@@ -110,15 +112,13 @@ class Cache:
         return self._origin.read(self._target(url, filesystem), options)
 
     def open(
-        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None,
-        **arguments: Any,
+        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
     ) -> BinaryIO:  # fmt: skip
         """A binary file object on the cached copy; where there is no room, one that reads ranges of the remote. See `read`."""
         return self._origin.open(self._target(url, filesystem), self._options(max_age, refresh, **arguments))
 
     def local(
-        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None,
-        **arguments: Any,
+        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
     ) -> Lease:  # fmt: skip
         """The cached copy as a local file: ``with cache.local(url) as path`` gives its path, a ``str``, valid until the block ends.
 
@@ -129,7 +129,7 @@ class Cache:
         return self._reopened_by(lease, "local", url, {**arguments, "filesystem": filesystem, "max_age": "forever"})
 
     def directory(
-        self, url: str | os.PathLike[str], *, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None,
+        self, url: Url, *, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None,
         filesystem: Any = None, max_age: float | str | None = None, refresh: bool = False, timeout: float | None = None,
         offline: bool | None = None, force: bool = False, pin: bool = False, on_progress: OnProgress | None = None,
     ) -> Lease:  # fmt: skip
@@ -144,7 +144,7 @@ class Cache:
         `Offline`, or another `RemoteError`."""
         from forebay.directories.trees import lease  # imported late: many programs never use it
 
-        include, exclude = _patterns(include), _patterns(exclude)
+        include, exclude = (each if each is None or isinstance(each, str) else tuple(each) for each in (include, exclude))
         label, arguments = remote.shown(url), {"timeout": timeout, "offline": offline, "force": force, "pin": pin}
         options, reporter = self._reporting_options(label, max_age, refresh, on_progress, **arguments)
         tree = lease(self._origin, url, filesystem, include, exclude, options)
@@ -155,7 +155,7 @@ class Cache:
         return self._reopened_by(tree, "directory", url, part | arguments)
 
     def copy_directory(
-        self, url: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, overwrite: bool = False,
+        self, url: Url, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False,
         include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None, filesystem: Any = None,
         max_age: float | str | None = None, refresh: bool = False, timeout: float | None = None, offline: bool | None = None,
         force: bool = False, on_progress: OnProgress | None = None,
@@ -182,7 +182,7 @@ class Cache:
         return self._options(max_age, refresh, on_wait=reporter.waiting, on_progress=reporter.fetching, **arguments), reporter
 
     def pull(
-        self, url: str | os.PathLike[str], *, max_age: float | str | None = None, refresh: bool = False,
+        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False,
         on_progress: OnProgress | None = None, filesystem: Any = None, **arguments: Any,
     ) -> Entry | None:  # fmt: skip
         """Fetch an object into the cache; return its entry, or None where there is no room for it. See `read`."""
@@ -198,37 +198,98 @@ class Cache:
             reporter.say("direct", 0, None)
             return None
 
+    def read_many(
+        self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None,
+        refresh: bool = False, timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False,
+        filesystem: Any = None,
+    ) -> list[memoryview]:  # fmt: skip
+        """The bytes of many objects, in the order of ``urls``: hits at once, misses side by side, an object that is named twice once.
+
+        Works where all of them together exceed the budget. The first error is raised after the others have ended, or, with
+        ``return_exceptions``, stands in the list. The other options are those of `read`, and so are the errors."""
+        from forebay.cache import many
+
+        self._check_open()
+        hit = None if max_age is not None or refresh or bypass or pin or filesystem else self._hit
+        options = self._options(max_age, refresh, timeout=timeout, bypass=bypass, force=force, pin=pin)
+        targets = functools.partial(self._target, filesystem=filesystem)
+        return many.read_many(self._origin, urls, hit, targets, options, return_exceptions=return_exceptions)
+
+    def local_many(
+        self, urls: Iterable[Url], *, return_exceptions: bool = False, max_age: float | str | None = None,
+        refresh: bool = False, filesystem: Any = None, **arguments: Any,
+    ) -> LocalFiles:  # fmt: skip
+        """The cached copies of many objects: ``with cache.local_many(urls) as paths`` gives their paths, valid until the block ends.
+
+        Misses are fetched side by side. Raises `NoSpace` where there is no room for all of them together. See `local`, `read_many`."""
+        from forebay.cache import many
+
+        def reopened(lease: Lease, url: Url) -> Lease:
+            return self._reopened_by(lease, "local", url, {**arguments, "filesystem": filesystem, "max_age": "forever"})
+
+        self._check_open()
+        targets = functools.partial(self._target, filesystem=filesystem)
+        options = self._options(max_age, refresh, **arguments)
+        return many.local_many(self._origin, urls, targets, options, reopened, return_exceptions=return_exceptions)
+
     def warm(
-        self, urls: Iterable[str | os.PathLike[str]], *, jobs: int = 16, on_progress: OnProgress | None = None, **arguments: Any
+        self, urls: Iterable[Url], *, jobs: int | None = None, on_progress: OnProgress | None = None,
+        max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any,
     ) -> WarmReport:  # fmt: skip
-        """Fetch many objects into the cache, ``jobs`` at a time. Objects that are there already cost nothing: to continue an interrupted
-        call, repeat it."""
-        from forebay._kernel.threads import run_all
-        from forebay.reports import WarmReport
+        """Fetch many objects into the cache, ``jobs`` at a time (default: `RemoteOptions.connections`). Objects that are there already
+        cost nothing: to continue an interrupted call, repeat it. See `read`."""
+        from forebay.cache import many
 
-        if isinstance(urls, str | os.PathLike):
-            raise errors.ConfigError("warm takes several URLs: a list, even of one", name="urls", value=os.fspath(urls))
-        done: list[str] = []
-        failed: list[tuple[str, errors.ForebayError]] = []
+        def options(key: str) -> tuple[FetchOptions, ProgressReporter]:
+            return self._reporting_options(key, max_age, refresh, on_progress, force=True, **arguments)
 
-        def pull(url: str | os.PathLike[str]) -> None:
-            name = os.fspath(url)
-            try:
-                entry = self.pull(url, on_progress=on_progress, **arguments)
-            except errors.ForebayError as error:
-                failed.append((name, error))
-                return
-            if entry is not None:
-                done.append(name)
-            else:
-                key = remote.shown(url)
-                failed.append((name, errors.NoSpace(f"{key}: no room", key=key, need=0, free=0, budget=0)))
+        return many.warm(self._origin, urls, functools.partial(self._target, filesystem=filesystem), options, jobs)
 
-        calls = (functools.partial(pull, url) for url in urls)
-        run_all(list(calls) if isinstance(urls, Sequence) else calls, max(jobs, 1), name="warm")
-        return WarmReport(tuple(done), tuple(failed))
+    # -- in an event loop ------------------------------------------------------------------------------------------
 
-    def invalidate(self, url: str | os.PathLike[str]) -> None:
+    async def aread(
+        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
+    ) -> memoryview:  # fmt: skip
+        """`read` for a coroutine; what is awaited at the same time is fetched side by side, as by `read_many`. A call that is cancelled
+        cancels nothing for the others: the object is fetched all the same."""
+        if max_age is None and not (refresh or filesystem or arguments) and (view := self._hit(url, self._max_age)) is not None:  # type: ignore[arg-type]
+            return view
+        target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
+        return await self._fetches.read(target, options)
+
+    def alocal(
+        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
+    ) -> AsyncLocal:  # fmt: skip
+        """`local` for a coroutine: ``async with cache.alocal(url) as path`` gives the path, ``await cache.alocal(url)`` the `Lease`."""
+        from forebay.cache.aio import AsyncLocal
+
+        async def get() -> Lease:
+            target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
+            lease = await self._fetches.local(target, options)
+            return self._reopened_by(lease, "local", url, {**arguments, "filesystem": filesystem, "max_age": "forever"})
+
+        return AsyncLocal(get)
+
+    async def aopen(
+        self, url: Url, *, max_age: float | str | None = None, refresh: bool = False, filesystem: Any = None, **arguments: Any
+    ) -> BinaryIO:  # fmt: skip
+        """`open` for a coroutine. Reading the file does not wait for the remote, except where there is no room for the object."""
+        target, options = self._target(url, filesystem), self._options(max_age, refresh, **arguments)
+        return await self._fetches.open(target, options)
+
+    async def aget_or_put(
+        self, key: str, fn: Callable[[], Buffer | Awaitable[Buffer]], *, timeout: float | None = None
+    ) -> memoryview:  # fmt: skip
+        """`get_or_put` for a coroutine. ``fn``: a coroutine function, or a function, which is called in a thread."""
+        return await self._values.aget_or_put(key, fn, timeout=timeout)
+
+    @functools.cached_property
+    def _fetches(self) -> AsyncFetches:
+        from forebay.cache.aio import AsyncFetches
+
+        return AsyncFetches(self._origin)
+
+    def invalidate(self, url: Url) -> None:
         """Make the next call for this URL, of any process, ask the remote."""
         self._origin.invalidate(self._target(url))
 
@@ -250,7 +311,7 @@ class Cache:
 
     def space(self, name: str, *, quota: int | str | None = None, policy: str | None = None) -> Space:
         """A named part of the cache, with a quota of its own (bytes) and a policy: ``lru``, ``freeze`` or ``wait``."""
-        self._origin.open_space(_checked_space(name), policy=policy, quota=self._size(quota, "quota"))
+        self._origin.open_space(checked_name(name), policy=policy, quota=self._size(quota, "quota"))
         return Space(self._origin, name)
 
     @overload
@@ -299,7 +360,7 @@ class Cache:
 
     @overload
     def prefetcher(
-        self, source: str | os.PathLike[str], *, decode: None = None, name: str = "prefetch", workers: int = 8,
+        self, source: Url, *, decode: None = None, name: str = "prefetch", workers: int = 8,
         budget: int | str | None = None, max_count: int = 10_000_000, policy: str = "wait", store: str = "raw", codec: Any = None,
         keep: bool = True,
     ) -> Prefetcher[bytes] | NoPrefetch[bytes]: ...  # fmt: skip
@@ -324,7 +385,7 @@ class Cache:
         from forebay.prefetch import open_prefetcher  # imported late, with all kinds of sources: many programs never use it
 
         return open_prefetcher(
-            self._origin, source, decode=decode, name=_checked_space(name), workers=workers, budget=self._size(budget, "budget"),
+            self._origin, source, decode=decode, name=checked_name(name), workers=workers, budget=self._size(budget, "budget"),
             max_count=max_count, policy=policy, store=store, codec=codec, keep=keep,
         )  # fmt: skip
 
@@ -340,7 +401,7 @@ class Cache:
         private, writable copies. Raises `ConfigError`, `MissingExtra`."""
         from forebay.tasks import open_tasks  # imported late: many programs never use it
 
-        return open_tasks(self._origin, _checked_space(name), codec, config, self._size(budget, "budget"), copy)
+        return open_tasks(self._origin, checked_name(name), codec, config, self._size(budget, "budget"), copy)
 
     def claim(
         self, dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], remotes: str | Sequence[str | None] | None = None,
@@ -386,22 +447,10 @@ class Cache:
 
     def stats(self) -> Stats:
         """Counters of all processes of the node, and sizes. Where the cache cannot be read: zeros, with one warning."""
-        from forebay._engine.stats import Usage
-        from forebay.reports import Stats
+        from forebay.cache.statistics import statistics
 
         self._check_open()
-        try:
-            now, counts = self._store.usage(), self._store.counts()
-        except OSError as error:
-            if self._store.keeps and self._store.root.read_only:
-                raise  # the caller opened the root to inspect it
-            self._origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
-            now, counts = Usage(0, 0, 0), {}
-        return Stats(
-            **counts, bytes_used=now.used, bytes_reserved=now.reserved, budget=now.budget,
-            entries=sum(s.entries for s in now.spaces),
-            spaces={s.name: (s.entries, s.bytes) for s in now.spaces},
-        )  # fmt: skip
+        return statistics(self._origin)
 
     def overhead(self) -> dict[str, int]:
         """Bytes on the disk that the budget does not count: of the ``log`` of the catalog, the ``slots``, the ``directories``, and
@@ -449,48 +498,31 @@ class Cache:
     def evict(self, name: Name) -> Report:
         """Remove a name now, if no process uses it; of a directory also its files, except those that another directory has. Raises
         `NotCached`, or `WriterBusy`."""
+        from forebay.cache import removal
+
         entry = self.entry(name)
         if entry is None:
             raise _not_cached(name)
-        files = [file for _, file in self._store.members(entry)] if entry.kind == "tree" else []
-        report = self._remove([Victim.of(entry)])
-        if report.spared or not files:
-            return report
-        with_it = self._remove(map(Victim.of, files))
-        return Report(report.removed + with_it.removed, (), report.freed + with_it.freed)
-
-    def _remove(self, victims: Iterable[Victim]) -> Report:
-        with waits.time_limit(self._origin.timeout):
-            return self._store.remove(victims)
+        return removal.evict(self._origin, entry)
 
     def plan(
         self, need: int | str | None = None, *, where: Callable[[Entry], bool] | None = None, space: str | None = None, all: bool = False
     ) -> Plan:  # fmt: skip
         """What an eviction would remove: the coldest entries, until ``need`` bytes are free, of the budget and on the disk above
         ``min_free``; or all that ``where``, ``space`` or ``all`` selects. Pinned entries stay. `Plan.execute` removes them."""
-        from forebay.cache.entries import Entries, planned
-        from forebay.reports import Plan, coldest_until
+        from forebay.cache import removal
 
         self._check_open()
-        cold = Entries(self._store, space, lambda e: e.life != "pinned" and (where is None or where(e)))
-        if need is None and (where is not None or space is not None or all):
-            return Plan(planned(cold), self._remove)
-        lacking = self._store.lacking(0 if need is None else _config.parse_size(need, total=self.budget, name="need"))
-        return Plan(tuple(map(Victim.of, coldest_until(cold, lacking))), self._remove, max(lacking, 0))
+        size = None if need is None else _config.parse_size(need, total=self.budget, name="need")
+        return removal.plan(self._origin, size, where, space, all=all)
 
     def prune(self) -> Plan:
         """What exceeds the budget now, or what the disk lacks of ``min_free``. `Plan.execute` removes it, and also the unfinished work of
         dead processes, and files that no entry names; unfinished downloads can be resumed, and stay until their room is needed."""
-        from forebay.reports import Plan
+        from forebay.cache import removal
 
-        return Plan(self.plan().victims, self._tidy)
-
-    def _tidy(self, victims: Sequence[Victim]) -> Report:
-        report = self._remove(victims)
-        with waits.time_limit(self._origin.timeout):
-            self._store.make_room()
-            strays = self._store.remove_strays()
-            return replace(report, freed=report.freed + strays.bytes, stray_files=strays.files)
+        self._check_open()
+        return removal.prune(self._origin)
 
     def clear(self, space: str | None = None) -> Plan:
         """A plan that removes everything in one space, or in all."""
@@ -511,7 +543,7 @@ class Cache:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, self._origin.init_args
+        return unpickling.cache, self._origin.init_args
 
     def __forebay_content__(self) -> None:
         """Nothing: as an argument of a cached function, the cache in use does not change the result."""
@@ -536,28 +568,18 @@ class Cache:
         self._check_open()
         return _config.parse_size(size, total=self.budget, name=name) if size is not None else None
 
-    def _reopened_by(self, lease: Lease, method: str, name: str | os.PathLike[str] | Entry, options: dict[str, Any]) -> Lease:
+    def _reopened_by(self, lease: Lease, method: str, name: Url | Entry, options: dict[str, Any]) -> Lease:
         """The lease, which unpickles by repeating this call on a cache with the same root."""
-        return lease.reopened_by(_reopen_lease, self._origin.init_args, method, name, options)
+        return lease.reopened_by(unpickling.lease, self._origin.init_args, method, name, options)
 
-    def _target(self, url: str | os.PathLike[str], filesystem: Any = None) -> Target:
+    def _target(self, url: Url, filesystem: Any = None) -> Target:
         self._check_open()
         if not os.fspath(url):
             raise errors.ConfigError("an empty URL names nothing", name="url", value="")
         return self._origin.target(url, filesystem)
 
-    def _options(
-        self, max_age: float | str | None, refresh: bool, *, sha256: str | None = None, etag: str | None = None,
-        timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False, offline: bool | None = None,
-        on_wait: Callable[[Waiting], None] | None = None, on_progress: Callable[[int, int | None], None] | None = None,
-    ) -> FetchOptions:  # fmt: skip
-        offline = self.offline if offline is None else offline
-        age = self._max_age if max_age is None else _config.parse_age(max_age, name="max_age") * _SECOND
-        now = self._store.now(exact=refresh)
-        since = -1 if offline else now if refresh else 1 if age >= FOREVER else max(1, now - int(age))
-        sha256 = None if sha256 is None else _config.parse_sha256(sha256)
-        timeout = self._origin.timeout if timeout is None else _config.parse_timeout(timeout)
-        return FetchOptions(since, offline, sha256, etag, timeout, bypass, force, pin, on_wait, on_progress, refresh and not offline)
+    def _options(self, max_age: float | str | None, refresh: bool, **arguments: Any) -> FetchOptions:
+        return FetchOptions.of(self._origin, max_age, refresh, **arguments)
 
 
 def origin_of(cache: Cache) -> Origin:
@@ -568,33 +590,10 @@ def origin_of(cache: Cache) -> Origin:
 
 def fault_of(cache: Cache) -> str | None:
     """Why a cache cannot be used, so that calls are served from the source; None if it works."""
-    store = cache._store
-    return None if store.keeps else store.why
+    return None if cache._store.keeps else cache._store.why
 
 
 def _not_cached(name: Name) -> errors.NotCached:
-    from forebay.cache.entries import shown
+    from forebay.cache.entries import not_cached
 
-    return errors.NotCached.of(shown(name))
-
-
-def _patterns(given: str | Iterable[str] | None) -> str | tuple[str, ...] | None:
-    return given if given is None or isinstance(given, str) else tuple(given)
-
-
-def _checked_space(name: str) -> str:
-    """The name of a space. Raises `ConfigError`."""
-    if not name or ":" in checked(name):
-        raise errors.ConfigError(f"the space {name!r} cannot be named: not empty, and without ':'", name="name", value=name)
-    return name
-
-
-def _unpickle(path: str, init_kwargs: dict[str, Any]) -> Cache:
-    return _config.without_limits(Cache, path, **init_kwargs)
-
-
-def _reopen_lease(init_args: tuple[str, dict[str, Any]], method: str, name: Any, options: dict[str, Any]) -> Lease:
-    """Unpickle a lease: repeat the call on the same root. The lease outlives the cache that is opened here."""
-    with _unpickle(*init_args) as cache:
-        lease: Lease = getattr(cache, method)(name, **options)
-        return lease
+    return not_cached(name)

@@ -197,6 +197,11 @@ def _keys_of(url: str) -> list[tuple[str, str]]:
     return [(URLS, url), (URLS, key), (DIRECTORIES, folder_of(key))]
 
 
+def not_cached(name: Name) -> errors.NotCached:
+    """The error for a name that has no entry."""
+    return errors.NotCached.of(shown(name))
+
+
 def shown(name: Name) -> str:
     """The name of an entry in messages."""
     return name.name if isinstance(name, Entry) else remote.redacted(remote.shown(name))

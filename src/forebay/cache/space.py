@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.index.memo import Remembered
@@ -12,6 +13,8 @@ from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Buffer, Victim, as_bytes, is_text
 from forebay.origin import Origin
+
+T = TypeVar("T")
 
 VALUES = "values"
 """The space of `Cache.put`."""
@@ -77,15 +80,8 @@ class Space:
 
     def get_or_put(self, key: str, fn: Callable[[], Buffer], *, timeout: float | None = None) -> memoryview:
         """The bytes under this key; else the result of ``fn``, which is stored. One process runs it; see `Cache.get_or_put`."""
-        store = self._store()
-        checked(key)
-
-        def look() -> memoryview | None:
-            hit = store.view(self.name, key)
-            if hit is None:
-                return None
-            store.touch(hit.entry)
-            return self._hit(hit)
+        self._store()
+        look = functools.partial(self._look, checked(key))
 
         def make() -> memoryview:
             return memoryview(bytes(as_bytes(fn())))
@@ -96,6 +92,57 @@ class Space:
 
         timeout = self._origin.timeout if timeout is None else timeout
         return self._origin.get_or_make(self.name, key, look, make, keep, timeout=timeout, counts_miss=True)
+
+    async def aget_or_put(
+        self, key: str, fn: Callable[[], Buffer | Awaitable[Buffer]], *, timeout: float | None = None
+    ) -> memoryview:  # fmt: skip
+        """`get_or_put` for a coroutine. ``fn``: a coroutine function, or a function, which is called in a thread. A call that is cancelled
+        cancels nothing for the others: ``fn`` runs to its end, and its result is stored."""
+        look = functools.partial(self._look, checked(key))
+        try:
+            found = look()
+        except errors.CacheFault:
+            found = None  # what comes next meets it too
+        return found if found is not None else await _unharmed(self._get_or_put(key, look, fn, timeout))
+
+    async def _get_or_put(
+        self, key: str, look: Callable[[], memoryview | None], fn: Callable[[], Buffer | Awaitable[Buffer]], timeout: float | None
+    ) -> memoryview:  # fmt: skip
+        import asyncio
+
+        store, timeout = self._store(), self._origin.timeout if timeout is None else timeout
+        made: list[memoryview] = []
+        has_begun = False
+
+        async def make() -> memoryview:
+            nonlocal has_begun
+            has_begun = True
+            with waits.time_limit(None, afresh=True):  # the time limit is for the cache, not for the function
+                made.append(memoryview(bytes(as_bytes(await _called(fn)))))
+            return made[0]
+
+        async def fill() -> memoryview:
+            store.count("misses")
+            data = await make()
+            await asyncio.to_thread(self.put, key, data)
+            return data
+
+        try:
+            with waits.time_limit(timeout):
+                return await store.locks.single_async(self.name, key, look, fill, timeout=timeout)
+        except (errors.CacheFault, errors.WaitTimeout, errors.Closed) as error:
+            if has_begun and not made:
+                raise  # the error of the function itself
+            self._origin.fall_back(error, f"{self.name}:{key}")
+        return made[0] if made else await make()
+
+    def _look(self, key: str) -> memoryview | None:
+        store = self._store()
+        hit = store.view(self.name, key)
+        if hit is None:
+            return None
+        store.touch(hit.entry)
+        return self._hit(hit)
 
     def evict(self, key: str) -> bool:
         """Remove a key. False if there is none, or it is in use."""
@@ -122,8 +169,42 @@ class Space:
         return memoryview(hit.view)
 
 
+async def _called(fn: Callable[[], Buffer | Awaitable[Buffer]]) -> Buffer:
+    import asyncio
+    import inspect
+
+    result = fn() if inspect.iscoroutinefunction(fn) else await asyncio.to_thread(fn)
+    return await result if inspect.isawaitable(result) else result
+
+
+_tasks: set[Any] = set()  # the event loop itself refers to them weakly
+
+
+async def _unharmed(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await a coroutine that runs to its end, even if the caller is cancelled."""
+    import asyncio
+
+    task = asyncio.ensure_future(coroutine)
+    _tasks.add(task)
+    task.add_done_callback(_ended)
+    return await asyncio.shield(task)
+
+
+def _ended(task: Any) -> None:
+    _tasks.discard(task)
+    if not task.cancelled():
+        task.exception()  # seen: the caller that would raise it may have been cancelled
+
+
 def checked(key: str) -> str:
     """The key, or the name of a space, if it is valid. Raises `ConfigError`."""
     if not isinstance(key, str) or not is_text(key):
         raise errors.ConfigError(f"the key {key!r} cannot be used: a key is a str of valid unicode", name="key", value=repr(key))
     return key
+
+
+def checked_name(name: str) -> str:
+    """The name of a space. Raises `ConfigError`."""
+    if not name or ":" in checked(name):
+        raise errors.ConfigError(f"the space {name!r} cannot be named: not empty, and without ':'", name="name", value=name)
+    return name

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -62,12 +63,8 @@ def fetch_all(urls: Sequence[str], fetch: Fetch, *, jobs: int, quiet: bool) -> l
         bars.finished(url, outcome.state)
         outcomes.append(outcome)
 
-    try:
-        with bars:
-            run_all([functools.partial(work, url) for url in urls], jobs, name="fetch", grace=0.0)
-    except KeyboardInterrupt:  # after the bars, which would be drawn over the note
-        note("what was fetched is kept: the same command resumes there")
-        raise
+    with _kept_on_interrupt(), bars:
+        run_all([functools.partial(work, url) for url in urls], jobs, name="fetch", grace=0.0)
     return outcomes
 
 
@@ -298,15 +295,59 @@ def warm(
     """Fill the cache before a job. Objects in the cache are skipped: after an interruption the same command resumes."""
     urls = list(dict.fromkeys(_urls(source)))
     with filled(root) as cache:
-
-        def fetch(url: str, on_progress: OnProgress) -> Entry | None:
-            return cache.pull(url, on_progress=on_progress)
-
-        outcomes = fetch_all(urls, fetch, jobs=jobs, quiet=as_json)
+        outcomes = _warm_all(cache, urls, jobs=jobs, quiet=as_json)
     failed = sum(o.state in ("failed", "past") for o in outcomes)
     if failed:
         note(f"{failed:,} of {len(urls):,} failed; the same command tries these again")
     conclude(outcomes, Output(as_json))
+
+
+def _warm_all(cache: Cache, urls: Sequence[str], *, jobs: int, quiet: bool) -> list[Outcome]:
+    """Warm the cache, with bars unless ``quiet``; a failure does not stop the rest."""
+    from forebay.cli.bars import Bars  # here, so that `forebay --help` need not load it
+
+    shown = {_key_of(url): url for url in urls}  # the bar's name is the URL as it was given, not as it is stored
+    sizes: dict[str, int] = {}
+    began: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    with _kept_on_interrupt(), Bars(len(urls), quiet=quiet) as bars:
+
+        def on_progress(step: Progress) -> None:
+            url, now = shown.get(step.url, step.url), time.monotonic()
+            bars.update(replace(step, url=url))
+            if step.state == "fetching":
+                began.setdefault(url, now)
+            elif step.state in ("done", "direct"):
+                sizes[url], seconds[url] = step.done, now - began.get(url, now)
+                bars.finished(url, "past" if step.state == "direct" else "fetched" if url in began else "kept")
+
+        report = cache.warm(urls, jobs=jobs, on_progress=on_progress)
+        for url, _ in report.failed:
+            bars.finished(url, "failed")
+    done = [Outcome(url, "fetched" if url in began else "kept", sizes[url], seconds[url]) for url in report.done]
+    states = ((url, "past" if isinstance(error, NoSpace) else "failed", error) for url, error in report.failed)
+    outcomes = [*done, *(Outcome(url, state, seconds=seconds.get(url, 0.0), error=error) for url, state, error in states)]
+    for outcome in outcomes:
+        log.debug("%s: %s", shown_name(outcome.url), _STATES.get(outcome.state, outcome.state))
+    return outcomes
+
+
+def _key_of(url: str) -> str:
+    from forebay import remote  # here, so that `forebay --help` need not load it
+
+    try:
+        return remote.canonical(url)
+    except ConfigError:
+        return url  # it fails, and says why
+
+
+@contextlib.contextmanager
+def _kept_on_interrupt() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:  # after the bars, which would be drawn over the note
+        note("what was fetched is kept: the same command resumes there")
+        raise
 
 
 def _urls(source: str) -> Iterable[str]:

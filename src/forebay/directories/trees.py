@@ -25,16 +25,15 @@ from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._model import Entry, Victim, noted
 from forebay.directories import copying
-from forebay.directories.copying import each
 from forebay.directories.listings import Listing, Listings
 from forebay.directories.location import RemoteDirectory, locate
 from forebay.directories.manifests import File, Manifest, Part, Patterns
 from forebay.origin import Origin
+from forebay.origin.bulk import BulkFetch, Request
 from forebay.origin.request import FetchOptions, is_same_version
 from forebay.origin.spaces import DIRECTORIES, POSTPONED, URLS
 
 _DISK_FULL = "the disk is full: free some of it, or lower min_free"
-JOBS = 16
 """Files that are fetched concurrently."""
 LOOKS = 3
 CHANGES = 2
@@ -323,14 +322,17 @@ class _Tree:
         missing = self._missing(manifest, at, leases, progress)
         self._came_unseen = any(file.digest is None and (file.validator is None or file.name in self._unlike) for file in missing)
 
-        def bring(file: File) -> None:
-            lease = self._file(file, at, progress.of(file))
-            leases[file.name] = lease  # one step: no lock
-
+        requests = (
+            Request(self._location.target(file.name), self._options_of(file, at, progress.of(file)), number, view=False)
+            for number, file in enumerate(missing)
+        )
+        fetches = contextlib.closing(BulkFetch(self._origin, on_turn=progress.tell).run(requests))
         try:
             self._store.ensure_room(URLS, [(self._location.target(file.name).key, file.size or 0) for file in missing])
-            each([(file, file.size or 0) for file in missing], bring, JOBS, on_turn=progress.tell)
-            progress.tell()
+            with fetches as fetched:
+                for request in fetched:
+                    file = missing[request.number]
+                    leases[file.name] = self._listed_version(file, request)
             yield leases
         except errors.NoSpace as error:
             came = [leases.pop(file.name) for file in missing if file.name in leases]
@@ -354,7 +356,8 @@ class _Tree:
             self._store.count_hit(lease.entry.size)
             progress.of(file)(lease.entry.size, None)
             leases[file.name] = lease
-        return [file for file in manifest.files if file.name not in leases]
+        missing = [file for file in manifest.files if file.name not in leases]
+        return sorted(missing, key=lambda file: -(file.size or 0))
 
     def _is_right(self, lease: Lease, file: File, at: int) -> bool:
         """Whether the stored file matches the listing."""
@@ -367,18 +370,21 @@ class _Tree:
             return is_same_version(entry.validator, file.validator)
         return self._store.validated(entry) >= at
 
-    def _file(self, file: File, at: int, on_progress: Callable[[int, int | None], None]) -> Lease:
-        """Fetch one file, of the listed version. Raises `RemoteChanged` or `ChecksumMismatch` if the remote has another one now."""
-        target = self._location.target(file.name)
+    def _options_of(self, file: File, at: int, on_progress: Callable[[int, int | None], None]) -> FetchOptions:
+        """Those of a fetch of the listed version of a file."""
         expected = file.validator if file.name not in self._unlike else None
-        options = FetchOptions(
+        return FetchOptions(
             since=at if expected is None else -1, offline=self._options.offline, etag=expected, timeout=self._options.timeout, force=True,
             on_progress=on_progress,
         )  # fmt: skip
-        try:
-            lease = self._origin.lease(target, options, looked=True)
-        except errors.ChecksumMismatch as error:
+
+    def _listed_version(self, file: File, request: Request) -> Lease:
+        """The file that was fetched. Raises `RemoteChanged` or `ChecksumMismatch` if the remote has another version now, or its error."""
+        target, lease, error = request.target, request.lease, request.error
+        if isinstance(error, errors.ChecksumMismatch):
             raise errors.RemoteChanged(f"{target.key}: the remote sent {error.found}, but listed {error.wanted}", url=target.key) from error
+        if lease is None:
+            raise error or errors.Closed.of("cache")
         if file.size not in (None, lease.entry.size):
             lease.close()
             raise errors.RemoteChanged(

@@ -20,8 +20,8 @@ from forebay._engine.passthrough import PassThrough
 from forebay._engine.store import Store
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, noted
-from forebay.origin.files import RANGE, LeasedFile, RangeFile
+from forebay._model import BegunFetch, BufferSink, Entry, ObjectInfo, Sink, Span, Transfer, noted
+from forebay.origin.files import RANGE, RangeFile, opened
 from forebay.origin.opening import CacheHandle, Reopening, RootOptions, others_can_write
 from forebay.origin.request import FetchOptions, SpillingSink, Target, VersionCheckSink, folder_of, in_memory, is_same_version, sha256_of
 from forebay.origin.spaces import FOREVER, LISTINGS, POSTPONED, URLS
@@ -198,7 +198,7 @@ class Origin:
 
     def _read(self, target: Target, options: FetchOptions) -> memoryview:
         if options.bypass or (target.in_place and not options.force):
-            return self._direct(target, options)
+            return self.direct(target, options)
         served, is_missing = self._served(target, options)
         if served is not None:
             return served
@@ -214,7 +214,7 @@ class Origin:
         except (errors.CacheFault, errors.WaitTimeout) as error:
             self.fall_back(error, target.key)
             data = spilling.take()
-            return self._direct(target, options) if data is None else data
+            return self.direct(target, options) if data is None else data
 
     def _served(self, target: Target, options: FetchOptions) -> tuple[memoryview | None, bool]:
         """A hit by the memo or the catalog, without a lease; else whether there is no entry."""
@@ -224,7 +224,7 @@ class Origin:
             hit = self.store.view(URLS, target.key)
         except errors.CacheFault:
             return None, False  # the lease, which comes next, reports it
-        if hit is None or not self._is_fresh(hit.entry, options):
+        if hit is None or not self.is_fresh(hit.entry, options):
             return None, hit is None
         self.store.touch(hit.entry)
         self.store.count_hit(hit.size)
@@ -240,7 +240,7 @@ class Origin:
         if options.bypass:
             return self._stream(target, options)
         try:
-            return cast(BinaryIO, io.BufferedReader(LeasedFile(self.lease(target, options))))
+            return opened(self.lease(target, options))
         except (errors.CacheFault, errors.WaitTimeout) as error:
             self.fall_back(error, target.key)
             return self._stream(target, options)
@@ -258,7 +258,7 @@ class Origin:
 
         def make() -> Lease:
             fetches.append(True)
-            return self._obtain(target, options, spilling) if any(seen) else self._fetch(target, options, spilling)
+            return self.obtain(target, options, spilling) if any(seen) else self._fetch(target, options, spilling)
 
         # P1 and P2 see no entry / P1 holds the key, fetches, releases / P2 holds the key: without a look under the lock it fetches again.
         with waits.time_limit(options.timeout):
@@ -277,17 +277,17 @@ class Origin:
         lease = self.store.lease(URLS, target.key)
         stamp = self.store.stamp(lease.entry) if lease is not None else None
         is_old = options.refresh and (not seen or stamp == seen[0])
-        if lease is not None and not is_old and self._is_fresh(lease.entry, options) and self._is_expected(lease, options):
+        if lease is not None and not is_old and self.is_fresh(lease.entry, options) and self.is_expected(lease, options):
             return lease
         seen.append(stamp)
         if lease is not None:
             lease.close()
         return None
 
-    def _is_fresh(self, entry: Entry, options: FetchOptions) -> bool:
+    def is_fresh(self, entry: Entry, options: FetchOptions) -> bool:
         return self.store.validated(entry) >= options.since
 
-    def _is_expected(self, lease: Lease, options: FetchOptions) -> bool:
+    def is_expected(self, lease: Lease, options: FetchOptions) -> bool:
         if options.etag and not is_same_version(lease.entry.validator, options.etag):
             return False
         if options.sha256 is None:
@@ -297,11 +297,11 @@ class Origin:
 
     # -- fetching, under the key's lock ----------------------------------------------------------------------------
 
-    def _obtain(self, target: Target, options: FetchOptions, spilling: SpillingSink | None) -> Lease:
+    def obtain(self, target: Target, options: FetchOptions, spilling: SpillingSink | None, begun: BegunFetch | None = None) -> Lease:
         """Validate the entry, else fetch it. The last look was under the key's lock: no other process is fetching it."""
         old = self.store.lease(URLS, target.key)
-        if old is None or not self._is_expected(old, options):
-            return self._fetch(target, options, spilling)
+        if old is None or not self.is_expected(old, options):
+            return self._fetch(target, options, spilling, begun)
         try:
             current = self._validate(target, options, old)
         except BaseException:
@@ -363,53 +363,60 @@ class Origin:
 
     def _copy(self, target: Target, options: FetchOptions, hit: Remembered, validated: int) -> Lease:
         """Copy an entry of the upstream root into this one."""
-        life = "pinned" if options.pin else "cached"
-        with self.store.writing(URLS, target.key, suffix=target.suffix, life=life, validated=validated, resume=False) as writing:
+        with self.writing(target, options, validated, resume=False) as writing:
             writing.begin(ObjectInfo(target.key, hit.size, hit.entry.validator))
             writing.write(0, hit.view)
-            self._check_sha256(target, options, writing)
+            self.check_sha256(target, options, writing)
             return self.store.publish_leased(writing, validator=hit.entry.validator)
 
-    def _fetch(self, target: Target, options: FetchOptions, spilling: SpillingSink | None) -> Lease:
+    def _fetch(self, target: Target, options: FetchOptions, spilling: SpillingSink | None, begun: BegunFetch | None = None) -> Lease:
         above = self._above(target, options)
         if above is not None:
             return self._copy(target, options, *above)
         if options.offline:
             raise errors.Offline.of(target.key)
         self.store.count("misses")
-        life, now = "pinned" if options.pin else "cached", self.store.now(exact=True)
-        with self.store.writing(
-            URLS, target.key, suffix=target.suffix, life=life, validated=now, on_progress=options.on_progress
-        ) as writing:  # fmt: skip
+        with self.writing(target, options, self.store.now(exact=True)) as writing:
             sink: Sink = writing
             if spilling is not None and writing.partial is None:
                 writing.spills, sink = True, spilling.over(writing)
-            if options.etag:
-                sink = VersionCheckSink(sink, target.key, options.etag)
-            began = time.monotonic_ns()
-            try:
-                with self.reaching(options):
-                    transfer = target.remote.fetch(target.url, sink)
-            except errors.RemoteError as error:
-                self.count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
-                raise
-            except errors.CacheFault:
-                self.count(Transfer(requests=1))  # the first answer shows that there is no room
-                raise
-            finally:
-                self.store.count("wait_ns_remote", time.monotonic_ns() - began)
-            self.count(transfer)
+            self.receive(target, options, sink, begun)
             if spilling is not None and spilling.fault is not None:
                 spilling.came = self._read_only(target, options, spilling.data)
                 raise spilling.fault
-            self._check_sha256(target, options, writing)
+            self.check_sha256(target, options, writing)
             lease = self.store.publish_leased(writing, validator=writing.info.validator if writing.info else None)
         self.store.count("fills")
         self.store.count("bytes_stored", lease.entry.size)
-        log.debug("%s: fetched %d bytes, by %d requests", target.key, transfer.received, transfer.requests)
         return lease
 
-    def _check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
+    def writing(self, target: Target, options: FetchOptions, began: int, *, resume: bool = True, collect: bool = False) -> Writing:
+        """A write for an object that is asked for at ``began``. ``collect``: see `Store.publish_collected`."""
+        return self.store.writing(
+            URLS, target.key, suffix=target.suffix, life="pinned" if options.pin else "cached", validated=began, resume=resume,
+            on_progress=options.on_progress, collect=collect,
+        )  # fmt: skip
+
+    def receive(self, target: Target, options: FetchOptions, sink: Sink, begun: BegunFetch | None) -> None:
+        """Fetch the object into the sink, and count what came."""
+        if options.etag:
+            sink = VersionCheckSink(sink, target.key, options.etag)
+        began = time.monotonic_ns()
+        try:
+            with self.reaching(options):
+                transfer = target.remote.fetch(target.url, sink) if begun is None else begun.fetch(sink)
+        except errors.RemoteError as error:
+            self.count(Transfer(received=getattr(error, "done", 0), requests=getattr(error, "attempts", 1)))
+            raise
+        except errors.CacheFault:
+            self.count(Transfer(requests=1))  # the first answer shows that there is no room
+            raise
+        finally:
+            self.store.count("wait_ns_remote", time.monotonic_ns() - began)
+        self.count(transfer)
+        log.debug("%s: fetched %d bytes, by %d requests", target.key, transfer.received, transfer.requests)
+
+    def check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
         if options.sha256 is None:
             return
         digest = writing.sha256()
@@ -435,7 +442,7 @@ class Origin:
         return remote.tracking_hosts(self.store.hosts, ask_silent=options is not None and options.refresh)
 
     def warn_stale(self, key: str, message: str, error: Exception) -> None:
-        """Warn, once per host or bucket, that a copy is served because its remote cannot be reached. The message takes key and error."""
+        """Warn, once per host or bucket, that a copy is served because its remote cannot be reached."""
         self.warn(f"stale {'/'.join(key.split('/')[:3])}", message, key, error)
 
     def warn(self, kind: str, message: str, *values: object) -> None:
@@ -444,7 +451,7 @@ class Origin:
             self.warned.add(kind)
             log.warning(message, *map(str, values))  # an error would keep its frames, and their mappings, as long as the record lives
 
-    def _direct(self, target: Target, options: FetchOptions) -> memoryview:
+    def direct(self, target: Target, options: FetchOptions) -> memoryview:
         """The whole object in memory, or over the upstream's mapping."""
         above = self._above(target, options) if not options.bypass else None
         if above is not None and options.sha256 is None and options.etag is None:
@@ -477,13 +484,13 @@ class Origin:
     def _stream(self, target: Target, options: FetchOptions) -> BinaryIO:
         """A file object that reads ranges of the remote on demand."""
         if options.sha256 is not None or (self.upstream is not None and not options.bypass):
-            return io.BytesIO(self._direct(target, options))
+            return io.BytesIO(self.direct(target, options))
         self._refuse_offline(target, options)
         with self.reaching(options):
             info = target.remote.stat(target.url)
         self.count(Transfer(requests=1))
         if info is None or info.size is None:
-            return io.BytesIO(self._direct(target, options))
+            return io.BytesIO(self.direct(target, options))
         return cast(BinaryIO, io.BufferedReader(RangeFile(target.remote, target.url, target.key, info, self), RANGE))
 
     def local(self, target: Target, options: FetchOptions) -> Lease:
@@ -501,7 +508,7 @@ class Origin:
 
         def look() -> memoryview | None:
             hit = self.store.view(URLS, key)
-            return memoryview(hit.view) if hit is not None and self._is_fresh(hit.entry, options) else None
+            return memoryview(hit.view) if hit is not None and self.is_fresh(hit.entry, options) else None
 
         def make() -> memoryview:
             nonlocal began

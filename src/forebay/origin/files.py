@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 from forebay import errors
 from forebay._engine.locks.leases import Lease
@@ -33,6 +33,11 @@ class LeasedFile(io.FileIO):
     def close(self) -> None:
         super().close()
         self._lease.close()
+
+
+def opened(lease: Lease) -> BinaryIO:
+    """A buffered file object on a cached copy, which closes the lease."""
+    return cast(BinaryIO, io.BufferedReader(LeasedFile(lease)))
 
 
 class RangeFile(io.RawIOBase):

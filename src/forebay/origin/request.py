@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from forebay import _model, errors
+from forebay import _config, _model, errors
 from forebay._model import Buffer, BufferSink, Content, ObjectInfo, Partial, Remote, Span, can_clone
-from forebay.origin.spaces import URLS
+from forebay.origin.spaces import FOREVER, URLS
 from forebay.remote import urls
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forebay._engine.passthrough import PassThrough
     from forebay._engine.store import Store
     from forebay._engine.write.publish import Writing
+    from forebay.origin import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,21 @@ class FetchOptions:
     on_wait: OnWait | None = None
     on_progress: Callable[[int, int | None], None] | None = None
     refresh: bool = False
+
+    @classmethod
+    def of(
+        cls, origin: Origin, max_age: float | str | None = None, refresh: bool = False, *, sha256: str | None = None,
+        etag: str | None = None, timeout: float | None = None, bypass: bool = False, force: bool = False, pin: bool = False,
+        offline: bool | None = None, on_wait: OnWait | None = None, on_progress: Callable[[int, int | None], None] | None = None,
+    ) -> Self:  # fmt: skip
+        """The options of a call that begins now, with the defaults of the cache. Raises `ConfigError`."""
+        offline = origin.offline if offline is None else offline
+        age = origin.max_age if max_age is None else _config.parse_age(max_age, name="max_age") * 1_000_000_000
+        now = origin.store.now(exact=refresh)
+        since = -1 if offline else now if refresh else 1 if age >= FOREVER else max(1, now - int(age))
+        sha256 = None if sha256 is None else _config.parse_sha256(sha256)
+        timeout = origin.timeout if timeout is None else _config.parse_timeout(timeout)
+        return cls(since, offline, sha256, etag, timeout, bypass, force, pin, on_wait, on_progress, refresh and not offline)
 
 
 class VersionCheckSink:

@@ -7,9 +7,12 @@ import functools
 import os
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 from forebay.errors import ConfigError
+
+Url: TypeAlias = str | os.PathLike[str]
+"""How a caller names an object: a URL, or a path."""
 
 # Patterns are texts: `re` compiles each when it is first used, and keeps it.
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"

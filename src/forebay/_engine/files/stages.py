@@ -367,8 +367,10 @@ class MemoryStage:
     """A write of few bytes, in memory: nothing of it is on the disk before it is published. `write` is callable from several threads."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.data = total, bytearray(total)
-        self._mutex = threading.Lock()  # guards _coverage
+        self.total = total
+        self.data: bytes | bytearray = b""
+        """The bytes; all of them once `finish` has returned."""
+        self._mutex = threading.Lock()  # guards _coverage, and that data is replaced once
         self._coverage = Coverage()
 
     @property
@@ -383,7 +385,14 @@ class MemoryStage:
         end = offset + len(view)
         if end > self.total:
             raise ValueError(f"received bytes up to {end:,} of {self.total:,}")
-        self.data[offset:end] = view
+        with self._mutex:
+            if isinstance(data, bytes) and len(data) == self.total and not self._coverage.done:
+                self.data = data  # all of it, which nothing can change: no copy
+            elif not isinstance(self.data, bytearray):
+                self.data = bytearray(self.data or self.total)
+            target = self.data
+        if isinstance(target, bytearray):
+            target[offset:end] = view
         with self._mutex:
             self._coverage.add(offset, end)
 

@@ -24,6 +24,7 @@ LONG_ENOUGH = 3.0
 """A wait of this many seconds without an answer makes a host silent for every process; a shorter one only for calls with a shorter
 timeout."""
 _HEARD_EVERY = 1.0  # seconds
+_JUST_NOW = 100_000_000  # nanoseconds: a host that answered this process so lately is not looked up
 _RECORD = struct.Struct("=QQQQ")  # hash of the host; silent at, in ns; after a wait, in ms; last answer, in ns
 _COUNT = 256
 _SIZE = _COUNT * _RECORD.size
@@ -39,12 +40,15 @@ class SilentHosts:
         self._root = root
         self._own = bytearray(_SIZE)
         self._heard: dict[str, int] = {}  # when that was last noted
+        self._answered: dict[str, int] = {}  # when it last answered this process
 
     def silent_since(self, host_name: str, timeout: float) -> float | None:
         """How many seconds ago the host was last silent; None if it may be asked, by a call that would wait ``timeout`` seconds for an
         answer."""
-        at, waited, heard = self._look(host_name)
         now = time.monotonic_ns()
+        if 0 <= now - self._answered.get(host_name, now + 1) < _JUST_NOW:
+            return None
+        at, waited, heard = self._look(host_name)
         if not now - PERIOD * _SECOND < at <= now or at <= heard <= now:
             return None
         if waited < 0.9 * min(timeout, LONG_ENOUGH):
@@ -54,6 +58,9 @@ class SilentHosts:
     def heard(self, host_name: str) -> None:
         """It answers."""
         now = time.monotonic_ns()
+        if len(self._answered) > 1000:
+            self._answered.clear()
+        self._answered[host_name] = now
         if now - self._heard.get(host_name, -now) < _HEARD_EVERY * _SECOND:
             return
         if len(self._heard) > 1000:

@@ -53,7 +53,7 @@ class _Ready(NamedTuple):
     """A small write that has all of its bytes."""
 
     writing: Writing
-    data: bytearray
+    data: bytes | bytearray
     size: int
     checksum: bytes
 
@@ -68,7 +68,7 @@ class Publisher:
         self.root, self.rows, self._catalog, self.budget = root, catalog, catalog, budget
         self.inserter = Inserter(slots, keys, budget)
         self._owners, self._inline_eviction, self._intent = owners, inline_eviction, intent
-        self._together = Combiner(self._publish_together, shared=WriterBusy)
+        self._together = Combiner(self._publish_if_fits, shared=WriterBusy)
 
     def after_fork_child(self) -> None:
         self._together.after_fork_child()
@@ -167,17 +167,55 @@ class Publisher:
         """Write and publish a file from memory in one step; None if it does not fit without evicting."""
         return self._together(_Ready(writing, small.data, *small.finish()))
 
-    def _publish_together(self, ready: Sequence[_Ready]) -> Sequence[Entry | None]:
-        """Publish all in one transaction, or none; then each makes space for itself."""
+    def publish_collected(self, writings: Sequence[Writing], leases: Leases) -> list[Lease]:
+        """Publish writes whose bytes are all in memory, in one transaction; makes space for all of them at once. Returns leases that exist
+        before anybody can see the entries. Raises `NoSpace` or another `CacheFault`; then none is published."""
+        ready = [_Ready(writing, small.data, *small.finish()) for writing in writings if (small := writing.collected) is not None]
+        for one in ready:
+            one.writing.prepare(leases)
+        try:
+            with faults("several objects", sum(one.size for one in ready)):
+                published = self._publish_if_fits(ready)
+                if None in published:
+                    published = self._publish_with_room(ready)
+        except BaseException:
+            for one in ready:
+                one.writing.let_go()
+            raise
+        for one in ready:
+            one.writing.published()
+        return [leases.adopt(entry) for entry in published if entry is not None]
+
+    def _publish_with_room(self, ready: Sequence[_Ready]) -> list[Entry]:
+        room, label, size = self.budget.room, ready[0].writing.label, sum(one.size for one in ready)
+        charged = sum(room.charge(one.size) for one in ready)
+        reserved = self.budget.reserve(SpaceRequest(label.space, label.key, 0, size, charged=charged, entries=len(ready)))
+        try:
+            with self._catalog.write() as txn:
+                published = self._publish_together(txn, ready)
+                reservations.delete(txn, reserved.id)
+                txn.leftovers = entries.any_leftovers(txn)
+                return published
+        except BaseException:
+            self.budget.cancel(reserved.id)
+            raise
+
+    def _publish_if_fits(self, ready: Sequence[_Ready]) -> Sequence[Entry | None]:
+        """Publish all in one transaction, or none where space has to be made."""
         with self._catalog.write() as txn:
             requests = [self.request(txn, one.writing.label, one.size) for one in ready]
             if not self.budget.room.fit_together(txn, requests):
                 return [None] * len(ready)
-            ids = txn.new_ids(len(ready))
-            self._intent.begin(txn, ids)
-            return [self._publish_ready(txn, one, id, request) for one, id, request in zip(ready, ids, requests, strict=True)]
+            return self._publish_together(txn, ready, requests)
 
-    def _publish_ready(self, txn: Txn, one: _Ready, id: int, request: SpaceRequest) -> Entry:
+    def _publish_together(self, txn: Txn, ready: Sequence[_Ready], requests: Sequence[SpaceRequest | None] = ()) -> list[Entry]:
+        ids = txn.new_ids(len(ready))
+        self._intent.begin(txn, ids)
+        return [
+            self._publish_ready(txn, one, id, request) for one, id, request in zip(ready, ids, requests or [None] * len(ready), strict=True)
+        ]
+
+    def _publish_ready(self, txn: Txn, one: _Ready, id: int, request: SpaceRequest | None) -> Entry:
         label = one.writing.label
         blobs.write(self.root, id, one.data, one.checksum, label.suffix)
         one.writing.named(id)
@@ -271,13 +309,15 @@ class Writing:
     """One write: a `Sink` for a remote, then `publish`. Without that, the bytes are kept for a successor if it can resume them.
 
     Caller: holds the key's lock, unless nothing is to be resumed. ``reserved``: a reservation to use. ``on_progress`` is called with
-    (done, total) bytes. ``timeout``: see `Budget.reserve`."""
+    (done, total) bytes. ``timeout``: see `Budget.reserve`. ``collect``: an object that is here already is kept in memory until it is
+    published, together with others."""
 
     def __init__(
         self, publisher: Publisher, label: Label, *, resume: bool = False, reserved: Reservation | None = None,
-        on_progress: Callable[[int, int | None], None] | None = None, timeout: float = 0.0,
+        on_progress: Callable[[int, int | None], None] | None = None, timeout: float = 0.0, collect: bool = False,
     ) -> None:  # fmt: skip
         self._publisher, self.label, self._on_progress, self._timeout = publisher, label, on_progress, timeout
+        self._collect = collect
         self._keyhash = hash_of(label.space, label.key)
         self._reserved = reserved
         self._stage: Stage | None = None
@@ -302,7 +342,7 @@ class Writing:
         """See `Sink.begin`."""
         self.info, self._small = info, None
         with faults(self.label.key, info.size or 0):
-            if self._reserved is None and info.size is not None and self._comes_into_memory(info.size):
+            if self._reserved is None and info.size is not None and (self._collect or self._comes_into_memory(info.size)):
                 self._small = MemoryStage(info.size)
                 return (Span(0, info.size),) if info.size else ()
             return self._begin_on_disk(info)
@@ -369,6 +409,11 @@ class Writing:
             return self.stage.clone(fd)
 
     @property
+    def collected(self) -> MemoryStage | None:
+        """The bytes, as long as they are in memory only."""
+        return self._small
+
+    @property
     def stage(self) -> Stage:
         assert self._stage is not None, "the write has not begun"
         return self._stage
@@ -417,10 +462,19 @@ class Writing:
         try:
             return leases.adopt(self.publish(validator=validator))
         except BaseException:
-            self._leases = None
-            if self._leased:
-                leases.let_go_soon(self._leased)
+            self.let_go()
             raise
+
+    def prepare(self, leases: Leases) -> None:
+        """Set what `publish_leased` is given: the write is published together with others."""
+        self._leases, self.validator = leases, self.info.validator if self.info is not None else None
+
+    def let_go(self) -> None:
+        """Release the lease, if it was taken: the write was not published."""
+        leases, self._leases = self._leases, None
+        if leases is not None and self._leased:
+            leases.let_go_soon(self._leased)
+            self._leased = 0
 
     def set_meta(self, meta: str) -> None:
         """Set the small text that the entry will carry."""

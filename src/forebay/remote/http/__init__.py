@@ -9,11 +9,14 @@ from email.utils import formatdate
 from functools import partial
 
 from forebay import errors
+from forebay._logs import logger
 from forebay._model import Buffer, Content, ObjectInfo, Partial, Sink, Span, Transfer
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, cut_spans, run_parts
+from forebay.remote.http.connections import Begun
 from forebay.remote.http.exchange import (
     Exchange,
     ExplainRefusal,
+    Opened,
     Response,
     Sign,
     content_length,
@@ -25,6 +28,8 @@ from forebay.remote.http.exchange import (
     is_same_validator,
 )
 from forebay.remote.urls import canonical
+
+log = logger("forebay.remote")
 
 MAX_SMALL_BODY = 64 << 20
 MAX_CHANGES = 2  # an object that changes more often during a fetch is given up
@@ -55,6 +60,7 @@ class HttpRemote:
         self.options = options or RemoteOptions()
         self._check_options = self.options.for_check()
         self._exchange = Exchange(self.options, sign, explain, raw=raw)
+        self._first_headers = {"Range": f"bytes=0-{self.options.part - 1}"}
 
     def stat(self, url: str, *, known: str | None = None) -> ObjectInfo | None:
         """See `Remote.stat`. Sends a HEAD request, or asks for one byte where the server refuses HEAD."""
@@ -83,18 +89,31 @@ class HttpRemote:
     def fetch(self, url: str, sink: Sink) -> Transfer:
         """See `Remote.fetch`. The fetch of an object that changes meanwhile starts over, the second time as one stream, which cannot mix
         versions (an object behind several servers, each with an ETag of its own, seems to change all the time); then `RemoteChanged`."""
-        call, previous = Call(url, self.options), sink.partial
+        return self._fetch(Call(url, self.options), url, sink)
+
+    def _fetch(self, call: Call, url: str, sink: Sink, opened: Opened | None = None) -> Transfer:
+        previous = sink.partial
         for changes in range(MAX_CHANGES + 1):
             with call:
                 try:
-                    call.retry(_Download(self._exchange, call, url, sink, previous, whole=changes == MAX_CHANGES))
+                    call.retry(_Download(self._exchange, call, url, sink, previous, opened, whole=changes == MAX_CHANGES))
                     break
                 except errors.RemoteChanged:
                     if changes == MAX_CHANGES:
                         raise
-                    previous = None
+                    previous = opened = None
             call = call.restarted()
         return call.transfer
+
+    def begin(self, url: str, on_ready: Callable[[], None]) -> OpenedFetch | None:
+        """See `BeginningRemote.begin`."""
+        call = Call(url, self.options)
+        try:
+            opened = self._exchange.begin(call, url, self._first_headers, on_ready)
+        except errors.RemoteError as error:  # `fetch` meets it too
+            log.debug("%s", error)
+            return None
+        return None if opened is None else OpenedFetch(self, call, url, opened)
 
     def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
         """See `Remote.read`."""
@@ -210,6 +229,54 @@ def _cut_out(blocks: Iterator[Buffer], span: Span) -> bytes:
 # -- fetching ----------------------------------------------------------------------------------------------------------
 
 
+class OpenedFetch:
+    """A `BegunFetch`: the request for the first part of an object, under way."""
+
+    def __init__(self, remote: HttpRemote, call: Call, url: str, opened: Opened) -> None:
+        self._remote, self._call, self._url = remote, call, url
+        self._opened: Opened | None = opened
+        self._is_here = False
+
+    def is_here(self, most: int) -> bool:
+        """See `BegunFetch.is_here`."""
+        incoming = self._opened.begun.incoming if self._opened is not None else None
+        if incoming is None or not incoming.is_complete or incoming.waiting > most or "Content-Encoding" in incoming.headers:
+            return False
+        size = incoming.waiting
+        whole = f"bytes 0-{size - 1}/{size}"
+        self._is_here = incoming.status == 200 or (incoming.status == 206 and incoming.headers.get("Content-Range") == whole)
+        return self._is_here
+
+    def fetch(self, sink: Sink) -> Transfer:
+        """See `BegunFetch.fetch`."""
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return self._remote.fetch(self._url, sink)
+        if sink.partial is not None:  # another part is asked for
+            opened.begun.incoming.close()
+            opened = None
+        elif self._is_here:
+            return self._take(opened.begun, sink)
+        return self._remote._fetch(self._call, self._url, sink, opened)
+
+    def _take(self, begun: Begun, sink: Sink) -> Transfer:
+        """The whole object, by one response: there is nothing to wait for, to repeat or to resume."""
+        call, incoming = self._call, begun.incoming
+        call.host_answered(begun.host)
+        data = incoming.read(incoming.waiting)
+        call.count(received=len(data))
+        call.transfer.info = info_of(self._url, incoming.headers, len(data))
+        if sink.begin(call.transfer.info):
+            sink.write(0, data)
+        return call.transfer
+
+    def close(self) -> None:
+        """See `BegunFetch.close`."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.begun.incoming.close()
+
+
 class _Download:
     """One version of one object, into one sink. Calling it is one attempt: it starts over unless it could resume by itself.
 
@@ -219,8 +286,12 @@ class _Download:
        cut continues where it ended. Without one, ranges could mix two versions: the object is requested whole.
     """
 
-    def __init__(self, exchange: Exchange, call: Call, url: str, sink: Sink, previous: Partial | None, *, whole: bool = False) -> None:
+    def __init__(
+        self, exchange: Exchange, call: Call, url: str, sink: Sink, previous: Partial | None, opened: Opened | None = None, *,
+        whole: bool = False,
+    ) -> None:  # fmt: skip
         self._exchange, self._call, self._url, self._sink, self._previous = exchange, call, url, sink, previous
+        self._opened = opened  # the request for the first part, sent already
         self._whole = whole  # ask without Range
         self._info = ObjectInfo(url, None)
         self._spans: tuple[Span, ...] = ()  # what the sink asked for
@@ -234,7 +305,8 @@ class _Download:
                 if self._previous is not None:
                     headers["If-Range"] = self._previous.validator
             ok = (200,) if first is None else (200, 206, 416)
-            with self._exchange.send(self._call, "GET", self._url, headers, ok=ok) as response:
+            opened, self._opened = self._opened, None
+            with self._exchange.send(self._call, "GET", self._url, headers, ok=ok, opened=opened) as response:
                 if first is None or response.status == 200:
                     self._take_whole(response)
                     done = True

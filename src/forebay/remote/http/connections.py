@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -57,6 +58,22 @@ def endpoint_of(scheme: str, netloc: str) -> Endpoint:
     return Endpoint(scheme, host, port or usual, name if port in (None, usual) else f"{name}:{port}")
 
 
+class _Server(NamedTuple):
+    """What to connect to, the server or its proxy; ``name``: of the way to the server, by which its silence is remembered."""
+
+    host: str
+    port: int
+    name: str
+
+
+class Begun(NamedTuple):
+    """A request that was sent: its response, which comes by itself, ``host`` and when it was sent (monotonic)."""
+
+    incoming: Incoming
+    host: str
+    at: float
+
+
 class Connections:
     """Sends requests by the loop of this process, which keeps the connections. Callable from any thread; usable after a fork."""
 
@@ -68,23 +85,56 @@ class Connections:
     def send(self, call: Call, endpoint: Endpoint, method: str, target: str, headers: Mapping[str, str], body: bytes | None) -> Incoming:
         """Send a request and wait for the head of its response; the body is still to be read. Raises `AttemptFailed`, and `CallAborted`
         after the end of the call, which ends the response too."""
-        proxy = self.proxy(endpoint)
-        host = f"{endpoint.scheme}://{endpoint.name}"
-        request = TransferRequest(
-            method, host, _TO_QUOTE.sub(_quoted, target), headers, body, proxy, read_timeout=self._options.read_timeout, until=call.until
+        request, server = self._request(call, endpoint, method, target, headers, body)
+        call.check_host(server.name)
+        with _noting(call, server.name, time.monotonic()):
+            return self._send(call, request, server.host, server.port)
+
+    def begin(
+        self, call: Call, endpoint: Endpoint, method: str, target: str, headers: Mapping[str, str], on_ready: Callable[[], None]
+    ) -> Begun | None:
+        """Send a request without waiting for anything; None where the name of the host has to be resolved first. ``on_ready``: see
+        `Incoming`. Raises `RemoteTimeout` for a host that was silent recently."""
+        request, server = self._request(call, endpoint, method, target, headers, None)
+        known = self._addresses.get((server.host, server.port))
+        if known is not None and known[0] > time.monotonic():
+            address = known[1][0]
+        elif _is_address(server.host):
+            address = None
+        else:
+            return None
+        call.check_host(server.name)
+        seconds = call.timeout(self._options.connect_timeout)
+        return Begun(
+            Incoming(_to(request, server.host, server.port, address, seconds), self._options.buffer, on_ready),
+            server.name,
+            time.monotonic(),
         )
-        if proxy is not None:
-            host += f" by {canonical(proxy)}"  # a host that is silent behind a proxy may answer without it
-        call.check_host(host)
-        began = time.monotonic()
-        try:
-            incoming = self._send(call, request, *((endpoint.host, endpoint.port) if proxy is None else _address_of(proxy)))
-        except AttemptFailed as failed:
-            if failed.no_answer:
-                call.host_silent(host, began, unreachable=failed.unreachable)
-            raise
-        call.host_answered(host)
-        return incoming
+
+    def receive(self, call: Call, begun: Begun) -> Incoming:
+        """Wait for the head of the response to a request that was begun. Raises as `send`, and `NotConnected`."""
+        with _noting(call, begun.host, begun.at):
+            try:
+                call.add_response(begun.incoming)
+                begun.incoming.wait_for_head()
+                return begun.incoming
+            except BaseException:
+                begun.incoming.close()
+                call.remove_response(begun.incoming)
+                raise
+
+    def _request(
+        self, call: Call, endpoint: Endpoint, method: str, target: str, headers: Mapping[str, str], body: bytes | None
+    ) -> tuple[TransferRequest, _Server]:
+        proxy = self.proxy(endpoint)
+        origin = f"{endpoint.scheme}://{endpoint.name}"
+        request = TransferRequest(
+            method, origin, _TO_QUOTE.sub(_quoted, target), headers, body, proxy, read_timeout=self._options.read_timeout, until=call.until
+        )
+        if proxy is None:
+            return request, _Server(endpoint.host, endpoint.port, origin)
+        # a host that is silent behind a proxy may answer without it
+        return request, _Server(*_address_of(proxy), f"{origin} by {canonical(proxy)}")
 
     def _send(self, call: Call, request: TransferRequest, host: str, port: int) -> Incoming:
         """Send it to the first address of a host that can be connected to. The time for connecting covers resolving the name too."""
@@ -94,9 +144,7 @@ class Connections:
         for number, address in enumerate(addresses, 1):
             # an address that does not answer must not take the time of those after it
             seconds = max(0.001, until - time.monotonic()) / (len(addresses) - number + 1)
-            resolved = None if address is None else f"{host}:{port}:{f'[{address}]' if ':' in address else address}"
-            asked = replace(request, resolved=resolved, connect_timeout=seconds)
-            incoming = Incoming(asked, self._options.buffer)
+            incoming = Incoming(_to(request, host, port, address, seconds), self._options.buffer)
             try:
                 call.add_response(incoming)
                 incoming.wait_for_head()
@@ -125,11 +173,9 @@ class Connections:
     def _resolve(self, call: Call, host: str, port: int, until: float) -> list[str] | list[None]:
         """The addresses of a host; ``[None]`` where its name is one. Nothing can end a resolver: where it takes too long, its thread is
         left behind."""
-        try:
-            ipaddress.ip_address(host)
+        if _is_address(host):
             return [None]
-        except ValueError:
-            known = self._addresses.get((host, port))
+        known = self._addresses.get((host, port))
         if known is not None and known[0] > time.monotonic():
             return known[1]
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -151,6 +197,33 @@ class Connections:
         addresses = cast("list[str]", answer)
         self._addresses[host, port] = (time.monotonic() + KEEP_ADDRESSES, addresses)
         return addresses
+
+
+@contextmanager
+def _noting(call: Call, host: str, began: float) -> Iterator[None]:
+    """Around the wait for a response: notes whether the host answers."""
+    try:
+        yield
+    except AttemptFailed as failed:
+        if failed.no_answer:
+            call.host_silent(host, began, unreachable=failed.unreachable)
+        raise
+    call.host_answered(host)
+
+
+def _to(request: TransferRequest, host: str, port: int, address: str | None, seconds: float) -> TransferRequest:
+    """The request, sent to an address that the host's name stands for, with so many seconds for connecting."""
+    resolved = None if address is None else f"{host}:{port}:{f'[{address}]' if ':' in address else address}"
+    return replace(request, resolved=resolved, connect_timeout=seconds)
+
+
+@lru_cache(maxsize=1024)
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _look_up(name: str, port: int, answers: queue.SimpleQueue[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import netrc
 import os
 import re
@@ -18,7 +19,8 @@ from forebay import errors
 from forebay._logs import escaped, logger
 from forebay._model import Buffer, ObjectInfo, Span
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions
-from forebay.remote.http.connections import PORTS, Connections, Endpoint, basic_auth, endpoint_of
+from forebay.remote.http.connections import PORTS, Begun, Connections, Endpoint, basic_auth, endpoint_of
+from forebay.remote.http.handles import NotConnected
 from forebay.remote.http.receivers import Incoming
 
 log = logger("forebay.remote")
@@ -54,10 +56,13 @@ class Exchange:
         self._defaults: dict[tuple[Endpoint, str, bool, bool], dict[str, str]] = {}
 
     def send(
-        self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None
-    ) -> Response:
+        self, call: Call, method: str, url: str, headers: Mapping[str, str], *, ok: Container[int] = (200,), body: bytes | None = None,
+        opened: Opened | None = None,
+    ) -> Response:  # fmt: skip
         """The response, if its status is in ``ok``. Follows redirects; sends the user's credentials to no other scheme, host or port.
-        Raises `RemoteError`, or `AttemptFailed` where another attempt may succeed."""
+        Raises `RemoteError`, or `AttemptFailed` where another attempt may succeed. ``opened``: this request, as `begin` sent it."""
+        if opened is not None:
+            return self._follow(call, method, url, url, headers, ok, body, opened)
         target = call.redirects.get(url) if method == "GET" else None
         if target is not None:
             try:
@@ -66,19 +71,35 @@ class Exchange:
                 call.redirects.pop(url, None)
         return self._follow(call, method, url, url, headers, ok, body)
 
+    def begin(self, call: Call, url: str, headers: Mapping[str, str], on_ready: Callable[[], None]) -> Opened | None:
+        """Send a GET request without waiting for anything; None where that is impossible. ``on_ready``: see `Incoming`."""
+        address, signed = (url, headers) if self._sign is None else self._sign("GET", url, headers)
+        endpoint, user, path = _parsed(call, address)
+        defaults = self._default_headers(endpoint, user, endpoint)
+        call.count(requests=1)
+        begun = self.connections.begin(call, endpoint, "GET", path, {**defaults, **signed}, on_ready)
+        return None if begun is None else Opened(address, endpoint, user, begun)
+
     def _follow(
-        self, call: Call, method: str, url: str, target: str, headers: Mapping[str, str], ok: Container[int], body: bytes | None
-    ) -> Response:
+        self, call: Call, method: str, url: str, target: str, headers: Mapping[str, str], ok: Container[int], body: bytes | None,
+        opened: Opened | None = None,
+    ) -> Response:  # fmt: skip
         """Send a request for ``url`` to ``target``, and to wherever that redirects."""
         first, first_user = None, ""
         for hop in range(MAX_REDIRECTS):
-            address, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
-            endpoint, user, path = _parsed(call, address)
-            if first is None:
-                first, first_user = (endpoint, user) if self._sign or target is url else _parsed(call, url)[:2]
-            defaults = self._default_headers(endpoint, user or (first_user if endpoint == first else ""), first)
-            call.count(requests=1)
-            incoming = self.connections.send(call, endpoint, method, path, {**defaults, **signed}, body)
+            incoming = None
+            if opened is not None:
+                (address, first, first_user, begun), opened = opened, None
+                with contextlib.suppress(NotConnected):  # then it is sent again, to any address that the host has
+                    incoming = self.connections.receive(call, begun)
+            if incoming is None:
+                address, signed = (target, headers) if self._sign is None else self._sign(method, target, headers)
+                endpoint, user, path = _parsed(call, address)
+                if first is None:
+                    first, first_user = (endpoint, user) if self._sign or target is url else _parsed(call, url)[:2]
+                defaults = self._default_headers(endpoint, user or (first_user if endpoint == first else ""), first)
+                call.count(requests=1)
+                incoming = self.connections.send(call, endpoint, method, path, {**defaults, **signed}, body)
             response = Response(incoming, call, has_body=method != "HEAD", raw=self._raw)
             if response.status in ok:
                 if hop and self._sign is None:
@@ -126,6 +147,15 @@ class Exchange:
             self._defaults.clear()  # the user may have written a netrc file by the next call
         explained = self._explain(url, response.status, response.headers, body) if self._explain else None
         return explained or error_for_status(call.url, response.status, response.reason, response.headers)
+
+
+class Opened(NamedTuple):
+    """A request that `Exchange.begin` sent: to which address and endpoint, and for which user."""
+
+    address: str
+    endpoint: Endpoint
+    user: str
+    begun: Begun
 
 
 def error_for_status(url: str, status: int, reason: str, headers: Mapping[str, str]) -> Exception:

@@ -21,15 +21,17 @@ class Incoming:
     """A `Receiver` for one thread that waits for the response: its head first, then its body piece by piece.
 
     ``limit``: bytes of the body to hold before the transfer pauses. Unless all of it is read, `close` has to be called. In a process that
-    was forked meanwhile, `close` and `abort` do nothing, and nothing can be read."""
+    was forked meanwhile, `close` and `abort` do nothing, and nothing can be read. ``on_ready`` is called once, by the loop's thread, when
+    the transfer has ended or holds all that it may: it must not wait for anything."""
 
-    def __init__(self, request: TransferRequest, limit: int = 1 << 20) -> None:
+    def __init__(self, request: TransferRequest, limit: int = 1 << 20, on_ready: Callable[[], None] | None = None) -> None:
         self.status, self.reason, self.headers = 0, "", Headers()
         self._limit, self._wanted = limit, 1
         self._pieces: deque[bytes] = deque()
         self._size = 0
         self._refused = self._has_head = self._ended = False
         self._error: Exception | None = None
+        self._on_ready = on_ready
         self._changed = threading.Condition()  # guards all of the above; a thread that is not in a forked child may hold it
         self._pid = os.getpid()
         self._transfer = start(request, self)
@@ -43,20 +45,27 @@ class Incoming:
         with self._changed:
             if self._ended:
                 raise CallAborted
-            if self._size >= self._limit:
-                self._refused = True
-                return False
-            self._pieces.append(piece)
-            self._size += len(piece)
-            if self._size >= self._wanted:
-                self._changed.notify()
-            return True
+            self._refused = self._size >= self._limit
+            if not self._refused:
+                self._pieces.append(piece)
+                self._size += len(piece)
+                if self._size >= self._wanted:
+                    self._changed.notify()
+                return True
+        self._report()
+        return False
 
     def end(self, error: Exception | None) -> None:
         with self._changed:
             if not self._ended:
                 self._ended, self._error = True, error
                 self._changed.notify()
+        self._report()
+
+    def _report(self) -> None:
+        on_ready, self._on_ready = self._on_ready, None
+        if on_ready is not None:
+            on_ready()
 
     def wait_for_head(self) -> None:
         """Raises `AttemptFailed` where none comes, and `CallAborted` after `close`."""
@@ -66,6 +75,12 @@ class Incoming:
                 self._changed.wait()
             if not self._has_head and self._error is not None:
                 raise self._error
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole response has come, and no error."""
+        with self._changed:
+            return self._ended and self._error is None
 
     @property
     def waiting(self) -> int:

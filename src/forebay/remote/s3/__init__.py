@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 from forebay import errors
 from forebay._logs import escaped, logger
-from forebay._model import Content, ObjectInfo, Sink, Span, Transfer
+from forebay._model import BegunFetch, Content, ObjectInfo, Sink, Span, Transfer
 from forebay.remote.base import AttemptFailed, Call, RemoteOptions, run_parts, shared_time_limit
 from forebay.remote.http import HttpRemote, SmallResponse
 from forebay.remote.http.exchange import MAX_SIZE
@@ -94,6 +94,11 @@ class S3Remote:
     def fetch(self, url: str, sink: Sink) -> Transfer:
         """See `Remote.fetch`."""
         return _in_its_region(lambda: self._http.fetch(_checked(url), sink))
+
+    def begin(self, url: str, on_ready: Callable[[], None]) -> BegunFetch | None:
+        """See `BeginningRemote.begin`."""
+        begun = self._http.begin(_checked(url), on_ready)
+        return None if begun is None else _BegunInItsRegion(begun)
 
     def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
         """See `Remote.read`."""
@@ -187,6 +192,18 @@ class S3Remote:
         if self._account.keys() is None:
             return "no AWS credentials were found, and it is not public: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         return _HINTS.get(code, "check that these credentials may read it")
+
+
+class _BegunInItsRegion:
+    """A fetch that was begun, in the region that was known for the bucket by then."""
+
+    def __init__(self, begun: BegunFetch) -> None:
+        self._begun = begun
+        self.is_here, self.close = begun.is_here, begun.close
+
+    def fetch(self, sink: Sink) -> Transfer:
+        """See `BegunFetch.fetch`."""
+        return _in_its_region(lambda: self._begun.fetch(sink))
 
 
 def _in_its_region(request: Callable[[], T]) -> T:

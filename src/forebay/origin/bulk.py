@@ -1,0 +1,374 @@
+"""Many objects at once: looked up together, fetched side by side, published together.
+
+look      one query for a group of keys; what is there is delivered at once
+hold      the locks of the missing keys, as far as they are free, and a second look: no other process fetches them now
+fetch     small objects of HTTP and S3 by the one loop of the process; what needs more than one response, by threads
+publish   what has come meanwhile, in one transaction
+wait      last, when this call holds no key: for the objects that other processes fetch
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from forebay import errors
+from forebay._engine.locks.leases import Lease
+from forebay._kernel import waits
+from forebay._kernel.threads import Threads
+from forebay._model import BegunFetch, can_begin
+from forebay.origin.request import FetchOptions, SpillingSink, Target
+from forebay.origin.spaces import URLS
+
+if TYPE_CHECKING:
+    from forebay._engine.locks.fill import KeyHold
+    from forebay._engine.write.publish import Writing
+    from forebay.origin import Origin
+
+TURN = 0.1  # seconds
+GROUP = 16
+"""Objects that are looked up together, and published together at most."""
+SMALL = 256 << 10
+"""Bytes of an object that is collected in memory, and published with others."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One object of many, and what became of it: ``data`` or a ``lease``, or an ``error``. ``view``: its bytes are wanted, of an object
+    without room in the cache too; else a lease on its file. ``is_busy``: another call is fetching it."""
+
+    target: Target
+    options: FetchOptions
+    number: int = 0
+    view: bool = True
+    is_busy: bool = False
+    lease: Lease | None = None
+    data: memoryview | None = None
+    error: Exception | None = None
+
+
+class _Fetch:
+    """A request under way, whose result comes by the loop of transfers, or by a thread.
+
+    ``hold``: the lock of its key, unless the cache does not serve it. ``has_entry``: there is one, which has to be validated or replaced.
+    ``began``: when it was asked for, on the clock of the store. ``by_thread``: a thread has it, and ends it."""
+
+    __slots__ = ("began", "begun", "by_thread", "has_entry", "hold", "request", "writing")
+
+    def __init__(self, request: Request, hold: KeyHold | None = None, *, has_entry: bool = False) -> None:
+        self.request, self.hold, self.has_entry = request, hold, has_entry
+        self.began, self.by_thread = 0, False
+        self.begun: BegunFetch | None = None
+        self.writing: Writing | None = None
+
+    def release(self) -> None:
+        hold, self.hold = self.hold, None
+        if hold is not None:
+            hold.release()
+
+    def give_up(self) -> None:
+        if self.begun is not None:
+            self.begun.close()
+        self.release()
+
+
+class BulkFetch:
+    """Fetches the objects of one call. For one thread.
+
+    ``side_by_side``: objects under way at a time (default: as many as the process may have connections). ``waits``: for objects that other
+    calls are fetching; else their requests come back with ``is_busy``. ``on_turn`` is called about ten times a second, and at the end."""
+
+    def __init__(
+        self, origin: Origin, *, side_by_side: int | None = None, waits: bool = True, on_turn: Callable[[], None] | None = None
+    ) -> None:
+        self._origin, self._store, self._waits, self._on_turn = origin, origin.store, waits, on_turn
+        self._most = origin.options.connections if side_by_side is None else max(side_by_side, 1)
+        self._threads = Threads(self._fetch_in_thread, self._most, name="bulk")
+        self._events: queue.SimpleQueue[Callable[[], Iterator[Request]]] = queue.SimpleQueue()
+        self._under_way: set[_Fetch] = set()
+        self._collected: list[_Fetch] = []  # have come, and are to be published
+        self._waiting: list[Request] = []  # for other processes
+
+    def run(self, requests: Iterable[Request]) -> Generator[Request, None, None]:
+        """Yield each request when it has its result, in the order in which these come. Takes from ``requests`` as places become free.
+
+        Closing the iterator gives up what is under way, and does not wait for threads that still fetch."""
+        yield from self.run_as_they_come(_taking(requests))
+
+    def run_as_they_come(self, take: Callable[[int], Sequence[Request] | None]) -> Iterator[Request]:
+        """`run`, for requests that ``take`` returns, a number of them at most: none while there are none, None after the last. `wake` has
+        it called again."""
+        try:
+            yield from self._run(take)
+            while self._waiting:
+                again, self._waiting = self._waiting, []
+                yield from self._run(_taking(again))
+                # Others still have every key. This call has none, so no process can wait for this one while this one waits.
+                if len(self._waiting) == len(again):
+                    yield self._wait_for(self._waiting.pop(0))
+        finally:
+            left = set(self._threads.close())
+            for fetch in self._under_way:
+                if fetch in left or not fetch.by_thread:
+                    fetch.give_up()
+
+    def wake(self) -> None:
+        """There may be more requests. Callable from any thread."""
+        self._events.put(_nothing)
+
+    def _run(self, take: Callable[[int], Sequence[Request] | None]) -> Iterator[Request]:
+        more, several = True, max(min(self._most // 2, GROUP), 1)  # one query for several, while the others are under way
+        while more or self._under_way:
+            while more and (places := self._most - len(self._under_way) + len(self._collected)) >= several:
+                group = take(min(places, GROUP))
+                more = group is not None
+                if not group:
+                    break
+                yield from self._begin(group)
+            if self._collected and (len(self._collected) >= GROUP or self._events.empty()):
+                yield from self._publish()
+            elif self._under_way or more:
+                yield from self._next_event()
+        if self._on_turn is not None:
+            self._on_turn()
+
+    def _next_event(self) -> Iterator[Request]:
+        while self._on_turn is not None:
+            try:
+                return self._events.get(timeout=TURN)()
+            except queue.Empty:
+                self._on_turn()
+        return self._events.get()()
+
+    # -- look and hold ---------------------------------------------------------------------------------------------
+
+    def _begin(self, group: Sequence[Request]) -> Iterator[Request]:
+        wanted: dict[str, Request] = {}
+        for request in group:
+            if request.options.bypass or (request.target.in_place and not request.options.force):
+                self._give_to_thread(_Fetch(request))
+            elif wanted.setdefault(request.target.key, request) is not request:
+                self._leave(request)  # it is a hit by then
+        held: dict[str, _Fetch] = {}
+        try:
+            yield from self._look(wanted, stale := set[str]())
+            self._hold(wanted, held)
+            # P1 and P2 see no entry / P1 holds the key, fetches, releases / P2 holds the key: without a second look it fetches again.
+            wanted = {key: fetch.request for key, fetch in held.items()}
+            for request in self._look(wanted, stale):
+                yield from self._end(held.pop(request.target.key))
+            began = self._store.now(exact=True) if held else 0
+        except (errors.CacheFault, errors.Closed) as error:
+            for key, request in wanted.items():
+                self._past_the_cache(held.get(key) or _Fetch(request), error)
+            return
+        for key, fetch in held.items():
+            fetch.began, fetch.has_entry = began, key in stale
+            self._start(fetch)
+
+    def _look(self, wanted: dict[str, Request], stale: set[str]) -> Iterator[Request]:
+        """Serve what is there, and take it out of ``wanted``. ``stale`` gets the keys whose entries cannot be served as they are."""
+        leases = self._store.take_many(URLS, list(wanted)) if wanted else {}
+        for key, lease in leases.items():
+            request = wanted[key]
+            if self._is_usable(request, lease) and self._serve(request, lease):
+                self._store.count_hit(lease.entry.size)
+                del wanted[key]
+                yield request
+            else:
+                lease.close()
+                stale.add(key)
+
+    def _is_usable(self, request: Request, lease: Lease) -> bool:
+        options = request.options
+        return not options.refresh and self._origin.is_fresh(lease.entry, options) and self._origin.is_expected(lease, options)
+
+    def _serve(self, request: Request, lease: Lease) -> bool:
+        """Give a request the lease, or the bytes. False where these are damaged or gone."""
+        if request.options.pin and lease.entry.life != "pinned":
+            self._store.set_life(URLS, request.target.key, "pinned")
+        if not request.view:
+            request.lease = lease
+            return True
+        with lease:
+            hit = self._store.view_leased(URLS, request.target.key, lease)
+        if hit is not None:
+            self._store.alias(URLS, request.target.url, hit)
+            request.data = memoryview(hit.view)
+        return hit is not None
+
+    def _hold(self, wanted: dict[str, Request], held: dict[str, _Fetch]) -> None:
+        """Lock the keys that are free. To wait for another key while holding these could be to wait for ever: those come last."""
+        for key, request in wanted.items():
+            hold = self._store.locks.try_hold(URLS, key)
+            if hold is None:
+                self._leave(request)
+            else:
+                held[key] = _Fetch(request, hold)
+                self._under_way.add(held[key])
+
+    def _leave(self, request: Request) -> None:
+        if self._waits:
+            self._waiting.append(request)
+        else:
+            request.is_busy = True
+            self._events.put(partial(iter, (request,)))
+
+    def _wait_for(self, request: Request) -> Request:
+        """The object that another process is fetching, as a call for it alone gets it."""
+        target, options = request.target, request.options
+        try:
+            if request.view:
+                request.data = self._origin.read(target, options)
+            else:
+                request.lease = self._origin.lease(target, options)
+        except Exception as error:  # noqa: BLE001 (the result of this request)
+            request.error = error
+        return request
+
+    # -- fetch -----------------------------------------------------------------------------------------------------
+
+    def _start(self, fetch: _Fetch) -> None:
+        """Ask for an object: by the loop of transfers where one response may be enough, else by a thread."""
+        target, options = fetch.request.target, fetch.request.options
+        if not fetch.has_entry and not options.offline and self._origin.upstream is None:
+            try:
+                remote = target.remote
+                if can_begin(remote):
+                    with self._origin.reaching(options):
+                        fetch.begun = remote.begin(target.url, partial(self._events.put, partial(self._arrived, fetch)))
+            except errors.ForebayError as error:
+                fetch.request.error = error
+                self._events.put(partial(self._end, fetch))
+                return
+        if fetch.begun is None:
+            self._give_to_thread(fetch)
+
+    def _arrived(self, fetch: _Fetch) -> Iterator[Request]:
+        """The response of a fetch that was begun has ended, or is too large for memory."""
+        request, begun = fetch.request, fetch.begun
+        if begun is None or not begun.is_here(SMALL):
+            self._give_to_thread(fetch)
+            return
+        try:
+            self._store.count("misses")
+            fetch.writing = self._origin.writing(request.target, request.options, fetch.began, resume=False, collect=True)
+            self._origin.receive(request.target, request.options, fetch.writing, begun)
+            self._origin.check_sha256(request.target, request.options, fetch.writing)
+            self._collected.append(fetch)
+        except errors.CacheFault as error:
+            self._past_the_cache(fetch, error)
+        except Exception as error:  # noqa: BLE001 (the result of this request)
+            self._note_failure(fetch, error)
+            yield from self._end(fetch)
+
+    def _give_to_thread(self, fetch: _Fetch) -> None:
+        self._under_way.add(fetch)
+        fetch.by_thread = True
+        self._threads.submit(fetch)
+
+    def _past_the_cache(self, fetch: _Fetch, error: Exception) -> None:
+        """The cache cannot serve or store this object: another process need not wait for this one."""
+        fetch.give_up()
+        if fetch.request.view:
+            self._origin.fall_back(error, fetch.request.target.key)
+            self._give_to_thread(fetch)
+        else:
+            self._under_way.add(fetch)
+            fetch.request.error = error
+            self._events.put(partial(self._end, fetch))
+
+    def _fetch_in_thread(self, fetch: _Fetch) -> None:
+        request = fetch.request
+        try:
+            with waits.time_limit(request.options.timeout):
+                if fetch.hold is not None:
+                    self._obtain(fetch)
+                elif request.view:
+                    request.data = self._origin.direct(request.target, request.options)
+                else:
+                    request.lease = self._origin.local(request.target, request.options)
+        except Exception as error:  # noqa: BLE001 (the result of this request)
+            request.error = error
+        finally:
+            fetch.release()
+            self._events.put(partial(self._end, fetch))
+
+    def _obtain(self, fetch: _Fetch) -> None:
+        """Validate or fetch the object of a held key."""
+        request = fetch.request
+        target, options, spilling = request.target, request.options, SpillingSink(self._origin.most) if request.view else None
+        try:
+            with self._store.locks.working():
+                lease = self._origin.obtain(target, options, spilling, fetch.begun)
+            if not self._serve(request, lease):
+                raise errors.CacheFault(f"{target.key} cannot be mapped", key=target.key)
+        except (errors.CacheFault, errors.WaitTimeout) as error:
+            if spilling is None:
+                raise
+            self._origin.fall_back(error, target.key)
+            fetch.release()
+            data = spilling.take()
+            request.data = self._origin.direct(target, options) if data is None else data
+        except Exception as error:
+            self._note_failure(fetch, error)
+            raise
+
+    def _note_failure(self, fetch: _Fetch, error: Exception) -> None:
+        """The processes that wait for this key get the same error."""
+        self._store.locks.note_failure(URLS, fetch.request.target.key, error)
+        fetch.request.error = error
+
+    # -- publish ---------------------------------------------------------------------------------------------------
+
+    def _publish(self) -> Iterator[Request]:
+        group, self._collected = self._collected[:GROUP], self._collected[GROUP:]
+        for fetch, published in zip(group, self._published(group), strict=True):
+            request = fetch.request
+            if request.view:
+                request.data = _bytes_of(fetch)
+            if isinstance(published, Lease):
+                self._store.count("fills")
+                self._store.count("bytes_stored", published.entry.size)
+                request.lease = None if request.view else published
+                if request.view:
+                    published.close()
+            elif request.view:
+                self._origin.fall_back(published, request.target.key)
+            else:
+                request.error = published
+            yield from self._end(fetch)
+
+    def _published(self, group: Sequence[_Fetch]) -> Iterator[Lease | errors.CacheFault]:
+        try:
+            yield from self._store.publish_collected([fetch.writing for fetch in group if fetch.writing is not None])
+        except errors.CacheFault as error:
+            if len(group) == 1:
+                yield error
+                return
+            for fetch in group:  # there may be room for one, or one of them may be at fault
+                yield from self._published([fetch])
+
+    def _end(self, fetch: _Fetch) -> Iterator[Request]:
+        self._under_way.discard(fetch)
+        fetch.release()
+        yield fetch.request
+
+
+def _bytes_of(fetch: _Fetch) -> memoryview:
+    collected = fetch.writing.collected if fetch.writing is not None else None
+    assert collected is not None, "what is published together is in memory"
+    return memoryview(collected.data).toreadonly()
+
+
+def _taking(requests: Iterable[Request]) -> Callable[[int], Sequence[Request] | None]:
+    remaining = iter(requests)
+    return lambda most: list(islice(remaining, most)) or None
+
+
+def _nothing() -> Iterator[Request]:
+    return iter(())

@@ -1,0 +1,277 @@
+"""The asynchronous calls: `aread`, `alocal`, `aopen`, `aget_or_put`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay.testing import ScriptedServer
+from tests.processes import Line, in_child, talk_to
+
+
+def test_what_is_awaited_together_is_fetched_side_by_side_and_once(cache: forebay.Cache, server: ScriptedServer) -> None:
+    bodies = [os.urandom(size) for size in [10, 20_000, 300_000, 1_500_000] * 10]
+    urls = [server.put(f"/{number}", body) for number, body in enumerate(bodies)]
+    threads: set[int] = set()
+
+    async def read_all() -> list[memoryview]:
+        found = await asyncio.gather(*(cache.aread(url) for url in urls * 2))
+        threads.add(threading.active_count())
+        return found
+
+    assert [bytes(view) for view in asyncio.run(read_all())] == bodies * 2
+    assert len({request.path for request in server.requests}) == len(urls)
+    assert cache.stats().fills == len(urls)
+    before = server.gets
+    assert [bytes(view) for view in asyncio.run(read_all())] == bodies * 2
+    assert server.gets == before
+
+
+def test_a_cancelled_call_cancels_nothing_for_the_others(cache: forebay.Cache, server: ScriptedServer) -> None:
+    url = server.put("/slow", b"x" * 50_000, stall_after=100, stalls=1)
+
+    async def main() -> bytes:
+        first = asyncio.create_task(cache.aread(url))
+        await asyncio.to_thread(server.stalled.wait, 60)
+        second = asyncio.create_task(cache.aread(url))
+        await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        server.go.set()
+        return bytes(await second)
+
+    assert asyncio.run(main()) == b"x" * 50_000
+    assert server.gets == 1
+
+
+def test_what_nobody_awaits_any_more_is_kept_all_the_same(cache: forebay.Cache, server: ScriptedServer) -> None:
+    url = server.put("/slow", b"x" * 50_000, stall_after=100, stalls=1)
+
+    async def main() -> None:
+        task = asyncio.create_task(cache.aread(url))
+        await asyncio.to_thread(server.stalled.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    server.go.set()
+    assert cache.read(url) == b"x" * 50_000  # waits for the one that fetches it
+    assert server.gets == 1
+
+
+def test_errors_reach_the_coroutine(cache: forebay.Cache, server: ScriptedServer) -> None:
+    url = server.put("/there", b"there")
+
+    async def main() -> list[object]:
+        return await asyncio.gather(cache.aread(url), cache.aread(f"{server.url}/not"), cache.aread("what://x"), return_exceptions=True)
+
+    there, missing, unknown = asyncio.run(main())
+    assert there == b"there"
+    assert isinstance(missing, errors.NotFound)
+    assert isinstance(unknown, errors.ConfigError | errors.MissingExtra)
+
+
+def test_local_copies(cache: forebay.Cache, server: ScriptedServer, tmp_path: Path) -> None:
+    url = server.put("/a.bin", b"a" * 20_000)
+    (tmp_path / "own").write_bytes(b"own")
+
+    async def main() -> None:
+        async with cache.alocal(url) as path:
+            assert Path(path).read_bytes() == b"a" * 20_000
+            assert not cache.evict(url).removed
+        assert cache.evict(url).removed
+        lease = await cache.alocal(url)
+        assert Path(lease.path).read_bytes() == b"a" * 20_000
+        lease.close()
+        async with cache.alocal(tmp_path / "own") as path:
+            assert path == str(tmp_path / "own")
+
+    asyncio.run(main())
+
+
+def test_the_lease_of_a_cancelled_call_is_released(cache: forebay.Cache, server: ScriptedServer) -> None:
+    url = server.put("/slow", b"x" * 50_000, stall_after=100, stalls=1)
+
+    async def take() -> None:
+        await cache.alocal(url)
+
+    async def main() -> None:
+        task = asyncio.create_task(take())
+        await asyncio.to_thread(server.stalled.wait, 60)
+        task.cancel()
+        server.go.set()
+        assert await cache.aread(url) == b"x" * 50_000
+
+    asyncio.run(main())
+    assert cache.evict(url).removed
+
+
+def test_files(tmp_path: Path, server: ScriptedServer) -> None:
+    small, large = server.put("/small", b"s" * 1000), server.put("/large", bytes(2_000_000))
+    (tmp_path / "own").write_bytes(b"own")
+
+    async def main(cache: forebay.Cache) -> None:
+        with await cache.aopen(small) as file:
+            assert file.read() == b"s" * 1000
+        with await cache.aopen(large) as file:
+            file.seek(1_999_990)
+            assert file.read() == bytes(10)
+        with await cache.aopen(tmp_path / "own") as file:
+            assert file.read() == b"own"
+        with pytest.raises(errors.NotFound):
+            await cache.aopen(f"{server.url}/not")
+
+    with forebay.Cache(tmp_path / "root", budget=500_000, min_free=0) as cache:
+        asyncio.run(main(cache))
+
+
+def test_the_loop_goes_on_while_another_process_fetches(tmp_path: Path, server: ScriptedServer) -> None:
+    url = server.put("/slow", b"x" * 50_000, stall_after=100, stalls=1)
+
+    def reader(line: Line) -> None:
+        with forebay.Cache(tmp_path / "root") as cache:
+            cache.read(url)
+
+    async def main(cache: forebay.Cache) -> bytes:
+        task = asyncio.create_task(cache.aread(url))
+        while cache.stats().waits == 0:
+            await asyncio.sleep(0)  # the loop turns
+        server.go.set()
+        return bytes(await task)
+
+    with forebay.Cache(tmp_path / "root") as cache, talk_to(reader) as other:
+        assert server.stalled.wait(60)
+        assert asyncio.run(main(cache)) == b"x" * 50_000
+        other.result()
+    assert server.gets == 1
+
+
+def test_loops_of_several_threads(cache: forebay.Cache, server: ScriptedServer) -> None:
+    urls = [server.put(f"/{number}", b"%d" % number) for number in range(40)]
+    found: list[list[bytes]] = []
+
+    async def main() -> list[bytes]:
+        return [bytes(view) for view in await asyncio.gather(*map(cache.aread, urls))]
+
+    threads = [threading.Thread(target=lambda: found.append(asyncio.run(main()))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[b"%d" % number for number in range(40)]] * 4
+    assert server.gets == 40
+
+
+def test_a_forked_child_awaits_on_its_own(cache: forebay.Cache, server: ScriptedServer) -> None:
+    first, second = server.put("/1", b"1"), server.put("/2", b"2")
+
+    async def read(url: str) -> bytes:
+        return bytes(await cache.aread(url))
+
+    assert asyncio.run(read(first)) == b"1"
+    assert in_child(lambda: asyncio.run(read(second))) == b"2"
+    assert asyncio.run(read(second)) == b"2"
+    assert server.gets == 2
+
+
+def test_without_a_cache_and_after_its_end(tmp_path: Path, server: ScriptedServer) -> None:
+    url = server.put("/1", b"1")
+
+    async def read(cache: forebay.Cache) -> bytes:
+        return bytes(await cache.aread(url))
+
+    with forebay.Cache(enabled=False) as cache:
+        assert asyncio.run(read(cache)) == b"1"
+    with pytest.raises(errors.Closed):
+        asyncio.run(read(cache))
+
+
+# -- aget_or_put -------------------------------------------------------------------------------------------------------
+
+
+def test_one_coroutine_makes_a_value_and_all_get_it(cache: forebay.Cache) -> None:
+    calls: list[int] = []
+
+    async def make() -> bytes:
+        calls.append(1)
+        await asyncio.sleep(0)
+        return b"made"
+
+    async def main() -> list[memoryview]:
+        return await asyncio.gather(*(cache.aget_or_put("key", make) for _ in range(20)))
+
+    assert asyncio.run(main()) == [b"made"] * 20
+    assert len(calls) == 1
+    assert cache.get("key") == b"made"
+
+
+@pytest.mark.parametrize("returns", [lambda: b"made", lambda: asyncio.sleep(0, b"made")], ids=["bytes", "an awaitable"])
+def test_a_plain_function_runs_in_a_thread(returns: Callable[[], bytes], cache: forebay.Cache) -> None:
+    threads: list[int] = []
+
+    def make() -> bytes:
+        threads.append(threading.get_ident())
+        return returns()
+
+    async def main() -> memoryview:
+        return await cache.aget_or_put("key", make)
+
+    assert asyncio.run(main()) == b"made"
+    assert threads
+    assert threads[0] != threading.get_ident()
+
+
+def test_a_cancelled_maker_makes_it_for_the_others(cache: forebay.Cache) -> None:
+    calls: list[int] = []
+
+    async def main() -> memoryview:
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def make() -> bytes:
+            calls.append(1)
+            begun.set()
+            await go.wait()
+            return b"made"
+
+        first = asyncio.create_task(cache.aget_or_put("key", make))
+        await begun.wait()
+        second = asyncio.create_task(cache.aget_or_put("key", make))
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        go.set()
+        return await second
+
+    assert asyncio.run(main()) == b"made"
+    assert len(calls) == 1
+
+
+def test_what_the_function_raises_reaches_the_caller(cache: forebay.Cache) -> None:
+    async def make() -> bytes:
+        raise KeyError("mine")
+
+    async def main() -> None:
+        with pytest.raises(KeyError):
+            await cache.aget_or_put("key", make)
+        assert await cache.aget_or_put("key", lambda: b"next") == b"next"
+
+    asyncio.run(main())
+
+
+def test_a_value_without_room_is_returned(tmp_path: Path) -> None:
+    async def main(cache: forebay.Cache) -> memoryview:
+        return await cache.aget_or_put("key", lambda: bytes(300_000))
+
+    with forebay.Cache(tmp_path / "root", budget=100_000, min_free=0) as cache:
+        assert asyncio.run(main(cache)) == bytes(300_000)
+    with forebay.Cache(enabled=False) as cache:
+        assert asyncio.run(main(cache)) == bytes(300_000)

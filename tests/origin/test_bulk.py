@@ -1,0 +1,82 @@
+"""`BulkFetch` from inside: the second look, and responses that are not what they say."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import errors
+from forebay.cache import origin_of
+from forebay.origin.bulk import BulkFetch, Request
+from forebay.origin.request import FetchOptions
+from forebay.testing import ScriptedServer
+
+
+def test_what_was_fetched_between_the_look_and_the_lock_is_not_fetched_again(
+    cache: forebay.Cache, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P1 looks: absent / P2 fetches it, and releases its key / P1 holds the key."""
+    url, hold = server.put("/a", b"a" * 1000), BulkFetch._hold
+
+    def late(self: BulkFetch, wanted: Any, held: Any) -> None:
+        assert url in wanted
+        cache.read(url)
+        hold(self, wanted, held)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BulkFetch, "_hold", late)
+        assert cache.read_many([url]) == [b"a" * 1000]
+    assert server.gets == 1
+
+
+def test_a_range_that_says_there_is_more_is_not_the_whole(cache: forebay.Cache, server: ScriptedServer) -> None:
+    body = os.urandom(1000)
+    url = server.put("/lie", body, content_range="bytes 0-999/5000")
+    assert cache.read_many([url]) == [body]
+    assert server.requests[-1].status == 200  # it was asked for without a range
+
+
+@pytest.mark.parametrize("stated", ["bytes 5-1004/1000", "bytes 0-499/500", "nonsense"])
+def test_a_range_that_is_not_the_whole_is_not_taken_for_it(stated: str, cache: forebay.Cache, server: ScriptedServer) -> None:
+    url = server.put("/lie", os.urandom(1000), content_range=stated)
+    with pytest.raises(errors.RemoteError):
+        cache.read_many([url])
+    assert cache.stats().entries == 0
+
+
+def test_a_key_that_others_hold_is_left_to_the_caller_that_does_not_wait(cache: forebay.Cache, server: ScriptedServer) -> None:
+    origin = origin_of(cache)
+    urls = [server.put(f"/{number}", b"%d" % number) for number in range(3)]
+    hold = origin.store.locks.try_hold("urls", urls[1])
+    assert hold is not None
+    with hold:
+        requests = [Request(origin.target(url), FetchOptions.of(origin), number) for number, url in enumerate(urls)]
+        found = {request.number: request for request in BulkFetch(origin, waits=False).run(requests)}
+    assert [found[number].is_busy for number in range(3)] == [False, True, False]
+    assert found[1].data is found[1].error is None
+    assert found[2].data == b"2"
+
+
+def test_an_object_is_not_fetched_before_there_is_a_place_for_it(cache: forebay.Cache, server: ScriptedServer) -> None:
+    origin = origin_of(cache)
+    urls = [server.put(f"/{number}", os.urandom(2000), stall_after=10, stalls=1) for number in range(40)]
+    taken = []
+
+    def requests() -> Any:
+        for url in urls:
+            taken.append(url)
+            yield Request(origin.target(url), FetchOptions.of(origin))
+
+    at_request = []
+
+    def note(request: Any) -> None:
+        at_request.append(len(taken))
+        if len(at_request) == 4:
+            server.go.set()
+
+    server.on_request = note
+    assert len(list(BulkFetch(origin, side_by_side=4).run(requests()))) == 40
+    assert max(at_request[:4]) == 4
