@@ -210,6 +210,30 @@ def second(folder: Path, quick: bool) -> list[Line]:
     return [wall, sent]
 
 
+def first(folder: Path, quick: bool) -> list[Line]:
+    """One process, nothing in its cache: from S3, and from a filesystem of pyarrow."""
+    files, rounds = sizes(quick), 1 if quick else 5
+    lines = []
+    for what, must, ways in (
+        ("S3", "<= 1.2x obstore", ("forebay", "obstore", "arrow", "ray")),
+        ("a pyarrow filesystem", "<= 1.3x pyarrow alone", ("forebay", "arrow", "ray")),
+    ):
+        line = Line(f"first use, {files} from {what}", must)
+        with contextlib.ExitStack() as stack:
+            spec = stack.enter_context(s3(folder, files)) if what == "S3" else stack.enter_context(counting(folder, files))[0]
+            for _ in range(rounds):
+                for way in ways:
+                    with fresh(spec, folder) as place:
+                        wall, said = hold(way, place, 1, files)
+                    timing = line.timings.setdefault(LABELS[way][0], Timing(LABELS[way][1]))
+                    timing.wall.append(wall)
+                    timing.cpu.append(said[0]["cpu"])
+        peer, most = (LABELS["obstore"][0], 1.2) if what == "S3" else (LABELS["arrow"][0], 1.3)
+        line.met = line.ratio(peer) >= 1 / most
+        lines.append(line)
+    return lines
+
+
 # -- one large object --------------------------------------------------------------------------------------------------
 
 
@@ -295,7 +319,7 @@ def _die_half_way(way: str, spec: Spec, wire: Wire, files: Files) -> None:
     wire.drain()
 
 
-ROWS = {"reads": reads, "crowd": crowd, "second": second, "large": large, "resume": resume}
+ROWS = {"reads": reads, "crowd": crowd, "first": first, "second": second, "large": large, "resume": resume}
 
 
 def shared(folder: Path | None) -> contextlib.AbstractContextManager[object]:
