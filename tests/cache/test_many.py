@@ -219,6 +219,29 @@ def test_the_objects_of_a_killed_process_are_taken_over(tmp_path: Path, server: 
         assert cache.check(deep=True) == []
 
 
+def test_a_large_object_is_resumed(tmp_path: Path, server: ScriptedServer) -> None:
+    body = os.urandom(40 << 20)
+    url = server.put("/large", body, stall_after=6 << 20)
+
+    def reader(line: Line) -> None:
+        def tell(step: forebay.Progress) -> None:
+            if step.done > 5 << 20:
+                line.say("far")
+
+        with forebay.Cache(tmp_path / "root", remote_options=forebay.RemoteOptions(streams=1)) as cache:
+            cache.warm([url], on_progress=tell)
+
+    with talk_to(reader) as first:
+        assert first.hear() == "far"
+        first.kill()
+    before = server.sent
+    server.objects["/large"].stall_after = None
+    server.go.set()
+    with forebay.Cache(tmp_path / "root") as cache:
+        assert cache.read_many([url]) == [body]
+        assert server.sent - before < len(body) - (2 << 20)
+
+
 def test_an_error_reaches_the_process_that_waits(tmp_path: Path, server: ScriptedServer) -> None:
     url = server.put("/slow", b"x" * 1000, stall_after=10, stalls=1)
 

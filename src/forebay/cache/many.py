@@ -112,9 +112,13 @@ def local_many(
     places = _Places(results, target, options, view=False)
     for place, url in enumerate(every):
         places.add(place, url)
-    for request in BulkFetch(origin).run(places.requests):
-        places.settle(request, request.lease and reopened(request.lease, every[places.first(request)]))
-    return LocalFiles(results if return_exceptions else _checked(results))
+    try:
+        for request in BulkFetch(origin).run(places.requests):
+            places.settle(request, request.lease and reopened(request.lease, every[places.first(request)]))
+        return LocalFiles(results if return_exceptions else _checked(results))
+    except BaseException:
+        LocalFiles(results).close()  # the frames of the error hold them
+        raise
 
 
 class _Places:

@@ -297,11 +297,11 @@ class Origin:
 
     # -- fetching, under the key's lock ----------------------------------------------------------------------------
 
-    def obtain(self, target: Target, options: FetchOptions, spilling: SpillingSink | None, begun: BegunFetch | None = None) -> Lease:
+    def obtain(self, target: Target, options: FetchOptions, spilling: SpillingSink | None) -> Lease:
         """Validate the entry, else fetch it. The last look was under the key's lock: no other process is fetching it."""
         old = self.store.lease(URLS, target.key)
         if old is None or not self.is_expected(old, options):
-            return self._fetch(target, options, spilling, begun)
+            return self._fetch(target, options, spilling)
         try:
             current = self._validate(target, options, old)
         except BaseException:
@@ -363,42 +363,53 @@ class Origin:
 
     def _copy(self, target: Target, options: FetchOptions, hit: Remembered, validated: int) -> Lease:
         """Copy an entry of the upstream root into this one."""
-        with self.writing(target, options, validated, resume=False) as writing:
+        with self._writing(target, options, validated, resume=False) as writing:
             writing.begin(ObjectInfo(target.key, hit.size, hit.entry.validator))
             writing.write(0, hit.view)
-            self.check_sha256(target, options, writing)
+            self._check_sha256(target, options, writing)
             return self.store.publish_leased(writing, validator=hit.entry.validator)
 
-    def _fetch(self, target: Target, options: FetchOptions, spilling: SpillingSink | None, begun: BegunFetch | None = None) -> Lease:
+    def _fetch(self, target: Target, options: FetchOptions, spilling: SpillingSink | None) -> Lease:
+        fetched = self.fetch(target, options, spilling, None, self.store.now(exact=True))
+        assert isinstance(fetched, Lease), "nothing is collected"
+        return fetched
+
+    def fetch(
+        self, target: Target, options: FetchOptions, spilling: SpillingSink | None, begun: BegunFetch | None, began: int, *,
+        resume: bool = True, collect: bool = False,
+    ) -> Lease | Writing:  # fmt: skip
+        """Fetch an object that was asked for at ``began``, if ``begun``, or is now. ``resume``: look for what a dead fetch left of it.
+        ``collect``: a small one is not published yet; see `Store.publish_collected`."""
         above = self._above(target, options)
         if above is not None:
             return self._copy(target, options, *above)
         if options.offline:
             raise errors.Offline.of(target.key)
         self.store.count("misses")
-        with self.writing(target, options, self.store.now(exact=True)) as writing:
+        with self._writing(target, options, began, resume=resume, collect=collect) as writing:
             sink: Sink = writing
             if spilling is not None and writing.partial is None:
                 writing.spills, sink = True, spilling.over(writing)
-            self.receive(target, options, sink, begun)
+            self._receive(target, options, sink, begun)
             if spilling is not None and spilling.fault is not None:
                 spilling.came = self._read_only(target, options, spilling.data)
                 raise spilling.fault
-            self.check_sha256(target, options, writing)
+            self._check_sha256(target, options, writing)
+            if collect and writing.collected is not None:
+                return writing
             lease = self.store.publish_leased(writing, validator=writing.info.validator if writing.info else None)
         self.store.count("fills")
         self.store.count("bytes_stored", lease.entry.size)
         return lease
 
-    def writing(self, target: Target, options: FetchOptions, began: int, *, resume: bool = True, collect: bool = False) -> Writing:
-        """A write for an object that is asked for at ``began``. ``collect``: see `Store.publish_collected`."""
+    def _writing(self, target: Target, options: FetchOptions, began: int, *, resume: bool, collect: bool = False) -> Writing:
         return self.store.writing(
             URLS, target.key, suffix=target.suffix, life="pinned" if options.pin else "cached", validated=began, resume=resume,
             on_progress=options.on_progress, collect=collect,
         )  # fmt: skip
 
-    def receive(self, target: Target, options: FetchOptions, sink: Sink, begun: BegunFetch | None) -> None:
-        """Fetch the object into the sink, and count what came."""
+    def _receive(self, target: Target, options: FetchOptions, sink: Sink, begun: BegunFetch | None) -> None:
+        """Bring the object into the sink, and count what came."""
         if options.etag:
             sink = VersionCheckSink(sink, target.key, options.etag)
         began = time.monotonic_ns()
@@ -416,7 +427,7 @@ class Origin:
         self.count(transfer)
         log.debug("%s: fetched %d bytes, by %d requests", target.key, transfer.received, transfer.requests)
 
-    def check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
+    def _check_sha256(self, target: Target, options: FetchOptions, writing: Writing) -> None:
         if options.sha256 is None:
             return
         digest = writing.sha256()

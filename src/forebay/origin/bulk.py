@@ -255,10 +255,9 @@ class BulkFetch:
             self._give_to_thread(fetch)
             return
         try:
-            self._store.count("misses")
-            fetch.writing = self._origin.writing(request.target, request.options, fetch.began, resume=False, collect=True)
-            self._origin.receive(request.target, request.options, fetch.writing, begun)
-            self._origin.check_sha256(request.target, request.options, fetch.writing)
+            fetched = self._origin.fetch(request.target, request.options, None, begun, fetch.began, resume=False, collect=True)
+            assert not isinstance(fetched, Lease), "a small object is collected"
+            fetch.writing = fetched
             self._collected.append(fetch)
         except errors.CacheFault as error:
             self._past_the_cache(fetch, error)
@@ -295,17 +294,30 @@ class BulkFetch:
         except Exception as error:  # noqa: BLE001 (the result of this request)
             request.error = error
         finally:
-            fetch.release()
-            self._events.put(partial(self._end, fetch))
+            if fetch.writing is not None and request.error is None:
+                fetch.by_thread = False
+                self._events.put(partial(self._collect, fetch))
+            else:
+                fetch.release()
+                self._events.put(partial(self._end, fetch))
+
+    def _collect(self, fetch: _Fetch) -> Iterator[Request]:
+        self._collected.append(fetch)
+        return iter(())
 
     def _obtain(self, fetch: _Fetch) -> None:
-        """Validate or fetch the object of a held key."""
+        """Validate or fetch the object of a held key. A small one that is not published yet is in ``fetch.writing``."""
         request = fetch.request
         target, options, spilling = request.target, request.options, SpillingSink(self._origin.most) if request.view else None
         try:
             with self._store.locks.working():
-                lease = self._origin.obtain(target, options, spilling, fetch.begun)
-            if not self._serve(request, lease):
+                if fetch.has_entry:
+                    fetched: Lease | Writing = self._origin.obtain(target, options, spilling)
+                else:
+                    fetched = self._origin.fetch(target, options, spilling, fetch.begun, fetch.began, collect=True)
+            if not isinstance(fetched, Lease):
+                fetch.writing = fetched
+            elif not self._serve(request, fetched):
                 raise errors.CacheFault(f"{target.key} cannot be mapped", key=target.key)
         except (errors.CacheFault, errors.WaitTimeout) as error:
             if spilling is None:

@@ -342,14 +342,14 @@ class Writing:
         """See `Sink.begin`."""
         self.info, self._small = info, None
         with faults(self.label.key, info.size or 0):
-            if self._reserved is None and info.size is not None and (self._collect or self._comes_into_memory(info.size)):
+            if self._reserved is None and info.size is not None and self._comes_into_memory(info.size):
                 self._small = MemoryStage(info.size)
                 return (Span(0, info.size),) if info.size else ()
             return self._begin_on_disk(info)
 
     def _comes_into_memory(self, size: int) -> bool:
         request = SpaceRequest(self.label.space, self.label.key, self._keyhash, size, self.label.suffix)
-        return size <= SMALL and self._publisher.budget.room.has_ample(request)
+        return size <= SMALL and (self._collect or self._publisher.budget.room.has_ample(request))
 
     def _begin_on_disk(self, info: ObjectInfo) -> tuple[Span, ...]:
         publisher, size = self._publisher, info.size or 0
