@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
+from forebay._engine.catalog import reservations
 from forebay._engine.engine import Engine, recover_and_retry
 from forebay._engine.files.faults import faults
-from forebay._engine.locks.fill import KeyHold, OnWait
+from forebay._engine.locks.fill import KeyHold, OnWait, hash_of
 from forebay._engine.spaces import Spaces
 
 T = TypeVar("T")
@@ -66,6 +67,13 @@ class KeyLocks:
         self.engine.check_usable(writing=True)
         with self.engine.writers.fill.working(False):
             return self.engine.writers.fill.hold(NAMED, name, timeout=timeout, on_wait=on_wait)
+
+    @recover_and_retry
+    def with_remains(self, space: str, keys: Iterable[str]) -> set[str]:
+        """Those of these keys for which another process is writing, or left a partial when it died."""
+        reserved = reservations.keyhashes(self.engine.catalog)
+        number = self._spaces.lookup(space).id
+        return {key for key in keys if hash_of(number, key) in reserved} if reserved else set()
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """Around what makes a value while its key is held: inside, no other key is waited for."""

@@ -75,6 +75,9 @@ class NullLocks:
     def try_hold(self, space: str, key: str) -> NoReturn:
         raise _refusal(self._why, key)
 
+    def with_remains(self, space: str, keys: Iterable[str]) -> set[str]:
+        return set()
+
     def working(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

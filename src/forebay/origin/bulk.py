@@ -162,13 +162,17 @@ class BulkFetch:
             for request in self._look(wanted, stale):
                 yield from self._end(held.pop(request.target.key))
             began = self._store.now(exact=True) if held else 0
+            started = self._store.locks.with_remains(URLS, held) if held else set()
         except (errors.CacheFault, errors.Closed) as error:
             for key, request in wanted.items():
                 self._past_the_cache(held.get(key) or _Fetch(request), error)
             return
         for key, fetch in held.items():
             fetch.began, fetch.has_entry = began, key in stale
-            self._start(fetch)
+            if key in started:  # what is asked for depends on what is there
+                self._give_to_thread(fetch)
+            else:
+                self._start(fetch)
 
     def _look(self, wanted: dict[str, Request], stale: set[str]) -> Iterator[Request]:
         """Serve what is there, and take it out of ``wanted``. ``stale`` gets the keys whose entries cannot be served as they are."""

@@ -47,6 +47,11 @@ def by_id(rows: Rows, id: int) -> Reservation | None:
     return Reservation(*row) if row and checked.reservation(rows, row) else None
 
 
+def keyhashes(rows: Rows) -> set[int]:
+    """The keys for which something is reserved: writes in progress, and partials that dead fetches left."""
+    return {row[0] for row in rows.all("SELECT keyhash FROM reservations")}
+
+
 def by_key(rows: Rows, keyhash: int) -> list[Reservation]:
     """The reservations under a key's lock, newest first."""
     return _sound(rows, rows.all(f"{_FROM} WHERE keyhash = ? ORDER BY id DESC", keyhash))
