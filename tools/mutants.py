@@ -43,6 +43,7 @@ class Mutant:
 
 
 WAL = "tests/engine/catalog/test_wal.py::"
+NAMES = "tests/engine/catalog/test_names.py::"
 STEPS = "tests/crash/test_every_step.py::"
 OTHERS = "tests/crash/test_others_look_on.py::"
 DAMAGE = "tests/engine/test_damage.py::"
@@ -560,6 +561,21 @@ MUTANTS = (
         1, "who writes keeps to a table of slots that was replaced", "_engine/engine.py",
         "        if not self.slots.are_same():\n", "        if not self.slots:\n",
         f"{STRANGE}test_a_process_that_only_writes_goes_over_to_the_new_slots",
+    ),
+    Mutant(
+        1, "a writer keeps to a catalog that was deleted", "_engine/catalog/names.py",
+        "root.st_mtime_ns, *lock", "0, *lock",
+        f"{NAMES}test_a_writer_notices_that_a_file_has_lost_its_name[delete_catalog]",
+    ),
+    Mutant(
+        1, "a writer keeps to a lock that was deleted", "_engine/catalog/names.py",
+        "root.st_mtime_ns, *lock", "root.st_mtime_ns",
+        f"{NAMES}test_a_writer_notices_that_a_file_has_lost_its_name[delete_lock]",
+    ),
+    Mutant(
+        1, "the time of a directory is believed a moment after its names have changed", "_engine/catalog/names.py",
+        " and time.time_ns() - self._seen[2] > SETTLED:", ":",
+        f"{NAMES}test_a_change_a_moment_ago_may_hide_another_one",
     ),
     Mutant(
         1, "who reads keeps to a table of slots that was replaced", "_engine/index/memo.py",

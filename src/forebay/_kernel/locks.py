@@ -252,6 +252,16 @@ class LockFile:
             return False
         return file_of(fd) == (there.st_dev, there.st_ino)
 
+    def state(self) -> tuple[int, ...] | None:
+        """Changes when the open file gets or loses a name: while it does not, `is_same` has the same answer. None: nothing is open."""
+        if self._fd < 0:
+            return None
+        try:
+            status = os.fstat(self._fd)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino, status.st_nlink, status.st_ctime_ns
+
     def close(self) -> None:
         """Release all locks and close the file. A later lock opens it again."""
         self._part_if_forked()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import schema
+from forebay._engine.catalog.names import Names
 from forebay._engine.catalog.peers import Apart, forget_ancestors, peers_of
 from forebay._engine.catalog.transactions import CatalogBroken as CatalogBroken
 from forebay._engine.catalog.transactions import DiskFull as DiskFull
@@ -52,6 +53,7 @@ class Catalog:
         self._root, self._words, self._immutable = root, words, immutable
         self._path, self._wal = str(root.catalog), Wal(str(root.catalog), root.files)
         self._writer = WriterLock(root, words)
+        self._names = Names(str(root.path), self._writer.state)
         self._mutex = self._join_peers()  # guards _con, _seen, _index, _pid, _ids
         self._con: sqlite3.Connection | None = None
         self._seen: tuple[int, int] | None = None
@@ -424,7 +426,7 @@ class Catalog:
 
     def _begin_locked(self) -> sqlite3.Connection:
         """Caller: holds the writer lock."""
-        if not self._is_current_locked():
+        if not self._names.noted and not self._is_current_locked():
             self._close_peers_locked()
         try:
             self._make_way_locked()
@@ -464,7 +466,11 @@ class Catalog:
 
     def check_same(self) -> None:
         """Check that the path still names the file that is open: else commits would go to a file that no other process sees. Raises
-        `CatalogBroken`: ids of spaces and owners from the old file mean nothing in the new one."""
+        `CatalogBroken`: ids of spaces and owners from the old file mean nothing in the new one.
+
+        Looks closely only where names have changed since it last did: see `Names`."""
+        if self._names.are_same():
+            return
         if not self._writer.is_same():
             raise CatalogBroken(f"the root {self._root.path} was deleted or replaced")
         try:
@@ -475,6 +481,8 @@ class Catalog:
             if self._seen is not None and self._seen != (where.st_dev, where.st_ino):
                 self._close_locked()
                 raise CatalogBroken(f"the catalog {self._path} was replaced")
+            if self._con is not None and self._is_current_locked():
+                self._names.note()
 
     def has_its_lock(self) -> bool:
         """Whether the writer lock is still the one that other processes take."""
@@ -540,6 +548,7 @@ class Catalog:
 
     def _close_locked(self) -> None:
         con, self._con, self._seen, self._index, self._ids = self._con, None, None, None, [0, 0]
+        self._names.forget()
         if con is not None and self._writer.is_lost():
             host.never_free(
                 con
@@ -581,4 +590,5 @@ class Catalog:
         self._guard.after_fork_child(keep=False)
         self._mutex = self._join_peers()
         self._con, self._seen, self._index, self._pid, self._ids = None, None, None, os.getpid(), [0, 0]
+        self._names.forget()
         self._writer.after_fork_child()

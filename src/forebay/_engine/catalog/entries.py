@@ -199,7 +199,11 @@ def ranges(rows: Rows, table: str) -> Iterator[tuple[int, int]]:
 
 def free_slot(txn: Txn) -> int:
     """One that was given back, else a new one: free until an entry is inserted with it, or moved to it."""
-    freed, new = txn.one("SELECT (SELECT slot FROM free_slots LIMIT 1), (SELECT value FROM meta WHERE name = 'next_slot')")
+    return usable_slot(txn, *txn.one("SELECT (SELECT slot FROM free_slots LIMIT 1), (SELECT value FROM meta WHERE name = 'next_slot')"))
+
+
+def usable_slot(txn: Txn, freed: Any, new: Any) -> int:
+    """Return ``freed``, or ``new`` where that is None. Raises `CatalogBroken` for a slot that was never given out by Forebay."""
     return _freed(txn, [freed])[0] if freed is not None else _new(txn, number_below(new, "next_slot", SLOTS), 0)
 
 

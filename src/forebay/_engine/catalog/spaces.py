@@ -43,7 +43,8 @@ class Totals(NamedTuple):
     unlinked; ``granted`` and ``pending``: of reservations; ``over``: of the catalog beside small values, above `ALLOWANCE`; ``rows``:
     of entries and reservations; ``space``: of the live entries of one space, ``rows_here`` their number, ``quota`` and
     ``max_count`` its own limits. ``leftovers``: something waits to be swept, see `entries.any_leftovers`.
-    ``any_promised``: there are reservations."""
+    ``any_promised``: there are reservations. Where a key was given, ``replaces`` is the id of its live entry, or None, and ``slots`` are a
+    free slot, or None, and the next new one: see `entries.usable_slot`."""
 
     entries: int
     leaving: int
@@ -59,19 +60,24 @@ class Totals(NamedTuple):
     quota: int | None
     max_count: int | None
     leftovers: bool
-    any_promised: bool = False
+    any_promised: bool
+    replaces: Any = None
+    slots: tuple[Any, ...] = ()
 
 
 # It is asked in every transaction that writes: so what is seldom there is only asked for where it is. Of scalar subqueries, since
 # SQLite builds a table for each part of a join: that takes ten times as long.
-_TOTALS = f"""
+_COLUMNS = f"""
 SELECT coalesce(sum(charge), 0), coalesce(sum(inline), 0), coalesce(sum(entries), 0),
     EXISTS (SELECT 1 FROM entries WHERE state > {LIVE}), EXISTS (SELECT 1 FROM entries WHERE life = 'held'),
     EXISTS (SELECT 1 FROM reservations), (SELECT page_count FROM pragma_page_count),
     (SELECT value FROM meta WHERE name = 'budget'), (SELECT value FROM meta WHERE name = 'min_free'),
     (SELECT value FROM meta WHERE name = 'max_entries'),
     coalesce(sum(bytes * (id = ?1)), 0), coalesce(sum(entries * (id = ?1)), 0),
-    max(quota) FILTER (WHERE id = ?1), max(max_count) FILTER (WHERE id = ?1)
+    max(quota) FILTER (WHERE id = ?1), max(max_count) FILTER (WHERE id = ?1)"""
+_TOTALS = f"{_COLUMNS} FROM spaces"
+_OF_KEY = f"""{_COLUMNS}, (SELECT id FROM entries WHERE space = ?1 AND key = ?2 AND state = {LIVE}),
+    (SELECT slot FROM free_slots LIMIT 1), (SELECT value FROM meta WHERE name = 'next_slot')
 FROM spaces
 """
 _LEAVING = f"SELECT count(*), coalesce(sum(charge * (state = {DOOMED})), 0), coalesce(sum(space = ?), 0) FROM entries WHERE state > {LIVE}"
@@ -153,11 +159,11 @@ def change(txn: Txn, name: str, policy: str | None, quota: int | None, max_count
     )  # fmt: skip
 
 
-def totals(txn: Rows, before: int | None = None, space: int = 0) -> Totals:
-    """What is used now. ``before``: count only the pending reservations that are older than this one. Outside of a transaction its parts
-    may be of different moments."""
-    row = _numbers(txn.one(_TOTALS, space))
-    charge, inline, rows, any_leaving, any_held, any_promised, pages, budget, min_free, max_entries, used, count, quota, max_count = row
+def totals(txn: Rows, before: int | None = None, space: int = 0, key: str | None = None) -> Totals:
+    """What is used now. ``before``: count only the pending reservations that are older than this one. ``key``: of an entry of ``space``
+    that is to be written, about which the same statement tells. Outside of a transaction its parts may be of different moments."""
+    row = _numbers(txn.one(_TOTALS, space) if key is None else txn.one(_OF_KEY, space, key))
+    charge, inline, rows, any_leaving, any_held, any_promised, pages, budget, min_free, max_entries, used, count, quota = row[:13]
     left, leaving, left_here = txn.one(_LEAVING, space) if any_leaving else (0, 0, 0)
     granted, pending, waiting = txn.one(_PROMISED, NEWEST if before is None else before) if any_promised else (0, 0, 0)
     over = pages * PAGE - inline - ALLOWANCE
@@ -165,8 +171,8 @@ def totals(txn: Rows, before: int | None = None, space: int = 0) -> Totals:
         over -= PAGE * txn.one("PRAGMA freelist_count")[0]
     rows, over, leftovers = rows - left + waiting, max(0, over), bool(any_leaving or any_held)
     return Totals(
-        charge, leaving, granted, pending, over, rows, budget or 0, min_free or 0, max_entries, used, count - left_here, quota, max_count,
-        leftovers, bool(any_promised),
+        charge, leaving, granted, pending, over, rows, budget or 0, min_free or 0, max_entries, used, count - left_here, quota, row[13],
+        leftovers, bool(any_promised), *((row[14], row[15:]) if key is not None else ()),
     )  # fmt: skip
 
 

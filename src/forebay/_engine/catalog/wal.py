@@ -26,7 +26,7 @@ from forebay._logs import logger
 
 log = logger("forebay.catalog")
 
-SOFT, STEP = 2 << 20, 512 << 10
+SOFT, STEP = 6 << 20, 512 << 10
 """Above ``SOFT`` bytes the log is copied into the database, again after each ``STEP`` while readers keep it from starting again."""
 RETIRE = 8 << 20
 """What the log may have when its readers are waited for no longer."""

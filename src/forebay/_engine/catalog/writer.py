@@ -57,12 +57,11 @@ class WriterLock:
         """Caller: calls `release`, in any event."""
         if self._root.read_only and not looking:
             raise errors.ReadOnly.of(self._root.path)
-        if timeout is None:
-            timeout = min(LONGEST_WAIT, max(waits.time_limit.remaining(), GRACE))
         if not self._turn.acquire(blocking=False):
-            self._wait_for_thread(timeout)
+            self._wait_for_thread(_limited(timeout))
         try:
             if not self._try():
+                timeout = _limited(timeout)
                 if timeout <= 0:
                     raise WriterBusy("the catalog is busy: another process or thread is writing", waited=0.0, holder="")
                 self._wait(timeout)
@@ -144,6 +143,10 @@ class WriterLock:
         """Whether this is still the lock that other processes take."""
         return self._file.is_same()
 
+    def state(self) -> tuple[int, ...] | None:
+        """See `LockFile.state`."""
+        return self._file.state()
+
     def is_lost(self) -> bool:
         """Whether the job closed the lock's descriptor, and probably others of Forebay's."""
         return self._file.is_lost()
@@ -160,6 +163,11 @@ class WriterLock:
     def after_fork_child(self) -> None:
         self._turn, self._thread = threading.Lock(), 0
         self._file.after_fork_child(keep=False)
+
+
+def _limited(timeout: float | None) -> float:
+    """How long to wait: by default what is left of the call's timeout."""
+    return min(LONGEST_WAIT, max(waits.time_limit.remaining(), GRACE)) if timeout is None else timeout
 
 
 class Holding:

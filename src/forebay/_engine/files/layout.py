@@ -165,7 +165,7 @@ class Root:
     def slots_dir(self) -> Path:
         return self.path / "slots"
 
-    @property
+    @cached_property
     def index_dir(self) -> Path:
         return self.path / "index"
 

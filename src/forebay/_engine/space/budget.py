@@ -95,15 +95,34 @@ class FreeSpace:
 
     def short(self, rows: Rows, request: SpaceRequest | None, id: int = 0) -> SpaceDeficit:
         """What a request lacks, or what is lacking without one; pending reservations older than ``id`` come first."""
-        totals = spaces.totals(rows, id or None, request.space if request else 0)
-        charge = self.charge_of(request) if request else 0
+        return self._short(rows, spaces.totals(rows, id or None, request.space if request else 0), request, id)
+
+    def look(self, txn: Txn, request: SpaceRequest) -> tuple[SpaceRequest, SpaceDeficit, int]:
+        """Complete a request for a file or value by what it replaces; returns also what it lacks, and a slot for its entry. One statement,
+        where there is nothing to replace, to sweep or reserved."""
+        totals = spaces.totals(txn, None, request.space, request.key)
+        if totals.replaces is not None:
+            replaces, replaced = entries.version(txn, request.space, request.key)
+            request = request._replace(replaces=replaces, replaced=replaced)
+        txn.leftovers |= totals.leftovers
+        return request, self._short(txn, totals, request, 0), entries.usable_slot(txn, *totals.slots)
+
+    def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
+        charge = self.charge_of(request) if request is not None else 0
         used = totals.entries + totals.granted + totals.pending + totals.over
-        self._catalog.free = host.free_bytes(self._path)
-        floor = totals.min_free + self._catalog.ballast.owed + charge - self._catalog.free
-        quota = count = rows_over = -NO_LIMIT
+        disk = self._catalog.free = host.free_bytes(self._path)
+        floor = totals.min_free + self._catalog.ballast.owed + charge - disk
+        quota = rows_over = count = -NO_LIMIT
+        if totals.quota is not None or totals.max_count is not None or totals.max_entries is not None:
+            quota, rows_over, count = self._over_limits(rows, totals, request, id)
+        lacking, budget = max(used + charge - totals.budget, floor), totals.budget
+        return SpaceDeficit(quota, lacking, rows_over, totals.leaving, budget - used, budget, floor, totals.leftovers, count, totals.quota)
+
+    def _over_limits(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> tuple[int, int, int]:
+        """By how much a request exceeds the quota of its space, the entries of the root, and those of its space."""
+        quota = rows_over = count = -NO_LIMIT
         replaces, replaced = (request.replaces, request.replaced) if request is not None else (0, 0)
-        limited = totals.quota is not None or totals.max_count is not None or totals.max_entries is not None
-        if request is not None and request.replaces and limited:
+        if request is not None and request.replaces:
             # P1 asks, to replace an entry / P2 evicts it and uses its space / P1 is to be granted space: there is nothing to replace.
             replaces, replaced = entries.version(rows, request.space, request.key)
         new = request.entries - bool(replaces) if request is not None else 0
@@ -115,9 +134,7 @@ class FreeSpace:
                 count = totals.rows_here + many + new - totals.max_count
         if totals.max_entries is not None:
             rows_over = totals.rows + new - totals.max_entries
-        lacking = max(used + charge - totals.budget, floor)
-        free = totals.budget - used
-        return SpaceDeficit(quota, lacking, rows_over, totals.leaving, free, totals.budget, floor, totals.leftovers, count, totals.quota)
+        return quota, rows_over, count
 
     def fits(self, txn: Txn, request: SpaceRequest) -> bool:
         """Whether a request fits now. For what is written in the same transaction: its row is its reservation."""

@@ -26,10 +26,9 @@ class InlineEviction:
     def __init__(self, budget: Budget, eviction: Eviction, ranking: Ranking, counters: Counters) -> None:
         self._budget, self._eviction, self._ranking, self._counters = budget, eviction, ranking, counters
 
-    def make_room(self, txn: Txn, request: SpaceRequest) -> tuple[bool, int]:
-        """Whether a request fits now, and how many values were evicted for it. Caller: calls `notify` after the commit."""
-        short = self._budget.room.short(txn, request)
-        txn.leftovers |= short.leftovers
+    def make_room(self, txn: Txn, request: SpaceRequest, short: SpaceDeficit) -> tuple[bool, int]:
+        """Whether a request, which lacks ``short``, fits now, and how many values were evicted for it. Caller: calls `notify` after the
+        commit."""
         if short.fits or not self._is_plain(txn, request, short):
             return short.fits, 0
         of_space = short.quota > 0 or short.here > 0

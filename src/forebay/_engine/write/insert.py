@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from forebay._engine.catalog import Catalog, Txn, entries
@@ -28,8 +27,7 @@ from forebay._kernel import host
 from forebay._model import Entry
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
+class Label(NamedTuple):
     """The name and the properties of a new entry. ``life``: ``cached``, ``pinned`` or ``held``; a pin follows the name. ``validated``: when
     the bytes were seen to be the remote's version, in ns of the root's clock; None: when they are published."""
 
@@ -62,16 +60,16 @@ class Inserter:
 
     def insert(
         self, txn: Txn, label: Label, id: int, kind: str, size: int, checksum: bytes, validator: str | None, data: bytes | None = None,
-        request: SpaceRequest | None = None,
+        request: SpaceRequest | None = None, slot: int | None = None,
     ) -> Entry:  # fmt: skip
         """Insert the row and its slot, and supersede the previous version. Before the commit other processes see only empty slots.
 
-        ``request``: made in the same transaction, so it says whether there is a previous version."""
+        ``request``: made in the same transaction, so it says whether there is a previous version. ``slot``: a free one, if it is known."""
         now, created = self._slots.clock.now(), time.time()
         old = entries.find(txn, label.space, label.key) if request is None or request.replaces else None
         if old is not None:
             self._supersede(txn, old)
-        slot = entries.free_slot(txn)
+        slot = entries.free_slot(txn) if slot is None else slot
         charge = self.budget.room.charge(size, inline=True) if kind == "value" else self.budget.room.charge_published(size)
         life = "pinned" if old is not None and old.life == "pinned" else label.life
         entry = Entry(

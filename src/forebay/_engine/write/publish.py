@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -103,13 +102,14 @@ class Publisher:
         data = bytes(view)
         checksum = blobs.checksum_of(data)
         with self._catalog.write() as txn:
-            request = self.request(txn, label, len(data), inline=True)
-            fits, evicted = self._inline_eviction.make_room(txn, request)
+            request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, len(data), inline=True))
+            fits, evicted = self._inline_eviction.make_room(txn, request, short)
             if fits:
-                entry = self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, request)
+                entry = self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, request, slot)
         self._inline_eviction.notify(evicted)
         if fits:
             return entry
+        request = request._replace(keyhash=hash_of(label.space, label.key))
         reserved = self.budget.reserve(request, timeout=timeout)
         try:
             with self._catalog.write() as txn:
@@ -137,20 +137,19 @@ class Publisher:
             done = 0
             while left and memoryview(left[0][1]).nbytes <= INLINE and done < AT_ONCE:
                 label, data = left[0][0], bytes(left[0][1])
-                request = self.request(txn, label, len(data), inline=True)
-                if not self.budget.room.fits(txn, request):
+                request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, len(data), inline=True))
+                if not short.fits:
                     break
-                stored.append(
-                    self.inserter.insert(txn, label, txn.new_id(), "value", len(data), blobs.checksum_of(data), None, data, request)
-                )
+                checksum = blobs.checksum_of(data)
+                stored.append(self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, None, data, request, slot))
                 left.popleft()
                 done += len(data) + ROW
         return stored
 
-    def request(self, rows: Rows, label: Label, size: int, *, inline: bool = False) -> SpaceRequest:
+    def request(self, rows: Rows, label: Label, size: int) -> SpaceRequest:
         """The space that a write of ``size`` bytes needs now."""
         id, replaced = entries.version(rows, label.space, label.key)
-        return SpaceRequest(label.space, label.key, hash_of(label.space, label.key), size, label.suffix, id, replaced, inline)
+        return SpaceRequest(label.space, label.key, hash_of(label.space, label.key), size, label.suffix, id, replaced)
 
     def ensure_room(self, space: int, files: Sequence[tuple[str, int]]) -> None:
         """Evict entries until all of ``files`` (key and size) fit. Nothing is done if a dead fetch left a partial of one of them, which can
@@ -478,7 +477,7 @@ class Writing:
 
     def set_meta(self, meta: str) -> None:
         """Set the small text that the entry will carry."""
-        self.label = replace(self.label, meta=meta)
+        self.label = self.label._replace(meta=meta)
 
     def discard(self) -> None:
         """Keep nothing: the bytes are wrong."""
