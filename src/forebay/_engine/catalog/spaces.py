@@ -164,15 +164,16 @@ def totals(txn: Rows, before: int | None = None, space: int = 0, key: str | None
     that is to be written, about which the same statement tells. Outside of a transaction its parts may be of different moments."""
     row = _numbers(txn.one(_TOTALS, space) if key is None else txn.one(_OF_KEY, space, key))
     charge, inline, rows, any_leaving, any_held, any_promised, pages, budget, min_free, max_entries, used, count, quota = row[:13]
-    left, leaving, left_here = txn.one(_LEAVING, space) if any_leaving else (0, 0, 0)
-    granted, pending, waiting = txn.one(_PROMISED, NEWEST if before is None else before) if any_promised else (0, 0, 0)
+    left = leaving = left_here = granted = pending = waiting = 0
+    if any_leaving:
+        left, leaving, left_here = txn.one(_LEAVING, space)
+    if any_promised:
+        granted, pending, waiting = txn.one(_PROMISED, NEWEST if before is None else before)
     over = pages * PAGE - inline - ALLOWANCE
-    if over > 0:
-        over -= PAGE * txn.one("PRAGMA freelist_count")[0]
-    rows, over, leftovers = rows - left + waiting, max(0, over), bool(any_leaving or any_held)
+    over = max(0, over - PAGE * txn.one("PRAGMA freelist_count")[0]) if over > 0 else 0
     return Totals(
-        charge, leaving, granted, pending, over, rows, budget or 0, min_free or 0, max_entries, used, count - left_here, quota, row[13],
-        leftovers, bool(any_promised), *((row[14], row[15:]) if key is not None else ()),
+        charge, leaving, granted, pending, over, rows - left + waiting, budget or 0, min_free or 0, max_entries, used, count - left_here,
+        quota, row[13], bool(any_leaving or any_held), bool(any_promised), row[14] if key is not None else None, tuple(row[15:]),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from forebay import errors
 from forebay._engine.catalog import Catalog, DiskFull, Rows, Txn, entries, reservations, spaces
 from forebay._engine.catalog.reservations import Reservation
+from forebay._engine.catalog.wal import EASY
 from forebay._engine.files import blobs, pack_files, stages, trees
 from forebay._engine.files.root import Root
 from forebay._engine.index.counters import EVICTIONS, Counters
@@ -32,6 +33,8 @@ from forebay._model import Policy
 ROW = 256
 """What a small value costs beside its bytes."""
 RECENT, MANY = 0.1, 64
+COUNT_AGAIN = 0.01
+"""Seconds after which the free bytes of a disk are counted again, even if there were `EASY` more than needed."""
 NO_LIMIT = 1 << 62
 
 
@@ -80,6 +83,7 @@ class FreeSpace:
         self._path, self._catalog = str(root.path), catalog
         self._block = host.disk(root.path).block
         self._seen = 0, 0.0, SpaceDeficit(0, 0, 0, 0, 0, 0)
+        self._count_at = 0.0
 
     def charge(self, size: int, inline: bool = False) -> int:
         """The charge for ``size`` bytes while they are written: whole blocks and the chunk map, or bytes and a row for a small value."""
@@ -110,13 +114,21 @@ class FreeSpace:
     def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
         charge = self.charge_of(request) if request is not None else 0
         used = totals.entries + totals.granted + totals.pending + totals.over
-        disk = self._catalog.free = host.free_bytes(self._path)
-        floor = totals.min_free + self._catalog.ballast.owed + charge - disk
+        floor = totals.min_free + self._catalog.ballast.owed + charge
+        floor -= self._free_bytes(floor)
         quota = rows_over = count = -NO_LIMIT
         if totals.quota is not None or totals.max_count is not None or totals.max_entries is not None:
             quota, rows_over, count = self._over_limits(rows, totals, request, id)
         lacking, budget = max(used + charge - totals.budget, floor), totals.budget
         return SpaceDeficit(quota, lacking, rows_over, totals.leaving, budget - used, budget, floor, totals.leftovers, count, totals.quota)
+
+    def _free_bytes(self, floor: int) -> int:
+        """The bytes that are free on the disk. If there are many more than ``floor`` they are counted again some milliseconds later: no
+        program fills that much meanwhile."""
+        now, catalog = time.monotonic(), self._catalog
+        if now >= self._count_at or catalog.free < floor + EASY:
+            catalog.free, self._count_at = host.free_bytes(self._path), now + COUNT_AGAIN
+        return catalog.free
 
     def _over_limits(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> tuple[int, int, int]:
         """By how much a request exceeds the quota of its space, the entries of the root, and those of its space."""
