@@ -235,4 +235,8 @@ class Txn:
         return range(first, first + count)
 
     def new_id(self) -> int:
-        return self.new_ids()[0]
+        id, end = self._ids
+        if id == end:
+            return self.new_ids()[0]
+        self._ids[0] = id + 1
+        return id

@@ -101,15 +101,16 @@ class FreeSpace:
         """What a request lacks, or what is lacking without one; pending reservations older than ``id`` come first."""
         return self._short(rows, spaces.totals(rows, id or None, request.space if request else 0), request, id)
 
-    def look(self, txn: Txn, request: SpaceRequest) -> tuple[SpaceRequest, SpaceDeficit, int]:
-        """Complete a request for a file or value by what it replaces; returns also what it lacks, and a slot for its entry. One statement,
-        where there is nothing to replace, to sweep or reserved."""
+    def look(self, txn: Txn, request: SpaceRequest) -> tuple[SpaceRequest, SpaceDeficit | None, int]:
+        """Complete a request for a file or value by what it replaces; returns also what it lacks, None where it fits, and a slot for its
+        entry. One statement, where there is nothing to replace, to sweep or reserved."""
         totals = spaces.totals(txn, None, request.space, request.key)
         if totals.replaces is not None:
             replaces, replaced = entries.version(txn, request.space, request.key)
             request = request._replace(replaces=replaces, replaced=replaced)
         txn.leftovers |= totals.leftovers
-        return request, self._short(txn, totals, request, 0), entries.usable_slot(txn, *totals.slots)
+        short = self._short(txn, totals, request, 0)
+        return request, None if short.fits else short, entries.usable_slot(txn, *totals.slots)
 
     def _short(self, rows: Rows, totals: spaces.Totals, request: SpaceRequest | None, id: int) -> SpaceDeficit:
         charge = self.charge_of(request) if request is not None else 0

@@ -29,8 +29,8 @@ class InlineEviction:
     def make_room(self, txn: Txn, request: SpaceRequest, short: SpaceDeficit) -> tuple[bool, int]:
         """Whether a request, which lacks ``short``, fits now, and how many values were evicted for it. Caller: calls `notify` after the
         commit."""
-        if short.fits or not self._is_plain(txn, request, short):
-            return short.fits, 0
+        if not self._is_plain(txn, request, short):
+            return False, 0
         of_space = short.quota > 0 or short.here > 0
         scope = Scope(only=request.space) if of_space else _ALL
         lacking, count = (short.quota, short.here) if of_space else (short.bytes + self._ahead(request, short), short.rows)

@@ -103,7 +103,7 @@ class Publisher:
         checksum = blobs.checksum_of(data)
         with self._catalog.write() as txn:
             request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, len(data), inline=True))
-            fits, evicted = self._inline_eviction.make_room(txn, request, short)
+            fits, evicted = self._inline_eviction.make_room(txn, request, short) if short is not None else (True, 0)
             if fits:
                 entry = self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, validator, data, request, slot)
         self._inline_eviction.notify(evicted)
@@ -138,7 +138,7 @@ class Publisher:
             while left and memoryview(left[0][1]).nbytes <= INLINE and done < AT_ONCE:
                 label, data = left[0][0], bytes(left[0][1])
                 request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, len(data), inline=True))
-                if not short.fits:
+                if short is not None:
                     break
                 checksum = blobs.checksum_of(data)
                 stored.append(self.inserter.insert(txn, label, txn.new_id(), "value", len(data), checksum, None, data, request, slot))
