@@ -380,7 +380,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "max_entries does not count what is promised", "_engine/catalog/spaces.py",
-        "rows - left + waiting, max", "rows - left - 1, max",
+        "rows - left + waiting, budget", "rows - left - 1, budget",
         "tests/stress/test_many_processes.py::test_s38_max_entries_is_exact_under_8_writers",
     ),
     Mutant(
