@@ -202,23 +202,30 @@ class Publisher:
     def _publish_if_fits(self, ready: Sequence[_Ready]) -> Sequence[Entry | None]:
         """Publish all in one transaction, or none where space has to be made."""
         with self._catalog.write() as txn:
-            requests = [self.request(txn, one.writing.label, one.size) for one in ready]
-            if not self.budget.room.fit_together(txn, requests):
-                return [None] * len(ready)
-            return self._publish_together(txn, ready, requests)
+            asked = self._fitting(txn, ready)
+            return self._publish_together(txn, ready, asked) if asked is not None else [None] * len(ready)
 
-    def _publish_together(self, txn: Txn, ready: Sequence[_Ready], requests: Sequence[SpaceRequest | None] = ()) -> list[Entry]:
-        ids = txn.new_ids(len(ready))
+    def _fitting(self, txn: Txn, ready: Sequence[_Ready]) -> list[tuple[SpaceRequest, int | None]] | None:
+        """The requests of all, each with a slot where one is known; None if they do not fit together."""
+        if len(ready) == 1:
+            label, size = ready[0].writing.label, ready[0].size
+            request, short, slot = self.budget.room.look(txn, SpaceRequest(label.space, label.key, 0, size, label.suffix))
+            return [(request, slot)] if short is None else None
+        requests = [self.request(txn, one.writing.label, one.size) for one in ready]
+        return [(request, None) for request in requests] if self.budget.room.fit_together(txn, requests) else None
+
+    def _publish_together(
+        self, txn: Txn, ready: Sequence[_Ready], asked: Sequence[tuple[SpaceRequest | None, int | None]] = ()
+    ) -> list[Entry]:  # fmt: skip
+        ids, asked = txn.new_ids(len(ready)), asked or [(None, None)] * len(ready)
         self._intent.begin(txn, ids)
-        return [
-            self._publish_ready(txn, one, id, request) for one, id, request in zip(ready, ids, requests or [None] * len(ready), strict=True)
-        ]
+        return [self._publish_ready(txn, one, id, *request) for one, id, request in zip(ready, ids, asked, strict=True)]
 
-    def _publish_ready(self, txn: Txn, one: _Ready, id: int, request: SpaceRequest | None) -> Entry:
+    def _publish_ready(self, txn: Txn, one: _Ready, id: int, request: SpaceRequest | None, slot: int | None) -> Entry:
         label = one.writing.label
         blobs.write(self.root, id, one.data, one.checksum, label.suffix)
         one.writing.named(id)
-        return self.inserter.insert(txn, label, id, "blob", one.size, one.checksum, one.writing.validator, request=request)
+        return self.inserter.insert(txn, label, id, "blob", one.size, one.checksum, one.writing.validator, None, request, slot)
 
     def publish(self, writings: Sequence[Writing]) -> list[Entry]:
         """Publish finished stages: their names and rows, all in one transaction."""
