@@ -379,6 +379,11 @@ MUTANTS = (
         f"{STEPS}test_put[small blob]",
     ),
     Mutant(
+        4, "the free bytes of a disk are remembered where there are few", "_engine/space/budget.py",
+        " or catalog.free < floor + EASY:", ":",
+        f"{BUDGET}test_a_disk_with_little_room_is_looked_at_by_each_put[{(256 << 20) // 2}-3]",
+    ),
+    Mutant(
         4, "max_entries does not count what is promised", "_engine/catalog/spaces.py",
         "rows - left + waiting, budget", "rows - left - 1, budget",
         "tests/stress/test_many_processes.py::test_s38_max_entries_is_exact_under_8_writers",

@@ -329,3 +329,20 @@ def test_what_was_to_be_replaced_is_gone_by_now(tmp_path: Path) -> None:
         with pytest.raises(errors.NoSpace):
             store.engine.writers.budget.reserve(asked)
         assert store.spaces.usage("q") == (100 * KiB, 2)
+
+
+@pytest.mark.parametrize(("free", "looks"), [(budget.EASY // 2, 3), (1 << 40, 0)])
+def test_a_disk_with_little_room_is_looked_at_by_each_put(store: Store, monkeypatch: pytest.MonkeyPatch, free: int, looks: int) -> None:
+    """Where there is much no other program can have filled it since."""
+    monkeypatch.setattr(budget, "COUNT_AGAIN", 1000)
+    asked: list[object] = []
+    monkeypatch.setattr(host, "free_bytes", lambda path: asked.append(path) or free)
+    store.engine.writers.budget.room._count_at = 0
+    store.put("v", "first", b"x")
+    asked.clear()
+    for n in range(3):
+        store.put("v", f"k{n}", b"x")
+    assert len(asked) == looks
+    store.engine.writers.budget.room._count_at = 0  # a moment has passed
+    store.put("v", "last", b"x")
+    assert len(asked) > looks
