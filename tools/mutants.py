@@ -365,7 +365,7 @@ MUTANTS = (
     ),
     Mutant(
         4, "a body of unknown length grows unasked", "_engine/write/publish.py",
-        "else None, on_grow=self._grow)", "else None)",
+        "else None, on_grow=self._grow, at_once", "else None, at_once",
         f"{STEPS}test_grow_of_unknown_length",
     ),
     Mutant(

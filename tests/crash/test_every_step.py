@@ -33,6 +33,17 @@ def test_put(scene: NewScene, data: bytes) -> None:
     scene(MiB).play(nothing, lambda store: store.put("v", "a", data), after)
 
 
+def test_put_of_several_chunks(scene: NewScene) -> None:
+    """No map of them is kept: whoever puts has all bytes, and a successor none."""
+
+    def after(store: Store) -> None:
+        assert bytes_of(store, "a") in (None, BODY)
+
+    steps = scene(8 * MiB).play(nothing, lambda store: store.put("v", "a", BODY), after)
+    assert any(step.startswith("pwrite") for step in steps)
+    assert not any(step.startswith(("set_byte", "allocate")) for step in steps)
+
+
 @pytest.mark.parametrize("new", [SMALL, NEWER, LARGE], ids=["value", "small blob", "blob"])
 @pytest.mark.parametrize("old", [OTHER, BLOB], ids=["value", "blob"])
 def test_replace(scene: NewScene, old: bytes, new: bytes) -> None:

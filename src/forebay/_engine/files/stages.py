@@ -192,10 +192,11 @@ class Stage:
             return self._coverage.done
 
     def begin(
-        self, total: int | None, validator: str | None = None, *, on_grow: Callable[[int], None] | None = None
+        self, total: int | None, validator: str | None = None, *, on_grow: Callable[[int], None] | None = None, at_once: bool = False
     ) -> tuple[Span, ...]:  # fmt: skip
         """Reserve room for ``total`` bytes and return the spans to fetch: the missing ones of `partial` if size and ``validator`` still
         match, else all; one span of length -1 if the total is unknown. ``validator``: only a strong one.
+        ``at_once``: the caller has all bytes, so nothing is allocated before they are written, and no successor can use a part of them.
 
         Called again when the object changed: everything written before is void. Raises OSError (ENOSPC) where the disk is full."""
         kept, self.partial = self.partial, None
@@ -206,7 +207,7 @@ class Stage:
         self._empty()
         if total is None:
             return (Span(0, -1),)
-        if total > CHUNK:  # a smaller one is written at once, and needs no promise
+        if total > CHUNK and not at_once:  # a smaller one needs no promise either
             host.allocate(self._descriptor(), 0, total)
             self._has_map = True
             self._map = ChunkMap.create(self._map_path, self.root, total, validator or "")

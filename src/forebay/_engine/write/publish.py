@@ -78,7 +78,7 @@ class Publisher:
         with faults(label.key, view.nbytes):
             if view.nbytes <= INLINE:
                 return self._put_row(label, view, validator)
-            with Writing(self, label) as writing:
+            with Writing(self, label, at_once=True) as writing:
                 writing.begin(ObjectInfo("", view.nbytes, validator))
                 writing.write(0, view)
                 return writing.publish(validator=validator)
@@ -90,7 +90,7 @@ class Publisher:
         with faults(label.key, size):
             if size <= INLINE:
                 return self._put_row(label, memoryview(b"".join(views)), None, PATIENCE)
-            with Writing(self, label, timeout=PATIENCE) as writing:
+            with Writing(self, label, timeout=PATIENCE, at_once=True) as writing:
                 writing.begin(ObjectInfo("", size))
                 at = 0
                 for view in views:
@@ -315,15 +315,15 @@ class Writing:
     """One write: a `Sink` for a remote, then `publish`. Without that, the bytes are kept for a successor if it can resume them.
 
     Caller: holds the key's lock, unless nothing is to be resumed. ``reserved``: a reservation to use. ``on_progress`` is called with
-    (done, total) bytes. ``timeout``: see `Budget.reserve`. ``collect``: an object that is here already is kept in memory until it is
-    published, together with others."""
+    (done, total) bytes. ``timeout``: see `Budget.reserve`; ``at_once``: see `Stage.begin`. ``collect``: an object that is here already is
+    kept in memory until it is published, together with others."""
 
     def __init__(
         self, publisher: Publisher, label: Label, *, resume: bool = False, reserved: Reservation | None = None,
-        on_progress: Callable[[int, int | None], None] | None = None, timeout: float = 0.0, collect: bool = False,
+        on_progress: Callable[[int, int | None], None] | None = None, timeout: float = 0.0, collect: bool = False, at_once: bool = False,
     ) -> None:  # fmt: skip
         self._publisher, self.label, self._on_progress, self._timeout = publisher, label, on_progress, timeout
-        self._collect = collect
+        self._collect, self._at_once = collect, at_once
         self._keyhash = hash_of(label.space, label.key)
         self._reserved = reserved
         self._stage: Stage | None = None
@@ -369,7 +369,7 @@ class Writing:
         if self._stage is None:
             self._stage = Stage.create(publisher.root, self._keyhash, self._reserved.id)
         self._resumable = info.strong and info.validator is not None and size > CHUNK
-        missing = self._stage.begin(info.size, info.validator if info.strong else None, on_grow=self._grow)
+        missing = self._stage.begin(info.size, info.validator if info.strong else None, on_grow=self._grow, at_once=self._at_once)
         if self._reserved.size > size:  # after the stage let go of what was written: no byte is ever uncounted
             self._reserved = budget.resize(self._reserved, size)
         return missing
