@@ -62,7 +62,7 @@ def write_whole(store: Store, key: str, body: bytes, *, space: str = "v", valida
 _TOP = re.compile(
     r"FORMAT|CACHEDIR\.TAG|settings\.json|catalog\.(sqlite(-wal|-shm)?|ballast)|slots|index|hosts|locks|counters|blobs|trees|packs|tmp"
 )
-_LOCKS = re.compile(r"keys|writer|owners|names|leases-\d\d|words")
+_LOCKS = re.compile(r"keys|writer|owners|names|transfers|leases-\d\d|words")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ DEFAULT_MAX_AGE = 300.0
 LEAST_BUDGET = 64 << 20
 """A smaller budget, given as text, is taken for a typing error."""
 
+MOST_RATE, MOST_CONNECTIONS = 200 * 10**12, 65_535
+"""The largest limits of transfers: one word holds both."""
+
 _SIZE = r"(?i)([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*(%|[a-z]*)"
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _UNITS: dict[str, int] = {
@@ -78,6 +81,24 @@ def parse_budget(value: int | str, *, total: int | None = None, name: str = "bud
         if size < (min(LEAST_BUDGET, (total or 0) // 100) if text.endswith("%") else LEAST_BUDGET):
             raise _wrong(name, value, f"less than 64 MiB is probably a mistake: if not, pass it as an int, Cache(budget={size})")
     return size
+
+
+def parse_rate(value: int | str, *, name: str = "max_rate") -> int:
+    """Bytes a second: as `parse_size`, but text needs a unit, and may end with ``/s``. 0: no limit. Raises `ConfigError`."""
+    text = value.strip().removesuffix("/s") if isinstance(value, str) else ""
+    rate = parse_size(text or value, name=name)
+    if text and rate and not text[-1].isalpha():
+        raise _wrong(name, value, f'a rate needs a unit, such as "{text}MB"')
+    if rate > MOST_RATE:
+        raise _wrong(name, value, "at most 200 TB a second: 0 is no limit")
+    return rate
+
+
+def parse_connections(value: int, *, name: str = "max_connections") -> int:
+    """A number of connections; 0: no limit. Raises `ConfigError`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_CONNECTIONS:
+        raise _wrong(name, value, f"a number from 1 to {MOST_CONNECTIONS:,}, or 0 for no limit")
+    return value
 
 
 def _share(percent: float, total: int | None, name: str, value: object) -> int:
@@ -154,13 +175,15 @@ def _wrong(name: str, value: object, why: str) -> ConfigError:
 class EnvironmentSettings:
     """The settings in the environment. None: not set.
 
-    ``budget`` and ``min_free`` stay text, since a share depends on the disk; `parse_size` has accepted them.
+    ``budget`` and ``min_free`` stay text, since a share depends on the disk; `parse_size` has accepted them. ``max_rate``: bytes a second.
     ``progress``: False hides progress bars, True draws them without a terminal too. ``verbosity``: a level of `logging`.
     """
 
     home: Path | None = None
     budget: str | None = None
     min_free: str | None = None
+    max_rate: int | None = None
+    max_connections: int | None = None
     max_age: float = DEFAULT_MAX_AGE
     offline: bool = False
     shared: bool = False
@@ -169,8 +192,8 @@ class EnvironmentSettings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, *, limits: bool = True) -> EnvironmentSettings:
-        """Read and check the ``FOREBAY_*`` variables now. An empty variable counts as unset; without ``limits``, so do budget and free
-        space.
+        """Read and check the ``FOREBAY_*`` variables now. An empty variable counts as unset; without ``limits``, so do those of
+        the root.
 
         Raises `ConfigError`, which names the variable and its value."""
         settings, faults = cls.with_faults(environ, limits=limits)
@@ -200,7 +223,8 @@ class EnvironmentSettings:
 
 
 KNOWN = frozenset({
-    *("HOME", "BUDGET", "MIN_FREE", "MAX_AGE", "OFFLINE", "SHARED", "PROGRESS", "VERBOSITY", "CLAIMS", "S3_ANONYMOUS"),
+    *("HOME", "BUDGET", "MIN_FREE", "MAX_RATE", "MAX_CONNECTIONS", "MAX_AGE", "OFFLINE", "SHARED", "PROGRESS", "VERBOSITY", "CLAIMS"),
+    "S3_ANONYMOUS",
     *("CONNECT_TIMEOUT", "READ_TIMEOUT", "TOTAL_TIMEOUT", "ATTEMPTS", "CONNECTIONS", "STREAMS"),
 })  # fmt: skip
 """The names of all variables that Forebay reads, without ``FOREBAY_``."""
@@ -240,11 +264,17 @@ def _checked(text: str, name: str, parse: Callable[..., int]) -> str:
     return text
 
 
-_LIMITS = ("budget", "min_free")
+def _count(text: str, name: str) -> int:
+    return parse_connections(int(text) if text.strip().isdecimal() else -1, name=name)
+
+
+_LIMITS = ("budget", "min_free", "max_rate", "max_connections")
 _READERS: dict[str, Callable[[str, str], Any]] = {
     "home": lambda text, name: Path(text).expanduser(),
     "budget": lambda text, name: _checked(text, name, parse_budget),
     "min_free": lambda text, name: _checked(text, name, parse_size),
+    "max_rate": lambda text, name: parse_rate(text, name=name),
+    "max_connections": _count,
     "max_age": lambda text, name: parse_age(text, name=name),
     "offline": lambda text, name: parse_flag(text, name=name),
     "shared": lambda text, name: parse_flag(text, name=name),

@@ -12,7 +12,10 @@ from forebay.errors import ForebayError
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from forebay._engine.locks.fill import Waiting
+    from forebay._engine.stats import Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,8 @@ class Stats:
     ``hits`` were served from the cache; ``misses`` fetched bytes from the remote, of which ``fills`` were stored; ``fallbacks`` were
     served without the cache. ``bytes_hit``: bytes served by hits; ``bytes_remote``: bytes received over the network, in ``requests``
     requests, ``retries`` of them repeated. ``wait_ns_*``: nanoseconds spent waiting for the remote, for another process, for room.
-    ``store_failures``: values that could not be stored. ``damaged``: entries that were set aside.
+    ``store_failures``: values that could not be stored. ``damaged``: entries that were set aside. ``max_rate``, ``max_connections``: the
+    limits of transfers, 0: none.
     """
 
     hits: int = 0
@@ -44,8 +48,19 @@ class Stats:
     bytes_used: int = 0
     bytes_reserved: int = 0
     budget: int = 0
+    max_rate: int = 0
+    max_connections: int = 0
     entries: int = 0
     spaces: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, usage: Usage, counts: dict[str, int]) -> Self:
+        """The statistics of a root that is used so, and whose counters have these values."""
+        return cls(
+            **counts, bytes_used=usage.used, bytes_reserved=usage.reserved, budget=usage.budget, max_rate=usage.max_rate,
+            max_connections=usage.max_connections, entries=sum(space.entries for space in usage.spaces),
+            spaces={space.name: (space.entries, space.bytes) for space in usage.spaces},
+        )  # fmt: skip
 
     @property
     def hit_rate(self) -> float:

@@ -21,7 +21,8 @@ CONFIG = """
 daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;
 events {{ worker_connections 256; }}
 http {{
-    access_log {folder}/access.log;
+    log_format tests '$remote_addr - $remote_user [$time_local] "$request" $status $body_bytes_sent $connections_active';
+    access_log {folder}/access.log tests;
     default_type application/octet-stream;
     client_body_temp_path {folder}/tmp1; proxy_temp_path {folder}/tmp2; fastcgi_temp_path {folder}/tmp3;
     uwsgi_temp_path {folder}/tmp4; scgi_temp_path {folder}/tmp5;
@@ -41,7 +42,8 @@ http {{
 @dataclass(frozen=True)
 class Nginx:
     """``files``: the directory that is served; ``url``: where. ``/gzip/``, ``/no-ranges/``, ``/private/`` (user ``me``, password
-    ``pass``) and ``/moved/`` show the same files in their own way. ``log``: one line for each request. ``ca``: signs its certificate."""
+    ``pass``) and ``/moved/`` show the same files in their own way. ``log``: one line for each request, at whose end is how many
+    connections were open then. ``ca``: signs its certificate."""
 
     url: str
     files: Path

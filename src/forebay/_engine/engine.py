@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from forebay import errors
 from forebay._engine.catalog import Catalog, CatalogBroken, DiskFull, entries, processes, spaces
-from forebay._engine.files import settings_file
 from forebay._engine.files.faults import faults
 from forebay._engine.files.root import Root, open_root
 from forebay._engine.index.counters import Counters
@@ -21,12 +20,13 @@ from forebay._engine.index.slots import RECORDS, Slots, SlotsBroken, SlotsReplac
 from forebay._engine.locks.leases import Leases
 from forebay._engine.locks.owners import Owners
 from forebay._engine.reading import Reading
-from forebay._engine.space.settings import Settings, apply, keep
+from forebay._engine.space.settings import Settings, apply, is_kept, keep
 from forebay._kernel import host, locks, waits
 from forebay._logs import logger
 from forebay._model import Entry, Problem
 
 if TYPE_CHECKING:
+    from forebay._engine.index.limits import NodeLimits
     from forebay._engine.stats import StatsReader
     from forebay._engine.writers import Writers
 
@@ -76,6 +76,7 @@ class Engine:
         """How often the root was recovered; compared by calls that fail, since another thread may have recovered it meanwhile."""
         self.recovered: list[Problem] = []
         """What was recovered so that the root could be opened, until `Store.repair` has reported it."""
+        self._limits: NodeLimits | None = None
         self._unset: Settings | None = None  # what the next call that writes must set
         self._lower = False  # a lower limit was set, and is still to be applied to what is there
         self.known_spaces: dict[str, spaces.SpaceRow] = {}
@@ -88,7 +89,7 @@ class Engine:
     def close(self) -> None:
         """Fold the counters and close all files. Leases and buffers that were handed out stay valid."""
         self.memo.restart(self.slots)
-        for part in (self.owners, self._writers, self.leases, self.catalog, self.counters):
+        for part in (self.owners, self._writers, self.leases, self.catalog, self.counters, self._limits):
             if part is not None:
                 part.close()
         self._format.close()
@@ -169,6 +170,9 @@ class Engine:
 
     def _wire(self, root: Root) -> None:
         self.root, self.hosts = root, SilentHosts(root)
+        if self._limits is not None:
+            self._limits.close()
+        self._limits = None
         self.words = waits.Words(root.words, root.files.open, writable=not root.read_only)
         self._has_slots = False
         self.catalog = Catalog(
@@ -192,6 +196,19 @@ class Engine:
         from forebay._engine.stats import StatsReader
 
         return StatsReader(self.root, self.catalog, self.slots, self.counters, self.leases)
+
+    @property
+    def limits(self) -> NodeLimits:
+        """The limits of transfers, created by the first call."""
+        limits = self._limits
+        if limits is None:
+            from forebay._engine.index.limits import NodeLimits
+
+            with self._recovering:
+                if self._limits is None:
+                    self._limits = NodeLimits(self.root, self.slots)
+                limits = self._limits
+        return limits
 
     @property
     def writers(self) -> Writers:
@@ -267,6 +284,8 @@ class Engine:
                         self.root.path, chunk, len(live),
                     )  # fmt: skip
                 self.slots.remake(chunk, live)
+            limits = spaces.limits(self.catalog)
+            self.slots.set_limits(limits["max_rate"] or 0, limits["max_connections"] or 0)
             self.memo.restart(self.slots)  # what it knows of the part that is lost
 
     def _finish_intent(self) -> None:
@@ -298,7 +317,7 @@ class Engine:
         if given and self._unset is not None:
             settings = settings.over(self._unset)
         try:
-            self._in_force, applied = apply(settings, self.root, self.catalog, self._make_room, self.counters, before)
+            self._in_force, applied = apply(settings, self.root, self.catalog, self.slots, self._make_room, self.counters, before)
             self._lower = self._lower or not applied
             if given:
                 self._unset = None
@@ -309,7 +328,7 @@ class Engine:
             self._in_force = settings
             if given or self._unset is None:
                 self._unset = settings
-            log.warning("%s: budget, min_free and max_entries are not set yet, and will be by a later call: %s", self.root.path, str(error))
+            log.warning("%s: its limits are not set yet, and will be by a later call: %s", self.root.path, str(error))
 
     def _make_room(self) -> bool:
         return self.writers.budget.make_room()
@@ -320,12 +339,12 @@ class Engine:
         self._apply(settings)
 
     def _keep_settings(self) -> None:
-        """Write the settings file where it is missing: a process was killed before it wrote it, or somebody removed it."""
-        if settings_file.says(self.root, spaces.kept(self.catalog)):
+        """Write the copies of the limits where they are missing: a process was killed before it wrote them, or somebody removed them."""
+        if is_kept(self.root, self.catalog, self.slots):
             return
         try:
             with self.catalog.writer(0):
-                keep(self.root, self.catalog)
+                keep(self.root, self.catalog, self.slots)
         except errors.CacheFault as error:  # busy: the next open does it
             log.info("%s: what is set was not noted: %s", self.root.path, str(error))
 
@@ -350,7 +369,7 @@ class Engine:
             unset, self._unset, lower, self._lower = self._unset, None, self._lower, False
             try:
                 if unset is not None:
-                    self._in_force, applied = apply(unset, self.root, self.catalog, self._make_room, self.counters)
+                    self._in_force, applied = apply(unset, self.root, self.catalog, self.slots, self._make_room, self.counters)
                     unset, lower = None, lower or not applied
                 if lower:
                     self.writers.budget.make_room()

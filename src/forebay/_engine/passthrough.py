@@ -110,7 +110,7 @@ class PassThrough:
     """Tells a `PassThrough` from a `Store`: ``if store.keeps`` narrows the union of both."""
 
     def __init__(self, why: str = "the cache is switched off") -> None:
-        self.why, self.hosts = why, SilentHosts()
+        self.why, self.hosts, self.limits = why, SilentHosts(), None
         self._counts = dict.fromkeys(NAMES, 0)
         self.spaces, self.locks, self.packs = NullSpaces(), NullLocks(why), NullPacks()
 

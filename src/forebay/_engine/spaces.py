@@ -76,7 +76,7 @@ class Spaces:
             with engine.catalog.write() as txn:
                 rows.insert(txn, name, kind, parsed or "lru", quota)
                 rows.change(txn, name, parsed, quota, max_count)
-                txn.after_commit.append(lambda: keep(engine.root, engine.catalog))
+                txn.after_commit.append(lambda: keep(engine.root, engine.catalog, engine.slots))
                 row = rows.find(txn, name)
         assert row is not None
         engine.known_spaces[name] = row

@@ -23,12 +23,14 @@ Facts = tuple[str, int, float, float, str, bool]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How full a root is, in bytes: used by entries, reserved by writes, and the budget."""
+    """How full a root is, in bytes: used by entries, reserved by writes, and the budget; and its limits of transfers, 0: none."""
 
     used: int
     reserved: int
     budget: int
     spaces: tuple[spaces.SpaceRow, ...] = ()
+    max_rate: int = 0
+    max_connections: int = 0
 
 
 class StatsReader:
@@ -80,7 +82,9 @@ class StatsReader:
         return replace(entry, used=clock.wall(self._slots.used(entry.slot)), validated=clock.wall(self._slots.validated(entry.slot)))
 
     def usage(self) -> Usage:
-        return Usage(*spaces.usage(self._catalog), tuple(spaces.every(self._catalog)))
+        limits = spaces.limits(self._catalog)
+        transfers = limits["max_rate"] or 0, limits["max_connections"] or 0
+        return Usage(*spaces.usage(self._catalog), tuple(spaces.every(self._catalog)), *transfers)
 
     def overhead(self) -> dict[str, int]:
         """Bytes on the disk that the budget does not count: ``log``, ``slots`` (the tables of slots and of keys), ``directories``, and

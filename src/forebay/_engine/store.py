@@ -29,6 +29,7 @@ from forebay._logs import logger
 from forebay._model import Buffer, Entry, Policy, Problem, Report, Strays, Victim
 
 if TYPE_CHECKING:
+    from forebay._engine.index.limits import NodeLimits
     from forebay._engine.key_locks import KeyLocks
     from forebay._engine.loading import Reservations
     from forebay._engine.pack_handles import Packs
@@ -117,6 +118,10 @@ class Store:
     @property
     def hosts(self) -> SilentHosts:
         return self.engine.hosts
+
+    @property
+    def limits(self) -> NodeLimits:
+        return self.engine.limits
 
     def before_fork(self) -> None:
         self.engine.before_fork()

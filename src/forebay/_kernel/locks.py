@@ -214,14 +214,15 @@ class LockFile:
         ranges = [(0, len(offsets))]
         while ranges:
             low, high = ranges.pop()
-            if low < high and (at := self._first_locked(offsets[low], offsets[high - 1])) is not None:
+            if low < high and (at := self.first_locked(offsets[low], offsets[high - 1])) is not None:
                 middle = bisect.bisect_left(offsets, at, low, high)
                 beyond = bisect.bisect_right(offsets, at, middle, high)
                 locked += offsets[middle:beyond]
                 ranges += (low, middle), (beyond, high)
         return locked
 
-    def _first_locked(self, first: int, last: int) -> int | None:
+    def first_locked(self, first: int, last: int) -> int | None:
+        """A byte of a range that is locked elsewhere: see `is_locked`. None: none is. Raises OSError."""
         self._part_if_forked()
         with self._mutex:
             if self._fd < 0:
@@ -235,7 +236,7 @@ class LockFile:
 
     def is_locked(self, offset: int) -> bool:
         """Whether a lock on the byte is held elsewhere: by another process, or through another description. Takes none. Raises OSError."""
-        return self._first_locked(offset, offset) is not None
+        return self.first_locked(offset, offset) is not None
 
     def is_lost(self) -> bool:
         """Whether the job closed the descriptor: its number may be another file's now, and other descriptors may be closed too."""

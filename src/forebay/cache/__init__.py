@@ -43,13 +43,14 @@ log = logger("forebay.cache")
 class Cache:
     """The local cache of this node: one directory, one byte budget, any number of processes.
 
-    ``root``: the directory (default: ``$FOREBAY_HOME``, else ``~/.cache/forebay``). ``budget``, ``min_free``: bytes as int or
-    ``"500GB"``, ``"500GiB"``, ``"80%"`` of the disk; an explicit value sets it for every process that shares the root.
-    ``max_entries``: the maximum number of entries. ``shared``: a root for the group (default: ``$FOREBAY_SHARED``); without it, a root
-    that a group can write to is refused. ``read_only``: never write to the root. ``upstream``: a root that is searched second, and never
-    written to. ``offline``: never ask a remote. ``max_age``: seconds for which an entry is served without asking the remote, or
-    ``"forever"``. ``timeout``: seconds that a call waits in total for other processes (default: as long as they live; for the catalog
-    10 s). ``enabled=False``: the same calls without a cache behind them.
+    ``root``: the directory (default: ``$FOREBAY_HOME``, else ``~/.cache/forebay``). ``budget``, ``min_free``: bytes as int or ``"500GB"``,
+    ``"500GiB"``, ``"80%"`` of the disk; an explicit value sets it for every process that shares the root. ``max_entries``: the maximum
+    number of entries. ``max_rate`` (``"1GB"``), ``max_connections``: bytes a second from all remotes, and connections to a host, of all
+    processes that share the root; set as the budget is, 0 lifts them. ``shared``: a root for the group (default: ``$FOREBAY_SHARED``);
+    without it, a root that a group can write to is refused. ``read_only``: never write to the root. ``upstream``: a root that is searched
+    second, and never written to. ``offline``: never ask a remote. ``max_age``: seconds for which an entry is served without asking the
+    remote, or ``"forever"``. ``timeout``: seconds that a call waits in total for other processes (default: as long as they live; for the
+    catalog 10 s). ``enabled=False``: the same calls without a cache behind them.
 
     Callable from any thread; usable in both processes after a fork; pickles as its path and options. Opening it raises `RootRefused`,
     `NewerFormat` and `ConfigError`; afterwards faults of the cache never reach the caller: calls are served from the source.
@@ -57,13 +58,15 @@ class Cache:
 
     def __init__(
         self, root: str | os.PathLike[str] | None = None, *, budget: int | str | None = None, shared: bool | None = None,
-        read_only: bool = False, min_free: int | str | None = None, max_entries: int | None = None,
-        upstream: str | os.PathLike[str] | None = None, offline: bool | None = None, max_age: float | str | None = None,
-        timeout: float | None = None, remote_options: remote.RemoteOptions | None = None, enabled: bool = True,
+        read_only: bool = False, min_free: int | str | None = None, max_entries: int | None = None, max_rate: int | str | None = None,
+        max_connections: int | None = None, upstream: str | os.PathLike[str] | None = None, offline: bool | None = None,
+        max_age: float | str | None = None, timeout: float | None = None, remote_options: remote.RemoteOptions | None = None,
+        enabled: bool = True,
     ) -> None:  # fmt: skip
         self._origin = Origin.for_root(
-            root, budget=budget, shared=shared, read_only=read_only, min_free=min_free, max_entries=max_entries, upstream=upstream,
-            offline=offline, max_age=max_age, timeout=timeout, remote_options=remote_options, enabled=enabled,
+            root, budget=budget, shared=shared, read_only=read_only, min_free=min_free, max_entries=max_entries, max_rate=max_rate,
+            max_connections=max_connections, upstream=upstream, offline=offline, max_age=max_age, timeout=timeout,
+            remote_options=remote_options, enabled=enabled,
         )  # fmt: skip
         self._max_age = self._origin.max_age
         self._values = Space(self._origin, VALUES)

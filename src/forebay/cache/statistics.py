@@ -17,7 +17,4 @@ def statistics(origin: Origin) -> Stats:
             raise  # the caller opened the root to inspect it
         origin.warn("stats", "the statistics of the cache cannot be read: %s", error)
         now, counts = Usage(0, 0, 0), {}
-    return Stats(
-        **counts, bytes_used=now.used, bytes_reserved=now.reserved, budget=now.budget, entries=sum(space.entries for space in now.spaces),
-        spaces={space.name: (space.entries, space.bytes) for space in now.spaces},
-    )  # fmt: skip
+    return Stats.of(now, counts)

@@ -18,6 +18,7 @@ from forebay.errors import ConfigError, NotCached
 
 TIMES = ("wait_ns_remote", "wait_ns_lock", "wait_ns_space")
 SIZES = ("bytes_hit", "bytes_remote", "bytes_stored", "bytes_used", "bytes_reserved", "budget")
+LIMITS = ("max_rate", "max_connections")
 
 
 class Order(StrEnum):
@@ -71,6 +72,8 @@ def du(root: RootOption = None, as_json: JsonOption = False) -> None:
         "used": usage.bytes_used,
         "reserved": usage.bytes_reserved,
         "overhead": overhead,
+        "max_rate": usage.max_rate,
+        "max_connections": usage.max_connections,
         "disk_free": free,
         "strays": strays,
         "spaces": {name: {"entries": count, "bytes": size} for name, (count, size) in usage.spaces.items()},
@@ -91,7 +94,9 @@ def stats(
             cache.reset_stats()
     output = Output(as_json)
     output.document(counters.as_dict())
-    facts = {name: _formatted(name, value) for name, value in counters.as_dict().items() if isinstance(value, (int, float))}
+    facts: dict[str, object] = {
+        name: _formatted(name, value) for name, value in counters.as_dict().items() if isinstance(value, (int, float))
+    }
     facts["hit_rate"] = f"{counters.hit_rate:.1%}"
     output.facts({name.replace("_ns_", " for ").replace("_", " "): value for name, value in facts.items()})
 
@@ -99,6 +104,10 @@ def stats(
 def _formatted(name: str, value: float) -> str:
     if name in TIMES:
         return f"{value / 1e9:,.1f} s"
+    if name in LIMITS and not value:
+        return "no limit"
+    if name == "max_rate":
+        return f"{format_size(value)}/s"
     return format_size(value) if name in SIZES else f"{value:,}"
 
 

@@ -218,6 +218,10 @@ class Output:
         reserved = f", {format_size(stats.bytes_reserved)} reserved for fetches" if stats.bytes_reserved else ""
         used = f"{format_size(stats.bytes_used)} used{reserved} of a budget of {format_size(stats.budget)}"
         self.line(f"{used}; {format_size(disk_free)} free on the disk")
+        limits = [f"{format_size(stats.max_rate)} a second"] if stats.max_rate else []
+        limits += [f"{stats.max_connections:,} connections to a host"] if stats.max_connections else []
+        if limits:
+            self.line(f"transfers are limited to {' and '.join(limits)}, for all processes together")
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in overhead.items())
         self.line(f"{format_size(sum(overhead.values()))} outside the budget: {parts}")
 

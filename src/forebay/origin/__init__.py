@@ -60,13 +60,14 @@ class Origin:
     @classmethod
     def for_root(
         cls, root: str | os.PathLike[str] | None = None, *, budget: int | str | None = None, shared: bool | None = None,
-        read_only: bool = False, min_free: int | str | None = None, max_entries: int | None = None,
-        upstream: str | os.PathLike[str] | None = None, offline: bool | None = None, max_age: float | str | None = None,
-        timeout: float | None = None, remote_options: remote.RemoteOptions | None = None, enabled: bool = True,
+        read_only: bool = False, min_free: int | str | None = None, max_entries: int | None = None, max_rate: int | str | None = None,
+        max_connections: int | None = None, upstream: str | os.PathLike[str] | None = None, offline: bool | None = None,
+        max_age: float | str | None = None, timeout: float | None = None, remote_options: remote.RemoteOptions | None = None,
+        enabled: bool = True,
     ) -> Self:  # fmt: skip
         """The origin of a cache that is created with these arguments: see `Cache`."""
         environment = _config.EnvironmentSettings.from_environment()
-        root_options = RootOptions.of(environment, root, budget, min_free, max_entries, shared, read_only)
+        root_options = RootOptions.of(environment, root, budget, min_free, max_entries, max_rate, max_connections, shared, read_only)
         init_kwargs = {
             "shared": root_options.shared, "read_only": read_only, "upstream": upstream, "offline": offline, "max_age": max_age,
             "timeout": timeout, "remote_options": remote_options, "enabled": enabled,
@@ -449,8 +450,10 @@ class Origin:
         self.warn(type(error).__name__, "%s is served past the cache: %s", name, error)
 
     def reaching(self, options: FetchOptions | None = None) -> AbstractContextManager[None]:
-        """Context for requests to a remote: hosts that recently did not answer a process of the node are skipped, unless this refreshes."""
-        return remote.tracking_hosts(self.store.hosts, ask_silent=options is not None and options.refresh)
+        """Context for requests to a remote: hosts that recently did not answer a process of the node are skipped, unless this refreshes,
+        and all processes of the node stay within its limits of transfers together."""
+        refresh = options is not None and options.refresh
+        return remote.tracking_hosts(self.store.hosts, limits=self.store.limits, ask_silent=refresh)
 
     def warn_stale(self, key: str, message: str, error: Exception) -> None:
         """Warn, once per host or bucket, that a copy is served because its remote cannot be reached."""

@@ -31,19 +31,22 @@ class CacheHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RootOptions:
-    """A root directory, and the options with which `Cache` opens it. Sizes as the user wrote them."""
+    """A root directory, and the options with which `Cache` opens it. ``budget``, ``min_free``: as the user wrote them."""
 
     path: Path
     budget: int | str | None = None
     min_free: int | str | None = None
     max_entries: int | None = None
+    max_rate: int | None = None
+    max_connections: int | None = None
     shared: bool = False
     read_only: bool = False
 
     @classmethod
     def of(
         cls, environment: _config.EnvironmentSettings, root: str | os.PathLike[str] | None, budget: int | str | None,
-        min_free: int | str | None, max_entries: int | None, shared: bool | None, read_only: bool,
+        min_free: int | str | None, max_entries: int | None, max_rate: int | str | None, max_connections: int | None, shared: bool | None,
+        read_only: bool,
     ) -> Self:  # fmt: skip
         """The caller's options; where they are None, those of the environment. Raises `ConfigError`."""
         if root is not None and not os.fspath(root):
@@ -53,6 +56,8 @@ class RootOptions:
         path = Path(root) if root is not None else environment.home or _config.default_root(is_network=is_network)
         return cls(
             path, environment.budget if budget is None else budget, environment.min_free if min_free is None else min_free, max_entries,
+            environment.max_rate if max_rate is None else _config.parse_rate(max_rate),
+            environment.max_connections if max_connections is None else _config.parse_connections(max_connections),
             environment.shared if shared is None else shared, read_only,
         )  # fmt: skip
 
@@ -66,6 +71,8 @@ class RootOptions:
             _config.parse_budget(self.budget, total=total) if self.budget is not None else None,
             _config.parse_size(self.min_free, total=total, name="min_free") if self.min_free is not None else None,
             self.max_entries,
+            self.max_rate,
+            self.max_connections,
         )
         try:
             return Store.open(self.path, settings, shared=self.shared, read_only=self.read_only)

@@ -144,9 +144,50 @@ class Hosts(Protocol):
         """Note that a request which began at ``began`` (monotonic) received no byte in ``waited`` seconds."""
 
 
+class Permit(Protocol):
+    """The right to one connection to a host, until `release`. Raises nothing."""
+
+    def is_wanted(self, after: float = 0.0) -> bool:
+        """Whether it should be released: another process waits and this one has had it for ``after`` seconds, or there are fewer now."""
+
+    def release(self) -> None:
+        """Let another process have it. Idempotent."""
+
+
+class PermitRequest(Protocol):
+    """A request for a permit. It keeps its turn among those of other processes from the first `try_take` to `cancel`."""
+
+    def try_take(self) -> Permit | None:
+        """A permit, if one is free and no other process has waited for longer; None: not yet. Never waits; raises nothing."""
+
+    def cancel(self) -> None:
+        """Wait no longer. Idempotent."""
+
+
+class Limits(Protocol):
+    """The limits of transfers that all processes share that share a cache. Callable from any thread; never waits; raises nothing."""
+
+    def in_force(self) -> tuple[int, int]:
+        """Bytes a second from all remotes, and connections to a host; 0: no limit. They may change at any time."""
+
+    def request(self, host_name: str) -> PermitRequest:
+        """Request a permit for a connection to a host."""
+
+    def delay(self) -> float:
+        """Seconds until this process may take more bytes; 0.0: now."""
+
+    def count(self, received: int) -> None:
+        """Note that bytes were received."""
+
+
+LOOK = 0.005  # seconds between two looks for a permit
+LONGEST_DELAY = 0.25  # seconds: then a limit may be another one
+
+
 class _HostAccess(NamedTuple):
     hosts: Hosts
-    ask_silent: bool = False
+    limits: Limits | None
+    ask_silent: bool
 
 
 _host_access: ContextVar[_HostAccess | None] = ContextVar("forebay_host_access", default=None)
@@ -164,9 +205,10 @@ def shared_time_limit() -> Iterator[None]:
 
 
 @contextmanager
-def tracking_hosts(hosts: Hosts | None, *, ask_silent: bool = False) -> Iterator[None]:
-    """Calls that this thread begins inside of the block consult and update ``hosts``. ``ask_silent``: ask silent hosts all the same."""
-    token = _host_access.set(None if hosts is None else _HostAccess(hosts, ask_silent))
+def tracking_hosts(hosts: Hosts | None, *, limits: Limits | None = None, ask_silent: bool = False) -> Iterator[None]:
+    """Calls that this thread begins inside of the block consult and update ``hosts``, and stay within ``limits``. ``ask_silent``: ask
+    silent hosts all the same."""
+    token = _host_access.set(None if hosts is None else _HostAccess(hosts, limits, ask_silent))
     try:
         yield
     finally:
@@ -295,6 +337,42 @@ class Call:
         """A request that began at ``began`` (monotonic) received no byte. ``unreachable``: the network has no route to the host."""
         if self._access is not None:
             self._access.hosts.silent(host, began, math.inf if unreachable else time.monotonic() - began)
+
+    # -- the limits of the node ------------------------------------------------------------------------------------
+
+    @property
+    def limits(self) -> Limits | None:
+        """What its transfers have to stay within."""
+        return None if self._access is None else self._access.limits
+
+    @contextmanager
+    def connection(self, host: str) -> Iterator[None]:
+        """Around the use of a connection to a host: waits until the limit of connections allows it. Raises what `check` raises."""
+        limits = self.limits
+        if limits is None or not limits.in_force()[1]:
+            yield
+            return
+        request = limits.request(host)
+        try:
+            while (permit := request.try_take()) is None:
+                self.check()
+                self._aborted.wait(LOOK)
+        finally:
+            request.cancel()
+        try:
+            yield
+        finally:
+            permit.release()
+
+    def throttle(self, received: int) -> None:
+        """Count received bytes, and wait until the limit of the rate allows more. Raises what `check` raises."""
+        limits = self.limits
+        if limits is None or not limits.in_force()[0]:
+            return
+        limits.count(received)
+        while (delay := limits.delay()) > 0:
+            self.check()
+            self._aborted.wait(min(delay, LONGEST_DELAY))
 
     # -- counters, sockets, attempts -------------------------------------------------------------------------------
 

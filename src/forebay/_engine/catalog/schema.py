@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
+from forebay._engine.files.settings_file import NAMES
 from forebay._engine.index.slots import RECORDS
 
 FORMAT = 2
@@ -97,8 +98,8 @@ def is_sane(con: sqlite3.Connection) -> bool:
     meta = dict(con.execute("SELECT name, value FROM meta WHERE name IN ('next_id', 'next_slot')").fetchall())
     if not all(type(meta.get(name)) is int and 0 <= meta[name] < end for name, end in (("next_id", 1 << 61), ("next_slot", 1 << 31))):
         return False
-    limits = "SELECT 1 FROM meta WHERE name IN ('budget', 'min_free', 'max_entries') AND typeof(value) NOT IN ('integer', 'real', 'null')"
-    if con.execute(limits).fetchone() or meta["next_slot"] > RECORDS + con.execute(COUNT_SLOTS).fetchone()[0]:
+    limits = f"SELECT 1 FROM meta WHERE name IN ({', '.join('?' * len(NAMES))}) AND typeof(value) NOT IN ('integer', 'real', 'null')"
+    if con.execute(limits, NAMES).fetchone() or meta["next_slot"] > RECORDS + con.execute(COUNT_SLOTS).fetchone()[0]:
         return False
     seen = bytearray((meta["next_slot"] // RECORDS + 1) * RECORDS)
     for (slot,) in con.execute("SELECT slot FROM free_slots UNION ALL SELECT slot FROM entries WHERE typeof(slot) = 'integer'"):

@@ -10,7 +10,7 @@ from forebay._engine.catalog import entries
 from forebay._engine.catalog.connection import CatalogBroken, Rows, Txn
 from forebay._engine.catalog.schema import DOOMED, LIVE
 from forebay._engine.files.layout import PAGE
-from forebay._engine.files.settings_file import Kept, SpaceLimits
+from forebay._engine.files.settings_file import NAMES, Kept, SpaceLimits
 from forebay._model import Policy
 
 NEWEST = 1 << 62
@@ -198,17 +198,21 @@ def set_setting(txn: Txn, name: str, value: Any) -> None:
     txn.run("INSERT INTO meta VALUES (?1, ?2) ON CONFLICT(name) DO UPDATE SET value = ?2", name, value)
 
 
+def limits(rows: Rows) -> dict[str, int | None]:
+    """The limits that users set for the whole root, by their `NAMES`; None: not set."""
+    there = dict(rows.all(f"SELECT name, value FROM meta WHERE name IN ({', '.join('?' * len(NAMES))})", *NAMES))
+    return dict(zip(NAMES, _numbers([there.get(name) for name in NAMES]), strict=True))
+
+
 def kept(rows: Rows) -> Kept:
     """The limits that users set, as `settings_file` stores them."""
-    names = "budget", "min_free", "max_entries"
-    limits = dict(zip(names, _numbers([setting(rows, name) for name in names]), strict=True))
     special = rows.all(
         "SELECT name, kind, policy, quota, max_count FROM spaces WHERE policy != 'lru' OR quota IS NOT NULL OR max_count IS NOT NULL"
         " ORDER BY id"
     )
     for row in special:
         _numbers(row[3:])
-    return Kept(**limits, spaces=tuple(SpaceLimits(*row) for row in special))
+    return Kept(**limits(rows), spaces=tuple(SpaceLimits(*row) for row in special))
 
 
 def restore(txn: Txn, spaces: Sequence[SpaceLimits]) -> None:

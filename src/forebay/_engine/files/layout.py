@@ -20,7 +20,7 @@ LONGEST_FORMAT = 4096
 PAGE = 4096
 """Bytes of a memory page, of a page of the catalog, and of the steps in which files are laid out."""
 LEASE_FILES = 64
-LOCKS = ("keys", "writer", "owners", "names", *(f"leases-{n:02d}" for n in range(LEASE_FILES)))
+LOCKS = ("keys", "writer", "owners", "names", "transfers", *(f"leases-{n:02d}" for n in range(LEASE_FILES)))
 FANS = tuple(f"{n:02x}" for n in range(256))
 
 _BLOB = r"([0-9a-f]{16})([A-Za-z0-9.]{0,16})"

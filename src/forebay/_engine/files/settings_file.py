@@ -23,6 +23,8 @@ log = logger("forebay.settings")
 _LARGEST = 4 << 20
 _MOST_SPACES = 10_000
 _END = 1 << 62
+NAMES = ("budget", "min_free", "max_entries", "max_rate", "max_connections")
+"""The limits of a root, apart from those of its spaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,14 @@ class SpaceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The limits that users set for a root, sizes in bytes; None: nothing was set. ``spaces``: those whose limits were set."""
+    """The limits that users set for a root, sizes in bytes; None: nothing was set. ``max_rate`` (bytes a second), ``max_connections``: 0 is
+    no limit. ``spaces``: those whose limits were set."""
 
     budget: int | None = None
     min_free: int | None = None
     max_entries: int | None = None
+    max_rate: int | None = None
+    max_connections: int | None = None
     spaces: tuple[SpaceLimits, ...] = ()
 
 
@@ -53,7 +58,7 @@ def read(root: Root) -> Kept | None:
         checksum = body.pop("checksum")
         if checksum != _checksum(body) or body["root"] != f"{root.id:016x}":
             raise ValueError("its checksum or its root is another one")
-        limits = {name: body[name] for name in ("budget", "min_free", "max_entries") if _is_number(body.get(name))}
+        limits = {name: body[name] for name in NAMES if _is_number(body.get(name))}
         spaces = _sane(body["spaces"])
     except FileNotFoundError:
         return None

@@ -19,7 +19,9 @@ from forebay.errors import CacheFault
 
 RECORDS = 65_536
 ID, USED, VALIDATED, SPACE = 0, 1, 2, 3
-_EVICTIONS, _INTENT, _INTENDED, _CLOCK = 2, 3, 4, 5  # in chunk 0, after the magic and the root's id; of the clock three words
+# in chunk 0, after the magic and the root's id; of the clock three words, of the limits four
+_EVICTIONS, _INTENT, _INTENDED, _CLOCK, _LIMITS = 2, 3, 4, 5, 8
+_LIMITS_MARK = int.from_bytes(b"FBLIMITS", "little")
 _MOST_INTENDED = 1 << 16
 _HEADER = 4096 // 8
 _WORDS = 4
@@ -117,6 +119,26 @@ class Slots:
         if ids:
             host.set_word(words, _INTENDED, len(ids))  # first: the other word says that there is an intent
         host.set_word(words, _INTENT, ids.start if ids else 0)
+
+    def limits(self) -> tuple[int, int] | None:
+        """The limits on transfers, for all processes: bytes a second from remotes, and connections to a host; 0: no limit. None where the
+        words are damaged, or one of them is being changed."""
+        words = self._words(0)
+        packed = words[_LIMITS]
+        if packed and words[_LIMITS + 1] != packed ^ _LIMITS_MARK:
+            return None
+        return packed >> 16, packed & 0xFFFF
+
+    def set_limits(self, rate: int, connections: int) -> None:
+        """Set what `limits` returns. Caller: holds the writer lock."""
+        words, packed = self._words(0), rate << 16 | connections
+        if words[_LIMITS] != packed or (packed and words[_LIMITS + 1] != packed ^ _LIMITS_MARK):
+            host.set_word(words, _LIMITS + 1, packed ^ _LIMITS_MARK)
+            host.set_word(words, _LIMITS, packed)
+
+    def limit_words(self) -> tuple[memoryview, int]:
+        """``(words, index)``: two words that processes store to without a lock, see `limits.NodeLimits`."""
+        return self._words(0), _LIMITS + 2
 
     def id_of(self, slot: int) -> int:
         """The id of the entry that lives in ``slot``; 0: none."""

@@ -1,4 +1,5 @@
-"""The limits of a root: budget, free space, number of entries. They apply to every process; the last process that sets them wins."""
+"""The limits of a root: budget, free space, number of entries, transfers. They apply to every process; the last process that sets them
+wins."""
 
 from __future__ import annotations
 
@@ -11,20 +12,27 @@ from forebay._engine.files import settings_file
 from forebay._engine.files.layout import Root
 from forebay._engine.files.settings_file import Kept
 from forebay._engine.index.counters import Counters
+from forebay._engine.index.slots import Slots
 from forebay._kernel import host, locks
 from forebay._logs import logger
 from forebay.errors import WriterBusy
 
 log = logger("forebay.settings")
 
+OF_TRANSFERS = frozenset({"max_rate", "max_connections"})
+"""Limits that take no room."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The limits that the opener of a root sets, sizes in bytes; None leaves a limit as it was set before."""
+    """The limits that the opener of a root sets, sizes in bytes; None leaves a limit as it was set before. ``max_rate``: bytes a second
+    from remotes; ``max_connections``: to a host; 0 lifts these two."""
 
     budget: int | None = None
     min_free: int | None = None
     max_entries: int | None = None
+    max_rate: int | None = None
+    max_connections: int | None = None
 
     def over(self, earlier: Settings) -> Settings:
         """These settings, with those of an earlier call where these are None."""
@@ -32,7 +40,8 @@ class Settings:
 
 
 def apply(
-    settings: Settings, root: Root, catalog: Catalog, make_room: Callable[[], bool], counters: Counters, before: Settings | None = None
+    settings: Settings, root: Root, catalog: Catalog, slots: Slots, make_room: Callable[[], bool], counters: Counters,
+    before: Settings | None = None,
 ) -> tuple[Settings, bool]:  # fmt: skip
     """Set the given limits; returns those in force now, and whether lower ones were met.
 
@@ -40,12 +49,12 @@ def apply(
     gets the limits in the file beside it, else those that were in force ``before`` for this process. A lower limit is applied at once;
     False: the catalog was too busy, and ``make_room`` is due. Raises `WriterBusy` if a limit must be changed and cannot be."""
     given = {name: value for name, value in asdict(settings).items() if value is not None}
-    if spaces.setting(catalog, "budget") is not None and all(spaces.setting(catalog, name) == value for name, value in given.items()):
-        totals = spaces.totals(catalog)
-        return Settings(totals.budget, totals.min_free, totals.max_entries), True
+    there = spaces.limits(catalog)
+    if there["budget"] is not None and all(there[name] == value for name, value in given.items()):
+        return Settings(**there), True
     with catalog.write() as txn:
-        totals = spaces.totals(txn)
-        first = spaces.setting(txn, "budget") is None
+        there = spaces.limits(txn)
+        first = there["budget"] is None
         kept = (settings_file.read(root) or Kept(**asdict(before or Settings()))) if first else Kept()
         limits = {name: value if value is not None else getattr(kept, name) for name, value in asdict(settings).items()}
         if first:
@@ -53,39 +62,46 @@ def apply(
             limits["budget"] = disk.free * 3 // 4 if limits["budget"] is None else limits["budget"]
             limits["min_free"] = disk.total // 20 if limits["min_free"] is None else limits["min_free"]
             spaces.restore(txn, kept.spaces)
-        changed = {name: value for name, value in limits.items() if value is not None and value != getattr(totals, name)}
-        for name, value in limits.items():
-            if value is not None and value != spaces.setting(txn, name):  # an explicit value is kept even if it is the default
-                spaces.set_setting(txn, name, value)
-        txn.after_commit.append(lambda: keep(root, catalog))
+        changed = {name: value for name, value in limits.items() if value is not None and value != there[name]}
+        for name, value in changed.items():
+            spaces.set_setting(txn, name, value)
+        txn.after_commit.append(lambda: keep(root, catalog, slots))
     applied = True
     if first and catalog.lost:
         _log_lost(root, catalog, kept, limits)
-    if changed and not first:
-        changes = ", ".join(f"{name} {_number(getattr(totals, name))} -> {value:,}" for name, value in changed.items())
+    texts = {name: (_shown(name, there[name]), _shown(name, value)) for name, value in changed.items()}
+    changes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in texts.items() if old != new)
+    if changes and not first:
         messages = [f"{root.path}: changed for everybody: {changes}"]
         try:
-            messages += _shrink(catalog, make_room)
+            messages += _shrink(catalog, make_room) if not changed.keys() <= OF_TRANSFERS else ()
         except WriterBusy as error:
             applied = False
             messages.append(f"it is not met yet, a later call that writes evicts for it: {error}")
         messages += _others(counters)
         (log.warning if len(messages) > 1 else log.info)("%s", "; ".join(messages))
-    in_force = {"budget": totals.budget, "min_free": totals.min_free, "max_entries": totals.max_entries} | changed
-    return Settings(**in_force), applied
+    return Settings(**there | changed), applied
 
 
-def keep(root: Root, catalog: Catalog) -> None:
-    """Write the limits that were set into the file beside the catalog, if they are not there. Caller: holds the writer lock."""
+def is_kept(root: Root, catalog: Catalog, slots: Slots) -> bool:
+    """Whether what `keep` copies is where it belongs."""
+    there = spaces.kept(catalog)
+    return settings_file.says(root, there) and slots.limits() == (there.max_rate or 0, there.max_connections or 0)
+
+
+def keep(root: Root, catalog: Catalog, slots: Slots) -> None:
+    """Write the limits that were set into the file beside the catalog, and those of transfers into the table of slots, where they are not
+    there. Caller: holds the writer lock."""
     there = spaces.kept(catalog)
     if not settings_file.says(root, there):
         settings_file.write(root, there)
+    slots.set_limits(there.max_rate or 0, there.max_connections or 0)
 
 
 def _log_lost(root: Root, catalog: Catalog, kept: Kept, now: dict[str, int | None]) -> None:
     why, catalog.lost = catalog.lost, ""
     limits = {name: format_size(value) for name in ("budget", "min_free") if (value := getattr(kept, name)) is not None}
-    limits |= {"max_entries": f"{kept.max_entries:,}"} if kept.max_entries is not None else {}
+    limits |= {name: _shown(name, value) for name in ("max_entries", *OF_TRANSFERS) if (value := getattr(kept, name)) is not None}
     limits |= {f"the limits of the space {space.name}": "" for space in kept.spaces}
     left = ", ".join(f"{name} {value}".strip() for name, value in limits.items())
     if "budget" not in limits:
@@ -115,5 +131,5 @@ def _others(counters: Counters) -> Iterator[str]:
         yield f"{others_have} {locks.describe_process(others[0])}"
 
 
-def _number(value: int | None) -> str:
-    return "none" if value is None else f"{value:,}"
+def _shown(name: str, value: int | None) -> str:
+    return "none" if value is None or (not value and name in OF_TRANSFERS) else f"{value:,}"

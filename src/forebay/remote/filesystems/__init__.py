@@ -13,6 +13,7 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from forebay._logs import logger
@@ -47,6 +48,9 @@ _QUICK_VERBS = frozenset({"stat", "list", "parallel"})
 
 class Access(Protocol):
     """How a filesystem is used: in this process, or in the helper. Raises `AttemptFailed` for every error of the filesystem."""
+
+    has_connections: bool
+    """Whether its bytes come by a network, so that the limits of the node apply."""
 
     def stat(self, call: Call, url: str) -> ObjectInfo: ...
 
@@ -95,7 +99,9 @@ class FilesystemRemote:
     def _stat(self, call: Call, url: str) -> ObjectInfo:
         def attempt() -> ObjectInfo:
             call.count(requests=1)
-            return self._access(url).stat(call, url)
+            access = self._access(url)
+            with _connection(call, access):
+                return access.stat(call, url)
 
         return call.retry(attempt)
 
@@ -152,12 +158,15 @@ class FilesystemRemote:
     def _blocks(self, call: Call, url: str, span: Span) -> Iterator[tuple[int, Buffer]]:
         """One attempt to read ``span``: offsets and bytes, counted."""
         call.count(requests=1)
-        at = span.start
-        for block in self._access(url).read(call, url, span):
-            call.check()
-            call.count(received=len(block))
-            yield at, block
-            at += len(block)
+        at, access = span.start, self._access(url)
+        with _connection(call, access):
+            for block in access.read(call, url, span):
+                call.check()
+                call.count(received=len(block))
+                if access.has_connections:
+                    call.throttle(len(block))
+                yield at, block
+                at += len(block)
 
     def read(self, url: str, span: Span, *, validator: str | None = None, info: ObjectInfo | None = None) -> bytes:
         """See `Remote.read`."""
@@ -223,6 +232,11 @@ class FilesystemRemote:
                 log.debug("nothing to remove: %s", error)
 
 
+def _connection(call: Call, access: Access) -> AbstractContextManager[None]:
+    """Around one request. Its client's connections cannot be seen from here: a request counts as one."""
+    return call.connection("/".join(call.url.split("/")[:3])) if access.has_connections else nullcontext()
+
+
 def _size(source: str | bytes) -> int:
     return len(source) if isinstance(source, bytes) else os.stat(source).st_size
 
@@ -239,6 +253,7 @@ class InProcessClient:
 
     def __init__(self, filesystem: Any, settings: Mapping[str, Any] | None = None, *, bound: bool = False) -> None:
         self._client = client_of(filesystem, settings)
+        self.has_connections = bound
         self._pid = os.getpid() if bound else None
 
     def stat(self, call: Call, url: str) -> ObjectInfo:
@@ -323,6 +338,8 @@ def protocols_of(filesystem: Any) -> Sequence[str]:
 
 class HelperClient:
     """A filesystem that is used in the helper process. ``filesystem``: its pickle."""
+
+    has_connections = True
 
     def __init__(self, filesystem: bytes) -> None:
         self._filesystem = filesystem

@@ -129,8 +129,9 @@ class Connections:
         proxy = self.proxy(endpoint)
         origin = f"{endpoint.scheme}://{endpoint.name}"
         request = TransferRequest(
-            method, origin, _TO_QUOTE.sub(_quoted, target), headers, body, proxy, read_timeout=self._options.read_timeout, until=call.until
-        )
+            method, origin, _TO_QUOTE.sub(_quoted, target), headers, body, proxy, read_timeout=self._options.read_timeout, until=call.until,
+            limits=call.limits,
+        )  # fmt: skip
         if proxy is None:
             return request, _Server(endpoint.host, endpoint.port, origin)
         # a host that is silent behind a proxy may answer without it
@@ -151,6 +152,7 @@ class Connections:
                 return incoming
             except NotConnected as failed:
                 failures.append(failed)
+                until += incoming.queued  # the time for connecting begins when the transfer does
                 call.remove_response(incoming)
             except BaseException:
                 incoming.close()

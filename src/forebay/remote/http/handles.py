@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -14,7 +14,7 @@ from typing import Protocol
 import pycurl
 
 from forebay.errors import RemoteProtocolError, RemoteTimeout
-from forebay.remote.base import AttemptFailed
+from forebay.remote.base import AttemptFailed, Limits
 
 MAX_HEAD = 256 << 10  # bytes of the headers of one response
 BUFFER = 256 << 10  # bytes read from a socket at once; a receiver gets them in pieces of at most 16 KiB
@@ -70,7 +70,8 @@ class TransferRequest:
     of its proxy stands for; None: libcurl resolves it.
 
     ``connect_timeout``: seconds for resolving the name, connecting and TLS. ``read_timeout``: seconds for the whole head of the response,
-    then for each wait within the body; a wait of the receiver does not count. ``until``: the deadline by the monotonic clock."""
+    then for each wait within the body; a wait of the receiver does not count. ``until``: the deadline by the monotonic clock. ``limits``:
+    what the transfer has to stay within; waiting for that counts for the deadline only."""
 
     method: str
     origin: str
@@ -82,6 +83,17 @@ class TransferRequest:
     connect_timeout: float = 10.0
     read_timeout: float = 30.0
     until: float | None = None
+    limits: Limits | None = None
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether a proxy is given the whole URL: not through a tunnel, and not by SOCKS."""
+        return self.proxy is not None and self.origin.startswith("http:") and self.proxy.startswith("http")
+
+    @property
+    def peer(self) -> str:
+        """What its connection leads to, without secrets: the server, or a proxy that relays to any number of servers."""
+        return self.proxy.rpartition("@")[2] if self.proxy is not None and self.is_relayed else self.origin
 
 
 _NOTHING = TransferRequest("GET", "", "", {})
@@ -105,14 +117,17 @@ class CurlHandle:
     """One easy handle of libcurl, for one transfer after another. All of it belongs to the thread of the loop.
 
     ``began``, ``heard``: when the transfer began, and when it last made progress that counts, by the monotonic clock. ``until``: when it
-    has to be done. ``error``: what ends it, where that is not libcurl's. ``sockets``: descriptor -> inode of each socket of libcurl."""
+    has to be done. ``error``: what ends it, where that is not libcurl's. ``limits``: of the request, while they limit the rate.
+    ``throttled``: whether it is paused for that. ``sockets``, ``peers``: descriptor -> inode, and `TransferRequest.peer`, of each socket of
+    libcurl. ``throttle``: called when the rate allows no more for now; resumes the transfer when it does."""
 
     until: float | None
     error: Exception | None
+    limits: Limits | None
 
-    def __init__(self, sockets: dict[int, int]) -> None:
+    def __init__(self, sockets: dict[int, int], peers: dict[int, str], throttle: Callable[[CurlHandle], None]) -> None:
         self.curl = pycurl.Curl()
-        self._sockets = sockets
+        self._sockets, self._peers, self._throttle = sockets, peers, throttle
         self._lines: list[bytes] = []
         self._size = 0
         self.request = _NOTHING
@@ -133,14 +148,14 @@ class CurlHandle:
         self.request, self.receiver, curl, proxy = request, receiver, self.curl, request.proxy or ""
         self.began = self.heard = time.monotonic()
         self.until, self.error = request.until, None
-        self.connected = self.answered = self.has_head = self.paused = False
+        self.connected = self.answered = self.has_head = self.paused = self.throttled = False
+        self.look_at_rate()
         self._size = self._sent = 0
         self._lines.clear()
         if not _TARGET.fullmatch(request.target):
             raise ValueError("a target that cannot be sent")
-        whole = request.origin.startswith("http:") and proxy.startswith("http")  # not through a tunnel, and not by SOCKS
         curl.setopt(pycurl.URL, f"{request.origin}/")
-        curl.setopt(pycurl.REQUEST_TARGET, request.origin + request.target if whole else request.target)
+        curl.setopt(pycurl.REQUEST_TARGET, request.origin + request.target if request.is_relayed else request.target)
         curl.setopt(pycurl.CONNECTTIMEOUT_MS, max(1, int(request.connect_timeout * 1000)))
         curl.setopt(pycurl.PROXY, proxy)  # "": none, not that of the environment
         if request.origin.startswith("https:") or proxy.startswith("https:"):
@@ -160,9 +175,14 @@ class CurlHandle:
                 curl.setopt(pycurl.POSTFIELDS, request.body or b"")
             curl.setopt(pycurl.CUSTOMREQUEST, request.method)
 
+    def look_at_rate(self) -> None:
+        """Notice that the rate is limited now, or no longer."""
+        limits = self.request.limits
+        self.limits = limits if limits is not None and limits.in_force()[0] else None
+
     def release(self) -> None:
         """After a transfer: keep nothing of it."""
-        self.request, self.receiver = _NOTHING, None
+        self.request, self.receiver, self.limits = _NOTHING, None, None
         if not self._is_basic:
             self.curl.reset()
             self._set_basics()
@@ -197,7 +217,7 @@ class CurlHandle:
             self._sent, self.heard = sent, now
 
     def _note_socket(self, descriptor: int, purpose: int) -> int:
-        self._sockets[descriptor] = os.fstat(descriptor).st_ino
+        self._sockets[descriptor], self._peers[descriptor] = os.fstat(descriptor).st_ino, self.request.peer
         return int(pycurl.SOCKOPT_OK)
 
     def _head_line(self, line: bytes) -> int | None:
@@ -231,19 +251,25 @@ class CurlHandle:
         if self.receiver is None:
             return _STOP
         self.heard = time.monotonic()
+        if self.limits is not None and self.limits.delay() > 0:
+            self.paused = self.throttled = True
+            self._throttle(self)
+            return int(pycurl.WRITEFUNC_PAUSE)
         try:
             taken = self.receiver.data(piece)
         except Exception as error:  # noqa: BLE001 (passed to the receiver's end)
             self.error = error
             return _STOP
         if taken:
+            if self.limits is not None:
+                self.limits.count(len(piece))
             return None
         self.paused = True
         return int(pycurl.WRITEFUNC_PAUSE)
 
     def resume(self) -> None:
-        """Offer the receiver again what it refused."""
-        if self.paused:
+        """Offer the receiver again what it refused, unless the transfer is throttled."""
+        if self.paused and not self.throttled:
             self.paused, self.heard = False, time.monotonic()
             self.curl.pause(pycurl.PAUSE_CONT)
 

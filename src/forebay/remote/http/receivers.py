@@ -67,6 +67,11 @@ class Incoming:
         if on_ready is not None:
             on_ready()
 
+    @property
+    def queued(self) -> float:
+        """Seconds for which the transfer waited for a connection that the limits of the node allow."""
+        return self._transfer.queued
+
     def wait_for_head(self) -> None:
         """Raises `AttemptFailed` where none comes, and `CallAborted` after `close`."""
         self._check_process()

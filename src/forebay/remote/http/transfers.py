@@ -13,15 +13,19 @@ import atexit
 import ctypes
 import os
 import select
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import pycurl
 
 from forebay._logs import logger
-from forebay.remote.base import AttemptFailed, CallAborted
+from forebay.errors import RemoteTimeout
+from forebay.remote.base import LONGEST_DELAY, AttemptFailed, CallAborted, Permit
+from forebay.remote.http.admission import Admission, HostQueue, Throttle
 from forebay.remote.http.handles import CurlHandle, Receiver, TransferRequest, too_late
 
 log = logger("forebay.remote")
@@ -39,8 +43,14 @@ class HttpTransfer:
 
     def __init__(self, loop: _Loop, request: TransferRequest, receiver: Receiver) -> None:
         self._loop, self.request, self.receiver = loop, request, receiver
-        self.handle: CurlHandle | None = None  # in the thread of the loop only
+        self.submitted = time.monotonic()
         self.ended = False
+        self.queued = 0.0
+        """Seconds for which it waited for a connection that the limits of the node allow; set when it begins."""
+        # in the thread of the loop only
+        self.handle: CurlHandle | None = None
+        self.queue: HostQueue | None = None
+        self.permit: Permit | None = None
 
     def cancel(self) -> None:
         """End it: its connection is closed unless its response is complete. Idempotent; returns at once. Does nothing in a process that
@@ -72,6 +82,10 @@ class _Loop:
         self._commands: deque[Callable[[], None]] = deque()
         self._awake = False  # whether the loop will look at the commands without being woken; a needless wake-up does no harm
         self.sockets: dict[int, int] = {}  # descriptor -> inode of every socket that libcurl opened; it may have closed it since
+        self.peers: dict[int, str] = {}  # descriptor -> what it is connected to; without those that were closed here
+        self._admission = Admission(self._begin, self._close_idle)
+        self._throttle = Throttle(self._offer_again)
+        self._looked_at_rates = 0.0
         self._timer: float | None = None  # when libcurl wants to be called
         self._next_check: float | None = None  # when the time of a transfer may be over
         self._running: dict[pycurl.Curl, HttpTransfer] = {}
@@ -114,8 +128,9 @@ class _Loop:
 
     def _stop(self) -> None:
         self._stopping = True
-        for transfer in list(self._running.values()):
+        for transfer in [*self._running.values(), *self._admission.waiting()]:
             self.finish(transfer, CallAborted())
+        self._admission.stop()
 
     def leave_to_parent(self) -> None:
         """In a forked child: replace this process's copies of the parent's sockets, and keep libcurl's objects for ever.
@@ -142,8 +157,11 @@ class _Loop:
         except Exception as error:
             log.exception("the loop of HTTP transfers failed")
             self._stopping = True
-            for transfer in self._running.values():
+            for transfer in [*self._running.values(), *self._admission.waiting()]:
                 transfer.receiver.end(AttemptFailed(f"the client failed: {type(error).__name__}"))
+                if transfer.permit is not None:
+                    transfer.permit.release()
+            self._admission.stop()
         while self._commands:  # what was begun meanwhile ends at once, instead of waiting for a loop that is gone
             self._commands.popleft()()
 
@@ -168,10 +186,20 @@ class _Loop:
         self._collect()
         if self._next_check is not None and self._next_check <= now:
             self._check_limits(now)
+        if now - self._looked_at_rates >= LONGEST_DELAY:
+            self._looked_at_rates = now
+            for transfer in self._running.values():
+                if transfer.handle is not None:
+                    transfer.handle.look_at_rate()
+        if self._throttle.due is not None and self._throttle.due <= now:
+            self._throttle.run(now)
+        if self._admission.due is not None and self._admission.due <= now:
+            self._admission.run(now)
 
     def _until_next(self) -> float | None:
-        """Seconds until a time limit or libcurl's timer."""
-        due = min((each for each in (self._timer, self._next_check) if each is not None), default=None)
+        """Seconds until a time limit, libcurl's timer, or a limit of the node may allow more."""
+        moments = self._timer, self._next_check, self._throttle.due, self._admission.due
+        due = min((each for each in moments if each is not None), default=None)
         return None if due is None else max(0.0, due - time.monotonic())
 
     def _watch(self, what: int, descriptor: int, multi: object, data: object) -> None:
@@ -195,21 +223,32 @@ class _Loop:
         if self._stopping:
             self.finish(transfer, CallAborted())
             return
-        handle = self._spare.pop() if self._spare else CurlHandle(self.sockets)
+        limits, until = transfer.request.limits, transfer.request.until
+        if limits is None or not limits.in_force()[1]:
+            self._begin(transfer)
+            return
+        self._admission.add(transfer, limits)
+        if until is not None:
+            self._check_at(until)
+
+    def _begin(self, transfer: HttpTransfer) -> None:
+        handle = self._spare.pop() if self._spare else CurlHandle(self.sockets, self.peers, self._throttle.pause)
         try:
             handle.prepare(transfer.request, transfer.receiver)
         except (pycurl.error, TypeError, ValueError) as error:
             handle.curl.close()
-            transfer.ended = True
-            transfer.receiver.end(AttemptFailed(f"a request that cannot be sent: {type(error).__name__}", retryable=False))
+            self.finish(transfer, AttemptFailed(f"a request that cannot be sent: {type(error).__name__}", retryable=False))
             return
+        transfer.queued = handle.began - transfer.submitted
         transfer.handle = handle
         self._running[handle.curl] = transfer
         self._multi.add_handle(handle.curl)
         self._check_at(handle.due(handle.began))
 
     def end_by(self, transfer: HttpTransfer, until: float) -> None:
-        if transfer.handle is not None and not transfer.handle.has_head:
+        if transfer.handle is None:  # it has not begun
+            self.finish(transfer, CallAborted())
+        elif not transfer.handle.has_head:
             transfer.handle.until = until
             self._check_at(until)
 
@@ -221,6 +260,9 @@ class _Loop:
             except pycurl.error as error:  # the receiver raised when it was offered the rest, or the transfer failed meanwhile
                 self.finish(transfer, handle.failure(*error.args))
 
+    def _offer_again(self, handle: CurlHandle) -> None:
+        self.resume(self._running[handle.curl])
+
     def finish(self, transfer: HttpTransfer, error: Exception | None) -> None:
         """Take a transfer out of the loop, and tell its receiver."""
         if transfer.ended:
@@ -230,11 +272,15 @@ class _Loop:
         if handle is not None:
             del self._running[handle.curl]
             self._multi.remove_handle(handle.curl)
+            if handle.throttled:
+                self._throttle.forget(handle)
             handle.release()
             if len(self._spare) < SPARE_HANDLES:
                 self._spare.append(handle)
             else:
                 handle.curl.close()
+        if transfer.queue is not None:
+            self._admission.ended(transfer)
         transfer.receiver.end(error)
 
     def _collect(self) -> None:
@@ -257,6 +303,32 @@ class _Loop:
                     self._check_at(due)
                 else:
                     self.finish(transfer, too_late(transfer.handle))
+        for transfer in self._admission.waiting():
+            until = transfer.request.until
+            if until is not None and until <= now:
+                self.finish(transfer, AttemptFailed("the limit of connections allowed none in time", RemoteTimeout))
+            elif until is not None:
+                self._check_at(until)
+
+    def _close_idle(self, peer: str, keep: int) -> bool:
+        """Close idle connections until at most ``keep`` to ``peer`` are open, if any are idle. False: it cannot be told yet which are."""
+        there = [descriptor for descriptor, other in self.peers.items() if other == peer and self._is_open(descriptor)]
+        busy = [each.handle.curl for each in self._running.values() if each.handle is not None and each.request.peer == peer]
+        used = {int(curl.getinfo(pycurl.ACTIVESOCKET)) for curl in busy} if len(there) > keep else set()
+        if pycurl.SOCKET_BAD in used:
+            return False
+        for descriptor in [each for each in there if each not in used][: max(0, len(there) - keep)]:
+            del self.peers[descriptor]
+            # libcurl notices it as if the server had closed the connection
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _is_open(self, descriptor: int) -> bool:
+        try:
+            return os.fstat(descriptor).st_ino == self.sockets[descriptor]
+        except OSError:
+            return False
 
     def _check_at(self, moment: float) -> None:
         self._next_check = moment if self._next_check is None else min(self._next_check, moment)
