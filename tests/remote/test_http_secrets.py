@@ -215,13 +215,6 @@ def test_a_proxy_for_http(server: ScriptedServer, other: ScriptedServer, monkeyp
         assert len(server.requests) == seen
 
 
-def test_a_proxy_that_is_not_spoken_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("all_proxy", f"socks5://me:{SECRET}@far:1080")
-    with pytest.raises(errors.ConfigError, match="a socks5:// proxy for http:// URLs") as caught:
-        HttpRemote().stat("http://far.example/a")
-    assert SECRET not in str(caught.value)
-
-
 def test_a_header_that_cannot_be_sent_is_named_without_its_value() -> None:
     for options in ({"headers": {"X-Key": f"{SECRET}\r\nX: y"}}, {"token": f"{SECRET}\u2100"}):
         with pytest.raises(errors.ConfigError, match="cannot be sent") as caught:

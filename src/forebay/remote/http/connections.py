@@ -25,6 +25,7 @@ from forebay.remote.http.receivers import Incoming
 from forebay.remote.urls import canonical
 
 PORTS = {"http": 80, "https": 443}
+PROXY_PORTS = PORTS | dict.fromkeys(("socks4", "socks4a", "socks5", "socks5h"), 1080)
 MAX_NAMES = 1000  # whose addresses are remembered
 KEEP_ADDRESSES = 60.0  # seconds
 _HOST = re.compile(r"[a-z0-9._~!$&'()*+,;=-]+|[0-9a-f:.]+|[0-9a-f.]*:[0-9a-f:.]*%[A-Za-z0-9._~-]+")
@@ -249,8 +250,11 @@ def _proxy_of(endpoint: Endpoint) -> str | None:
         return None
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     kind = proxy.partition("://")[0].lower()
-    if kind not in ("http", "https"):
-        raise ConfigError(f"the environment names a {kind}:// proxy for {endpoint.scheme}:// URLs: name an http:// one, or set NO_PROXY")
+    if kind not in PROXY_PORTS:
+        message = (
+            f"the environment names a {kind}:// proxy for {endpoint.scheme}:// URLs: name an http:// or socks5h:// one, or set NO_PROXY"
+        )
+        raise ConfigError(message)
     parts = urlsplit(proxy)
     user, at, _ = parts.netloc.rpartition("@")
     host, port = _address_of(proxy)
@@ -261,7 +265,7 @@ def _address_of(proxy: str) -> tuple[str, int]:
     """Host and port of a proxy's URL. Raises `ConfigError`."""
     try:
         parts = urlsplit(proxy)
-        host, port = parts.hostname, parts.port or PORTS.get(parts.scheme.lower())
+        host, port = parts.hostname, parts.port or PROXY_PORTS.get(parts.scheme.lower())
     except ValueError:  # its text may quote the URL
         host, port = None, None
     if not host or not port:

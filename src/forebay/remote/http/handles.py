@@ -350,6 +350,9 @@ def _failure(handle: CurlHandle, code: int, text: str) -> AttemptFailed:
         return NotConnected(_NO_PROXY if proxied else _SILENCE, RemoteTimeout, no_answer=no_answer)
     if proxied and not handle.has_head and (refused := int(curl.getinfo(pycurl.HTTP_CONNECTCODE))) >= 300:
         return AttemptFailed(f"its proxy answers {refused}", retryable=refused >= 500)
+    answer = int(curl.getinfo(pycurl.PROXY_ERROR)) if code == _E_PROXY else 0
+    if answer in _REFUSED_BY_SOCKS:
+        return AttemptFailed(_REFUSED_BY_SOCKS[answer], retryable=answer not in _FOR_GOOD)
     if code in (pycurl.E_COULDNT_CONNECT, _E_PROXY):
         unreachable = number in UNREACHABLE
         return NotConnected(_NO_PROXY if proxied else reason, no_answer=unreachable, unreachable=unreachable)
@@ -365,6 +368,18 @@ def _failure(handle: CurlHandle, code: int, text: str) -> AttemptFailed:
     return AttemptFailed(reason)
 
 
+# libcurl's CURLproxycode of a proxy that was reached, but does not connect
+_FOR_GOOD = frozenset({12, 23, 33})
+_REFUSED_BY_SOCKS = dict.fromkeys((12, 33), "its proxy accepts no such user and password") | {
+    19: "its proxy cannot connect to it: it refuses",
+    20: "its proxy cannot connect to it",
+    21: "its proxy cannot connect to it: it cannot be reached",
+    22: "its proxy cannot connect to it: its network cannot be reached",
+    23: "its proxy may not connect to it",
+    24: "its proxy cannot connect to it: it is too far away",
+    26: "its proxy cannot connect to it",
+    27: "its host name cannot be resolved",
+}
 _SILENCE, _CUT = "nothing came for too long", "the connection was cut"
 _NO_PROXY, _NO_NAME = "its proxy cannot be reached", "its host name cannot be resolved"
 
