@@ -60,6 +60,8 @@ BARRIERS = "tests/claims/test_barriers.py::"
 MEMBERS = "tests/claims/test_members.py::"
 MEMORY = "tests/cli/test_memory.py::test_memory_does_not_grow_with_what_is_kept"
 KEYS = "tests/engine/index/test_keys.py::"
+LIMITS = "tests/engine/index/test_limits.py::"
+LOOP = "tests/remote/test_limits.py::"
 STREAMING = "tests/adapters/streaming/test_streaming_prefix.py::"
 
 MUTANTS = (
@@ -341,6 +343,28 @@ MUTANTS = (
         3, "a pause makes the clock early", "_engine/index/clock.py",
         "        wall = time.time_ns()  # after the monotonic one", "        # after the monotonic one",
         "tests/engine/index/test_clock.py::test_a_pause_between_two_looks_at_the_machines_clocks_makes_it_late_not_early",
+    ),
+    Mutant(
+        3, "of two processes that only read, none looks at its permit again", "_engine/index/limits.py",
+        "                if not self._read_only or not self.locks.is_locked(permits + number):\n", "                if number >= 0:\n",
+        f"{LIMITS}test_two_that_only_read_never_share_a_permit",
+    ),
+    Mutant(
+        3, "a permit is taken before those that have waited for longer", "_engine/index/limits.py",
+        "            number = None if limits.is_any_before(self._queue) else limits.try_permit(self._permits, limit)\n",
+        "            number = limits.try_permit(self._permits, limit)\n",
+        f"{LIMITS}test_the_process_that_has_waited_for_longest_is_next",
+    ),
+    Mutant(
+        3, "a permit is released while its connection is open", "remote/http/admission.py",
+        "            elif is_limited and not self._close_idle(queue.host, queue.permits - 1):\n", "            elif queue.permits < 0:\n",
+        f"{LOOP}test_four_processes_never_open_more_connections_than_the_limit",
+    ),
+    Mutant(
+        3, "an idle connection is kept from other processes", "remote/http/admission.py",
+        "            if is_limited and now - since < KEEP and not permit.is_wanted():\n",
+        "            if is_limited and now - since < KEEP:\n",
+        f"{LOOP}test_an_idle_connection_goes_when_another_process_wants_one",
     ),
     # 4. Never over budget
     Mutant(
@@ -657,6 +681,21 @@ MUTANTS = (
         1, "a file that is said to be an array is not looked at", "_engine/reading.py",
         ", \"pack\": self._pack_is_there}", "}",
         "tests/engine/catalog/test_forged_rows.py::test_a_file_that_is_said_to_be_another_thing_is_fetched_again[pack]",
+    ),
+    Mutant(
+        6, "a time of the rate is believed that no process can have stored", "_engine/index/limits.py",
+        "        if start > now + _BELIEVED:\n", "        if start < 0:\n",
+        f"{LIMITS}test_a_damaged_word_of_the_rate_stops_nobody",
+    ),
+    Mutant(
+        6, "damaged limits are believed", "_engine/index/slots.py",
+        "        if packed and words[_LIMITS + 1] != packed ^ _LIMITS_MARK:\n", "        if packed < 0:\n",
+        f"{LIMITS}test_damaged_limits_are_those_that_were_believed",
+    ),
+    Mutant(
+        6, "a process that was stopped while it waited holds up all others", "_engine/index/limits.py",
+        "        return self._sightings >= _SIGHTINGS\n", "        return self._sightings < 0\n",
+        f"{LIMITS}test_a_process_that_is_stopped_while_it_waits_holds_nobody_up",
     ),
     # 7. kill -9 anywhere
     Mutant(
@@ -1122,6 +1161,11 @@ MUTANTS = (
         "        self.connected = self.answered = True\n",
         "        self.connected, self.answered, self.heard = True, True, time.monotonic()\n",
         "tests/remote/test_time_limits.py::test_a_head_has_the_read_timeout_in_all[continue]",
+    ),
+    Mutant(
+        11, "a wait for a connection is not logged", "_engine/index/limits.py",
+        "        if now >= self._say_at:\n", "        if now < 0:\n",
+        f"{LIMITS}test_a_wait_is_logged",
     ),
     # 12. A call gets its own output
     Mutant(

@@ -94,7 +94,7 @@ def parse_rate(value: int | str, *, name: str = "max_rate") -> int:
     return rate
 
 
-def parse_connections(value: int, *, name: str = "max_connections") -> int:
+def parse_connections(value: int | str, *, name: str = "max_connections") -> int:
     """A number of connections; 0: no limit. Raises `ConfigError`."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_CONNECTIONS:
         raise _wrong(name, value, f"a number from 1 to {MOST_CONNECTIONS:,}, or 0 for no limit")
@@ -265,7 +265,7 @@ def _checked(text: str, name: str, parse: Callable[..., int]) -> str:
 
 
 def _count(text: str, name: str) -> int:
-    return parse_connections(int(text) if text.strip().isdecimal() else -1, name=name)
+    return parse_connections(int(text) if text.strip().isdecimal() else text, name=name)
 
 
 _LIMITS = ("budget", "min_free", "max_rate", "max_connections")

@@ -372,3 +372,15 @@ def test_two_that_only_read_never_share_a_permit(store: Store) -> None:
 def test_where_the_locks_fail_there_is_no_limit(store: Store) -> None:
     os.unlink(store.root.lock("transfers"))
     assert [limits_of(store).request(HOST).try_take() is not None for _ in range(4)] == [True] * 4
+
+
+def test_a_wait_is_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    holders = [taken(limits_of(store).request(HOST)) for _ in range(2)]
+    request = limits_of(store, clock).request(HOST)
+    for seconds in (0, 4, 2, 3, 60):
+        clock.now += seconds * SECOND
+        assert request.try_take() is None
+    lines = [record.message for record in caplog.records if "waiting" in record.message]
+    assert lines == [f"waiting {n} s for a connection to {HOST}: the node's max_connections=2 are in use" for n in (6, 69)]
+    assert all(holder.is_wanted() for holder in holders)

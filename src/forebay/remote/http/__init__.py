@@ -394,8 +394,6 @@ class _Download:
         options = self._call.options
         rest = [piece for span in self._spans for piece in _without(span, first)]
         first_is_missing = any(span.start < first.end and first.start < span.end for span in self._spans)
-        if not first_is_missing:
-            response.close()  # its connection may be the only one that the limits of the node allow
         needed = -(-sum(span.length for span in rest) // options.part)
         threads = min(options.streams - 1, needed, self._exchange.connections.spare())
         # Never touched: glibc keeps freed blocks of up to this size for the next ones. It would give each back to the kernel and have its

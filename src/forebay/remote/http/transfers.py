@@ -360,8 +360,10 @@ def _loop() -> _Loop:
     with _lock:
         loop = _current
         if loop is None or not loop.usable():
-            if loop is not None and not loop.is_of_this_process():  # forked by C code, which runs no fork hook
-                loop.leave_to_parent()
+            if loop is not None:
+                atexit.unregister(loop.stop)
+                if not loop.is_of_this_process():  # forked by C code, which runs no fork hook
+                    loop.leave_to_parent()
             loop = _Loop()
             loop.start_thread()
             atexit.register(loop.stop)
