@@ -689,7 +689,7 @@ MUTANTS = (
     ),
     Mutant(
         6, "damaged limits are believed", "_engine/index/slots.py",
-        "        if packed and words[_LIMITS + 1] != packed ^ _LIMITS_MARK:\n", "        if packed < 0:\n",
+        "        if words[_LIMITS + 1] != packed ^ _LIMITS_MARK:\n", "        if packed < 0:\n",
         f"{LIMITS}test_damaged_limits_are_those_that_were_believed",
     ),
     Mutant(

@@ -21,6 +21,7 @@ RECORDS = 65_536
 ID, USED, VALIDATED, SPACE = 0, 1, 2, 3
 # in chunk 0, after the magic and the root's id; of the clock three words, of the limits four
 _EVICTIONS, _INTENT, _INTENDED, _CLOCK, _LIMITS = 2, 3, 4, 5, 8
+_NO_LIMITS = 0, 0
 _LIMITS_MARK = int.from_bytes(b"FBLIMITS", "little")
 _MOST_INTENDED = 1 << 16
 _HEADER = 4096 // 8
@@ -125,7 +126,9 @@ class Slots:
         words are damaged, or one of them is being changed."""
         words = self._words(0)
         packed = words[_LIMITS]
-        if packed and words[_LIMITS + 1] != packed ^ _LIMITS_MARK:
+        if not packed:
+            return _NO_LIMITS
+        if words[_LIMITS + 1] != packed ^ _LIMITS_MARK:
             return None
         return packed >> 16, packed & 0xFFFF
 
