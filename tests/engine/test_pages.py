@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import forebay
-from forebay._engine import check, stats, store
+from forebay._engine import check, stats
 from forebay._engine.catalog import Catalog, entries
+from forebay._engine.space import eviction
 from forebay.cache import entries as listing
 from forebay.cli import render
 from tests.harness import MiB
@@ -24,7 +25,7 @@ MOST = 40
 def cache(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[forebay.Cache]:
     for module, name, value in (
         (stats, "ENTRIES_PER_PAGE", 20), (check, "AT_ONCE", 20), (entries, "RANGE", 20),
-        (store, "REMOVED_AT_ONCE", 16), (listing, "IN_MEMORY", 50),
+        (eviction, "REMOVED_AT_ONCE", 16), (listing, "IN_MEMORY", 50),
         (render, "PAGE_ROWS", 20),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)

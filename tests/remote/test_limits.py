@@ -305,6 +305,15 @@ def test_four_processes_never_open_more_connections_than_the_limit(nginx: Nginx,
     assert max(int(line.split()[-1]) for line in lines) <= 3
 
 
+def test_many_objects_at_once_need_one_connection_only(nginx: Nginx, tmp_path: Path) -> None:
+    """Large ones, whose ranges are asked for while others that were begun hold what they may, too."""
+    bodies = [random.Random(number).randbytes(1 << (5 + number)) for number in range(18)] + [BODY * 3] * 3
+    urls = [nginx.put(f"many-{number}", body) for number, body in enumerate(bodies)]
+    options = RemoteOptions(part=300_000, buffer=100_000)
+    with forebay.Cache(tmp_path / "root", budget=1 << 28, min_free=0, max_connections=1, remote_options=options) as cache:
+        assert [bytes(view) for view in cache.read_many(urls)] == bodies
+
+
 def stalling(server: ScriptedServer, store: Store) -> Callable[[Line], None]:
     """What a process does that has the only connection, with a transfer under way."""
 

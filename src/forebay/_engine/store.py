@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forebay import errors
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from forebay._engine.write.publish import Writing
 
 log = logger("forebay.store")
-REMOVED_AT_ONCE = 128
 
 
 class Store:
@@ -382,13 +381,15 @@ class Store:
 
     def remove(self, victims: Iterable[Victim]) -> Report:
         """Remove entries; the report says which were removed. Those that are leased, pinned or part of a tree are spared."""
+        from forebay._engine.space.eviction import batches
+
         every = victims if isinstance(victims, Sequence) else tuple(victims)
         # Trees go first: the files that they link are spared while they exist.
-        trees = {id for batch in _batches(every) for id in self._remove(batch, True)} if self._has_trees() else set()
+        trees = {id for batch in batches(every) for id in self._remove(batch, True)} if self._has_trees() else set()
         removed: list[str] = []
         spared: list[str] = []
         freed = 0
-        for batch in _batches(every):
+        for batch in batches(every):
             ids = self._remove(batch, False)
             for victim in batch:
                 if victim.id in ids or victim.id in trees:
@@ -588,15 +589,3 @@ class Store:
         from forebay._engine import check
 
         check.repair(self.root, self.engine.catalog, self.engine.writers.eviction, self.engine.writers.fill, self.engine.reading, problems)
-
-
-def _batches(victims: Iterable[Victim]) -> Iterator[list[Victim]]:
-    """The victims without repetitions, in batches for one transaction each, small enough for the log."""
-    batch: dict[int, Victim] = {}
-    for victim in victims:
-        batch[victim.id] = victim
-        if len(batch) == REMOVED_AT_ONCE:
-            yield list(batch.values())
-            batch.clear()
-    if batch:
-        yield list(batch.values())

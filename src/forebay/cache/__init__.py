@@ -436,10 +436,12 @@ class Cache:
 
     def hold(self, name: Name) -> Lease:
         """A lease on the file or the directory stored under a name; nothing is fetched. Raises `NotCached`."""
+        from forebay.cache.entries import not_cached
+
         space_key = self._find(name)
         lease = self._store.lease(*space_key) if space_key is not None else None
         if lease is None:
-            raise _not_cached(name)
+            raise not_cached(name)
         return self._reopened_by(lease, "hold", name, {})
 
     @property
@@ -493,19 +495,21 @@ class Cache:
         self._set_life(name, "cached")
 
     def _set_life(self, name: Name, life: str) -> None:
+        from forebay.cache.entries import not_cached
+
         space_key = self._find(name)
         with waits.time_limit(self._origin.timeout):
             if space_key is None or not self._store.set_life(*space_key, life):
-                raise _not_cached(name)
+                raise not_cached(name)
 
     def evict(self, name: Name) -> Report:
         """Remove a name now, if no process uses it; of a directory also its files, except those that another directory has. Raises
         `NotCached`, or `WriterBusy`."""
-        from forebay.cache import removal
+        from forebay.cache import entries, removal
 
         entry = self.entry(name)
         if entry is None:
-            raise _not_cached(name)
+            raise entries.not_cached(name)
         return removal.evict(self._origin, entry)
 
     def plan(
@@ -594,9 +598,3 @@ def origin_of(cache: Cache) -> Origin:
 def fault_of(cache: Cache) -> str | None:
     """Why a cache cannot be used, so that calls are served from the source; None if it works."""
     return None if cache._store.keeps else cache._store.why
-
-
-def _not_cached(name: Name) -> errors.NotCached:
-    from forebay.cache.entries import not_cached
-
-    return not_cached(name)

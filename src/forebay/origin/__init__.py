@@ -450,10 +450,8 @@ class Origin:
         self.warn(type(error).__name__, "%s is served past the cache: %s", name, error)
 
     def reaching(self, options: FetchOptions | None = None) -> AbstractContextManager[None]:
-        """Context for requests to a remote: hosts that recently did not answer a process of the node are skipped, unless this refreshes,
-        and all processes of the node stay within its limits of transfers together."""
-        refresh = options is not None and options.refresh
-        return remote.tracking_hosts(self.store.hosts, limits=self.store.limits, ask_silent=refresh)
+        """Context for requests to a remote: skips hosts that were silent recently, unless this refreshes, and keeps the node's limits."""
+        return remote.tracking_hosts(self.store.hosts, limits=self.store.limits, ask_silent=options is not None and options.refresh)
 
     def warn_stale(self, key: str, message: str, error: Exception) -> None:
         """Warn, once per host or bucket, that a copy is served because its remote cannot be reached."""

@@ -12,7 +12,7 @@ would empty the slot of the next entry that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -24,13 +24,14 @@ from forebay._engine.locks.leases import Leases
 from forebay._engine.space.ranking import EvictionCandidate
 from forebay._kernel import waits
 from forebay._logs import logger
-from forebay._model import Entry
+from forebay._model import Entry, Victim
 
 log = logger("forebay.eviction")
 
 SPACE_WORD = 1
 HELD_A_TURN, TURNS = 8, 16
 _LISTED_AT_ONCE = 2048
+REMOVED_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +210,15 @@ class Eviction:
                 return blobs.remove_blob(self._root, id, what.suffix)  # and no other suffix, as `unlink` would
             self.unlink([what])
             return True
+
+
+def batches(victims: Iterable[Victim]) -> Iterator[list[Victim]]:
+    """The victims without repetitions, in batches for one transaction each, small enough for the log."""
+    batch: dict[int, Victim] = {}
+    for victim in victims:
+        batch[victim.id] = victim
+        if len(batch) == REMOVED_AT_ONCE:
+            yield list(batch.values())
+            batch.clear()
+    if batch:
+        yield list(batch.values())
